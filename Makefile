@@ -1,0 +1,41 @@
+# make install  a virtual environment in .venv with all a developer needs
+# make test     install, then every check: lint, format, types, tests, doctests
+# make format   let ruff rewrite what it can
+# make bench    the benchmarks, each printing ratios against a peer in the same run
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install test lint types unit format bench clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt src/stageline/_version.py
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"stageline needs Python 3.11 or newer; {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.11" if v < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+test: install lint types unit
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+unit: install
+	$(BIN)/python -m pytest -q
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install
+	$(BIN)/python benchmarks/schedule_speed.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

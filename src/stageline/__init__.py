@@ -1,0 +1,51 @@
+"""Stageline: pipeline-parallel training for PyTorch that people trust.
+
+A schedule is data, and everything else is a reading of it:
+
+>>> import stageline as sl
+>>> s = sl.schedule("zb-v", ranks=4, microbatches=8)
+>>> sl.verify(s).in_order
+True
+>>> t = sl.simulate(s, sl.Costs(forward=1, backward_input=1, backward_weight=1))
+>>> t.makespan, t.span
+(51.0, 48.0)
+"""
+
+from stageline._version import __version__
+from stageline.errors import CostError, ScheduleError, StagelineError
+from stageline.schedules.action import Action, Overlap
+from stageline.schedules.certificate import Certificate, verify
+from stageline.schedules.channels import Channel
+from stageline.schedules.files import read_schedule
+from stageline.schedules.placement import Placement
+from stageline.schedules.registry import Family, families, family, schedule
+from stageline.schedules.schedule import Program, Schedule
+from stageline.timeline.compare import Comparison, compare
+from stageline.timeline.costs import Costs
+from stageline.timeline.simulate import simulate
+from stageline.timeline.timeline import Timeline
+
+__all__ = [
+    "Action",
+    "Certificate",
+    "Channel",
+    "Comparison",
+    "CostError",
+    "Costs",
+    "Family",
+    "Overlap",
+    "Placement",
+    "Program",
+    "Schedule",
+    "ScheduleError",
+    "StagelineError",
+    "Timeline",
+    "__version__",
+    "compare",
+    "families",
+    "family",
+    "read_schedule",
+    "schedule",
+    "simulate",
+    "verify",
+]

@@ -1,0 +1,63 @@
+"""The errors a user can catch, each with the value found, the value expected and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class StagelineError(ValueError):
+    """Every error that Stageline raises for something a user gave it."""
+
+
+class ScheduleError(StagelineError):
+    """A schedule that cannot be made, read or run.
+
+    `rule` names the rule that failed (see `docs/verify.md`), `rank` and `position` say where in the
+    schedule, counted from 0, and are None where the fault lies in no single place.
+
+    >>> import stageline as sl
+    >>> try:
+    ...     sl.verify(sl.Schedule.from_programs([["0F0", "0F0", "0B0"]]))
+    ... except sl.ScheduleError as error:
+    ...     print(error.rule, error.rank, error.position)
+    ...     print(error)
+    complete 0 1
+    rank 0, position 1: stage 0 runs F of microbatch 0 twice (positions 0 and 1); each must run exactly once
+    """
+
+    def __init__(
+        self, message: str, *, rule: str = "input", rank: int | None = None, position: int | None = None
+    ) -> None:
+        """Keep the place of the fault beside the sentence about it."""
+        super().__init__(message)
+        self.rule = rule
+        self.rank = rank
+        self.position = position
+
+
+class CostError(StagelineError):
+    """Costs that no step can have: negative, not a number, or not one per stage."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Say which known name was probably meant, as the end of an error message.
+
+    >>> nearest("zb-vv", ["1f1b", "zb-v"])
+    "; did you mean 'zb-v'?"
+    >>> nearest("qqq", ["1f1b", "zb-v"])
+    ''
+    """
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    return f"; did you mean {by_lower[found[0]]!r}?" if found else ""
+
+
+def shorten(value: object, limit: int = 60) -> str:
+    """Show a value in an error without letting a hostile one fill the screen.
+
+    >>> shorten("x" * 100, limit=10)
+    "'xxxxxx..."
+    """
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

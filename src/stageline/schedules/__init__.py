@@ -1,0 +1,1 @@
+"""What runs where, in which order: actions, placements, families, rules and formats. No torch in here."""

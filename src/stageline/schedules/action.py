@@ -1,0 +1,84 @@
+"""One thing a rank does: a forward, a backward, half a backward, or a forward and a backward overlapped."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple, TypeAlias, cast
+
+from stageline.errors import ScheduleError, shorten
+
+Kind: TypeAlias = Literal["F", "B", "I", "W"]
+
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+"""F forward, B whole backward, I gradient of the input, W gradient of the weights."""
+
+F, B, I, W = range(4)
+"""The kinds as the numbers that arrays hold."""
+
+LARGEST_INDEX = 2**31 - 1
+
+_ACTION = re.compile(r"(\d{1,12})([FBIW])(\d{1,12})")
+_OVERLAP = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
+
+
+class Action(NamedTuple):
+    """One computation of one stage for one microbatch.
+
+    >>> action = Action("F", stage=2, microbatch=5)
+    >>> str(action), action.kind
+    ('2F5', 'F')
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        """Write it as torch does: stage, kind, microbatch."""
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+class Overlap(NamedTuple):
+    """A forward and a backward issued together, so that one's transfers hide behind the other's arithmetic.
+
+    >>> str(Overlap(Action("F", 0, 4), Action("B", 3, 1)))
+    '(0F4;3B1)OVERLAP_F_B'
+    """
+
+    forward: Action
+    backward: Action
+
+    def __str__(self) -> str:
+        """Write it as torch does."""
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+
+Entry: TypeAlias = Action | Overlap
+"""One line of a rank's program."""
+
+
+def parse_entry(text: str) -> Entry:
+    """Read the text form of an action or of an overlapped pair.
+
+    >>> parse_entry("2F5")
+    Action(kind='F', stage=2, microbatch=5)
+    >>> parse_entry("(0F4;3B1)OVERLAP_F_B").backward
+    Action(kind='B', stage=3, microbatch=1)
+    """
+    if match := _ACTION.fullmatch(text):
+        stage, kind, microbatch = match.groups()
+        if max(int(stage), int(microbatch)) > LARGEST_INDEX:
+            raise ScheduleError(
+                f"{text} names a stage or microbatch above {LARGEST_INDEX}, which is more than a schedule holds",
+                rule="format",
+            )
+        return Action(cast(Kind, kind), int(stage), int(microbatch))
+    if match := _OVERLAP.fullmatch(text):
+        forward, backward = (parse_entry(part.strip()) for part in match.groups())
+        if isinstance(forward, Action) and isinstance(backward, Action):
+            return Overlap(forward, backward)
+    raise ScheduleError(
+        f"cannot read {shorten(text)} as an action; expected a stage, one of F, B, I or W, and a microbatch, "
+        "like 2F5, or an overlapped pair like (0F4;3B1)OVERLAP_F_B",
+        rule="format",
+    )

@@ -1,0 +1,98 @@
+"""The words that families are written in: runs of actions, put after one another or woven together.
+
+A run is an array with one row per action: kind, stage, microbatch. Families combine runs instead of appending
+actions one by one, which keeps them short and makes millions of actions in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from stageline.schedules import action as kinds
+
+Run: TypeAlias = NDArray[np.int32]
+
+PAIRED = 8
+"""Added to a kind: this forward and the backward in the next row are one overlapped pair."""
+
+
+def _run(kind: int, stage: ArrayLike, microbatches: ArrayLike) -> Run:
+    column = np.asarray(microbatches, dtype=np.int32)
+    rows = np.empty((column.size, 3), dtype=np.int32)
+    rows[:, 0] = kind
+    rows[:, 1] = stage
+    rows[:, 2] = column
+    return rows
+
+
+def forward(stage: ArrayLike, microbatches: ArrayLike) -> Run:
+    """F of these microbatches, on one stage or on one stage each.
+
+    >>> forward(2, range(3)).tolist()
+    [[0, 2, 0], [0, 2, 1], [0, 2, 2]]
+    """
+    return _run(kinds.F, stage, microbatches)
+
+
+def backward(stage: ArrayLike, microbatches: ArrayLike) -> Run:
+    """B of these microbatches."""
+    return _run(kinds.B, stage, microbatches)
+
+
+def backward_input(stage: ArrayLike, microbatches: ArrayLike) -> Run:
+    """I of these microbatches."""
+    return _run(kinds.I, stage, microbatches)
+
+
+def backward_weight(stage: ArrayLike, microbatches: ArrayLike) -> Run:
+    """W of these microbatches."""
+    return _run(kinds.W, stage, microbatches)
+
+
+def join(*runs: Run) -> Run:
+    """One run after the other."""
+    return np.concatenate(runs) if runs else np.empty((0, 3), dtype=np.int32)
+
+
+def take_turns(*runs: Run) -> Run:
+    """One action of each run in turn: a0 b0 c0 a1 b1 c1 …; the runs are equally long.
+
+    >>> take_turns(forward(0, [4, 5]), backward(0, [1, 2])).tolist()
+    [[0, 0, 4], [1, 0, 1], [0, 0, 5], [1, 0, 2]]
+    """
+    return np.stack(runs, axis=1).reshape(-1, 3)
+
+
+def weave(*delayed: tuple[Run, int]) -> Run:
+    """Take turns with delays: in turn i, the action i − delay of each run that has one.
+
+    This is the heart of most families. 1F1B on a rank with two warm-up forwards:
+
+    >>> order = weave((forward(0, range(4)), 0), (backward(0, range(4)), 2))
+    >>> " ".join("FBIW"[kind] + str(microbatch) for kind, _, microbatch in order.tolist())
+    'F0 F1 F2 B0 F3 B1 B2 B3'
+    """
+    turns = np.concatenate([np.arange(len(run)) + delay for run, delay in delayed])
+    return join(*(run for run, _ in delayed))[np.argsort(turns, kind="stable")]
+
+
+def overlap(forwards: Run, backwards: Run) -> Run:
+    """Pair each forward with a backward, to be issued together."""
+    pairs = take_turns(forwards, backwards)
+    pairs[::2, 0] += PAIRED
+    return pairs
+
+
+def by_slot(timed: Iterable[tuple[Run, NDArray[np.int64]]]) -> Run:
+    """Order actions by the time slot that a family gives each of them."""
+    runs, slots = zip(*timed, strict=True)
+    return join(*runs)[np.argsort(np.concatenate(slots), kind="stable")]
+
+
+def keep_microbatches(run: Run, microbatches: int) -> Run:
+    """Drop the actions of microbatches that are not there."""
+    return run[run[:, 2] < microbatches]

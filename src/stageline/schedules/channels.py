@@ -1,0 +1,199 @@
+"""The messages between ranks: their order on each channel, and how far ahead receives must be posted.
+
+A channel is an ordered pair of ranks, with forward and backward traffic apart. Its messages arrive in the order
+in which they were sent, and a send may block its rank until the matching receive is posted (a rendezvous, as
+NCCL and large gloo messages behave). A rank posts the receive of an entry at the latest when it comes to that
+entry; with a look-ahead of L it has also posted, on every channel, the L receives that follow.
+
+    look-ahead 0    rank 0  F0 ─send─▶ F1 ─send─▶ blocked: rank 1 posts that receive after sending back B0
+                    rank 1  F0    B0 ─send─▶ blocked: rank 0 posts that receive after F1        → deadlock
+    look-ahead 1    rank 1 has posted the receive of F1 while it runs F0                        → both go on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stageline.errors import ScheduleError
+from stageline.schedules import action as kinds
+from stageline.schedules.action import Action
+from stageline.schedules.build import PAIRED
+from stageline.schedules.graph import FENCE, Graph, Ints, release
+from stageline.schedules.schedule import Schedule
+
+Traffic = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Channel:
+    """The messages from one rank to another in one kind of traffic, in order: which action makes each of them."""
+
+    source: int
+    target: int
+    traffic: Traffic
+    messages: Sequence[Action]
+
+    def __str__(self) -> str:
+        """Show the ends and the first messages."""
+        shown = " ".join(map(str, self.messages[:8])) + (" …" if len(self.messages) > 8 else "")
+        return f"{self.source} → {self.target} {self.traffic}: {shown}"
+
+
+@dataclass(frozen=True, eq=False)
+class _Messages(Sequence[Action]):
+    """The senders' actions, made into objects when touched."""
+
+    schedule: Schedule
+    senders: Ints
+
+    def __len__(self) -> int:
+        return len(self.senders)
+
+    def __getitem__(self, key: int | slice) -> Action | list[Action]:  # type: ignore[override]
+        if isinstance(key, slice):
+            return [self.schedule.action(int(index)) for index in self.senders[key]]
+        return self.schedule.action(int(self.senders[key]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, eq=False)
+class Channels(Sequence[Channel]):
+    """All channels of a schedule; the messages lie in arrays, channel by channel, in the receiver's order."""
+
+    schedule: Schedule
+    senders: Ints
+    receivers: Ints
+    bounds: Ints
+    """The messages of channel c are at bounds[c] to bounds[c + 1]."""
+
+    def __len__(self) -> int:
+        """Count the channels."""
+        return len(self.bounds) - 1
+
+    def __getitem__(self, key: int) -> Channel:  # type: ignore[override]
+        """Make one channel."""
+        index = range(len(self))[key]
+        senders = self.senders[self.bounds[index] : self.bounds[index + 1]]
+        receiver = int(self.receivers[self.bounds[index]])
+        rank = self.schedule.graph.rank
+        forward = self.schedule.kinds[senders[0]] % PAIRED == kinds.F
+        traffic: Traffic = "forward" if forward else "backward"
+        return Channel(int(rank[senders[0]]), int(rank[receiver]), traffic, _Messages(self.schedule, senders))
+
+    def __iter__(self) -> Iterator[Channel]:
+        """Make all channels."""
+        return (self[index] for index in range(len(self)))
+
+    @cached_property
+    def sizes(self) -> Ints:
+        """How many messages each channel carries."""
+        return np.diff(self.bounds)
+
+    def targets(self) -> NDArray[np.int32]:
+        """Which rank each channel leads to."""
+        return self.schedule.graph.rank[self.receivers[self.bounds[:-1]]]
+
+
+def channels_of(schedule: Schedule) -> Channels:
+    """Sort the messages of a complete schedule into channels, receiver by receiver."""
+    graph = schedule.graph
+    senders, receivers, sizes = [], [], []
+    for target, mine in enumerate(schedule.slices()):
+        source = graph.source[mine]
+        taken = np.flatnonzero(source >= 0)
+        source = source[taken]
+        source_rank = graph.rank[source]
+        number = source_rank * 2 + (schedule.kinds[mine][taken] % PAIRED != kinds.F)
+        number[source_rank == target] = -1
+        order = np.argsort(number, kind="stable")[np.count_nonzero(number < 0) :]
+        senders.append(source[order])
+        receivers.append(taken[order] + mine.start)
+        sizes.append(np.unique(number[order], return_counts=True)[1])
+    bounds = np.concatenate([[0], np.cumsum(np.concatenate(sizes), dtype=np.int64)])
+    return Channels(schedule, np.concatenate(senders), np.concatenate(receivers), bounds)
+
+
+def check_channels(schedule: Schedule) -> None:
+    """On every channel, messages are taken in the order in which they are sent."""
+    found = schedule.channels
+    inside = np.ones(len(found.senders), dtype=bool)
+    inside[found.bounds[:-1]] = False
+    wrong = np.flatnonzero(inside & (np.diff(found.senders, prepend=-1) <= 0))
+    if not len(wrong):
+        return
+    at = int(wrong[0])
+    earlier, later = schedule.action(int(found.senders[at])), schedule.action(int(found.senders[at - 1]))
+    rank, position = schedule.where(int(found.receivers[at - 1]))
+    source, _ = schedule.where(int(found.senders[at]))
+    raise ScheduleError(
+        f"rank {rank}, position {position}: takes the output of {later} before that of {earlier}, but rank "
+        f"{source} sends {earlier} first, and a channel delivers in order; let both ranks run them in one order",
+        rule="channels",
+        rank=rank,
+        position=position,
+    )
+
+
+def least_look_ahead(schedule: Schedule) -> int:
+    """Find how many receives must be posted ahead on every channel so that blocking sends cannot deadlock."""
+    if is_safe(schedule, 0):
+        return 0
+    safe = 1
+    while not is_safe(schedule, safe):
+        safe *= 2
+    unsafe = safe // 2
+    while safe - unsafe > 1:
+        middle = (safe + unsafe) // 2
+        safe, unsafe = (middle, unsafe) if is_safe(schedule, middle) else (safe, middle)
+    return safe
+
+
+def is_safe(schedule: Schedule, look_ahead: int) -> bool:
+    """Say whether every rank gets to its end when a send blocks until its receive is posted.
+
+    Two events per entry: a rank arrives at it (all before is run and sent, and the receives up to here and
+    `look_ahead` more are posted), and the entry is done. The entry after a send is arrived at only when the
+    receiver has arrived at the entry that posts the matching receive.
+    """
+    graph, found = schedule.graph, schedule.channels
+    number = np.arange(len(found.senders)) - np.repeat(found.bounds[:-1], found.sizes)
+    gated = np.flatnonzero(number >= look_ahead)
+    after_send = np.zeros(len(graph.source), dtype=np.int64)
+    after_send[found.receivers[gated - look_ahead]] = graph.place(found.senders[gated]) + 1
+    freed = graph.by_place(after_send)
+
+    firsts = graph.fences[:-1] + 1
+    arrive_waits = np.ones(graph.places, dtype=np.int8)
+    arrive_waits[firsts] = 0
+    for reached in freed:
+        arrive_waits[reached[reached > 0]] += 1
+    done_waits = graph.waits()  # on its inputs, and on its own arrival in place of the entry before it
+    done_waits[firsts] += 1
+    for waits in (arrive_waits, done_waits):
+        waits[graph.fences] = FENCE
+    return _count_done(graph, freed, arrive_waits, done_waits) == graph.entries
+
+
+def _count_done(graph: Graph, freed: list[Ints], arrive_waits: NDArray[np.int8], done_waits: NDArray[np.int8]) -> int:
+    """Walk through arrivals and ends in waves; count the entries that come to their end."""
+    count = 0
+    arrived = np.flatnonzero(arrive_waits == 0)
+    done = arrived[:0]
+    while arrived.size or done.size:
+        count += done.size
+        ended = [release(arrived, done_waits)]
+        ended += [release(taker.take(done), done_waits) for taker in graph.consumers]
+        here = [release(reached.take(arrived), arrive_waits) for reached in freed]
+        here.append(release(done + 1, arrive_waits))
+        arrived, done = np.concatenate(here), np.concatenate(ended)
+    return count

@@ -1,0 +1,151 @@
+"""DualPipe and DualPipeV: forwards and backwards of opposite directions issued together.
+
+    dualpipe    rank r holds stage r for microbatches that go down and stage P−1−r for those that go up, so the
+                weights are held twice; P/2 ranks from each end mirror one another
+    dualpipe-v  the same order on a V: rank r holds stages r and 2P−1−r, the weights once, and what "goes up"
+                is the way back of the same microbatches
+
+On every rank, 0 is the direction (or the way) that reaches it first, and h counts ranks from the end where that
+direction starts. F&B is an overlapped pair; I is a backward whose W is put off.
+
+    1  fill             F0 …
+    2  meet             F0 F1 …
+    3  first backwards  I1 W F1 …            a W that was put off fills the wait
+    4  steady           F0&B1 F1&B0 …
+    5  no F0 left       B1 F1&B0 …
+    6  no F1 left       B1 B0 …              in the second half, I instead of B
+    7  drain            W I0 …
+    8  close            W …
+
+Every copy of a stage runs its backwards in the order of its own microbatches. In dualpipe there is no one order
+over both copies of a stage; dualpipe-v has one copy and is in order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stageline.schedules import action as kinds
+from stageline.schedules.build import PAIRED, Run
+from stageline.schedules.placement import Placement
+from stageline.schedules.registry import ask, family
+from stageline.schedules.schedule import Schedule
+
+
+@dataclass
+class _Writer:
+    """Writes one rank's program phase by phase, counting the microbatches of both directions."""
+
+    stages: tuple[int, int]
+    microbatches: tuple[range, range]
+    rows: list[tuple[int, int, int]] = field(default_factory=list)
+    owed: deque[tuple[int, int]] = field(default_factory=deque)
+    forwards: list[int] = field(default_factory=lambda: [0, 0])
+    backwards: list[int] = field(default_factory=lambda: [0, 0])
+
+    def forward(self, way: int, flag: int = 0) -> None:
+        microbatch = self.microbatches[way][self.forwards[way]]
+        self.rows.append((kinds.F + flag, self.stages[way], microbatch))
+        self.forwards[way] += 1
+
+    def backward(self, way: int, split: bool = False) -> None:
+        microbatch = self.microbatches[way][self.backwards[way]]
+        self.rows.append((kinds.I if split else kinds.B, self.stages[way], microbatch))
+        self.backwards[way] += 1
+        if split:
+            self.owed.append((self.stages[way], microbatch))
+
+    def weight(self) -> None:
+        self.rows.append((kinds.W, *self.owed.popleft()))
+
+    def pair(self, forward_way: int, backward_way: int) -> None:
+        self.forward(forward_way, PAIRED)
+        self.backward(backward_way)
+
+
+def _program(writer: _Writer, place: int, half: int, steady: int) -> Run:
+    """The eight phases; `place` is h, `half` the number of places, `steady` the turns of phase 4."""
+    gap = half - place - 1
+    for _ in range(2 * gap):  # 1
+        writer.forward(0)
+    for _ in range(place + 1):  # 2
+        writer.forward(0)
+        writer.forward(1)
+    for _ in range(gap):  # 3
+        writer.backward(1, split=True)
+        writer.weight()
+        writer.forward(1)
+    for turn in range(steady):  # 4
+        if turn == 0 and gap == 0:
+            # Where the directions meet, the first backward follows from the forward before it: no pair yet.
+            writer.forward(0)
+            writer.backward(1)
+        else:
+            writer.pair(0, 1)
+        writer.pair(1, 0)
+    for _ in range(gap):  # 5
+        writer.backward(1)
+        writer.pair(1, 0)
+    turns = place + 1
+    for turn in range(turns):  # 6
+        writer.backward(1, split=turn > turns // 2 or (turn == turns // 2 and place % 2 == 1))
+        writer.backward(0, split=turn >= turns // 2)
+    for _ in range(gap):  # 7
+        writer.weight()
+        writer.backward(0, split=True)
+    while writer.owed:  # 8
+        writer.weight()
+    return np.array(writer.rows, dtype=np.int32)
+
+
+@family(
+    "dualpipe",
+    "two directions at once, weights twice, forwards and backwards overlapped",
+    constraints="P even, M even, M ≥ 2P",
+)
+def dualpipe(ranks: int, microbatches: int) -> Schedule:
+    """The first half of the microbatches goes down, the second half goes up."""
+    ask(
+        ranks % 2 == 0,
+        f"dualpipe needs an even number of ranks, got {ranks}; nearest: {ranks - 1 or 2} or {ranks + 1}",
+    )
+    least = max(2 * ranks, microbatches + microbatches % 2)
+    ask(
+        microbatches % 2 == 0 and microbatches >= 2 * ranks,
+        f"dualpipe needs an even number of microbatches, at least 2P = {2 * ranks}, got {microbatches}; "
+        f"nearest: {least}",
+    )
+    half, each = ranks // 2, microbatches // 2
+    down, up = range(each), range(each, microbatches)
+    runs = []
+    for rank in range(ranks):
+        mirrored = rank >= half
+        place = min(rank, ranks - 1 - rank)
+        stages = (ranks - 1 - rank, rank) if mirrored else (rank, ranks - 1 - rank)
+        writer = _Writer(stages, (up, down) if mirrored else (down, up))
+        runs.append(_program(writer, place, half, each - ranks + place + 1))
+    return Schedule.from_runs(runs, Placement.two_way(ranks, np.arange(microbatches) >= each))
+
+
+@family(
+    "dualpipe-v",
+    "dualpipe folded onto a V: weights once, half the ranks",
+    constraints="M ≥ 2P",
+    aliases=["DualPipeV"],
+)
+def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
+    """The way down is direction 0, the way up direction 1."""
+    ask(
+        microbatches >= 2 * ranks,
+        f"dualpipe-v needs at least 2P = {2 * ranks} microbatches for {ranks} ranks, got {microbatches}; "
+        f"nearest: {2 * ranks} microbatches, or {max(1, microbatches // 2)} ranks",
+    )
+    every = range(microbatches)
+    runs = []
+    for rank in range(ranks):
+        writer = _Writer((rank, 2 * ranks - 1 - rank), (every, every))
+        runs.append(_program(writer, rank, ranks, microbatches - 2 * ranks + rank + 1))
+    return Schedule.from_runs(runs, Placement.vee(ranks, microbatches))

@@ -1,0 +1,24 @@
+"""GPipe: all forwards, then all backwards.
+
+    rank 0  012.....a.b.c.      P=3, M=3, B as long as F for the picture
+    rank 1  .012...a.b.c..
+    rank 2  ..012a.b.c....
+
+The simplest order, and the one that keeps every microbatch's activations. Backwards run in the order of the
+microbatches, not reversed, so that gradients accumulate as in one process.
+"""
+
+from __future__ import annotations
+
+from stageline.schedules.build import backward, forward, join
+from stageline.schedules.placement import Placement
+from stageline.schedules.registry import family
+from stageline.schedules.schedule import Schedule
+
+
+@family("gpipe", "all forwards, then all backwards", aliases=["GPipe"])
+def gpipe(ranks: int, microbatches: int) -> Schedule:
+    """All F, then all B, on every rank."""
+    every = range(microbatches)
+    runs = [join(forward(rank, every), backward(rank, every)) for rank in range(ranks)]
+    return Schedule.from_runs(runs, Placement.loop(ranks, microbatches=microbatches))

@@ -1,0 +1,56 @@
+"""Hanayo waves: the stages snake down and up over the ranks, 2W times, with the weights held once.
+
+    rank 0  ╲    ╱╲    ╱      W=2 waves over P=4 ranks: 16 stages, four a rank
+    rank 1   ╲  ╱  ╲  ╱
+    rank 2    ╲╱    ╲╱        at the turns the next stage is on the same rank: no transfer
+    rank 3
+
+Every action has a slot. A microbatch passes stage k at slot k and goes back at 2S−1−k; the next one follows two
+slots later, in the gaps that the first leaves on every rank (its visits there differ in parity from down to
+up); after P microbatches the gaps are full and the next P follow 2S slots later, into the gaps of the drain.
+No two actions of a rank share a slot, and the bubble is that of 1f1b divided by 2W (for B = F).
+
+With one wave a rank need not wait for the slots: forwards run as early as they can, up to the memory of 1f1b,
+which also serves where B takes longer than F. With more waves, early forwards of one sweep would overtake those
+of another on the channel they share, so the slots are kept.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stageline.schedules.build import Run, backward, by_slot, forward
+from stageline.schedules.placement import Placement
+from stageline.schedules.registry import family
+from stageline.schedules.schedule import Schedule
+from stageline.schedules.vee import B0, B1, F0, F1, list_vee
+
+
+@family("hanayo", "waves: stages snake down and up over the ranks 2·waves times", constraints="any waves ≥ 1")
+def hanayo(ranks: int, microbatches: int, *, waves: int = 1) -> Schedule:
+    """One wave by list scheduling, more by slots."""
+    placement = Placement.snake(ranks, 2 * waves, microbatches)
+    runs = _one_wave(ranks, microbatches) if waves == 1 else _by_slots(placement)
+    return Schedule.from_runs(runs, placement)
+
+
+def _one_wave(ranks: int, microbatches: int) -> list[Run]:
+    first = {F1: 0, F0: 1, B1: 2, B0: 3}
+
+    def may_start(point: int, rank: int, held_down: int, held_up: int) -> bool:
+        return point == F1 or held_down + held_up < 2 * ranks - 1
+
+    return list_vee(ranks, microbatches, lambda point, *_: first[point], may_start, split=False, overtake=True)
+
+
+def _by_slots(placement: Placement) -> list[Run]:
+    ranks, stages = placement.ranks, placement.stages
+    every = np.arange(placement.microbatches)
+    starts = 2 * stages * (every // ranks) + 2 * (every % ranks)
+    runs = []
+    for rank in range(ranks):
+        held = placement.stages_of(rank)
+        forwards = [(forward(stage, every), starts + stage) for stage in held]
+        backwards = [(backward(stage, every), starts + 2 * stages - 1 - stage) for stage in held]
+        runs.append(by_slot(forwards + backwards))
+    return runs

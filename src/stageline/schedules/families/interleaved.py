@@ -1,0 +1,109 @@
+"""Interleaved 1F1B: every rank holds several chunks of layers, so the pipeline fills V times faster.
+
+    rank 0  0011 2233      V=2 chunks, microbatches in groups of P=2: chunk 0 of the group, then chunk 1;
+            ││││           a forward of chunk 1 on rank 0 follows that of chunk 0 on the last rank
+            │││└ chunk 1
+            ││└─ chunk 1   warm-up on rank r: 2(P−1−r) + (V−1)·g forwards, g the largest group;
+            └┴── chunk 0   then F and B in turns; backward takes the chunks of a group in reverse
+
+A last group smaller than the others can deadlock (P=5, M=7, V=2 does), so it is folded into the one before it.
+
+`interleaved-zb` splits the backward: ranks run on with the gradient of the input, which the rank before waits
+for, and put off the gradient of the weights, which nobody waits for, until the pipeline would idle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stageline.schedules.build import Run, backward, backward_input, backward_weight, forward, weave
+from stageline.schedules.placement import Placement
+from stageline.schedules.registry import ask, family
+from stageline.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class GroupOrder:
+    """The order of (chunk, microbatch) that every rank follows: group by group, chunk by chunk."""
+
+    chunks: NDArray[np.int32]
+    microbatches: NDArray[np.int32]
+    largest_group: int
+    num_chunks: int
+
+    @classmethod
+    def of(cls, ranks: int, microbatches: int, num_chunks: int, group: int | None) -> GroupOrder:
+        """Cut the microbatches into groups, folding a short last one into the group before it."""
+        least = min(ranks, microbatches)
+        group = min(group or ranks, microbatches)
+        ask(
+            num_chunks == 1 or group >= least,
+            f"a group of {group} microbatches is too small for {ranks} ranks: the first one comes round to rank 0 "
+            f"only after {ranks} steps, and a smaller group deadlocks; nearest: {least}",
+        )
+        starts = np.arange(0, microbatches - microbatches % group, group)
+        ends = np.append(starts[1:], microbatches)
+        pieces = [
+            (np.full(end - start, chunk), np.arange(start, end))
+            for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+            for chunk in range(num_chunks)
+        ]
+        chunk_column, microbatch_column = (
+            np.concatenate(column).astype(np.int32) for column in zip(*pieces, strict=True)
+        )
+        return cls(chunk_column, microbatch_column, int((ends - starts).max()), num_chunks)
+
+    def warmup(self, rank: int, ranks: int) -> int:
+        """How many forwards a rank runs ahead of its first backward."""
+        return 2 * (ranks - 1 - rank) + (self.num_chunks - 1) * self.largest_group
+
+    def forwards(self, rank: int, ranks: int) -> Run:
+        """F of every chunk and microbatch."""
+        return forward(self.chunks * ranks + rank, self.microbatches)
+
+    def reversed_stages(self, rank: int, ranks: int) -> NDArray[np.int32]:
+        """The stages in the order of the backward, in which a group takes its chunks in reverse."""
+        return (self.num_chunks - 1 - self.chunks) * ranks + rank
+
+
+@family(
+    "interleaved",
+    "1f1b with V chunks a rank, microbatches in groups: a bubble V times smaller",
+    constraints="any chunks V ≥ 1; group ≥ min(P, M), and P unless given",
+    aliases=["Interleaved1F1B"],
+)
+def interleaved(ranks: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Schedule:
+    """Weave F and B of one common order."""
+    order = GroupOrder.of(ranks, microbatches, chunks, group)
+    runs = []
+    for rank in range(ranks):
+        warmup = order.warmup(rank, ranks)
+        backwards = backward(order.reversed_stages(rank, ranks), order.microbatches)
+        runs.append(weave((order.forwards(rank, ranks), 0), (backwards, warmup)))
+    return Schedule.from_runs(runs, Placement.loop(ranks, chunks, microbatches))
+
+
+@family(
+    "interleaved-zb",
+    "interleaved with a split backward: the weight gradients fill the bubble",
+    constraints="any chunks V ≥ 1; group ≥ min(P, M), and P unless given",
+    aliases=["InterleavedZeroBubble"],
+)
+def interleaved_zb(ranks: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Schedule:
+    """Weave F, I and W of one common order; rank r puts its W off by r turns."""
+    order = GroupOrder.of(ranks, microbatches, chunks, group)
+    runs = []
+    for rank in range(ranks):
+        warmup = order.warmup(rank, ranks)
+        stages = order.reversed_stages(rank, ranks)
+        runs.append(
+            weave(
+                (order.forwards(rank, ranks), 0),
+                (backward_input(stages, order.microbatches), warmup),
+                (backward_weight(stages, order.microbatches), warmup + rank),
+            )
+        )
+    return Schedule.from_runs(runs, Placement.loop(ranks, chunks, microbatches))

@@ -1,0 +1,31 @@
+"""Looped BFS: all microbatches through chunk 0, then all through chunk 1, …; backward with the chunks reversed.
+
+rank 0  01230123 … abcdabcd      V=2, M=4: the chunk changes once for every M actions,
+rank 1  .01230123 …              so weights that are gathered for a chunk are gathered once a step
+"""
+
+from __future__ import annotations
+
+from stageline.schedules.build import backward, forward, join
+from stageline.schedules.placement import Placement
+from stageline.schedules.registry import family
+from stageline.schedules.schedule import Schedule
+
+
+@family(
+    "looped-bfs",
+    "all microbatches of one chunk, then of the next: chunks change least often",
+    constraints="any chunks V ≥ 1",
+    aliases=["LoopedBFS"],
+)
+def looped_bfs(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
+    """All F chunk by chunk, then all B with the chunks reversed."""
+    every = range(microbatches)
+    runs = [
+        join(
+            *(forward(chunk * ranks + rank, every) for chunk in range(chunks)),
+            *(backward(chunk * ranks + rank, every) for chunk in reversed(range(chunks))),
+        )
+        for rank in range(ranks)
+    ]
+    return Schedule.from_runs(runs, Placement.loop(ranks, chunks, microbatches))

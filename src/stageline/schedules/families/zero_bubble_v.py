@@ -1,0 +1,70 @@
+"""ZB-V: two stages a rank, r and 2P−1−r, so that a microbatch goes down the ranks and comes up again.
+
+    stages        rank 0  0 ↓ ↑ 7      the first rank holds the first and the last stage: the loss is computed
+                  rank 1  1 ↓ ↑ 6      where the batch came from, and the first backward starts at once
+                  rank 2  2 ↓ ↑ 5
+                  rank 3  3 → → 4
+
+It has zb-h2's bubble (none in the span when F = I = W) in 1f1b's memory.
+"""
+
+from __future__ import annotations
+
+from stageline.schedules.build import (
+    Run,
+    backward_input,
+    backward_weight,
+    forward,
+    join,
+    keep_microbatches,
+    take_turns,
+)
+from stageline.schedules.placement import Placement
+from stageline.schedules.registry import family
+from stageline.schedules.schedule import Schedule
+
+
+@family("zb-v", "zero bubble on a V: two stages a rank, down and up again", aliases=["ZBVZeroBubble", "ZBV"])
+def zb_v(ranks: int, microbatches: int) -> Schedule:
+    """Make it for at least 2P−1 microbatches, and leave out those that are not there."""
+    full = max(microbatches, 2 * ranks - 1)
+    runs = [keep_microbatches(_program(rank, ranks, full), microbatches) for rank in range(ranks)]
+    return Schedule.from_runs(runs, Placement.vee(ranks, microbatches))
+
+
+def _program(rank: int, ranks: int, microbatches: int) -> Run:
+    """The phases of one rank; 0 is its stage on the way down, 1 the one on the way up."""
+    down, up = rank, 2 * ranks - 1 - rank
+    every = range(microbatches)
+    f0, i0, w0 = forward(down, every), backward_input(down, every), backward_weight(down, every)
+    f1, i1, w1 = forward(up, every), backward_input(up, every), backward_weight(up, every)
+    last = microbatches
+    # 1. fill: as many F0 as fit before the first microbatch comes up again
+    fill = 2 * (ranks - rank) - 1
+    # 2. the first ones come up
+    meet = take_turns(f1[:rank], f0[fill : fill + rank])
+    # 3. the first backwards
+    first = ranks - rank
+    turn = take_turns(f1[rank:ranks], i1[:first], w1[:first])
+    # 4. steady state, and its end where no F0 is left
+    steady = last - 2 * ranks + rank + 1
+    f0_from = fill + rank
+    full = take_turns(
+        f0[f0_from:],
+        i0[:steady],
+        w0[:steady],
+        f1[ranks : ranks + steady],
+        i1[first : first + steady],
+        w1[first : first + steady],
+    )
+    ebb = take_turns(
+        i0[steady : last - ranks],
+        w0[steady : last - ranks],
+        f1[ranks + steady :],
+        i1[first + steady : last - rank],
+        w1[first + steady : last - rank],
+    )
+    # 5. drain: the gradients others wait for first, then all weight gradients that were put off
+    drain = take_turns(i0[last - ranks : last - ranks + rank], i1[last - rank :])
+    close = take_turns(i0[last - ranks + rank :], w0[last - ranks : last - rank])
+    return join(f0[:fill], meet, turn, full, ebb, drain, close, w1[last - rank :], w0[last - rank :])

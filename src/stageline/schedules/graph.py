@@ -1,0 +1,195 @@
+"""What waits for what: the dependencies of a schedule's actions, and a walk through them in waves.
+
+An entry of a rank's program waits for the entry before it, and for the actions of other stages whose output its
+actions take. The walk lets every rank take one step at a time: wave after wave, all entries whose
+predecessors are done. It is one loop over arrays, so its cost grows with the number of actions, and it is
+what both `verify` (does the walk reach the end?) and `simulate` (when does each entry start?) are built on.
+
+For the walk, the entries of all ranks lie end to end with a fence before every rank and one at the end:
+
+    place   0  1  2  3  4  5  6  7        the entry after the one at place p is at p + 1, with no look-up,
+            |  a  b  c  |  d  e  |        and place 0, a fence, stands for "none"
+            rank 0      rank 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stageline.schedules import action as kinds
+from stageline.schedules.build import PAIRED
+from stageline.schedules.schedule import Schedule
+
+Ints: TypeAlias = NDArray[np.int64]
+Number = TypeVar("Number", np.int64, np.float64)
+
+FENCE = 127
+"""What a fence waits for: more than ever comes."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The dependencies of a schedule in which every stage runs F and one backward for every microbatch.
+
+    Actions are numbered through all ranks, and so are entries; where no entry is an overlapped pair the two
+    numberings are the same.
+    """
+
+    source: Ints
+    """For each action, the action of another stage whose output it takes; −1 for none."""
+    rank: NDArray[np.int32]
+    """For each action, its rank."""
+    pairs: Pairs | None
+    """How actions and entries belong together, where some entries are overlapped pairs."""
+    first: Ints
+    """For each rank, its first entry, and one more for the end."""
+
+    @property
+    def entries(self) -> int:
+        """How many entries there are."""
+        return int(self.first[-1])
+
+    @property
+    def places(self) -> int:
+        """How many places there are: entries and fences."""
+        return self.entries + len(self.first)
+
+    @property
+    def fences(self) -> Ints:
+        """The places of the fences."""
+        return self.first + np.arange(len(self.first))
+
+    @cached_property
+    def is_entry(self) -> NDArray[np.bool_]:
+        """For each place, whether it is an entry and no fence."""
+        inside = np.ones(self.places, dtype=bool)
+        inside[self.fences] = False
+        return inside
+
+    def place(self, actions: Ints) -> Ints:
+        """The places of these actions' entries."""
+        entries = actions if self.pairs is None else self.pairs.entry_of[actions]
+        return entries + self.rank[actions] + 1
+
+    def actions_of_entries(self) -> list[Ints]:
+        """List the actions of the entries: one array where each has one, else forwards and backwards, −1 for none."""
+        if self.pairs is None:
+            return [np.arange(len(self.source), dtype=np.int64)]
+        return [self.pairs.forward_of, self.pairs.backward_of]
+
+    def by_place(self, values: NDArray[Number]) -> list[NDArray[Number]]:
+        """Lay one value per action out by place: one array, or one for forwards and one for backwards; else 0.
+
+        Each action of an entry has an array of its own, so no two of them meet in one element.
+        """
+        found = []
+        for actions in [None] if self.pairs is None else self.actions_of_entries():
+            laid = np.zeros(self.places, dtype=values.dtype)
+            laid[self.is_entry] = values if actions is None else np.where(actions >= 0, values[actions], 0)
+            found.append(laid)
+        return found
+
+    def by_action(self, laid: NDArray[Number]) -> NDArray[Number]:
+        """Read one value per action from values laid out by place."""
+        by_entry = laid[self.is_entry]
+        return by_entry if self.pairs is None else by_entry[self.pairs.entry_of]
+
+    @cached_property
+    def sources(self) -> list[Ints]:
+        """For each place, the place of the entry whose output it takes; 0 for none. See `by_place`."""
+        return self.by_place(np.where(self.source >= 0, self.place(self.source), 0))
+
+    @cached_property
+    def consumers(self) -> list[Ints]:
+        """For each place, the place of the entry that takes its output; 0 for none. See `by_place`."""
+        takers = np.flatnonzero(self.source >= 0)
+        taken_by = np.zeros(len(self.source), dtype=np.int64)
+        taken_by[self.source[takers]] = self.place(takers)
+        return self.by_place(taken_by)
+
+    def waits(self) -> NDArray[np.int8]:
+        """How many entries each entry waits for: the one before it, and those whose output it takes."""
+        waits = np.ones(self.places, dtype=np.int8)
+        waits[self.fences[:-1] + 1] = 0
+        for taker in self.consumers:
+            waits[taker[taker > 0]] += 1
+        waits[self.fences] = FENCE
+        return waits
+
+    @cached_property
+    def waves(self) -> list[Ints]:
+        """The places in waves; they hold all entries just when no entries wait for one another."""
+        waits = self.waits()
+        waves: list[Ints] = []
+        ready = np.flatnonzero(waits == 0)
+        while ready.size:
+            waves.append(ready)
+            freed = [release(ready + 1, waits)]
+            freed += [release(taker.take(ready), waits) for taker in self.consumers]
+            ready = np.concatenate(freed)
+        return waves
+
+    @property
+    def is_acyclic(self) -> bool:
+        """Whether the walk reaches every entry."""
+        return sum(len(wave) for wave in self.waves) == self.entries
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """How actions and entries belong together, where some entries are overlapped pairs."""
+
+    entry_of: Ints
+    """For each action, its entry."""
+    forward_of: Ints
+    """For each entry, its F, or −1."""
+    backward_of: Ints
+    """For each entry, its B, I or W, or −1."""
+
+
+def release(places: Ints, waits: NDArray[np.int8]) -> Ints:
+    """Let each of these places wait for one thing less; name those that wait for nothing more."""
+    left = waits.take(places)
+    left -= 1
+    waits[places] = left
+    waits[0] = FENCE
+    return np.asarray(places[left == 0])
+
+
+def graph_of(schedule: Schedule) -> Graph:
+    """Find what waits for what; the schedule must be complete (see `rules`)."""
+    microbatches, count = schedule.microbatches, schedule.num_actions
+    plain = schedule.kinds % PAIRED
+    is_forward = plain == kinds.F
+    key = schedule.stage_ids.astype(np.int64)
+    key *= microbatches
+    key += schedule.microbatch_ids
+    source = np.full(count, -1, dtype=np.int64)
+    _link(source, key, np.flatnonzero(is_forward), -microbatches, schedule.stages * microbatches)
+    passes_back = (plain == kinds.B) | (plain == kinds.I)
+    _link(source, key, np.flatnonzero(passes_back), microbatches, schedule.stages * microbatches)
+
+    rank = np.repeat(np.arange(schedule.ranks, dtype=np.int32), np.diff(schedule.bounds))
+    if not schedule.has_overlaps:
+        return Graph(source, rank, None, schedule.bounds)
+    second = np.concatenate([[False], schedule.kinds[:-1] >= PAIRED])
+    entry_of = np.cumsum(~second) - 1
+    entries = int(entry_of[-1]) + 1
+    forward_of, backward_of = (np.full(entries, -1, dtype=np.int64) for _ in range(2))
+    forward_of[entry_of[is_forward]] = np.flatnonzero(is_forward)
+    backward_of[entry_of[~is_forward]] = np.flatnonzero(~is_forward)
+    first = np.append(entry_of, entries)[schedule.bounds]
+    return Graph(source, rank, Pairs(entry_of, forward_of, backward_of), first)
+
+
+def _link(source: Ints, key: Ints, actions: Ints, step: int, size: int) -> None:
+    """Give each of these actions the one of the neighbouring stage, whose key is a step away, as its source."""
+    keys = key[actions]
+    table = np.full(size + abs(step), -1, dtype=np.int64)  # the first or last stage finds −1 beyond the end
+    table[keys] = actions
+    source[actions] = table[keys + step]

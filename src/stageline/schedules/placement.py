@@ -1,0 +1,109 @@
+"""Which rank holds which stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from stageline.errors import ScheduleError
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """The rank of every stage, for each direction in which microbatches travel.
+
+    Most schedules have one direction: every microbatch passes the stages in the same places. A schedule with
+    two directions (chimera, dualpipe) holds each stage twice, and a microbatch's direction says which copy
+    it uses.
+
+    `table[d, s]` is the rank that holds stage `s` for microbatches of direction `d`; `direction[m]` is the
+    direction of microbatch `m`.
+
+    >>> Placement.vee(ranks=3).table.tolist()
+    [[0, 1, 2, 2, 1, 0]]
+    """
+
+    ranks: int
+    table: NDArray[np.int32]
+    direction: NDArray[np.int8]
+
+    @classmethod
+    def of(cls, ranks: int, table: ArrayLike, direction: ArrayLike) -> Placement:
+        """Make a placement from one row of ranks per direction and one direction per microbatch."""
+        rows = np.atleast_2d(np.asarray(table, dtype=np.int32))
+        return cls(ranks, rows, np.asarray(direction, dtype=np.int8))
+
+    @classmethod
+    def _one_way(cls, ranks: int, row: NDArray[np.int64], microbatches: int) -> Placement:
+        return cls.of(ranks, row, np.zeros(microbatches, dtype=np.int8))
+
+    @classmethod
+    def loop(cls, ranks: int, chunks: int = 1, microbatches: int = 1) -> Placement:
+        """Stages go round the ranks: 0 1 2 0 1 2 …"""
+        return cls._one_way(ranks, np.tile(np.arange(ranks), chunks), microbatches)
+
+    @classmethod
+    def vee(cls, ranks: int, microbatches: int = 1) -> Placement:
+        """Stages go down the ranks and up again: 0 1 2 2 1 0, so that a rank holds an early and a late one."""
+        return cls.snake(ranks, 2, microbatches)
+
+    @classmethod
+    def snake(cls, ranks: int, sweeps: int, microbatches: int = 1) -> Placement:
+        """Stages go down and up the ranks, sweep after sweep."""
+        down = np.arange(ranks)
+        row = np.concatenate([down if sweep % 2 == 0 else down[::-1] for sweep in range(sweeps)])
+        return cls._one_way(ranks, row, microbatches)
+
+    @classmethod
+    def two_way(cls, ranks: int, direction: ArrayLike) -> Placement:
+        """Stage s on rank s for microbatches that go down, on rank P−1−s for those that go up."""
+        down = np.arange(ranks)
+        return cls.of(ranks, np.stack([down, down[::-1]]), direction)
+
+    @property
+    def stages(self) -> int:
+        """How many stages the model is cut into."""
+        return int(self.table.shape[1])
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches have a direction."""
+        return int(self.direction.shape[0])
+
+    @property
+    def directions(self) -> int:
+        """In how many directions microbatches travel: 1, or 2 where the weights are held twice."""
+        return int(self.table.shape[0])
+
+    def rank_of(self, stage: int, microbatch: int = 0) -> int:
+        """Name the rank that runs this stage for this microbatch.
+
+        >>> Placement.two_way(4, direction=[0, 1]).rank_of(stage=0, microbatch=1)
+        3
+        """
+        if not 0 <= stage < self.stages:
+            raise ScheduleError(f"stage {stage} does not exist; there are {self.stages}, counted from 0", rule="known")
+        if not 0 <= microbatch < self.microbatches:
+            raise ScheduleError(
+                f"microbatch {microbatch} does not exist; there are {self.microbatches}, counted from 0",
+                rule="known",
+            )
+        return int(self.table[self.direction[microbatch], stage])
+
+    def ranks_of(
+        self, stages: NDArray[np.int32], microbatches: NDArray[np.int32] | NDArray[np.int64]
+    ) -> NDArray[np.int32]:
+        """Name the rank of many actions at once."""
+        if self.directions == 1:
+            return np.asarray(self.table[0][stages])
+        return np.asarray(self.table[self.direction[microbatches], stages])
+
+    def stages_of(self, rank: int) -> list[int]:
+        """List the stages a rank holds, in the order of the model.
+
+        >>> Placement.vee(ranks=4).stages_of(1)
+        [1, 6]
+        """
+        return sorted({int(stage) for _, stage in np.argwhere(self.table == rank)})

@@ -1,0 +1,322 @@
+"""The one object that everything else reads: what runs where, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stageline.errors import ScheduleError, shorten
+from stageline.schedules.action import KINDS, LARGEST_INDEX, Action, Entry, Overlap, parse_entry
+from stageline.schedules.build import PAIRED, Run
+from stageline.schedules.placement import Placement
+
+if TYPE_CHECKING:
+    from stageline.schedules.channels import Channels
+    from stageline.schedules.graph import Graph
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Program(Sequence[Entry]):
+    """The entries of one rank, in the order in which it runs them: a view, made into objects when touched."""
+
+    kinds: NDArray[np.uint8]
+    stages: NDArray[np.int32]
+    microbatches: NDArray[np.int32]
+    heads: NDArray[np.int64] | None
+    """Where each entry begins; None where no entry is an overlapped pair."""
+
+    def __len__(self) -> int:
+        """Count entries; an overlapped pair is one."""
+        return len(self.kinds) if self.heads is None else len(self.heads)
+
+    def _action(self, index: int) -> Action:
+        return Action(KINDS[self.kinds[index] % PAIRED], int(self.stages[index]), int(self.microbatches[index]))
+
+    @overload
+    def __getitem__(self, key: int) -> Entry: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[Entry]: ...
+    def __getitem__(self, key: int | slice) -> Entry | list[Entry]:
+        """Make the entry at a position, or those of a slice."""
+        if isinstance(key, slice):
+            return [self[position] for position in range(*key.indices(len(self)))]
+        position = range(len(self))[key]
+        index = position if self.heads is None else int(self.heads[position])
+        if self.kinds[index] >= PAIRED:
+            return Overlap(self._action(index), self._action(index + 1))
+        return self._action(index)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Make all entries, faster than one by one."""
+        columns = zip(self.kinds.tolist(), self.stages.tolist(), self.microbatches.tolist(), strict=True)
+        for kind, stage, microbatch in columns:
+            action = Action(KINDS[kind % PAIRED], stage, microbatch)
+            if kind >= PAIRED:
+                _, stage, microbatch = second = next(columns)
+                yield Overlap(action, Action(KINDS[second[0]], stage, microbatch))
+            else:
+                yield action
+
+    def __eq__(self, other: object) -> bool:
+        """Compare entry by entry, with any sequence."""
+        if not isinstance(other, Sequence) or isinstance(other, str):
+            return NotImplemented
+        return len(self) == len(other) and all(mine == yours for mine, yours in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        """Show the text form of the entries."""
+        shown = " ".join(str(entry) for entry in self[:12])
+        return f"<Program {shown}{' …' if len(self) > 12 else ''} ({len(self)} entries)>"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Schedule:
+    """What every rank runs, in which order: data that is verified, simulated, drawn and executed.
+
+    Make one with `stageline.schedule`, `stageline.read_schedule` or `Schedule.from_programs`.
+
+    >>> import stageline as sl
+    >>> s = sl.schedule("1f1b", ranks=2, microbatches=3)
+    >>> s.ranks, s.stages, s.microbatches
+    (2, 2, 3)
+    >>> print(" ".join(str(action) for action in s.programs[0]))
+    0F0 0F1 0B0 0F2 0B1 0B2
+    >>> s.rank_of(stage=1, microbatch=0)
+    1
+
+    The actions of all ranks lie end to end in the arrays `kinds`, `stage_ids` and `microbatch_ids`; those of
+    rank r are at `bounds[r]` to `bounds[r + 1]`.
+    """
+
+    kinds: NDArray[np.uint8]
+    stage_ids: NDArray[np.int32]
+    microbatch_ids: NDArray[np.int32]
+    bounds: NDArray[np.int64]
+    placement: Placement
+    training: bool = True
+    """False for inference: every stage runs F alone."""
+    name: str = "custom"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_runs(
+        cls,
+        runs: Sequence[Run],
+        placement: Placement,
+        *,
+        training: bool = True,
+        name: str = "custom",
+        options: Mapping[str, Any] | None = None,
+    ) -> Schedule:
+        """Make a schedule from one run of actions per rank (see `stageline.schedules.build`)."""
+        sizes = [len(run) for run in runs]
+        kinds = np.empty(sum(sizes), dtype=np.uint8)
+        stages = np.empty(sum(sizes), dtype=np.int32)
+        microbatches = np.empty(sum(sizes), dtype=np.int32)
+        bounds = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        for run, start, end in zip(runs, bounds, bounds[1:], strict=False):
+            kinds[start:end] = run[:, 0]
+            stages[start:end] = run[:, 1]
+            microbatches[start:end] = run[:, 2]
+        return cls(kinds, stages, microbatches, bounds, placement, training, name, dict(options or {}))
+
+    @classmethod
+    def from_programs(
+        cls,
+        programs: Sequence[Sequence[Entry | str]],
+        *,
+        placement: Placement | None = None,
+        microbatches: int | None = None,
+        training: bool | None = None,
+        name: str = "custom",
+        options: Mapping[str, Any] | None = None,
+    ) -> Schedule:
+        """Make a schedule from one list of actions (or their text forms) per rank.
+
+        Without a placement, each stage belongs to the rank that runs most of its actions. Nothing is judged
+        here: that is what `stageline.verify` is for.
+
+        >>> s = Schedule.from_programs([["0F0", "0B0"], ["1F0", "1B0"]])
+        >>> s.programs[1][0]
+        Action(kind='F', stage=1, microbatch=0)
+        """
+        if not programs:
+            raise ScheduleError("a schedule needs at least one rank, and got none")
+        runs = [_encode(program, rank) for rank, program in enumerate(programs)]
+        if sum(map(len, runs)) == 0:
+            raise ScheduleError("a schedule needs at least one action, and got none", rule="complete")
+        if placement is None:
+            placement = infer_placement(runs, microbatches)
+        if training is None:
+            training = any(bool((run[:, 0] % PAIRED).any()) for run in runs)
+        return cls.from_runs(runs, placement, training=training, name=name, options=options)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks run it."""
+        return len(self.bounds) - 1
+
+    @property
+    def stages(self) -> int:
+        """How many stages the model is cut into."""
+        return self.placement.stages
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches a step has."""
+        return self.placement.microbatches
+
+    @property
+    def chunks(self) -> int:
+        """The most stages that one rank holds for one direction."""
+        return max(int(np.bincount(row.clip(0)).max()) for row in self.placement.table)
+
+    @property
+    def num_actions(self) -> int:
+        """How many actions all ranks run; an overlapped pair counts as two."""
+        return len(self.kinds)
+
+    def slices(self) -> Iterator[slice]:
+        """Where the actions of each rank lie, rank by rank."""
+        return (slice(low, high) for low, high in pairwise(self.bounds.tolist()))
+
+    def where(self, index: int) -> tuple[int, int]:
+        """Say which rank runs the action of this number, and at which position of its program."""
+        rank = int(np.searchsorted(self.bounds, index, side="right")) - 1
+        heads = self.programs[rank].heads
+        inside = index - int(self.bounds[rank])
+        return rank, inside if heads is None else int(np.searchsorted(heads, inside, side="right")) - 1
+
+    def action(self, index: int) -> Action:
+        """Make the action of this number, counted through all ranks."""
+        return Action(KINDS[self.kinds[index] % PAIRED], int(self.stage_ids[index]), int(self.microbatch_ids[index]))
+
+    @property
+    def has_overlaps(self) -> bool:
+        """Whether any forward and backward are issued together."""
+        return bool((self.kinds >= PAIRED).any())
+
+    @cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """One sequence of entries per rank."""
+        found = []
+        for mine in self.slices():
+            kinds = self.kinds[mine]
+            paired = kinds >= PAIRED
+            heads = None
+            if paired.any():
+                second = np.concatenate([[False], paired[:-1]])
+                heads = np.flatnonzero(~second)
+            found.append(Program(kinds, self.stage_ids[mine], self.microbatch_ids[mine], heads))
+        return tuple(found)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """What waits for what; made once, from a complete schedule."""
+        from stageline.schedules.graph import graph_of
+
+        return graph_of(self)
+
+    @cached_property
+    def channels(self) -> Channels:
+        """The messages between ranks; made once, from a complete schedule."""
+        from stageline.schedules.channels import channels_of
+
+        return channels_of(self)
+
+    def rank_of(self, stage: int, microbatch: int = 0) -> int:
+        """Name the rank that runs this stage for this microbatch."""
+        return self.placement.rank_of(stage, microbatch)
+
+    def write(self, path: str | Path) -> None:
+        """Write it as JSON or as torch's compute-only CSV, by the ending of the name."""
+        from stageline.schedules.files import write_schedule
+
+        write_schedule(self, path)
+
+    def __eq__(self, other: object) -> bool:
+        """Two schedules are equal when they run the same actions in the same order and places."""
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        mine, yours = self.placement, other.placement
+        return (
+            np.array_equal(self.bounds, other.bounds)
+            and np.array_equal(self.kinds, other.kinds)
+            and np.array_equal(self.stage_ids, other.stage_ids)
+            and np.array_equal(self.microbatch_ids, other.microbatch_ids)
+            and np.array_equal(mine.table, yours.table)
+            and np.array_equal(mine.direction, yours.direction)
+            and self.training == other.training
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        """Show its sizes."""
+        return (
+            f"<Schedule {self.name}: {self.ranks} ranks, {self.stages} stages, "
+            f"{self.microbatches} microbatches, {self.num_actions} actions>"
+        )
+
+
+def _encode(program: Sequence[Entry | str], rank: int) -> Run:
+    """Turn a list of entries into a run, naming the place of one that cannot be read."""
+    rows: list[tuple[int, int, int]] = []
+    for position, given in enumerate(program):
+        try:
+            entry = parse_entry(given) if isinstance(given, str) else given
+            if isinstance(entry, Overlap):
+                rows.append(_row(entry.forward, PAIRED))
+                rows.append(_row(entry.backward))
+            else:
+                rows.append(_row(entry))
+        except ScheduleError as error:
+            raise ScheduleError(
+                f"rank {rank}, position {position}: {error}", rule=error.rule, rank=rank, position=position
+            ) from None
+    return np.array(rows, dtype=np.int32).reshape(-1, 3)
+
+
+def _row(action: Action, flag: int = 0) -> tuple[int, int, int]:
+    try:
+        kind, stage, microbatch = action
+        row = (KINDS.index(kind) + flag, int(stage), int(microbatch))
+    except (TypeError, ValueError):
+        raise ScheduleError(
+            f"expected an Action(kind, stage, microbatch) of kind F, B, I or W, got {shorten(action)}",
+            rule="format",
+        ) from None
+    if not (0 <= row[1] <= LARGEST_INDEX and 0 <= row[2] <= LARGEST_INDEX):
+        raise ScheduleError(f"stage and microbatch count from 0, got {shorten(action)}", rule="known")
+    return row
+
+
+def infer_placement(runs: Sequence[Run], microbatches: int | None = None) -> Placement:
+    """Give each stage to the rank that runs most of its actions, in one direction."""
+    total = sum(len(run) for run in runs)
+    stages = 1 + max(int(run[:, 1].max(initial=0)) for run in runs)
+    most = 1 + max(int(run[:, 2].max(initial=0)) for run in runs)
+    for count, what in ((stages, "stage"), (most, "microbatch")):
+        if count > total:
+            raise ScheduleError(
+                f"{what} {count - 1} cannot exist: the whole schedule has {total} actions, "
+                f"and every {what} from 0 on needs one",
+                rule="known",
+            )
+    owner = np.full(stages, -1, dtype=np.int32)
+    votes = np.zeros(stages, dtype=np.int64)
+    for rank, run in enumerate(runs):
+        held, counts = np.unique(run[:, 1], return_counts=True)
+        more = counts > votes[held]
+        owner[held[more]] = rank
+        votes[held[more]] = counts[more]
+    return Placement.of(len(runs), owner, np.zeros(microbatches or most, dtype=np.int8))

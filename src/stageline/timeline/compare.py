@@ -1,0 +1,117 @@
+"""Two timelines side by side, action by action: planned against planned, or planned against measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stageline.errors import ScheduleError
+from stageline.schedules.action import Action
+from stageline.schedules.build import PAIRED
+from stageline.schedules.graph import Ints
+from stageline.timeline.costs import Floats
+from stageline.timeline.timeline import Timeline
+
+
+class Difference(NamedTuple):
+    """One action in both timelines: how much later it starts and how much longer it takes in the second."""
+
+    action: Action
+    later: float
+    longer: float
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """What changed from one timeline to another; positive means later or longer in the second.
+
+    >>> import stageline as sl
+    >>> s = sl.schedule("1f1b", ranks=2, microbatches=2)
+    >>> c = sl.compare(sl.simulate(s), sl.simulate(s, sl.Costs(forward=[1, 2])))
+    >>> c.makespan, c.stage_time("F")
+    (2.0, (0.0, 1.0))
+    >>> c.largest(1)
+    [Difference(action=Action(kind='B', stage=0, microbatch=1), later=2.0, longer=0.0)]
+    """
+
+    first: Timeline
+    second: Timeline
+    _match: Ints
+    """For each action of the first, the same action in the second."""
+
+    @property
+    def makespan(self) -> float:
+        """How much longer the whole step takes."""
+        return self.second.makespan - self.first.makespan
+
+    @cached_property
+    def later(self) -> Floats:
+        """For each action of the first timeline, how much later it starts, each from its own step's start."""
+        mine = self.first.start - self.first.first_start
+        yours = self.second.start[self._match] - self.second.first_start
+        return np.asarray(yours - mine)
+
+    @cached_property
+    def longer(self) -> Floats:
+        """For each action of the first timeline, how much longer it takes."""
+        mine = self.first.end - self.first.start
+        return np.asarray((self.second.end - self.second.start)[self._match] - mine)
+
+    def stage_time(self, kind: str) -> tuple[float, ...]:
+        """By how much an action of this kind takes longer, on average, for each stage; 0 where it has none."""
+        schedule = self.first.schedule
+        code = "FBIW".index(kind)
+        chosen = schedule.kinds % PAIRED == code
+        stage = schedule.stage_ids[chosen]
+        total = np.bincount(stage, weights=self.longer[chosen], minlength=schedule.stages)
+        count = np.bincount(stage, minlength=schedule.stages)
+        return tuple(float(value) for value in total / np.maximum(count, 1))
+
+    def largest(self, count: int = 10) -> list[Difference]:
+        """List the actions whose start moved most."""
+        order = np.argsort(-np.abs(self.later), kind="stable")[:count]
+        schedule = self.first.schedule
+        return [
+            Difference(schedule.action(int(index)), float(self.later[index]), float(self.longer[index]))
+            for index in order
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Turn it into plain data."""
+        return {
+            "makespan": self.makespan,
+            "span": self.second.span - self.first.span,
+            "bubble": self.second.bubble - self.first.bubble,
+            "actions": [
+                {
+                    "action": str(self.first.schedule.action(index)),
+                    "later": float(late),
+                    "longer": float(long),
+                }
+                for index, (late, long) in enumerate(zip(self.later, self.longer, strict=True))
+            ],
+        }
+
+
+def compare(first: Timeline, second: Timeline) -> Comparison:
+    """Compare two timelines of the same work: the same actions, in whatever order."""
+    keys = [_keys(timeline) for timeline in (first, second)]
+    orders = [np.argsort(key, kind="stable") for key in keys]
+    if len(keys[0]) != len(keys[1]) or not np.array_equal(keys[0][orders[0]], keys[1][orders[1]]):
+        raise ScheduleError(
+            f"cannot compare {first.schedule!r} with {second.schedule!r} action by action: "
+            "they do not run the same actions"
+        )
+    match = np.empty(len(keys[0]), dtype=np.int64)
+    match[orders[0]] = orders[1]
+    return Comparison(first, second, match)
+
+
+def _keys(timeline: Timeline) -> Ints:
+    """A number for each action that does not depend on where it runs."""
+    schedule = timeline.schedule
+    place = schedule.stage_ids.astype(np.int64) * schedule.microbatches + schedule.microbatch_ids
+    return place * 4 + schedule.kinds % PAIRED

@@ -1,0 +1,238 @@
+"""What the actions of a schedule cost, in time and in memory."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stageline.errors import CostError, nearest, shorten
+from stageline.schedules.action import KINDS
+
+Floats: TypeAlias = NDArray[np.float64]
+PerStage: TypeAlias = float | Sequence[float]
+PerPair: TypeAlias = float | Sequence[Sequence[float]]
+
+LARGEST_FILE = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Time and memory of every action: one number for all stages, or one number per stage.
+
+    Units are yours, as long as they agree: seconds and bytes, or F = 1 and activations.
+
+    >>> Costs(forward=10, backward_input=11, backward_weight=7, transfer=1).of("B", stage=0)
+    18.0
+    >>> Costs(forward=[10, 12], backward=20).of("I", stage=1)
+    10.0
+    """
+
+    forward: PerStage = 1.0
+    """Time of F."""
+    backward_input: PerStage | None = None
+    """Time of I; half of `backward` if that is given, else 1."""
+    backward_weight: PerStage | None = None
+    """Time of W; half of `backward` if that is given, else 1."""
+    backward: PerStage | None = None
+    """Time of B; I and W together if not given."""
+    overlap: PerStage | None = None
+    """Time of an overlapped pair, by the stage of its forward; F and B together if not given."""
+    transfer: PerPair = 0.0
+    """Latency of a message between two ranks, or one per pair: `transfer[source][target]`."""
+    bandwidth: PerPair | None = None
+    """Bytes per unit of time between two ranks, or one per pair; without it, only the latency counts."""
+    message: PerStage = 0.0
+    """Bytes of the message that leaves a stage; the gradient that comes back is as large."""
+    activation: PerStage = 1.0
+    """Memory held from the start of F to the end of B or I."""
+    residue: PerStage = 1.0
+    """Memory that stays from the end of I to the end of W; with recomputation it may exceed the activation."""
+    transient: PerStage | Mapping[str, PerStage] = 0.0
+    """Memory an action needs only while it runs; or one for each kind of action."""
+    scale: Sequence[float] | None = None
+    """One factor per microbatch on times, memory and bytes, for microbatches of different length."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no step can cost, naming it."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            if field.name == "transient" and isinstance(value, Mapping):
+                for kind, part in value.items():
+                    if kind not in KINDS:
+                        raise CostError(f"transient has an entry for {kind!r}; actions are F, B, I and W")
+                    _check(f"transient[{kind!r}]", part, depth=1)
+            else:
+                _check(field.name, value, depth=2 if field.name in ("transfer", "bandwidth") else 1)
+        if self.bandwidth is not None and np.min(np.asarray(self.bandwidth, dtype=np.float64)) <= 0:
+            raise CostError(f"bandwidth must be above 0, got {shorten(self.bandwidth)}")
+        if self.scale is not None and not isinstance(self.scale, Sequence | np.ndarray):
+            raise CostError(f"scale is one factor per microbatch, got {shorten(self.scale)}")
+
+    def of(self, kind: str, stage: int = 0) -> float:
+        """Name the time of an action of a stage, before any factor of its microbatch."""
+        return float(self.times(max(stage + 1, self._length()))[KINDS.index(kind)][stage])
+
+    def _length(self) -> int:
+        given = (self.forward, self.backward_input, self.backward_weight, self.backward)
+        return max((len(value) for value in given if isinstance(value, Sequence)), default=1)
+
+    def times(self, stages: int) -> list[Floats]:
+        """One row of times per kind, in the order F, B, I, W, with one time per stage."""
+        half = None if self.backward is None else per_stage("backward", self.backward, stages) / 2
+        one = np.ones(stages)
+        default = one if half is None else half
+        parts = [
+            default if value is None else per_stage(name, value, stages)
+            for name, value in (
+                ("backward_input", self.backward_input),
+                ("backward_weight", self.backward_weight),
+            )
+        ]
+        whole = parts[0] + parts[1] if half is None else half * 2
+        return [per_stage("forward", self.forward, stages), whole, *parts]
+
+    def transients(self, stages: int) -> list[Floats]:
+        """One row of transient memory per kind, in the order F, B, I, W, with one value per stage."""
+        if isinstance(self.transient, Mapping):
+            return [per_stage(f"transient[{k!r}]", self.transient.get(k, 0.0), stages) for k in KINDS]
+        return [per_stage("transient", self.transient, stages)] * len(KINDS)
+
+    def scales(self, microbatches: int) -> Floats:
+        """One factor per microbatch."""
+        if self.scale is None:
+            return np.ones(microbatches)
+        factors = np.asarray(self.scale, dtype=np.float64)
+        if len(factors) != microbatches:
+            raise CostError(f"scale has {len(factors)} factors for {microbatches} microbatches; give one for each")
+        return factors
+
+    def hops(
+        self, sources: NDArray[np.int32], targets: NDArray[np.int32], size: Floats | None, ranks: int
+    ) -> Floats | float:
+        """Time that messages of these sizes take between these ranks."""
+        time = _between("transfer", self.transfer, sources, targets, ranks)
+        if self.bandwidth is not None and size is not None:
+            time = time + size / _between("bandwidth", self.bandwidth, sources, targets, ranks)
+        return time
+
+    def refined(self, parts: int) -> Costs:
+        """Cut every stage into equal parts: times and memory divided, messages and transfers as they were.
+
+        >>> Costs(forward=[4, 6]).refined(2).forward
+        [2.0, 2.0, 3.0, 3.0]
+        """
+        if parts == 1:
+            return self
+
+        def cut(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {kind: cut(part) for kind, part in value.items()}
+            if isinstance(value, Sequence | np.ndarray):
+                return [float(part) / parts for part in value for _ in range(parts)]
+            return value / parts
+
+        divided = ("forward", "backward", "overlap", "activation", "residue", "transient")
+        changed = {name: cut(getattr(self, name)) for name in divided if getattr(self, name) is not None}
+        for name in ("backward_input", "backward_weight"):
+            given = getattr(self, name)
+            if given is not None or self.backward is None:
+                changed[name] = cut(1.0 if given is None else given)
+        if isinstance(self.message, Sequence | np.ndarray):
+            changed["message"] = [float(size) for size in self.message for _ in range(parts)]
+        return replace(self, **changed)
+
+    def to_json(self) -> dict[str, Any]:
+        """Turn it into plain data, without what was not given."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: _plain(value) for name, value in found.items() if value is not None}
+
+    @classmethod
+    def from_json(cls, data: object) -> Costs:
+        """Make costs from plain data.
+
+        >>> Costs.from_json({"forward": [1, 2], "transfer": 0.1}).forward
+        [1, 2]
+        """
+        if not isinstance(data, Mapping):
+            raise CostError(f"costs are an object like {{'forward': 10, 'transfer': 1}}, got {shorten(data)}")
+        known = [field.name for field in fields(cls)]
+        for name in data:
+            if name not in known:
+                raise CostError(
+                    f"costs have no {shorten(name)}{nearest(str(name), known)}; they have: {', '.join(known)}"
+                )
+        return cls(**{str(name): value for name, value in data.items()})
+
+    @classmethod
+    def read(cls, path: str | Path) -> Costs:
+        """Read costs from a JSON file."""
+        try:
+            if Path(path).stat().st_size > LARGEST_FILE:
+                raise CostError(f"{path} is larger than {LARGEST_FILE // 2**20} MiB: that is no file of costs")
+            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise CostError(f"cannot read costs from {path}: {error.strerror or error}") from None
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise CostError(f"{path} is not JSON: {shorten(str(error), 100)}") from None
+
+
+def per_stage(name: str, value: PerStage, stages: int) -> Floats:
+    """Spread one number over all stages, or check that there is one for each."""
+    array = np.asarray(value, dtype=np.float64)
+    if array.ndim == 0:
+        return np.full(stages, float(array))
+    if len(array) != stages:
+        raise CostError(
+            f"{name} has {len(array)} values and the schedule has {stages} stages; give one number, or one per stage"
+        )
+    return array
+
+
+def _between(
+    name: str, value: PerPair, sources: NDArray[np.int32], targets: NDArray[np.int32], ranks: int
+) -> Floats | float:
+    array = np.asarray(value, dtype=np.float64)
+    if array.ndim == 0:
+        return float(array)
+    if len(array) != ranks:
+        raise CostError(
+            f"{name} has {len(array)} rows and columns and the schedule has {ranks} ranks; "
+            "give one number, or a square of one row per rank"
+        )
+    return np.asarray(array[sources, targets])
+
+
+def _check(name: str, value: object, depth: int) -> None:
+    """A finite number from 0, or a list of them, or (depth 2) a square of them."""
+    if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
+        if not math.isfinite(value) or value < 0:
+            raise CostError(f"{name} must be a number from 0 upwards, got {shorten(value)}")
+        return
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError):
+        array = np.asarray(None)
+    shapes = "one number, or a square of one row per rank" if depth == 2 else "one number, or one per stage"
+    if array.dtype.kind not in "iuf" or array.ndim != depth or array.size == 0 or len(set(array.shape)) != 1:
+        raise CostError(f"{name} must be {shapes}; got {shorten(value)}")
+    wrong = np.argwhere(~np.isfinite(array) | (array < 0))
+    if len(wrong):
+        place = "".join(f"[{index}]" for index in wrong[0])
+        raise CostError(f"{name}{place} must be a number from 0 upwards, got {array[tuple(wrong[0])]}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return list(value) if isinstance(value, tuple) else value

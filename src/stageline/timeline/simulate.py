@@ -1,0 +1,84 @@
+"""When every action would run, if each took what it costs and started as soon as it could."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stageline.schedules.build import PAIRED
+from stageline.schedules.certificate import ensure_progress
+from stageline.schedules.graph import Graph
+from stageline.schedules.schedule import Schedule
+from stageline.timeline.costs import Costs, Floats, per_stage
+from stageline.timeline.timeline import Timeline, Transfers
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Compute the start and end of every action and transfer.
+
+    An action starts when its rank is free and its input has arrived; an overlapped pair starts when both are
+    ready and ends together. Transfers run beside the ranks and do not slow each other.
+
+    >>> import stageline as sl
+    >>> s = sl.schedule("1f1b", ranks=4, microbatches=8)
+    >>> t = sl.simulate(s, sl.Costs(forward=10, backward_input=11, backward_weight=7, transfer=1))
+    >>> t.makespan
+    324.0
+    """
+    costs = costs or Costs()
+    ensure_progress(schedule)
+    graph = schedule.graph
+    hop = hop_times(schedule, costs)
+    start, end = _run(graph, durations(schedule, costs), hop)
+    receivers = np.flatnonzero((graph.source >= 0) & (graph.rank != graph.rank[graph.source]))
+    sent = end[graph.source[receivers]]
+    transfers = Transfers(receivers, sent, sent + hop[receivers])
+    return Timeline(schedule=schedule, start=start, end=end, transfers=transfers, costs=costs)
+
+
+def durations(schedule: Schedule, costs: Costs) -> Floats:
+    """How long each action takes; both actions of an overlapped pair take what the pair takes."""
+    times = np.stack(costs.times(schedule.stages))
+    scale = costs.scales(schedule.microbatches)
+    taken = times.take((schedule.kinds % PAIRED) * np.int32(schedule.stages) + schedule.stage_ids)
+    if costs.scale is not None:
+        taken *= scale[schedule.microbatch_ids]
+    pairs = np.flatnonzero(schedule.kinds >= PAIRED)
+    if len(pairs):
+        both = taken[pairs] + taken[pairs + 1]
+        if costs.overlap is not None:
+            factor = (scale[schedule.microbatch_ids[pairs]] + scale[schedule.microbatch_ids[pairs + 1]]) / 2
+            both = per_stage("overlap", costs.overlap, schedule.stages)[schedule.stage_ids[pairs]] * factor
+        taken[pairs] = taken[pairs + 1] = both
+    return taken
+
+
+def hop_times(schedule: Schedule, costs: Costs) -> Floats:
+    """How long the input of each action travels; 0 where it comes from its own rank or from nowhere."""
+    source, rank = schedule.graph.source, schedule.graph.rank
+    crossing = (source >= 0) & (rank != rank[source])
+    size = None
+    if costs.bandwidth is not None:
+        # The gradient that comes back over a boundary is as large as the output that went out over it.
+        boundary = np.minimum(schedule.stage_ids, schedule.stage_ids[source])
+        size = per_stage("message", costs.message, schedule.stages)[boundary]
+        size *= costs.scales(schedule.microbatches)[schedule.microbatch_ids]
+    return np.where(crossing, costs.hops(rank[source], rank, size, schedule.ranks), 0.0)
+
+
+def _run(graph: Graph, duration: Floats, hop: Floats) -> tuple[Floats, Floats]:
+    """Walk through the waves: an entry starts when the one before it has ended and its inputs have arrived."""
+    inputs = list(zip(graph.sources, graph.by_place(hop), strict=True))
+    # Both actions of a pair take the pair's time.
+    taken = np.maximum.reduce(graph.by_place(duration))
+    end = np.zeros(graph.places)  # fences end at 0, when everyone may start
+    for wave in graph.waves:
+        now = end.take(wave - 1)
+        for source, wait in inputs:
+            np.maximum(now, end.take(source.take(wave)) + wait.take(wave), out=now)
+        now += taken.take(wave)
+        end[wave] = now
+    # The starts once more in one sweep: keeping them in the loop would cost it another pass through memory.
+    start = np.concatenate([end[:1], end[:-1]])
+    for source, wait in inputs:
+        np.maximum(start, end[source] + wait, out=start)
+    return graph.by_action(start), graph.by_action(end)

@@ -1,0 +1,219 @@
+"""When every action and transfer of a step ran or will run: one type for planned and for measured steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stageline.schedules.action import Action
+from stageline.schedules.build import PAIRED
+from stageline.schedules.graph import Ints
+from stageline.schedules.schedule import Schedule
+from stageline.timeline.costs import Costs, Floats
+from stageline.timeline.idle import Idle, idle_of
+from stageline.timeline.memory import memory_of, peaks_of
+
+
+@dataclass(frozen=True, eq=False)
+class Transfers:
+    """The messages between ranks, by the action that receives each: when it was sent and when it arrived."""
+
+    receivers: Ints
+    sent: Floats
+    arrived: Floats
+
+
+class TimedAction(NamedTuple):
+    """An action with its rank and its times."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+class TimedTransfer(NamedTuple):
+    """A message: the action that made it, the one that takes it, their ranks, and its times."""
+
+    source_rank: int
+    target_rank: int
+    sender: Action
+    receiver: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Timeline:
+    """Start and end of every action and transfer of one step.
+
+    `start` and `end` are arrays over the schedule's actions, counted through all ranks.
+
+    >>> import stageline as sl
+    >>> t = sl.simulate(sl.schedule("gpipe", ranks=2, microbatches=2))
+    >>> t.makespan, t.bubble, t.peak_memory
+    (9.0, 0.3333333333333333, (2.0, 2.0))
+    >>> for timed in t.actions(rank=1):
+    ...     print(timed.action, timed.start, timed.end)
+    1F0 1.0 2.0
+    1F1 2.0 3.0
+    1B0 3.0 5.0
+    1B1 5.0 7.0
+    """
+
+    schedule: Schedule
+    start: Floats
+    end: Floats
+    transfers: Transfers
+    costs: Costs | None = None
+    """What it was simulated with; None where it was measured."""
+
+    @cached_property
+    def _rank_spans(self) -> tuple[Floats, Floats]:
+        """First start and last end of each rank; a rank without actions starts and ends at 0."""
+        firsts, lasts = np.zeros(self.schedule.ranks), np.zeros(self.schedule.ranks)
+        for rank, mine in enumerate(self.schedule.slices()):
+            if mine.stop > mine.start:
+                firsts[rank], lasts[rank] = self.start[mine].min(), self.end[mine].max()
+        return firsts, lasts
+
+    @property
+    def first_start(self) -> float:
+        """When the first action of all starts."""
+        return float(self.start.min(initial=np.inf)) if len(self.start) else 0.0
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end over all ranks: what a step costs when every rank waits for all."""
+        return float(self.end.max(initial=0.0)) - self.first_start
+
+    @property
+    def span(self) -> float:
+        """The longest, over ranks, of its own last end minus its own first start.
+
+        This is what a step costs when the next one may start on a rank before the last rank has finished.
+        """
+        firsts, lasts = self._rank_spans
+        return float((lasts - firsts).max(initial=0.0))
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """How long each rank computes; an overlapped pair counts once."""
+        taken = self.end - self.start
+        taken[np.flatnonzero(self.schedule.kinds >= PAIRED) + 1] = 0.0
+        return tuple(float(taken[mine].sum()) for mine in self.schedule.slices())
+
+    @property
+    def ideal(self) -> float:
+        """The largest busy time of any rank: no order of the same actions can take less."""
+        return max(self.busy, default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the makespan above the ideal: (makespan − ideal) / makespan."""
+        return _share(self.makespan, self.ideal)
+
+    @property
+    def span_bubble(self) -> float:
+        """The share of the span above the ideal: (span − ideal) / span."""
+        return _share(self.span, self.ideal)
+
+    @cached_property
+    def idle(self) -> tuple[Idle, ...]:
+        """Where each rank's idle time went: warm-up, transfers, peers, its own host, drain."""
+        return idle_of(self)
+
+    @cached_property
+    def peak_memory(self) -> tuple[float, ...]:
+        """The most memory each rank holds, in the unit of the costs."""
+        return peaks_of(self.schedule, self.costs or Costs())
+
+    def memory(self, rank: int) -> tuple[Floats, Floats]:
+        """What a rank holds over time: the times at which it changes, and the level from each of them on."""
+        return memory_of(self.schedule, self.costs or Costs(), self.start, self.end, rank)
+
+    def actions(self, rank: int | None = None) -> Iterator[TimedAction]:
+        """Go through the actions with their times, of one rank or of all, in the order of the programs."""
+        for each in range(self.schedule.ranks) if rank is None else (rank,):
+            for index in range(int(self.schedule.bounds[each]), int(self.schedule.bounds[each + 1])):
+                action = self.schedule.action(index)
+                yield TimedAction(each, action, float(self.start[index]), float(self.end[index]))
+
+    def messages(self) -> Iterator[TimedTransfer]:
+        """Go through the transfers with their times."""
+        graph, schedule = self.schedule.graph, self.schedule
+        moved = self.transfers
+        for receiver, sent, arrived in zip(
+            moved.receivers.tolist(), moved.sent.tolist(), moved.arrived.tolist(), strict=True
+        ):
+            sender = int(graph.source[receiver])
+            yield TimedTransfer(
+                int(graph.rank[sender]),
+                int(graph.rank[receiver]),
+                schedule.action(sender),
+                schedule.action(receiver),
+                sent,
+                arrived,
+            )
+
+    @cached_property
+    def critical_path(self) -> tuple[TimedAction, ...]:
+        """The chain of actions that makes the step as long as it is: each starts when the one before lets it."""
+        from stageline.timeline.critical import critical_path
+
+        return critical_path(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """Turn it into plain data: the figures, and every action and transfer."""
+        return {**self.figures(), "actions": self._actions_json(), "transfers": self._transfers_json()}
+
+    def figures(self) -> dict[str, Any]:
+        """The figures alone, as plain data."""
+        return {
+            "schedule": self.schedule.name,
+            "ranks": self.schedule.ranks,
+            "stages": self.schedule.stages,
+            "microbatches": self.schedule.microbatches,
+            "makespan": self.makespan,
+            "span": self.span,
+            "ideal": self.ideal,
+            "bubble": self.bubble,
+            "span_bubble": self.span_bubble,
+            "peak_memory": list(self.peak_memory),
+            "busy": list(self.busy),
+            "idle": [idle._asdict() for idle in self.idle],
+        }
+
+    def _actions_json(self) -> list[list[dict[str, Any]]]:
+        return [
+            [{"action": str(timed.action), "start": timed.start, "end": timed.end} for timed in self.actions(rank)]
+            for rank in range(self.schedule.ranks)
+        ]
+
+    def _transfers_json(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "source": moved.source_rank,
+                "target": moved.target_rank,
+                "sender": str(moved.sender),
+                "receiver": str(moved.receiver),
+                "start": moved.start,
+                "end": moved.end,
+            }
+            for moved in self.messages()
+        ]
+
+    def __repr__(self) -> str:
+        """Show the figures that people ask for first."""
+        return (
+            f"<Timeline of {self.schedule.name}: makespan {self.makespan:g} (bubble {self.bubble:.1%}), "
+            f"span {self.span:g} (bubble {self.span_bubble:.1%})>"
+        )
+
+
+def _share(cost: float, ideal: float) -> float:
+    return (cost - ideal) / cost if cost > 0 else 0.0
