@@ -41,16 +41,16 @@ class CostError(StagelineError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Say which known name was probably meant, as the end of an error message.
+    """Say which known name was probably meant, in brackets, for an error message.
 
     >>> nearest("zb-vv", ["1f1b", "zb-v"])
-    "; did you mean 'zb-v'?"
+    " (did you mean 'zb-v'?)"
     >>> nearest("qqq", ["1f1b", "zb-v"])
     ''
     """
     by_lower = {candidate.lower(): candidate for candidate in known}
     found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
-    return f"; did you mean {by_lower[found[0]]!r}?" if found else ""
+    return f" (did you mean {by_lower[found[0]]!r}?)" if found else ""
 
 
 def shorten(value: object, limit: int = 60) -> str:

@@ -24,7 +24,7 @@ class Certificate:
     >>> c.look_ahead, c.receive_buffers, c.peak_activations, c.peak_residues, c.in_order
     (1, (2, 2), (2, 1), (1, 2), True)
     >>> print(c.channels[0])
-    0 → 1 forward: 0F0 0F1 0F2 0F3
+    1 → 0 backward: 1I0 1I1 1I2 1I3
     """
 
     schedule: Schedule

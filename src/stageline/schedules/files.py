@@ -118,7 +118,7 @@ def _umask() -> int:
 def _from_csv(text: str, name: str) -> Schedule:
     """One row per rank; empty cells are torch's idle steps and carry nothing."""
     try:
-        rows = list(csv.reader(text.splitlines()))
+        rows = list(csv.reader(text.splitlines(), strict=True))
     except csv.Error as error:
         raise ScheduleError(f"not a CSV file: {error}", rule="format") from None
     programs = [[cell.strip() for cell in row if cell.strip()] for row in rows]

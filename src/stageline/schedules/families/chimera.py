@@ -21,7 +21,7 @@ from stageline.schedules.schedule import Schedule
 
 @family(
     "chimera",
-    "two directions at once, weights twice: half the bubble of 1f1b",
+    "two directions at once, weights twice: half the bubble of 1f1b at M = P",
     constraints="an even number of ranks",
 )
 def chimera(ranks: int, microbatches: int) -> Schedule:

@@ -1,0 +1,5 @@
+"""`python -m stageline` is the `stageline` command."""
+
+from stageline.cli import main
+
+main()

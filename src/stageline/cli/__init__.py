@@ -1,0 +1,16 @@
+"""The `stageline` command: one file a verb."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command; what a user got wrong is one line on stderr and exit code 2, never a traceback."""
+    try:
+        from stageline.cli.app import run
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("typer", "rich"):
+            raise
+        sys.exit(f"the stageline command needs {missing.name}: pip install 'stageline[cli]'")
+    sys.exit(run())

@@ -1,0 +1,71 @@
+"""The verbs together, and what is done with errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from stageline._version import __version__
+from stageline.cli import compare, families, show, simulate, verify
+from stageline.errors import ScheduleError, StagelineError
+
+app = typer.Typer(
+    name="stageline",
+    help="Pipeline-parallel schedules: make, prove, simulate, compare and draw them.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+for verb in (families, show, verify, simulate, compare):
+    app.command()(verb.command)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"stageline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Pipeline-parallel schedules: make, prove, simulate, compare and draw them.
+
+    \b
+    stageline show zb-v -p 4 -m 8
+    """
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    try:
+        app(args=arguments, prog_name="stageline")
+        return 0
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else 0
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; keep Python from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except StagelineError as error:
+        rule = f" [{error.rule}]" if isinstance(error, ScheduleError) and error.rule not in ("input", "format") else ""
+        typer.echo(f"error{rule}: {error}", err=True)
+        return 2
+    except MemoryError:
+        typer.echo(
+            "error: not enough memory for a schedule of this size; ask for fewer ranks or microbatches", err=True
+        )
+        return 2
+    except OSError as error:
+        typer.echo(f"error: {error.filename or ''}: {error.strerror or error}", err=True)
+        return 2

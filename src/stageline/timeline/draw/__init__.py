@@ -1,0 +1,8 @@
+"""Pictures of timelines: for the terminal, as SVG, as a page with hover and zoom, and as a Perfetto trace."""
+
+from stageline.timeline.draw.page import html
+from stageline.timeline.draw.svg import svg
+from stageline.timeline.draw.terminal import text
+from stageline.timeline.draw.trace import trace
+
+__all__ = ["html", "svg", "text", "trace"]

@@ -1,0 +1,97 @@
+"""One look for all pictures: colours that the colour-blind can tell apart, and that differ in brightness on paper.
+
+The hues are from the set of Okabe and Ito; their brightness falls from F to W in even steps, so a grey print
+keeps the kinds apart, and every picture also writes the kind's letter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stageline.schedules.build import PAIRED
+from stageline.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one kind of action is drawn: on the first chunk of a rank, and paler on every second one."""
+
+    meaning: str
+    fill: str
+    pale: str
+    ink: str
+    line: str
+    """The character that fills its time in plain text."""
+
+
+LOOKS: dict[str, Look] = {
+    "F": Look("forward", "#9fd3f5", "#d3ebfb", "#000000", "-"),
+    "I": Look("gradient of the input", "#e69f00", "#f3cf80", "#000000", "~"),
+    "B": Look("whole backward", "#c4540a", "#dd9a6c", "#ffffff", "="),
+    "W": Look("gradient of the weights", "#00533c", "#5f9484", "#ffffff", ":"),
+    "&": Look("forward and backward overlapped", "#7b4b94", "#b193c0", "#ffffff", "*"),
+}
+IDLE = "#f4f4f4"
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """What is drawn of a timeline: one box per entry, with its kind's letter, label and chunk."""
+
+    rank: NDArray[np.int64]
+    first: NDArray[np.int64]
+    """The first action of each box."""
+    letter: NDArray[np.str_]
+    odd: NDArray[np.bool_]
+    """Whether it belongs to every second chunk of its rank."""
+
+
+def boxes_of(schedule: Schedule) -> Boxes:
+    """List the boxes of a schedule; an overlapped pair is one box."""
+    paired = schedule.kinds >= PAIRED
+    first = np.flatnonzero(~np.concatenate([[False], paired[:-1]]))
+    letter = np.array(list("FBIW"))[schedule.kinds[first] % PAIRED]
+    letter[paired[first]] = "&"
+    rank = np.repeat(np.arange(schedule.ranks), np.diff(schedule.bounds))[first]
+    return Boxes(rank, first, letter, _odd_chunks(schedule)[rank, schedule.stage_ids[first]])
+
+
+def _odd_chunks(schedule: Schedule) -> NDArray[np.bool_]:
+    """For each rank and stage, whether the stage is the second, fourth, … that the rank holds."""
+    odd = np.zeros((schedule.ranks, schedule.stages), dtype=bool)
+    for rank in range(schedule.ranks):
+        odd[rank, schedule.placement.stages_of(rank)[1::2]] = True
+    return odd
+
+
+def label_of(schedule: Schedule, first: int, letter: str) -> str:
+    """What is written into a box: its kind and its microbatch."""
+    microbatch = int(schedule.microbatch_ids[first])
+    if letter == "&":
+        return f"F{microbatch}&B{int(schedule.microbatch_ids[first + 1])}"
+    return f"{letter}{microbatch}"
+
+
+def number(value: float) -> str:
+    """Write a number in a few figures, without a needless fraction.
+
+    >>> number(51.0), number(0.123456), number(1234567.0)
+    ('51', '0.1235', '1234567')
+    """
+    return f"{value:.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.4g}"
+
+
+def summary(values: tuple[float, ...]) -> str:
+    """Write one value per rank shortly.
+
+    >>> summary((4.0, 3.0, 2.0)), summary((2.0, 2.0))
+    ('4 3 2', '2 on every rank')
+    """
+    if len(set(values)) == 1:
+        return f"{number(values[0])} on every rank"
+    if len(values) <= 16:
+        return " ".join(number(value) for value in values)
+    return f"{number(min(values))} to {number(max(values))}"

@@ -1,0 +1,148 @@
+"""A timeline as a picture that any browser, document or paper takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+import numpy as np
+
+from stageline.schedules.graph import Ints
+from stageline.timeline.costs import Floats
+from stageline.timeline.draw.palette import IDLE, LOOKS, Boxes, boxes_of, label_of, number, summary
+from stageline.timeline.timeline import Timeline
+
+LEFT, ROW, GAP, HEAD, AXIS = 64, 24, 3, 34, 26
+LETTERED = 4000
+"""With more boxes than this, a picture has no labels and hover texts: they would be too small to read."""
+
+
+def svg(timelines: Timeline | Sequence[Timeline], width: int = 1000) -> str:
+    """Draw one timeline, or several below each other on one time axis.
+
+    >>> import stageline as sl
+    >>> picture = svg(sl.simulate(sl.schedule("1f1b", ranks=2, microbatches=2)))
+    >>> picture.startswith("<svg"), picture.count("<title>")
+    (True, 8)
+    """
+    shown = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    until = max((timeline.makespan for timeline in shown), default=0.0) or 1.0
+    scale = (width - LEFT - 16) / until
+    parts: list[str] = []
+    top = 8
+    for timeline in shown:
+        parts.append(_panel(timeline, top, scale))
+        top += HEAD + timeline.schedule.ranks * (ROW + GAP) + 10
+    parts.append(_axis(until, scale, top))
+    letters = {letter for timeline in shown for letter in boxes_of(timeline.schedule).letter.tolist()}
+    two_chunks = any(bool(boxes_of(timeline.schedule).odd.any()) for timeline in shown)
+    parts.append(_legend(letters, two_chunks, top + AXIS + 12))
+    height = top + AXIS + 36
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="system-ui, sans-serif" font-size="12">\n{_style()}\n'
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def _style() -> str:
+    rules = ["text{fill:#222}", ".t{font-weight:600}", ".s{fill:#555}", "[class]{shape-rendering:auto}"]
+    for index, look in enumerate(LOOKS.values()):
+        rules.append(f".k{index}{{fill:{look.fill};stroke:#fff;stroke-width:.6}}")
+        rules.append(f".p{index}{{fill:{look.pale};stroke:#fff;stroke-width:.6}}")
+        rules.append(f".i{index}{{fill:{look.ink};text-anchor:middle;pointer-events:none;font-size:11px}}")
+    return "<style>" + "".join(rules) + "</style>"
+
+
+def _panel(timeline: Timeline, top: int, scale: float) -> str:
+    schedule = timeline.schedule
+    boxes = boxes_of(schedule)
+    title = (
+        f"makespan {number(timeline.makespan)} (bubble {timeline.bubble:.1%}), span {number(timeline.span)} "
+        f"(bubble {timeline.span_bubble:.1%}), peak memory {summary(timeline.peak_memory)}"
+    )
+    name = f"{schedule.name}, {schedule.ranks} ranks, {schedule.microbatches} microbatches"
+    parts = [
+        f'<text x="{LEFT}" y="{top + 14}"><tspan class="t">{escape(name)}</tspan>'
+        f'<tspan class="s" dx="12">{escape(title)}</tspan></text>'
+    ]
+    for rank in range(schedule.ranks):
+        y = top + HEAD - 8 + rank * (ROW + GAP)
+        parts.append(f'<text x="{LEFT - 8}" y="{y + ROW - 8}" text-anchor="end">rank {rank}</text>')
+        parts.append(f'<rect x="{LEFT}" y="{y}" width="{timeline.makespan * scale:.2f}" height="{ROW}" fill="{IDLE}"/>')
+    start = (timeline.start[boxes.first] - timeline.first_start) * scale + LEFT
+    length = (timeline.end[boxes.first] - timeline.start[boxes.first]) * scale
+    row = top + HEAD - 8 + boxes.rank * (ROW + GAP)
+    if len(boxes.first) > LETTERED:
+        parts += _outlines(boxes, start, length, row)
+    else:
+        order = list(LOOKS)
+        for box, (x, y, wide) in enumerate(zip(start.tolist(), row.tolist(), length.tolist(), strict=True)):
+            first, letter = int(boxes.first[box]), str(boxes.letter[box])
+            look = order.index(letter)
+            label = label_of(schedule, first, letter)
+            parts.append(
+                f'<rect class="{"p" if boxes.odd[box] else "k"}{look}" x="{x:.2f}" y="{y}" width="{wide:.2f}" '
+                f'height="{ROW}"><title>{_hover(timeline, first, label)}</title></rect>'
+            )
+            if wide >= 6.6 * len(label) + 2:
+                ink = "" if not boxes.odd[box] else ' style="fill:#000"'
+                parts.append(
+                    f'<text class="i{look}"{ink} x="{x + wide / 2:.2f}" y="{y + ROW - 8}">{escape(label)}</text>'
+                )
+    return "\n".join(parts)
+
+
+def _hover(timeline: Timeline, first: int, label: str) -> str:
+    stage = int(timeline.schedule.stage_ids[first])
+    times = f"{number(float(timeline.start[first]))} to {number(float(timeline.end[first]))}"
+    return escape(f"{label}, stage {stage}: {times}")
+
+
+def _outlines(boxes: Boxes, start: Floats, length: Floats, row: Ints) -> list[str]:
+    """One path per look, for pictures of many thousand boxes."""
+    found = []
+    for index, kind in enumerate(LOOKS):
+        for pale in (False, True):
+            chosen = np.flatnonzero((boxes.letter == kind) & (boxes.odd == pale))
+            if len(chosen):
+                steps = "".join(
+                    f"M{start[box]:.2f} {row[box]}h{length[box]:.2f}v{ROW}h-{length[box]:.2f}z" for box in chosen
+                )
+                found.append(f'<path class="{"p" if pale else "k"}{index}" d="{steps}"/>')
+    return found
+
+
+def _axis(until: float, scale: float, top: int) -> str:
+    right = LEFT + until * scale
+    parts = [f'<path d="M{LEFT} {top}H{right:.2f}" stroke="#888" fill="none"/>']
+    for tick in ticks(until):
+        x = LEFT + tick * scale
+        parts.append(f'<path d="M{x:.2f} {top}v5" stroke="#888" fill="none"/>')
+        parts.append(f'<text class="s" x="{x:.2f}" y="{top + 18}" text-anchor="middle">{number(tick)}</text>')
+    return "\n".join(parts)
+
+
+def ticks(until: float, about: int = 10) -> list[float]:
+    """Round times for an axis.
+
+    >>> ticks(51.0)
+    [0.0, 10.0, 20.0, 30.0, 40.0, 50.0]
+    """
+    rough = until / about
+    power = 10.0 ** np.floor(np.log10(rough))
+    step = float(next(step for step in (1, 2, 2.5, 5, 10) if step * power >= rough * 0.999) * power)
+    return [index * step for index in range(int(until / step + 1e-9) + 1)]
+
+
+def _legend(letters: set[str], two_chunks: bool, top: int) -> str:
+    x, parts = LEFT, []
+    for index, (letter, look) in enumerate(LOOKS.items()):
+        if letter in letters:
+            parts.append(f'<rect class="k{index}" x="{x}" y="{top}" width="18" height="14"/>')
+            parts.append(f'<text class="i{index}" x="{x + 9}" y="{top + 11}">{escape(letter)}</text>')
+            parts.append(f'<text x="{x + 24}" y="{top + 11}">{look.meaning}</text>')
+            x += 44 + 7 * len(look.meaning)
+    if two_chunks:
+        parts.append(f'<text class="s" x="{x}" y="{top + 11}">paler: every second chunk of a rank</text>')
+    return "\n".join(parts)

@@ -1,0 +1,50 @@
+"""A timeline as a trace that chrome://tracing and Perfetto open: one track per rank, arrows for transfers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from stageline.timeline.draw.palette import LOOKS
+from stageline.timeline.timeline import Timeline
+
+
+def trace(timeline: Timeline, unit: float = 1000.0) -> str:
+    """Write the trace; `unit` is how many microseconds one unit of the timeline's time is drawn as.
+
+    >>> import json, stageline as sl
+    >>> events = json.loads(trace(sl.simulate(sl.schedule("gpipe", ranks=2, microbatches=1))))["traceEvents"]
+    >>> [event["name"] for event in events if event["ph"] == "X"]
+    ['0F0', '0B0', '1F0', '1B0']
+    """
+    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in _events(timeline, unit))
+    return f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'
+
+
+def _events(timeline: Timeline, unit: float) -> Iterator[dict[str, Any]]:
+    schedule = timeline.schedule
+    yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": f"stageline {schedule.name}"}}
+    for rank in range(schedule.ranks):
+        yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
+    for timed in timeline.actions():
+        yield {
+            "ph": "X",
+            "pid": 0,
+            "tid": timed.rank,
+            "name": str(timed.action),
+            "cat": LOOKS[timed.action.kind].meaning,
+            "ts": timed.start * unit,
+            "dur": (timed.end - timed.start) * unit,
+            "args": {"kind": timed.action.kind, "stage": timed.action.stage, "microbatch": timed.action.microbatch},
+        }
+    for number, moved in enumerate(timeline.messages()):
+        name = f"{moved.sender} to {moved.receiver}"
+        common = {"pid": 0, "cat": "transfer", "name": name, "id": number}
+        # An arrow leaves inside its sender's box and ends at the start of the receiver's.
+        yield {"ph": "s", "tid": moved.source_rank, "ts": moved.start * unit, **common}
+        yield {"ph": "f", "bp": "e", "tid": moved.target_rank, "ts": moved.end * unit, **common}
+    for rank in range(schedule.ranks):
+        times, levels = timeline.memory(rank)
+        for time, level in zip(times.tolist(), levels.tolist(), strict=True):
+            yield {"ph": "C", "pid": 0, "name": f"memory of rank {rank}", "ts": time * unit, "args": {"held": level}}

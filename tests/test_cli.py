@@ -1,0 +1,191 @@
+"""The command as people use it: what it prints, what it writes, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stageline as sl
+from stageline.cli.app import app, run
+
+Capture = pytest.CaptureFixture[str]
+
+
+def call(words: str, capsys: Capture, code: int = 0) -> str:
+    """Run a command line; give back what it printed."""
+    assert run(words.split()) == code
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err
+    return out if code == 0 else err
+
+
+def test_show_draws_the_chart_with_bubble_span_and_memory(capsys: Capture) -> None:
+    out = call("show zb-v -p 4 -m 8 --width 110", capsys)
+    assert "rank 3 ......F0f0F1f1F2f2F3f3i0w0" in out
+    assert "makespan 51  bubble 5.9%" in out
+    assert "span     48  bubble 0.0%" in out
+    assert "peak memory 8 on every rank" in out
+
+
+def test_piped_output_is_plain_and_a_terminal_gets_colour() -> None:
+    command = [sys.executable, "-m", "stageline", "show", "1f1b", "-p", "2", "-m", "2"]
+    plain = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "\x1b" not in plain.stdout
+    environment = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "PATH": "", "COLUMNS": "60"}
+    coloured = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+    assert "\x1b[" in coloured.stdout
+
+
+def test_show_writes_every_picture_and_the_schedule(tmp_path: Path, capsys: Capture) -> None:
+    names = {"svg": "a.svg", "html": "a.html", "trace": "a.trace.json", "write": "a.csv"}
+    files = " ".join(f"--{option} {tmp_path / name}" for option, name in names.items())
+    call(f"show interleaved -p 2 -m 4 --chunks 3 {files}", capsys)
+    assert (tmp_path / "a.svg").read_text().startswith("<svg")
+    assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
+    assert json.loads((tmp_path / "a.trace.json").read_text())["traceEvents"]
+    assert sl.read_schedule(tmp_path / "a.csv") == sl.schedule("interleaved", 2, 4, chunks=3)
+
+
+def test_files_are_shown_verified_and_simulated(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "mine.json"
+    sl.schedule("dualpipe", 4, 8).write(path)
+    assert "dualpipe: 4 ranks" in call(f"show {path}", capsys)
+    assert "look-ahead        1" in call(f"verify {path}", capsys)
+    assert "critical path" in call(f"simulate {path} --overlap 2", capsys)
+    assert "leave out -p" in call(f"show {path} -p 4 -m 8", capsys, code=2)
+
+
+def test_json_of_every_verb_agrees_with_the_library(capsys: Capture) -> None:
+    s = sl.schedule("zb-h1", 4, 8)
+    costs = sl.Costs(forward=10, backward_input=11, backward_weight=7, transfer=1)
+    t = sl.simulate(s, costs)
+    options = "-p 4 -m 8 --forward 10 --backward-input 11 --backward-weight 7 --transfer 1 --json"
+    shown = json.loads(call(f"show zb-h1 {options}", capsys))
+    assert shown["makespan"] == 278
+    assert shown["programs"] == [[str(entry) for entry in program] for program in s.programs]
+    assert json.loads(call(f"simulate zb-h1 {options}", capsys)) == json.loads(json.dumps(t.to_json()))
+    verified = json.loads(call("verify zb-h1 -p 4 -m 8 --json", capsys))
+    assert verified == {"valid": True, **json.loads(json.dumps(sl.verify(s).to_json()))}
+    compared = json.loads(call(f"compare {options}", capsys))
+    makespans = [row["makespan"] for row in compared["families"]]
+    assert makespans == sorted(makespans)
+    assert {row["family"]: row["makespan"] for row in compared["families"]}["zb-h1"] == 278
+    listed = json.loads(call("families --json", capsys))
+    assert [row["name"] for row in listed] == sorted(sl.families())
+    assert all(row["description"] for row in listed)
+
+
+def test_compare_gives_every_family_the_same_work(capsys: Capture) -> None:
+    """A family that cuts a rank's share into chunks computes as long as one that does not."""
+    rows = json.loads(call("compare -p 4 -m 8 --json", capsys))["families"]
+    busy = {row["family"]: row["makespan"] * (1 - row["bubble"]) for row in rows}
+    assert busy == pytest.approx(dict.fromkeys(busy, 24.0))
+    assert len(busy) == len(sl.families()) - 1
+
+
+def test_compare_leaves_out_what_does_not_fit(capsys: Capture) -> None:
+    out = call("compare -p 3 -m 8 --memory 3", capsys)
+    assert "left out: chimera: chimera needs an even number of ranks, got 3" in out
+    assert "left out: gpipe: needs 8 memory, and 3 is there" in out
+    assert any(line.startswith("1f1b ") for line in out.splitlines())
+    assert "no family fits" in call("compare -p 3 -m 8 --memory 0.1", capsys, code=2)
+
+
+def test_compare_draws_all_on_one_axis(tmp_path: Path, capsys: Capture) -> None:
+    files = f"--svg {tmp_path / 'a.svg'} --html {tmp_path / 'a.html'}"
+    out = call(f"compare -p 4 -m 8 --charts --width 90 {files}", capsys)
+    assert out.count("rank 3 ") == len(sl.families()) - 1
+    assert max(map(len, out.splitlines())) <= 90
+    assert (tmp_path / "a.svg").read_text().count("makespan") == len(sl.families()) - 1
+
+
+def test_costs_come_from_a_file_and_options_win(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(sl.Costs(forward=[1, 2], backward=3).to_json()))
+    assert json.loads(call(f"simulate 1f1b -p 2 -m 1 --costs {path} --json", capsys))["makespan"] == 9
+    assert json.loads(call(f"simulate 1f1b -p 2 -m 1 --costs {path} --forward 5 --json", capsys))["makespan"] == 16
+
+
+def test_a_family_of_ones_own_is_loaded_from_a_file(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "my_families.py"
+    path.write_text(
+        "import stageline as sl\n"
+        "@sl.family('mine-from-file', 'one after the other')\n"
+        "def mine(ranks, microbatches, *, depth=1):\n"
+        "    return [[f'{r}{k}{m}' for m in range(microbatches) for k in 'FB'] for r in range(ranks)]\n"
+    )
+    assert "makespan 12" in call(f"show mine-from-file -p 2 -m 2 --load {path} --option depth=3", capsys)
+    assert "has no option 'dept'" in call(f"show mine-from-file -p 2 -m 2 --load {path} --option dept=3", capsys, 2)
+    assert "cannot load families from" in call("show 1f1b -p 2 -m 2 --load nowhere.py", capsys, code=2)
+
+
+ERRORS = {
+    "show 1f1 -p 2 -m 2": "did you mean '1f1b'",
+    "show zbv -p 0 -m 2": "ranks to be a whole number from 1",
+    "show zb-v -p 2 -m -3": "microbatches to be a whole number from 1",
+    "show zb-v -p 2": "needs -m MICROBATCHES",
+    "show zb-v": "needs -p RANKS",
+    "show zb-v -p 99999999 -m 2": "got 99999999",
+    "show zb-v -p 1048576 -m 1048576": "no machine runs that many",
+    "show gpipe -p 2 -m 2 --chunks 2": "gpipe has no option 'chunks'",
+    "show interleaved -p 2 -m 2 --chunks 0": "chunks to be a whole number",
+    "show dualpipe -p 4 -m 7": "nearest: 8",
+    "show chimera -p 5 -m 7": "nearest: 4 or 6",
+    "show 1f1b -p 2 -m 2 --forward nan": "forward must be a number from 0 upwards, got nan",
+    "show 1f1b -p 2 -m 2 --forward -1": "forward must be a number from 0 upwards, got -1",
+    "show 1f1b -p 2 -m 2 --forward 1,2,3": "forward has 3 values and the schedule has 2 stages",
+    "show 1f1b -p 2 -m 2 --forward many": "--forward takes a number",
+    "show 1f1b -p 2 -m 2 --scale 1,2,3": "scale has 3 factors for 2 microbatches",
+    "show 1f1b -p 2 -m 2 --costs nowhere.json": "cannot read costs from nowhere.json",
+    "show 1f1b -p 2 -m 2 --option depth": "--option takes KEY=VALUE",
+    "show nowhere.csv": "cannot read nowhere.csv: No such file",
+    "show 1f1b -p 2 -m 2 --svg /no/such/a.svg": "cannot write the picture to /no/such/a.svg",
+    "show 1f1b -p 2 -m 2 --write a.txt": "end the name in .json or .csv",
+    "verify 1f1b -p two -m 2": "two",
+    "simulate": "SCHEDULE",
+    "compare -m 4": "compare needs -p RANKS",
+    "nonsense": "nonsense",
+}
+
+
+@pytest.mark.parametrize("words", ERRORS)
+def test_mistakes_are_one_clear_error_and_exit_code_two(words: str, capsys: Capture) -> None:
+    err = call(words, capsys, code=2)
+    assert ERRORS[words] in " ".join(err.split())
+
+
+def test_a_broken_schedule_names_rule_and_place(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "broken.csv"
+    path.write_text("0F0,0B0\n1B0,1F0\n")
+    err = call(f"verify {path}", capsys, code=2)
+    assert err.startswith("error [progress]: rank 1, position 0: 1B0 needs 1F0")
+    assert run(["verify", str(path), "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert (found["valid"], found["rule"], found["rank"], found["position"]) == (False, "progress", 1, 0)
+
+
+@pytest.mark.parametrize("verb", ["families", "show", "verify", "simulate", "compare"])
+def test_help_of_every_verb_has_an_example(verb: str, capsys: Capture) -> None:
+    assert f"stageline {verb}" in call(f"{verb} --help", capsys).split("Usage:")[1].split("\n", 1)[1]
+
+
+def test_all_verbs_are_listed(capsys: Capture) -> None:
+    assert {command.callback.__name__ for command in app.registered_commands if command.callback} == {
+        "families",
+        "show",
+        "verify",
+        "simulate",
+        "compare",
+    }
+    assert "stageline 0." in call("--version", capsys)
+
+
+def test_a_reader_who_stops_early_is_no_error() -> None:
+    line = f"{sys.executable} -m stageline show gpipe -p 60 -m 60 | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+    assert "Traceback" not in done.stderr
+    assert done.returncode in (0, 1)

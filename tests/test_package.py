@@ -1,0 +1,84 @@
+"""What `import stageline` promises: its names, and that it needs little and loads fast."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import stageline as sl
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_exported_names_exist_and_are_sorted() -> None:
+    assert sl.__all__ == sorted(sl.__all__)
+    assert all(hasattr(sl, name) for name in sl.__all__)
+    public = {name for name in vars(sl) if not name.startswith("_")}
+    rooms = {"errors", "schedules", "timeline", "cli"}
+    assert public - rooms == set(sl.__all__) - {"__version__"}
+
+
+def test_every_export_has_a_docstring_with_its_purpose() -> None:
+    for name in set(sl.__all__) - {"__version__"}:
+        assert (getattr(sl, name).__doc__ or "").strip(), name
+
+
+def test_the_library_needs_only_numpy_and_leaves_torch_alone() -> None:
+    code = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        allowed = sys.stdlib_module_names | {"numpy", "stageline"}
+        if name.split(".")[0] not in allowed and not name.startswith("_"):
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Refuse())
+import stageline as sl
+from stageline.timeline import draw
+s = sl.schedule("zb-v", ranks=2, microbatches=3)
+t = sl.simulate(s)
+print(sl.verify(s).look_ahead, [len(form(t)) > 100 for form in (draw.text, draw.html, draw.svg, draw.trace)])
+assert "torch" not in sys.modules
+"""
+    assert run(code) == "1 [True, True, True, True]\n"
+
+
+def test_the_commands_leave_torch_alone() -> None:
+    code = """
+import sys
+from stageline.cli.app import run
+codes = [run(words.split()) for words in (
+    "families", "show zb-v -p 2 -m 3", "verify 1f1b -p 2 -m 2", "simulate gpipe -p 2 -m 2", "compare -p 2 -m 4")]
+print(codes, "torch" in sys.modules, file=sys.stderr)
+assert codes == [0] * 5 and "torch" not in sys.modules
+"""
+    run(code)
+
+
+def test_without_typer_the_command_says_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["typer"] = None
+from stageline.cli import main
+try:
+    main()
+except SystemExit as error:
+    print(error.code)
+"""
+    assert run(code) == "the stageline command needs typer: pip install 'stageline[cli]'\n"
+
+
+def test_dependencies_each_give_a_reason() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    project = tomllib.loads(text)["project"]
+    assert [name.split(">")[0] for name in project["dependencies"]] == ["numpy", "torch", "safetensors"]
+    for requirement in project["dependencies"] + project["optional-dependencies"]["cli"]:
+        line = next(line for line in text.splitlines() if f'"{requirement}"' in line)
+        assert "#" in line, f"{requirement} gives no reason"
