@@ -69,7 +69,7 @@ def command(
 def _candidates(sizes: Sizes, costs: Costs, memory: float | None, left_out: dict[str, str]) -> Iterator[Timeline]:
     ranks, microbatches = sizes.ranks or 1, sizes.microbatches or 1
     given = sizes.of_family()
-    for name, family in sorted(families().items()):
+    for name, family in families().items():
         if name == "forward-only":
             continue
         try:

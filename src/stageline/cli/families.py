@@ -25,7 +25,7 @@ def command(
     """
     for name in load or []:
         _load(name)
-    known = dict(sorted(families().items()))
+    known = families()
     if json:
         print_json(
             [

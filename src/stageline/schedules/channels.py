@@ -24,7 +24,7 @@ from stageline.errors import ScheduleError
 from stageline.schedules import action as kinds
 from stageline.schedules.action import Action
 from stageline.schedules.build import PAIRED
-from stageline.schedules.graph import FENCE, Graph, Ints, release
+from stageline.schedules.graph import Ints
 from stageline.schedules.schedule import Schedule
 
 Traffic = Literal["forward", "backward"]
@@ -161,39 +161,33 @@ def least_look_ahead(schedule: Schedule) -> int:
 def is_safe(schedule: Schedule, look_ahead: int) -> bool:
     """Say whether every rank gets to its end when a send blocks until its receive is posted.
 
-    Two events per entry: a rank arrives at it (all before is run and sent, and the receives up to here and
-    `look_ahead` more are posted), and the entry is done. The entry after a send is arrived at only when the
-    receiver has arrived at the entry that posts the matching receive.
+    A rank arrives at an entry when all before it is run and sent; it has then posted the receives up to here and
+    `look_ahead` more. So a send lets its rank go on when the receiver has arrived at the entry that takes the
+    message `look_ahead` before it on the channel.
     """
     graph, found = schedule.graph, schedule.channels
     number = np.arange(len(found.senders)) - np.repeat(found.bounds[:-1], found.sizes)
     gated = np.flatnonzero(number >= look_ahead)
-    after_send = np.zeros(len(graph.source), dtype=np.int64)
-    after_send[found.receivers[gated - look_ahead]] = graph.place(found.senders[gated]) + 1
-    freed = graph.by_place(after_send)
+    poster = np.zeros(len(graph.source), dtype=np.int64)
+    poster[found.senders[gated]] = graph.place(found.receivers[gated - look_ahead])
+    gates = graph.by_place(poster)
+    inputs = graph.inputs()
 
-    firsts = graph.fences[:-1] + 1
-    arrive_waits = np.ones(graph.places, dtype=np.int8)
-    arrive_waits[firsts] = 0
-    for reached in freed:
-        arrive_waits[reached[reached > 0]] += 1
-    done_waits = graph.waits()  # on its inputs, and on its own arrival in place of the entry before it
-    done_waits[firsts] += 1
-    for waits in (arrive_waits, done_waits):
-        waits[graph.fences] = FENCE
-    return _count_done(graph, freed, arrive_waits, done_waits) == graph.entries
-
-
-def _count_done(graph: Graph, freed: list[Ints], arrive_waits: NDArray[np.int8], done_waits: NDArray[np.int8]) -> int:
-    """Walk through arrivals and ends in waves; count the entries that come to their end."""
-    count = 0
-    arrived = np.flatnonzero(arrive_waits == 0)
-    done = arrived[:0]
-    while arrived.size or done.size:
-        count += done.size
-        ended = [release(arrived, done_waits)]
-        ended += [release(taker.take(done), done_waits) for taker in graph.consumers]
-        here = [release(reached.take(arrived), arrive_waits) for reached in freed]
-        here.append(release(done + 1, arrive_waits))
-        arrived, done = np.concatenate(here), np.concatenate(ended)
-    return count
+    done, arrived = (np.zeros(graph.places, dtype=bool) for _ in range(2))
+    at = graph.fences[:-1] + 1
+    has_run = np.zeros(schedule.ranks, dtype=bool)
+    done[0] = arrived[0] = arrived[at] = True
+    while True:
+        ready = ~has_run
+        for source in inputs:
+            ready &= done.take(source.take(at))
+        has_run |= ready
+        done[at] = has_run
+        moves = has_run.copy()
+        for gate in gates:
+            moves &= arrived.take(gate.take(at))
+        if not (moves.any() or ready.any()):
+            return bool((at == graph.fences[1:]).all())
+        has_run ^= moves
+        at += moves
+        arrived[at] = True

@@ -28,9 +28,6 @@ from stageline.schedules.schedule import Schedule
 Ints: TypeAlias = NDArray[np.int64]
 Number = TypeVar("Number", np.int64, np.float64)
 
-FENCE = 127
-"""What a fence waits for: more than ever comes."""
-
 
 @dataclass(frozen=True)
 class Graph:
@@ -104,35 +101,31 @@ class Graph:
         """For each place, the place of the entry whose output it takes; 0 for none. See `by_place`."""
         return self.by_place(np.where(self.source >= 0, self.place(self.source), 0))
 
-    @cached_property
-    def consumers(self) -> list[Ints]:
-        """For each place, the place of the entry that takes its output; 0 for none. See `by_place`."""
-        takers = np.flatnonzero(self.source >= 0)
-        taken_by = np.zeros(len(self.source), dtype=np.int64)
-        taken_by[self.source[takers]] = self.place(takers)
-        return self.by_place(taken_by)
-
-    def waits(self) -> NDArray[np.int8]:
-        """How many entries each entry waits for: the one before it, and those whose output it takes."""
-        waits = np.ones(self.places, dtype=np.int8)
-        waits[self.fences[:-1] + 1] = 0
-        for taker in self.consumers:
-            waits[taker[taker > 0]] += 1
-        waits[self.fences] = FENCE
-        return waits
+    def inputs(self) -> list[Ints]:
+        """As `sources`, and every fence but the first takes its own output: whoever comes to one stays there."""
+        found = [source.copy() for source in self.sources]
+        for source in found:
+            source[self.fences[1:]] = self.fences[1:]
+        return found
 
     @cached_property
     def waves(self) -> list[Ints]:
         """The places in waves; they hold all entries just when no entries wait for one another."""
-        waits = self.waits()
+        inputs = self.inputs()
+        done = np.zeros(self.places, dtype=bool)
+        done[0] = True
+        at = self.fences[:-1] + 1
         waves: list[Ints] = []
-        ready = np.flatnonzero(waits == 0)
-        while ready.size:
-            waves.append(ready)
-            freed = [release(ready + 1, waits)]
-            freed += [release(taker.take(ready), waits) for taker in self.consumers]
-            ready = np.concatenate(freed)
-        return waves
+        while True:
+            ready = done.take(inputs[0].take(at))
+            for more in inputs[1:]:
+                ready &= done.take(more.take(at))
+            wave = at[ready]
+            if not wave.size:
+                return waves
+            waves.append(wave)
+            done[wave] = True
+            at += ready
 
     @property
     def is_acyclic(self) -> bool:
@@ -150,15 +143,6 @@ class Pairs:
     """For each entry, its F, or −1."""
     backward_of: Ints
     """For each entry, its B, I or W, or −1."""
-
-
-def release(places: Ints, waits: NDArray[np.int8]) -> Ints:
-    """Let each of these places wait for one thing less; name those that wait for nothing more."""
-    left = waits.take(places)
-    left -= 1
-    waits[places] = left
-    waits[0] = FENCE
-    return np.asarray(places[left == 0])
 
 
 def graph_of(schedule: Schedule) -> Graph:

@@ -15,6 +15,8 @@ from stageline.schedules.schedule import Schedule
 
 Maker: TypeAlias = Callable[..., Schedule | Sequence[Sequence[Any]]]
 
+OWN_FAMILIES = "stageline.schedules.families"
+
 LARGEST_SIZE = 2**20
 """No pipeline has more ranks, microbatches or chunks; more is a slip of the finger that would eat the memory."""
 
@@ -63,19 +65,27 @@ def family(
     """
 
     def declare(make: Maker) -> Maker:
+        if not make.__module__.startswith(OWN_FAMILIES):
+            _load_own_families()
         declared = Family(name, description, constraints, tuple(aliases), make)
         for key in (name, *aliases):
             known = _families.get(key.lower())
-            if known is not None and known.make.__qualname__ != make.__qualname__:
+            if known is not None and _origin(known.make) != _origin(make):
                 raise ScheduleError(f"a family named {key!r} exists already: choose another name")
+        for key in (name, *aliases):
             _families[key.lower()] = declared
         return make
 
     return declare
 
 
+def _origin(make: Maker) -> tuple[str, str]:
+    """Where a family is defined: a file that is loaded again may define it again."""
+    return make.__module__, make.__qualname__
+
+
 def _load_own_families() -> None:
-    package = import_module("stageline.schedules.families")
+    package = import_module(OWN_FAMILIES)
     for module in sorted(found.name for found in iter_modules(package.__path__)):
         import_module(f"{package.__name__}.{module}")
 
@@ -88,7 +98,7 @@ def families() -> dict[str, Family]:
     zero bubble on a V: two stages a rank, down and up again
     """
     _load_own_families()
-    return {declared.name: declared for declared in _families.values()}
+    return {declared.name: declared for declared in sorted(_families.values(), key=lambda declared: declared.name)}
 
 
 def find_family(name: str) -> Family:
@@ -99,7 +109,7 @@ def find_family(name: str) -> Family:
         known = sorted(_families)
         raise ScheduleError(
             f"no schedule family is named {shorten(name)}{nearest(str(name), known)}; "
-            f"there are: {', '.join(sorted(families()))}"
+            f"there are: {', '.join(families())}"
         )
     return found
 
@@ -152,3 +162,9 @@ def ask(condition: bool, sentence: str) -> None:
     """Refuse sizes that a family's definition does not allow; the sentence names the nearest that work."""
     if not condition:
         raise ScheduleError(sentence)
+
+
+def ask_even(name: str, ranks: int) -> None:
+    """Refuse an odd number of ranks."""
+    nearest_even = " or ".join(str(even) for even in (ranks - 1, ranks + 1) if even > 0)
+    ask(ranks % 2 == 0, f"{name} needs an even number of ranks, got {ranks}; nearest: {nearest_even}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -20,6 +19,8 @@ PerStage: TypeAlias = float | Sequence[float]
 PerPair: TypeAlias = float | Sequence[Sequence[float]]
 
 LARGEST_FILE = 64 * 2**20
+LARGEST_COST = 1e100
+"""Sums of larger ones could overflow; not a number compares as outside, too."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Costs:
         """Refuse what no step can cost, naming it."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None:
+            if value is None and field.default is None:
                 continue
             if field.name == "transient" and isinstance(value, Mapping):
                 for kind, part in value.items():
@@ -83,7 +84,7 @@ class Costs:
 
     def _length(self) -> int:
         given = (self.forward, self.backward_input, self.backward_weight, self.backward)
-        return max((len(value) for value in given if isinstance(value, Sequence)), default=1)
+        return max(np.size(value) for value in given if value is not None)
 
     def times(self, stages: int) -> list[Floats]:
         """One row of times per kind, in the order F, B, I, W, with one time per stage."""
@@ -214,17 +215,17 @@ def _between(
 def _check(name: str, value: object, depth: int) -> None:
     """A finite number from 0, or a list of them, or (depth 2) a square of them."""
     if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
-        if not math.isfinite(value) or value < 0:
+        if not 0 <= value <= LARGEST_COST:
             raise CostError(f"{name} must be a number from 0 upwards, got {shorten(value)}")
         return
     try:
         array = np.asarray(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         array = np.asarray(None)
     shapes = "one number, or a square of one row per rank" if depth == 2 else "one number, or one per stage"
     if array.dtype.kind not in "iuf" or array.ndim != depth or array.size == 0 or len(set(array.shape)) != 1:
         raise CostError(f"{name} must be {shapes}; got {shorten(value)}")
-    wrong = np.argwhere(~np.isfinite(array) | (array < 0))
+    wrong = np.argwhere(~((array >= 0) & (array <= LARGEST_COST)))
     if len(wrong):
         place = "".join(f"[{index}]" for index in wrong[0])
         raise CostError(f"{name}{place} must be a number from 0 upwards, got {array[tuple(wrong[0])]}")

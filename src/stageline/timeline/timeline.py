@@ -84,12 +84,12 @@ class Timeline:
     @property
     def first_start(self) -> float:
         """When the first action of all starts."""
-        return float(self.start.min(initial=np.inf)) if len(self.start) else 0.0
+        return float(self.start.min())
 
     @property
     def makespan(self) -> float:
         """From the first start to the last end over all ranks: what a step costs when every rank waits for all."""
-        return float(self.end.max(initial=0.0)) - self.first_start
+        return float(self.end.max()) - self.first_start
 
     @property
     def span(self) -> float:
@@ -98,7 +98,7 @@ class Timeline:
         This is what a step costs when the next one may start on a rank before the last rank has finished.
         """
         firsts, lasts = self._rank_spans
-        return float((lasts - firsts).max(initial=0.0))
+        return float((lasts - firsts).max())
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
@@ -110,7 +110,7 @@ class Timeline:
     @property
     def ideal(self) -> float:
         """The largest busy time of any rank: no order of the same actions can take less."""
-        return max(self.busy, default=0.0)
+        return max(self.busy)
 
     @property
     def bubble(self) -> float:

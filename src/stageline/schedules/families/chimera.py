@@ -15,7 +15,7 @@ import numpy as np
 
 from stageline.schedules.build import backward, by_slot, forward
 from stageline.schedules.placement import Placement
-from stageline.schedules.registry import ask, family
+from stageline.schedules.registry import ask_even, family
 from stageline.schedules.schedule import Schedule
 
 
@@ -26,10 +26,7 @@ from stageline.schedules.schedule import Schedule
 )
 def chimera(ranks: int, microbatches: int) -> Schedule:
     """Units of P microbatches, the first half of each going down, the second up."""
-    ask(
-        ranks % 2 == 0,
-        f"chimera needs an even number of ranks, got {ranks}; nearest: {ranks - 1 or ranks + 1} or {ranks + 1}",
-    )
+    ask_even("chimera", ranks)
     every = np.arange(microbatches)
     size = np.minimum(ranks, microbatches - every // ranks * ranks)
     half = (size + 1) // 2

@@ -31,7 +31,7 @@ import numpy as np
 from stageline.schedules import action as kinds
 from stageline.schedules.build import PAIRED, Run
 from stageline.schedules.placement import Placement
-from stageline.schedules.registry import ask, family
+from stageline.schedules.registry import ask, ask_even, family
 from stageline.schedules.schedule import Schedule
 
 
@@ -108,10 +108,7 @@ def _program(writer: _Writer, place: int, half: int, steady: int) -> Run:
 )
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
     """The first half of the microbatches goes down, the second half goes up."""
-    ask(
-        ranks % 2 == 0,
-        f"dualpipe needs an even number of ranks, got {ranks}; nearest: {ranks - 1 or 2} or {ranks + 1}",
-    )
+    ask_even("dualpipe", ranks)
     least = max(2 * ranks, microbatches + microbatches % 2)
     ask(
         microbatches % 2 == 0 and microbatches >= 2 * ranks,
@@ -138,10 +135,11 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
 )
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """The way down is direction 0, the way up direction 1."""
+    fewer = f", or {microbatches // 2} ranks" if microbatches >= 2 else ""
     ask(
         microbatches >= 2 * ranks,
         f"dualpipe-v needs at least 2P = {2 * ranks} microbatches for {ranks} ranks, got {microbatches}; "
-        f"nearest: {2 * ranks} microbatches, or {max(1, microbatches // 2)} ranks",
+        f"nearest: {2 * ranks} microbatches{fewer}",
     )
     every = range(microbatches)
     runs = []

@@ -85,11 +85,12 @@ def _panel(timeline: Timeline, top: int, scale: float) -> str:
                 f'<rect class="{"p" if boxes.odd[box] else "k"}{look}" x="{x:.2f}" y="{y}" width="{wide:.2f}" '
                 f'height="{ROW}"><title>{_hover(timeline, first, label)}</title></rect>'
             )
-            if wide >= 6.6 * len(label) + 2:
-                ink = "" if not boxes.odd[box] else ' style="fill:#000"'
-                parts.append(
-                    f'<text class="i{look}"{ink} x="{x + wide / 2:.2f}" y="{y + ROW - 8}">{escape(label)}</text>'
-                )
+            if wide >= 5 * len(label) + 1:
+                size = "" if wide >= 6.6 * len(label) + 2 else "font-size:8.5px;"
+                ink = "fill:#000" if boxes.odd[box] else ""
+                style = f' style="{size}{ink}"' if size + ink else ""
+                middle = f'x="{x + wide / 2:.2f}" y="{y + ROW - 8}"'
+                parts.append(f'<text class="i{look}"{style} {middle}>{escape(label)}</text>')
     return "\n".join(parts)
 
 

@@ -1,0 +1,31 @@
+"""Draw the pictures of the documentation again: `python docs/make_pictures.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import stageline as sl
+from stageline.timeline import draw
+
+FOLDER = Path(__file__).parent / "pictures"
+COSTS = sl.Costs(forward=10, backward_input=11, backward_weight=7, transfer=1)
+
+
+def pictures() -> dict[str, str]:
+    """Every picture by its file name."""
+    found = {}
+    for name in sl.families():
+        made = sl.schedule(name, ranks=4, microbatches=8)
+        found[f"{name}.svg"] = draw.svg(sl.simulate(made, sl.Costs().refined(made.stages // 4)))
+    compared = []
+    for name in ("1f1b", "interleaved", "zb-h1", "zb-v"):
+        made = sl.schedule(name, ranks=4, microbatches=8)
+        compared.append(sl.simulate(made, COSTS.refined(made.stages // 4)))
+    found["compare.svg"] = draw.svg(compared)
+    return found
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for file_name, picture in pictures().items():
+        (FOLDER / file_name).write_text(picture, encoding="utf-8")

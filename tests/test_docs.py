@@ -1,0 +1,47 @@
+"""The documentation covers what there is, and its pictures are what the code draws."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import stageline as sl
+from stageline.schedules.rules import RULES
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_every_family_has_a_section_with_its_picture() -> None:
+    text = (ROOT / "docs/families.md").read_text()
+    for name in sl.families():
+        assert f"\n## {name}\n\n![{name}](pictures/{name}.svg)\n" in text
+
+
+def test_every_rule_has_a_paragraph_in_the_order_of_the_table() -> None:
+    text = (ROOT / "docs/verify.md").read_text()
+    assert re.findall(r"^\*\*(\w+)\*\* — ", text, re.MULTILINE) == list(RULES)
+
+
+def test_every_verb_of_the_command_is_in_the_changelog() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    for verb in ("families", "show", "verify", "simulate", "compare"):
+        assert f"`{verb}`" in text or f"stageline {verb}" in text
+
+
+def test_the_pictures_are_what_the_code_draws() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs/make_pictures.py"))["pictures"]()
+    folder = ROOT / "docs/pictures"
+    assert {path.name for path in folder.iterdir()} == set(drawn)
+    for name, picture in drawn.items():
+        assert (folder / name).read_text() == picture, f"run python docs/make_pictures.py to draw {name} again"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if not target.startswith("https://"):
+            assert (page.parent / target).exists(), target
