@@ -347,6 +347,16 @@ def test_chimera_has_the_bubble_that_its_formula_says(p: int, backward: float, u
     assert bubble == pytest.approx((p - 2) / (unit * p + p - 2))
 
 
+@given(sizes, st.integers(1, 3), st.integers(1, 3), times)
+@settings(max_examples=30, deadline=None)
+def test_every_wave_of_hanayo_cuts_the_bubble_of_1f1b_when_f_and_b_take_the_same(
+    p: int, units: int, waves: int, f: int
+) -> None:
+    m = units * p
+    timeline = simulated("hanayo", p, m, sl.Costs(forward=f, backward=f), waves=waves)
+    assert timeline.makespan == m * 2 * waves * 2 * f + (p - 1) * 2 * f
+
+
 @given(sizes, counts, st.integers(1, 3), times)
 @settings(max_examples=30, deadline=None)
 def test_forward_only_waits_only_for_the_pipeline_to_fill(p: int, m: int, v: int, f: int) -> None:
@@ -443,10 +453,16 @@ def test_chimera_holds_between_half_and_all_of_a_unit(p: int) -> None:
         assert max(held) == p
 
 
-@given(sizes, counts, st.integers(1, 3))
+@given(sizes, counts, st.integers(2, 3))
 @settings(max_examples=30, deadline=None)
 def test_hanayo_holds_no_more_than_gpipe(p: int, m: int, waves: int) -> None:
     assert max(certified("hanayo", p, m, waves=waves).peak_activations) <= 2 * waves * m
+
+
+@given(sizes, counts)
+@settings(max_examples=30, deadline=None)
+def test_one_wave_of_hanayo_holds_no_more_than_the_first_rank_of_1f1b(p: int, m: int) -> None:
+    assert max(certified("hanayo", p, m).peak_activations) <= 2 * min(p, m)
 
 
 # ---- Every size that the definition allows ----

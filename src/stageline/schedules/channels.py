@@ -24,7 +24,7 @@ from stageline.errors import ScheduleError
 from stageline.schedules import action as kinds
 from stageline.schedules.action import Action
 from stageline.schedules.build import PAIRED
-from stageline.schedules.graph import Ints
+from stageline.schedules.graph import Indices, Ints
 from stageline.schedules.schedule import Schedule
 
 Traffic = Literal["forward", "backward"]
@@ -71,8 +71,8 @@ class Channels(Sequence[Channel]):
     """All channels of a schedule; the messages lie in arrays, channel by channel, in the receiver's order."""
 
     schedule: Schedule
-    senders: Ints
-    receivers: Ints
+    senders: Indices
+    receivers: Indices
     bounds: Ints
     """The messages of channel c are at bounds[c] to bounds[c + 1]."""
 
@@ -99,6 +99,12 @@ class Channels(Sequence[Channel]):
         """How many messages each channel carries."""
         return np.diff(self.bounds)
 
+    @cached_property
+    def numbers(self) -> Indices:
+        """For each message, which one it is on its channel, counted from 0."""
+        starts = np.repeat(self.bounds[:-1].astype(np.int32), self.sizes)
+        return np.arange(len(self.senders), dtype=np.int32) - starts
+
     def targets(self) -> NDArray[np.int32]:
         """Which rank each channel leads to."""
         return self.schedule.graph.rank[self.receivers[self.bounds[:-1]]]
@@ -117,7 +123,7 @@ def channels_of(schedule: Schedule) -> Channels:
         number[source_rank == target] = -1
         order = np.argsort(number, kind="stable")[np.count_nonzero(number < 0) :]
         senders.append(source[order])
-        receivers.append(taken[order] + mine.start)
+        receivers.append((taken[order] + mine.start).astype(np.int32))
         sizes.append(np.unique(number[order], return_counts=True)[1])
     bounds = np.concatenate([[0], np.cumsum(np.concatenate(sizes), dtype=np.int64)])
     return Channels(schedule, np.concatenate(senders), np.concatenate(receivers), bounds)
@@ -126,12 +132,11 @@ def channels_of(schedule: Schedule) -> Channels:
 def check_channels(schedule: Schedule) -> None:
     """On every channel, messages are taken in the order in which they are sent."""
     found = schedule.channels
-    inside = np.ones(len(found.senders), dtype=bool)
-    inside[found.bounds[:-1]] = False
-    wrong = np.flatnonzero(inside & (np.diff(found.senders, prepend=-1) <= 0))
-    if not len(wrong):
+    overtakes = found.senders[1:] <= found.senders[:-1]
+    overtakes &= found.numbers[1:] > 0
+    if not overtakes.any():
         return
-    at = int(wrong[0])
+    at = int(np.argmax(overtakes)) + 1
     earlier, later = schedule.action(int(found.senders[at])), schedule.action(int(found.senders[at - 1]))
     rank, position = schedule.where(int(found.receivers[at - 1]))
     source, _ = schedule.where(int(found.senders[at]))
@@ -166,12 +171,10 @@ def is_safe(schedule: Schedule, look_ahead: int) -> bool:
     message `look_ahead` before it on the channel.
     """
     graph, found = schedule.graph, schedule.channels
-    number = np.arange(len(found.senders)) - np.repeat(found.bounds[:-1], found.sizes)
-    gated = np.flatnonzero(number >= look_ahead)
-    poster = np.zeros(len(graph.source), dtype=np.int64)
+    gated = np.flatnonzero(found.numbers >= look_ahead)
+    poster = np.zeros(len(graph.source), dtype=np.int32)
     poster[found.senders[gated]] = graph.place(found.receivers[gated - look_ahead])
     gates = graph.by_place(poster)
-    inputs = graph.inputs()
 
     done, arrived = (np.zeros(graph.places, dtype=bool) for _ in range(2))
     at = graph.fences[:-1] + 1
@@ -179,7 +182,7 @@ def is_safe(schedule: Schedule, look_ahead: int) -> bool:
     done[0] = arrived[0] = arrived[at] = True
     while True:
         ready = ~has_run
-        for source in inputs:
+        for source in graph.sources:
             ready &= done.take(source.take(at))
         has_run |= ready
         done[at] = has_run

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,10 @@ from stageline.schedules import action as kinds
 from stageline.schedules.build import PAIRED
 from stageline.schedules.schedule import Schedule
 
-Ints: TypeAlias = NDArray[np.int64]
-Number = TypeVar("Number", np.int64, np.float64)
+Ints: TypeAlias = NDArray[np.integer[Any]]
+Indices: TypeAlias = NDArray[np.int32]
+"""Numbers of actions, entries or places: there are fewer than two thousand million of each."""
+Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Graph:
     numberings are the same.
     """
 
-    source: Ints
+    source: Indices
     """For each action, the action of another stage whose output it takes; −1 for none."""
     rank: NDArray[np.int32]
     """For each action, its rank."""
@@ -68,15 +70,16 @@ class Graph:
         inside[self.fences] = False
         return inside
 
-    def place(self, actions: Ints) -> Ints:
+    def place(self, actions: Ints) -> Indices:
         """The places of these actions' entries."""
-        entries = actions if self.pairs is None else self.pairs.entry_of[actions]
-        return entries + self.rank[actions] + 1
+        places = self.rank[actions] + np.int32(1)
+        places += actions if self.pairs is None else self.pairs.entry_of[actions]
+        return places
 
-    def actions_of_entries(self) -> list[Ints]:
+    def actions_of_entries(self) -> list[Indices]:
         """List the actions of the entries: one array where each has one, else forwards and backwards, −1 for none."""
         if self.pairs is None:
-            return [np.arange(len(self.source), dtype=np.int64)]
+            return [np.arange(len(self.source), dtype=np.int32)]
         return [self.pairs.forward_of, self.pairs.backward_of]
 
     def by_place(self, values: NDArray[Number]) -> list[NDArray[Number]]:
@@ -97,21 +100,20 @@ class Graph:
         return by_entry if self.pairs is None else by_entry[self.pairs.entry_of]
 
     @cached_property
-    def sources(self) -> list[Ints]:
-        """For each place, the place of the entry whose output it takes; 0 for none. See `by_place`."""
-        return self.by_place(np.where(self.source >= 0, self.place(self.source), 0))
+    def sources(self) -> list[Indices]:
+        """For each place, the place of the entry whose output it takes; 0 for none. See `by_place`.
 
-    def inputs(self) -> list[Ints]:
-        """As `sources`, and every fence but the first takes its own output: whoever comes to one stays there."""
-        found = [source.copy() for source in self.sources]
+        A fence takes its own output: a rank that has come to its end stays there.
+        """
+        found = self.by_place(np.where(self.source >= 0, self.place(self.source), np.int32(0)))
         for source in found:
-            source[self.fences[1:]] = self.fences[1:]
+            source[self.fences] = self.fences
         return found
 
     @cached_property
     def waves(self) -> list[Ints]:
         """The places in waves; they hold all entries just when no entries wait for one another."""
-        inputs = self.inputs()
+        inputs = self.sources
         done = np.zeros(self.places, dtype=bool)
         done[0] = True
         at = self.fences[:-1] + 1
@@ -137,43 +139,41 @@ class Graph:
 class Pairs:
     """How actions and entries belong together, where some entries are overlapped pairs."""
 
-    entry_of: Ints
+    entry_of: Indices
     """For each action, its entry."""
-    forward_of: Ints
+    forward_of: Indices
     """For each entry, its F, or −1."""
-    backward_of: Ints
+    backward_of: Indices
     """For each entry, its B, I or W, or −1."""
 
 
 def graph_of(schedule: Schedule) -> Graph:
     """Find what waits for what; the schedule must be complete (see `rules`)."""
-    microbatches, count = schedule.microbatches, schedule.num_actions
     plain = schedule.kinds % PAIRED
     is_forward = plain == kinds.F
-    key = schedule.stage_ids.astype(np.int64)
-    key *= microbatches
-    key += schedule.microbatch_ids
-    source = np.full(count, -1, dtype=np.int64)
-    _link(source, key, np.flatnonzero(is_forward), -microbatches, schedule.stages * microbatches)
-    passes_back = (plain == kinds.B) | (plain == kinds.I)
-    _link(source, key, np.flatnonzero(passes_back), microbatches, schedule.stages * microbatches)
+    source = np.full(schedule.num_actions, -1, dtype=np.int32)
+    _link(source, schedule, is_forward, -schedule.microbatches)
+    _link(source, schedule, (plain == kinds.B) | (plain == kinds.I), schedule.microbatches)
 
     rank = np.repeat(np.arange(schedule.ranks, dtype=np.int32), np.diff(schedule.bounds))
     if not schedule.has_overlaps:
         return Graph(source, rank, None, schedule.bounds)
     second = np.concatenate([[False], schedule.kinds[:-1] >= PAIRED])
-    entry_of = np.cumsum(~second) - 1
+    entry_of = np.cumsum(~second, dtype=np.int32) - np.int32(1)
     entries = int(entry_of[-1]) + 1
-    forward_of, backward_of = (np.full(entries, -1, dtype=np.int64) for _ in range(2))
+    forward_of, backward_of = (np.full(entries, -1, dtype=np.int32) for _ in range(2))
     forward_of[entry_of[is_forward]] = np.flatnonzero(is_forward)
     backward_of[entry_of[~is_forward]] = np.flatnonzero(~is_forward)
-    first = np.append(entry_of, entries)[schedule.bounds]
+    first = np.append(entry_of, entries)[schedule.bounds].astype(np.int64)
     return Graph(source, rank, Pairs(entry_of, forward_of, backward_of), first)
 
 
-def _link(source: Ints, key: Ints, actions: Ints, step: int, size: int) -> None:
+def _link(source: Indices, schedule: Schedule, chosen: NDArray[np.bool_], step: int) -> None:
     """Give each of these actions the one of the neighbouring stage, whose key is a step away, as its source."""
-    keys = key[actions]
-    table = np.full(size + abs(step), -1, dtype=np.int64)  # the first or last stage finds −1 beyond the end
+    actions = np.flatnonzero(chosen)
+    keys = schedule.keys[actions]
+    # The first or last stage finds −1 beyond the end.
+    table = np.full(schedule.stages * schedule.microbatches + abs(step), -1, dtype=np.int32)
     table[keys] = actions
-    source[actions] = table[keys + step]
+    keys += keys.dtype.type(step)
+    source[actions] = table[keys]

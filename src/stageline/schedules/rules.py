@@ -98,9 +98,17 @@ def check_overlap(schedule: Schedule) -> None:
 def check_complete(schedule: Schedule) -> None:
     """Every stage runs F and its backward (B, or I and W) exactly once for each microbatch; F alone in inference."""
     size = schedule.stages * schedule.microbatches
-    key = schedule.stage_ids.astype(np.int64) * schedule.microbatches + schedule.microbatch_ids
+    key = schedule.keys
     plain = schedule.kinds % PAIRED
-    count = {kind: np.bincount(key[plain == code], minlength=size) for code, kind in enumerate(KINDS)}
+    if size > schedule.num_actions:
+        present = np.unique(key[plain == kinds.F])
+        missing = int(np.argmax(np.append(present, -1) != np.arange(len(present) + 1)))
+        _report_missing(schedule, missing, "F")
+    none = np.zeros(size, dtype=np.int8)
+    count: dict[str, Ints] = {}
+    for code, kind in enumerate(KINDS):
+        chosen = plain == code
+        count[kind] = np.bincount(key[chosen], minlength=size) if chosen.any() else none
 
     for kind in KINDS:
         twice = count[kind] > 1
@@ -121,12 +129,16 @@ def check_complete(schedule: Schedule) -> None:
                 "complete",
                 f"is a whole backward, and the same stage and microbatch also run {half}: either B, or I and W",
             )
-    _report_missing(schedule, count["F"] == 0, "F")
-    if schedule.training:
-        split = (count["I"] > 0) | (count["W"] > 0)
-        _report_missing(schedule, ~split & (count["B"] == 0), "B (or I and W)")
-        _report_missing(schedule, split & (count["I"] == 0), "I, although it runs W")
-        _report_missing(schedule, split & (count["W"] == 0), "W, although it runs I")
+    split = (count["I"] > 0) | (count["W"] > 0)
+    lacking = {
+        "F": count["F"] == 0,
+        "B (or I and W)": ~split & (count["B"] == 0) & schedule.training,
+        "I, although it runs W": split & (count["I"] == 0),
+        "W, although it runs I": split & (count["W"] == 0),
+    }
+    for what, missing_here in lacking.items():
+        if missing_here.any():
+            _report_missing(schedule, int(np.argmax(missing_here)), what)
 
 
 def check_progress(schedule: Schedule) -> None:
@@ -160,7 +172,7 @@ def _report_twice(
     plain: NDArray[np.uint8],
     kind: str,
     twice: NDArray[np.bool_],
-    count: NDArray[np.int64],
+    count: Ints,
 ) -> NoReturn:
     """Name both places of an action that runs twice, and what its stage never runs instead."""
     found = np.flatnonzero((plain == KINDS.index(kind)) & twice[key])
@@ -179,23 +191,22 @@ def _report_twice(
     )
 
 
-def _report_missing(schedule: Schedule, missing: NDArray[np.bool_], what: str) -> None:
-    if missing.any():
-        stage, microbatch = divmod(int(np.argmax(missing)), schedule.microbatches)
-        rank = schedule.rank_of(stage, microbatch)
-        raise ScheduleError(
-            f"rank {rank}: stage {stage} never runs {what} for microbatch {microbatch}; each must run exactly once",
-            rule="complete",
-            rank=rank,
-        )
+def _report_missing(schedule: Schedule, key: int, what: str) -> NoReturn:
+    stage, microbatch = divmod(key, schedule.microbatches)
+    rank = schedule.rank_of(stage, microbatch)
+    raise ScheduleError(
+        f"rank {rank}: stage {stage} never runs {what} for microbatch {microbatch}; each must run exactly once",
+        rule="complete",
+        rank=rank,
+    )
 
 
 def _check_local_order(schedule: Schedule) -> None:
     """F comes before the backward of the same stage and microbatch, and I before W, on the rank they share."""
-    done_at = np.zeros(schedule.stages * schedule.microbatches, dtype=np.int64)
+    done_at = np.zeros(schedule.stages * schedule.microbatches, dtype=np.int32)
     for mine in schedule.slices():
         plain = schedule.kinds[mine] % PAIRED
-        key = schedule.stage_ids[mine].astype(np.int64) * schedule.microbatches + schedule.microbatch_ids[mine]
+        key = schedule.keys[mine]
         forward, weight = np.flatnonzero(plain == kinds.F), np.flatnonzero(plain == kinds.W)
         back = np.flatnonzero((plain == kinds.B) | (plain == kinds.I))
         for first, then in ((forward, back), (back, weight)):

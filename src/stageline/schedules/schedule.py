@@ -220,6 +220,15 @@ class Schedule:
         return tuple(found)
 
     @cached_property
+    def keys(self) -> NDArray[np.integer[Any]]:
+        """For each action a number that its stage and microbatch share: stage × microbatches + microbatch."""
+        size = self.stages * self.microbatches
+        keys: NDArray[Any] = self.stage_ids.astype(np.int32 if size < 2**31 else np.int64)
+        keys *= self.microbatches
+        keys += self.microbatch_ids
+        return keys
+
+    @cached_property
     def graph(self) -> Graph:
         """What waits for what; made once, from a complete schedule."""
         from stageline.schedules.graph import graph_of
