@@ -522,3 +522,24 @@ def test_without_bandwidth_the_size_of_a_message_does_not_count() -> None:
     assert sl.simulate(schedule, costs).makespan == sl.simulate(schedule, sl.Costs(transfer=1)).makespan
     slower = replace(costs, bandwidth=8)
     assert sl.simulate(schedule, slower).makespan == sl.simulate(schedule, sl.Costs(transfer=2)).makespan
+
+
+def test_inference_holds_an_activation_only_while_it_runs() -> None:
+    made = sl.schedule("forward-only", 3, 5, chunks=2)
+    assert sl.simulate(made, sl.Costs(activation=4, transient=0.5)).peak_memory == (4.5, 4.5, 4.5)
+    assert sl.verify(made).peak_activations == sl.verify(made).peak_held == (1, 1, 1)
+
+
+def test_what_a_rank_sends_to_itself_needs_no_bandwidth() -> None:
+    costs = sl.Costs(bandwidth=[[0, 2], [4, 0]], message=8)
+    made = sl.schedule("zb-v", 2, 1)
+    hops = {
+        (moved.source_rank, moved.target_rank): moved.end - moved.start for moved in sl.simulate(made, costs).messages()
+    }
+    assert hops == {(0, 1): 4.0, (1, 0): 2.0}
+
+
+@pytest.mark.parametrize("parts", [0, -1])
+def test_a_stage_is_not_cut_into_nothing(parts: int) -> None:
+    with pytest.raises(sl.CostError, match="at least 1 part"):
+        sl.Costs().refined(parts)

@@ -35,9 +35,10 @@ class Certificate:
     look_ahead: int
     """The fewest receives to post ahead on every channel so that blocking sends cannot deadlock."""
     receive_buffers: tuple[int, ...]
-    """What that costs: the most receives that are posted at once on each rank."""
+    """What that costs each rank: look-ahead + 1 on every channel that leads to it, or its messages if fewer."""
     peak_activations: tuple[int, ...]
-    """The most (stage, microbatch) pairs of each rank whose F has begun and whose B or I has not ended."""
+    """The most (stage, microbatch) pairs of each rank whose F has begun and whose B or I has not ended (in inference:
+    whose F has not ended)."""
     peak_residues: tuple[int, ...]
     """The most (stage, microbatch) pairs of each rank whose I has ended and whose W has not."""
     peak_held: tuple[int, ...]
@@ -148,7 +149,7 @@ def _peaks(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     found = []
     for mine in schedule.slices():
         plain = schedule.kinds[mine] % PAIRED
-        gives_back = ((plain == kinds.B) | (plain == kinds.I)).astype(np.int64)
+        gives_back = ((plain == kinds.B) | (plain == kinds.I) | (not schedule.training)).astype(np.int64)
         activations = np.cumsum((plain == kinds.F) - gives_back) + gives_back  # held until the action's end
         head = np.flatnonzero(schedule.kinds[mine] >= PAIRED)
         activations[head] = activations[head + 1]

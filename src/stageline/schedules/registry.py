@@ -164,7 +164,8 @@ def ask(condition: bool, sentence: str) -> None:
         raise ScheduleError(sentence)
 
 
-def ask_even(name: str, ranks: int) -> None:
-    """Refuse an odd number of ranks."""
-    nearest_even = " or ".join(str(even) for even in (ranks - 1, ranks + 1) if even > 0)
+def ask_even(name: str, ranks: int, most: int = LARGEST_SIZE) -> None:
+    """Refuse an odd number of ranks; `most` is how many the number of microbatches allows."""
+    even = [near for near in (ranks - 1, ranks + 1) if 0 < near <= most]
+    nearest_even = " or ".join(map(str, even)) or "2"
     ask(ranks % 2 == 0, f"{name} needs an even number of ranks, got {ranks}; nearest: {nearest_even}")

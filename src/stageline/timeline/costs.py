@@ -73,8 +73,11 @@ class Costs:
                     _check(f"transient[{kind!r}]", part, depth=1)
             else:
                 _check(field.name, value, depth=2 if field.name in ("transfer", "bandwidth") else 1)
-        if self.bandwidth is not None and np.min(np.asarray(self.bandwidth, dtype=np.float64)) <= 0:
-            raise CostError(f"bandwidth must be above 0, got {shorten(self.bandwidth)}")
+        if self.bandwidth is not None:
+            rates = np.asarray(self.bandwidth, dtype=np.float64)
+            between_ranks = rates if rates.ndim == 0 else rates[~np.eye(len(rates), dtype=bool)]
+            if (between_ranks <= 0).any():
+                raise CostError(f"bandwidth must be above 0 between any two ranks, got {shorten(self.bandwidth)}")
         if self.scale is not None and not isinstance(self.scale, Sequence | np.ndarray):
             raise CostError(f"scale is one factor per microbatch, got {shorten(self.scale)}")
 
@@ -122,7 +125,8 @@ class Costs:
         """Time that messages of these sizes take between these ranks."""
         time = _between("transfer", self.transfer, sources, targets, ranks)
         if self.bandwidth is not None and size is not None:
-            time = time + size / _between("bandwidth", self.bandwidth, sources, targets, ranks)
+            rate = _between("bandwidth", self.bandwidth, sources, targets, ranks)
+            time = time + size / np.where(sources == targets, 1.0, rate)  # within a rank nothing is sent
         return time
 
     def refined(self, parts: int) -> Costs:
@@ -131,6 +135,8 @@ class Costs:
         >>> Costs(forward=[4, 6]).refined(2).forward
         [2.0, 2.0, 3.0, 3.0]
         """
+        if parts < 1:
+            raise CostError(f"a stage is cut into at least 1 part, got {shorten(parts)}")
         if parts == 1:
             return self
 

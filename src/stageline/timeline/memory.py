@@ -1,6 +1,7 @@
 """What every rank holds over the step.
 
-F takes its activation at its start; B gives it back at its end; I keeps the residue of it, which W gives back.
+F takes its activation at its start; B gives it back at its end; I keeps the residue of it, which W gives back. In
+inference, where nothing comes back, F gives it back itself.
 An action's transient memory is held while it runs.
 """
 
@@ -23,10 +24,9 @@ def _levels(schedule: Schedule, costs: Costs, low: int, high: int) -> tuple[Floa
     residue = per_stage("residue", costs.residue, schedule.stages)[stage] * scale
     transient = np.stack(costs.transients(schedule.stages))[plain, stage] * scale
     takes = np.where(plain == kinds.F, activation, 0.0)
+    let_go = 0.0 if schedule.training else activation
     frees = np.select(
-        [plain == kinds.B, plain == kinds.I, plain == kinds.W],
-        [activation, activation - residue, residue],
-        0.0,
+        [plain == kinds.B, plain == kinds.I, plain == kinds.W], [activation, activation - residue, residue], let_go
     )
     after = np.cumsum(takes - frees)
     before = np.concatenate([[0.0], after[:-1]])

@@ -1,9 +1,9 @@
 """Chimera: two pipelines in opposite directions, each filling the bubble of the other. Weights are held twice.
 
-    down  rank 0  0.1....b.c.      P=4: half of a unit of P microbatches goes down, half goes up
-          rank 1  .0.1..b.c..      F of stage s, j-th of its direction, at slot s + 2j, B at 2P−1−s + 2j
-    up    rank 2  .2.3..d.e..      (up: the same on mirrored ranks), so that no two share a slot
-          rank 3  2.3....d.e.
+    rank 0  01.2c3da.b      P=4, M=4: 0 and 1 go down, 2 and 3 go up
+    rank 1  .0213cadb.
+    rank 2  .2031acbd.      F of stage s, j-th of its direction, at slot s + 2j, B at 2P−1−s + 2j
+    rank 3  23.0a1bc.d      (up: the same on mirrored ranks), so that no two share a slot
 
 More than P microbatches repeat the unit; a last unit that is not full leaves out what is missing. Each copy of
 a stage runs the backwards of its own direction in order; there is no one order over both copies.

@@ -5,6 +5,11 @@
     dualpipe-v  the same order on a V: rank r holds stages r and 2P−1−r, the weights once, and what "goes up"
                 is the way back of the same microbatches
 
+    rank 0 F0F1F2f4i4w4f5F3&B5*f6&b0*b6....f7&b1*b7I2W2I3W3      dualpipe, P=4, M=8
+    rank 1 ..F0f4F1f5F2b4f6&b0*F3&B5*f7&b1*b6B2....i7I3w7W3
+    rank 2 ..F4f0F5f1F6b0f2&b4*F7&B1*f3&b5*b2B6....i3I7w3W7
+    rank 3 F4F5F6f0i0w0f1F7&B1*f2&b4*b2....f3&b5*b3I6W6I7W7
+
 On every rank, 0 is the direction (or the way) that reaches it first, and h counts ranks from the end where that
 direction starts. F&B is an overlapped pair; I is a backward whose W is put off.
 
@@ -108,7 +113,7 @@ def _program(writer: _Writer, place: int, half: int, steady: int) -> Run:
 )
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
     """The first half of the microbatches goes down, the second half goes up."""
-    ask_even("dualpipe", ranks)
+    ask_even("dualpipe", ranks, most=max(2, microbatches // 2))
     least = max(2 * ranks, microbatches + microbatches % 2)
     ask(
         microbatches % 2 == 0 and microbatches >= 2 * ranks,

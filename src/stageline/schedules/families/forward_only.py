@@ -1,8 +1,8 @@
 """Forward only: inference and evaluation.
 
-rank 0  0123...      P=3, M=4
-rank 1  .0123..
-rank 2  ..0123.
+rank 0  0123..      P=3, M=4
+rank 1  .0123.
+rank 2  ..0123
 """
 
 from __future__ import annotations

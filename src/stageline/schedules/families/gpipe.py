@@ -1,8 +1,8 @@
 """GPipe: all forwards, then all backwards.
 
-    rank 0  012.....a.b.c.      P=3, M=3, B as long as F for the picture
-    rank 1  .012...a.b.c..
-    rank 2  ..012a.b.c....
+    rank 0  012....abc      P=3, M=3
+    rank 1  .012..abc.
+    rank 2  ..012abc..
 
 The simplest order, and the one that keeps every microbatch's activations. Backwards run in the order of the
 microbatches, not reversed, so that gradients accumulate as in one process.

@@ -5,6 +5,11 @@
     rank 2    ╲╱    ╲╱        at the turns the next stage is on the same rank: no transfer
     rank 3
 
+    rank 0 F0F1F2F3......f0b0f1b1f2b2f3b3B0..B1..B2..B3      W=1, P=4, M=4
+    rank 1 ..F0F1F2F3..f0..f1b0f2b1f3b2B0b3B1..B2..B3..
+    rank 2 ....F0F1F2f0F3f1..f2b0f3b1B0b2B1b3B2..B3....
+    rank 3 ......F0f0F1f1F2f2F3f3b0B0b1B1b2B2b3B3......
+
 Every action has a slot. A microbatch passes stage k at slot k and goes back at 2S−1−k; the next one follows two
 slots later, in the gaps that the first leaves on every rank (its visits there differ in parity from down to
 up); after P microbatches the gaps are full and the next P follow 2S slots later, into the gaps of the drain.

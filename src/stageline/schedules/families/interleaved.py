@@ -1,15 +1,16 @@
 """Interleaved 1F1B: every rank holds several chunks of layers, so the pipeline fills V times faster.
 
-    rank 0  0011 2233      V=2 chunks, microbatches in groups of P=2: chunk 0 of the group, then chunk 1;
-            ││││           a forward of chunk 1 on rank 0 follows that of chunk 0 on the last rank
-            │││└ chunk 1
-            ││└─ chunk 1   warm-up on rank r: 2(P−1−r) + (V−1)·g forwards, g the largest group;
-            └┴── chunk 0   then F and B in turns; backward takes the chunks of a group in reverse
+    rank 0 F0F1f0f1F2b0F3b1f2B0f3B1..b2..b3B2B3      P=2, V=2, M=4 in two groups of P: chunk 0 of the group,
+    rank 1 ..F0F1f0b0f1b1F2B0F3B1f2b2f3b3B2B3..      then chunk 1; backwards take the chunks in reverse
 
-A last group smaller than the others can deadlock (P=5, M=7, V=2 does), so it is folded into the one before it.
+Rank r runs 2(P−1−r) + (V−1)·g forwards ahead, g being the largest group, then F and B in turns. A last group smaller
+than the others can deadlock (P=5, M=7, V=2 does), so it is folded into the one before it.
 
 `interleaved-zb` splits the backward: ranks run on with the gradient of the input, which the rank before waits
 for, and put off the gradient of the weights, which nobody waits for, until the pipeline would idle.
+
+    rank 0 F0F1f0f1F2i0w0F3i1w1f2I0W0f3I1W1i2w2..i3w3I2W2I3W3
+    rank 1 ..F0F1f0i0f1i1w0F2I0w1F3I1W0f2i2W1f3i3w2I2w3I3W2W3      rank r puts its W off by r turns
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """1F1B: as soon as a microbatch has come through, its backward frees its memory.
 
-    rank 0  0123...a4b5c.d.e.f      P=4, M=6, B as long as F for the picture
+    rank 0  0123...a4b5c.d.e.f      P=4, M=6
     rank 1  .012..a3b4c5d.e.f.
     rank 2  ..01.a2b3c4d5e.f..
     rank 3  ...0a1b2c3d4e5f...

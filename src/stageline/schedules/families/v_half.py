@@ -1,10 +1,14 @@
 """V-Half and V-Min: a V that repeats every six slots, made for little memory.
 
-    P=4, slots of one period on each rank (F0 and I0 on the way down, F1 and I1 on the way up; W in the holes):
+    rank 0 F0F1F2F3......f0i0f1i1w0w1..f2I0i2W0w2f3i3I1w3I2W1W2..I3W3      V-Half, P=4, M=4: F0 goes down two slots a
+    rank 1 ..F0F1F2F3..f0..f1i0w0i1w1f2I0W0..i2f3w2I1i3I2W1w3W2I3W3..      rank, F1 comes up one, I1 goes down two,
+    rank 2 ....F0F1F2f0F3f1....i0w0f2I0i1W0w1f3i2I1w2I2i3W1W2I3w3W3..      I0 comes up one; a rank holds (P+2)//2
+    rank 3 ......F0f0F1f1F2f2....i0I0w0W0F3f3i1I1i2I2w1W1i3I3w2W2w3W3      microbatches
 
-    V-Half  F0 goes down two slots a rank and F1 comes up one a rank; I1 goes down two, I0 comes up one.
-            A rank holds (P+2)//2 microbatches, about half of what 1f1b holds.
-    V-Min   all four move one slot a rank. A rank holds (P+4)//3, about a third.
+    rank 0 F0F1..........f0i0F2w0....f1i1I0w1F3W0f2i2I1w2W1..f3i3I2w3W2......I3W3      V-Min: all four move one slot
+    rank 1 ..F0........f0F1..i0w0..f1F2I0i1W0w1f2F3I1i2W1w2f3..I2i3W2w3....I3W3..      a rank; a rank holds (P+4)//3
+    rank 2 ....F0....f0....F1..i0f1w0I0F2W0i1f2w1I1F3W1i2f3w2I2W2..i3w3..I3W3....
+    rank 3 ......F0f0........F1f1i0I0w0W0F2f2i1I1w1W1F3f3i2I2w2W2....i3I3w3W3....
 
 The slots repeat without a clash, so the middle of the step has no bubble when F = I = W. In V-Half a rank whose
 next slot is not ready yet takes a later one that is, as long as its memory allows; that shortens the ends. In

@@ -1,9 +1,9 @@
 """ZB-H1 and ZB-H2: the backward in two halves, the weight gradients put off into the bubble.
 
-    rank 0  0123..a4Abxxx…      I in small letters, W in capitals; P=4
-    rank 1  .012.a3bAcB…        rank r runs k(P−1−r) forwards ahead (k=1 for H1, 2 for H2), then takes turns
-    rank 2  ..01a2b3cA…         F, I, W, its W behind the I by k·r turns: the last rank, which starts last,
-    rank 3  ...0a1b2c3A…        puts off most, and all ranks end together
+    rank 0  0123...aA4bBcCdDeE      ZB-H1, P=4, M=5
+    rank 1  .012..a3bA4cBdCeDE
+    rank 2  ..01.a2b3cA4dBeCDE      rank r runs k(P−1−r) forwards ahead (k=1 for H1, 2 for H2), then F, I and W in
+    rank 3  ...0a1b2c3dA4eBCDE      turns, its W behind the I by k·r turns: who starts last puts off most
 
 H1 holds as many microbatches as 1f1b; H2 about twice as many, and its span has no bubble when F = I = W.
 """

@@ -1,11 +1,11 @@
 """ZB-V: two stages a rank, r and 2P−1−r, so that a microbatch goes down the ranks and comes up again.
 
-    stages        rank 0  0 ↓ ↑ 7      the first rank holds the first and the last stage: the loss is computed
-                  rank 1  1 ↓ ↑ 6      where the batch came from, and the first backward starts at once
-                  rank 2  2 ↓ ↑ 5
-                  rank 3  3 → → 4
+    rank 0 F0F1F2F3F4f0i0w0f1i1w1f2i2w2I0W0f3i3w3I1W1f4i4w4I2W2I3W3I4W4....      P=3, M=5
+    rank 1 ..F0F1F2f0F3f1i0w0f2i1w1F4I0W0f3i2w2I1W1f4i3w3I2i4I3W2I4W3w4W4..
+    rank 2 ....F0f0F1f1F2f2i0w0F3I0W0f3i1w1F4I1W1f4i2w2I2i3I3i4I4W2w3w4W3W4
 
-It has zb-h2's bubble (none in the span when F = I = W) in 1f1b's memory.
+The first rank holds the first and the last stage: the loss is computed where the batch came from, and the first
+backward starts at once. It has zb-h2's bubble (none in the span when F = I = W) in 1f1b's memory.
 """
 
 from __future__ import annotations
