@@ -123,6 +123,26 @@ def test_a_family_of_ones_own_is_loaded_from_a_file(tmp_path: Path, capsys: Capt
     assert "cannot load families from" in call("show 1f1b -p 2 -m 2 --load nowhere.py", capsys, code=2)
 
 
+def test_a_file_of_families_that_fails_is_told_in_one_line(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "bad_families.py"
+    path.write_text("import sys\nsys.exit(3)\n")
+    assert "cannot load families from" in call(f"show 1f1b -p 2 -m 2 --load {path}", capsys, code=2)
+    path.write_text(
+        "import stageline as sl\n"
+        "@sl.family('crash-from-file', 'fails')\n"
+        "def crash(ranks, microbatches):\n"
+        "    return [[1 / 0]]\n"
+    )
+    assert "ZeroDivisionError" in call(f"show crash-from-file -p 2 -m 2 --load {path}", capsys, code=2)
+    assert "left out: crash-from-file: the family" in call(f"compare -p 2 -m 2 --load {path}", capsys)
+
+
+def test_json_is_plain_ascii_whatever_the_locale(capsys: Capture) -> None:
+    out = call("families --json", capsys)
+    assert out.isascii()
+    assert "P−1−r" in json.loads(out)[0]["description"]
+
+
 ERRORS = {
     "show 1f1 -p 2 -m 2": "did you mean '1f1b'",
     "show zbv -p 0 -m 2": "ranks to be a whole number from 1",
@@ -148,6 +168,10 @@ ERRORS = {
     "verify 1f1b -p two -m 2": "two",
     "simulate": "SCHEDULE",
     "compare -m 4": "compare needs -p RANKS",
+    "compare -p 0 -m 4": "ranks to be a whole number from 1",
+    "compare -p 4 -m 8 --memory nan": "--memory must be a number",
+    "compare -p 4 -m 8 --option foo=3": "no family has an option 'foo'",
+    "show 1f1b -p 2 -m 2 --option ranks=3": "--option ranks is given otherwise",
     "nonsense": "nonsense",
 }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import stageline as sl
+from stageline.cli.app import run
 from stageline.schedules.rules import RULES
 
 ROOT = Path(__file__).parent.parent
@@ -38,6 +39,14 @@ def test_the_pictures_are_what_the_code_draws() -> None:
     assert {path.name for path in folder.iterdir()} == set(drawn)
     for name, picture in drawn.items():
         assert (folder / name).read_text() == picture, f"run python docs/make_pictures.py to draw {name} again"
+
+
+def test_the_chart_in_the_readme_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text()
+    command = re.search(r"bin/stageline (show .*)", text)
+    assert command is not None
+    assert run(command.group(1).split()) == 0
+    assert f"```text\n{capsys.readouterr().out}```" in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

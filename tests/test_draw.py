@@ -54,6 +54,12 @@ def test_the_terminal_chart_never_exceeds_its_width(name: str, width: int, half:
     assert len({len(line) for line in lines}) == 1
 
 
+def test_crowded_columns_show_what_a_rank_does_most() -> None:
+    """In the steady state of 1f1b a rank spends twice as long in B as in F, so B fills every column of it."""
+    lines = ["".join(segment.text for segment in line) for line in chart(timeline("1f1b", 8, 256), 60)]
+    assert all(set(line[12:48]) == {"B"} for line in lines)
+
+
 def test_many_ranks_are_shortened_in_the_terminal() -> None:
     lines = chart(timeline("gpipe", 200, 2), 100, most_ranks=10)
     assert len(lines) == 11
@@ -132,8 +138,13 @@ def test_the_trace_has_every_action_and_an_arrow_for_every_transfer(name: str) -
     tails = {event["id"]: event for event in events if event["ph"] == "s"}
     heads = {event["id"]: event for event in events if event["ph"] == "f"}
     assert tails.keys() == heads.keys() == set(range(len(list(t.messages()))))
-    assert all(heads[key]["ts"] - tails[key]["ts"] == pytest.approx(500.0) for key in tails)
-    assert all(heads[key]["tid"] != tails[key]["tid"] for key in tails)
+    assert all(tail["args"]["arrived"] - tail["args"]["sent"] == pytest.approx(500.0) for tail in tails.values())
+    for key, tail in tails.items():
+        sender, receiver = tail["name"].split(" to ")
+        for arrow, name in ((tail, sender), (heads[key], receiver)):
+            (slice_,) = (box for box in boxes if box["name"] == name)
+            assert arrow["tid"] == slice_["tid"]
+            assert slice_["ts"] < arrow["ts"] < slice_["ts"] + slice_["dur"], "an arrow hangs on the box it belongs to"
 
 
 def test_kinds_differ_in_brightness_and_words_can_be_read() -> None:

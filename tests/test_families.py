@@ -578,7 +578,7 @@ def test_dualpipe_v_refuses_with_nearest_sizes_that_all_work(p: int, m: int) -> 
         sl.verify(sl.schedule("dualpipe-v", int(ranks[1]), m))
 
 
-@given(st.sampled_from(["interleaved", "interleaved-zb", "forward-only"]), st.integers(2, 8), counts, st.data())
+@given(st.sampled_from(["interleaved", "interleaved-zb"]), st.integers(2, 8), counts, st.data())
 @settings(max_examples=40, deadline=None)
 def test_a_group_that_would_deadlock_is_refused_with_the_least_that_works(
     name: str, p: int, m: int, data: st.DataObject
@@ -589,6 +589,11 @@ def test_a_group_that_would_deadlock_is_refused_with_the_least_that_works(
     assert f"group of {group} " in message
     assert nearest_in(message) == [min(p, m)]
     sl.verify(sl.schedule(name, p, m, chunks=2, group=min(p, m)))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_inference_takes_groups_of_any_size(group: int) -> None:
+    assert sl.verify(sl.schedule("forward-only", 4, 7, chunks=2, group=group)).in_order
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.0, "4", None, True, 10**12])
@@ -701,3 +706,50 @@ def test_a_name_that_is_taken_is_refused_before_any_family_was_used() -> None:
     done = subprocess.run([sys.executable, "-c", dedent(script)], capture_output=True, text=True, check=False)
     assert done.stdout.startswith("a family named 'gpipe' exists already")
     assert done.returncode == 0, done.stderr
+
+
+RETURNS: dict[str, tuple[Any, str]] = {
+    "too few microbatches": ([["0F0", "0B0"], ["1F0", "1B0"]], "stage 0 never runs F for microbatch 1"),
+    "no backwards": ([["0F0", "0F1"], ["1F0", "1F1"]], "never runs B"),
+    "one rank": (
+        [["0F0", "0B0", "0F1", "0B1"]],
+        "asked for 2 ranks and 2 microbatches, and made a schedule for 1 and 2",
+    ),
+    "another schedule": (sl.schedule("1f1b", 3, 5), "made a schedule for 3 and 5"),
+    "nothing": (None, "expected one list of actions per rank, got None"),
+    "a number": (42, "expected one list of actions per rank, got 42"),
+    "numbers": ([1, 2], "rank 0: expected a list of actions, got 1"),
+    "no actions": ([["0F0"], [None]], "rank 1, position 0: expected an Action"),
+}
+
+
+@pytest.mark.parametrize("what", RETURNS)
+def test_a_family_is_held_to_what_it_was_asked_for(what: str) -> None:
+    returned, said = RETURNS[what]
+
+    @sl.family("odd-one", "for this test")
+    def odd_one(ranks: int, microbatches: int) -> Any:
+        return returned
+
+    with pytest.raises(sl.ScheduleError, match=said):
+        sl.verify(sl.schedule("odd-one", 2, 2))
+
+
+def test_a_family_that_fails_is_named_with_its_reason() -> None:
+    @sl.family("failing", "for this test")
+    def failing(ranks: int, microbatches: int, *, depth: int) -> Any:
+        return [[depth / 0]]
+
+    with pytest.raises(sl.ScheduleError, match="failing needs a value for its option 'depth'"):
+        sl.schedule("failing", 2, 2)
+    with pytest.raises(sl.ScheduleError, match="the family failing failed: ZeroDivisionError") as caught:
+        sl.schedule("failing", 2, 2, depth=1)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_family_for_inference_says_so() -> None:
+    @sl.family("just-forward", "for this test", training=False)
+    def just_forward(ranks: int, microbatches: int) -> Any:
+        return [[f"{rank}F{m}" for m in range(microbatches)] for rank in range(ranks)]
+
+    assert not sl.verify(sl.schedule("just-forward", 2, 2)).schedule.training

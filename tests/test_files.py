@@ -120,7 +120,7 @@ JSON_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"programs": []}, "'ranks' says 1"),
     ({"programs": [["0F0", "0Q0"]]}, "cannot read '0Q0'"),
     ({"ranks": 2}, "'ranks' says 2"),
-    ({"ranks": True}, "'ranks' must be a int"),
+    ({"ranks": True}, "'ranks' must be a whole number"),
     ({"stages": 10**12}, "'stages' is 1000000000000"),
     ({"microbatches": 10**12}, "'microbatches' is"),
     ({"microbatches": 0}, "'microbatches' is 0"),
@@ -130,8 +130,8 @@ JSON_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"placement": [["0"]]}, "a rank from 0 to 0"),
     ({"direction": [0, 0]}, "one number for each of the 1 microbatches"),
     ({"direction": [3]}, "numbers from 0 to 0"),
-    ({"training": "yes"}, "'training' must be a bool"),
-    ({"name": None}, "'name' must be a str"),
+    ({"training": "yes"}, "'training' must be true or false"),
+    ({"name": None}, "'name' must be a string"),
 ]
 
 
@@ -163,4 +163,36 @@ def test_every_field_of_the_format_is_needed(field: str, tmp_path: Path) -> None
     path = tmp_path / "broken.json"
     path.write_text(json.dumps(data))
     with pytest.raises(sl.ScheduleError, match=field):
+        sl.read_schedule(path)
+
+
+def test_an_idle_rank_has_no_csv_form(tmp_path: Path) -> None:
+    idle = sl.Schedule.from_programs([["0F0", "0B0"], []])
+    with pytest.raises(sl.ScheduleError, match=r"rank 1 runs nothing.*json"):
+        idle.write(tmp_path / "a.csv")
+    idle.write(tmp_path / "a.json")
+    assert sl.read_schedule(tmp_path / "a.json") == idle
+
+
+def test_files_of_spreadsheets_and_foreign_digits(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("\ufeff0F0,0B0\n")
+    assert sl.verify(sl.read_schedule(path)).in_order
+    path.write_text("0F\u0663,0B0\n")
+    with pytest.raises(sl.ScheduleError, match="cannot read"):
+        sl.read_schedule(path)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "\x1b[31mred", "two\nlines"])
+def test_names_that_cannot_be_printed_are_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(good() | {"name": name}))
+    with pytest.raises(sl.ScheduleError, match="must be printable"):
+        sl.read_schedule(path)
+
+
+def test_two_directions_need_a_direction_for_every_microbatch(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(good() | {"placement": [[0], [0]]}))
+    with pytest.raises(sl.ScheduleError, match="several directions"):
         sl.read_schedule(path)

@@ -69,10 +69,16 @@ def cases(draw: st.DrawFn, training: bool = False) -> Case:
         given_costs["backward"], whole = one_or_each(draw, times, stages)
     halves = [1.0] * stages if whole is None else [time / 2 for time in whole]
     backward_input = backward_weight = halves
-    if draw(st.booleans()):
-        given_costs["backward_input"], backward_input = one_or_each(draw, times, stages)
-    if draw(st.booleans()):
-        given_costs["backward_weight"], backward_weight = one_or_each(draw, times, stages)
+    gives_input, gives_weight = draw(st.booleans()), draw(st.booleans())
+    if whole is not None and gives_input != gives_weight:  # the other half is what is left
+        quarter, rest = [time / 4 for time in whole], [time * 3 / 4 for time in whole]
+        backward_input, backward_weight = (quarter, rest) if gives_input else (rest, quarter)
+        given_costs["backward_input" if gives_input else "backward_weight"] = quarter
+    else:
+        if gives_input:
+            given_costs["backward_input"], backward_input = one_or_each(draw, times, stages)
+        if gives_weight:
+            given_costs["backward_weight"], backward_weight = one_or_each(draw, times, stages)
     backward = whole or [i + w for i, w in zip(backward_input, backward_weight, strict=True)]
     overlap = bandwidth = None
     if draw(st.booleans()):
@@ -381,7 +387,7 @@ def test_a_timeline_goes_into_json() -> None:
         ({"backward_input": 11, "backward_weight": 7}, {"B": 18, "I": 11, "W": 7}),
         ({"backward_input": 11}, {"B": 12, "I": 11, "W": 1}),
         ({"backward": 20}, {"B": 20, "I": 10, "W": 10}),
-        ({"backward": 20, "backward_input": 12}, {"B": 20, "I": 12, "W": 10}),
+        ({"backward": 20, "backward_input": 12}, {"B": 20, "I": 12, "W": 8}),
         ({"backward": 20, "backward_input": 12, "backward_weight": 9}, {"B": 20, "I": 12, "W": 9}),
     ],
 )
@@ -409,6 +415,8 @@ def test_costs_may_be_given_per_stage_in_any_sequence(values: Any) -> None:
 def test_the_parts_of_a_refined_stage_cost_what_the_stage_costs(
     forward: list[float], backward: list[float] | None, backward_input: list[float] | None, parts: int
 ) -> None:
+    if backward is not None and backward_input is not None:
+        backward_input = [time / 2 for time in backward]
     costs = sl.Costs(forward, backward_input, backward=backward, activation=[4, 8], residue=2, transient={"F": 4})
     cut = costs.refined(parts)
     for kind in "FBIW":
@@ -543,3 +551,35 @@ def test_what_a_rank_sends_to_itself_needs_no_bandwidth() -> None:
 def test_a_stage_is_not_cut_into_nothing(parts: int) -> None:
     with pytest.raises(sl.CostError, match="at least 1 part"):
         sl.Costs().refined(parts)
+
+
+def test_half_a_backward_cannot_take_longer_than_the_whole() -> None:
+    with pytest.raises(sl.CostError, match="backward_weight of stage 1 would be -2"):
+        sl.simulate(made("1f1b", 2, 2), sl.Costs(backward=5, backward_input=[4, 7]))
+
+
+def test_every_family_does_the_same_work_however_its_backward_is_given() -> None:
+    costs = sl.Costs(forward=10, backward=28, backward_input=11)
+    assert sl.simulate(made("1f1b", 4, 8), costs).busy == sl.simulate(made("zb-h2", 4, 8), costs).busy
+
+
+@pytest.mark.parametrize("name", ["message", "overlap", "residue"])
+def test_a_list_of_the_wrong_length_is_refused_even_where_it_is_not_used(name: str) -> None:
+    with pytest.raises(sl.CostError, match=f"{name} has 3 values and the schedule has 2 stages"):
+        sl.simulate(made("gpipe", 2, 2), sl.Costs.from_json({name: [1, 2, 3]}))
+
+
+def test_plain_mistakes_in_python_are_told_in_words() -> None:
+    timeline = sl.simulate(made("1f1b", 2, 2))
+    mistakes: list[tuple[Any, type[Exception], str]] = [
+        (lambda: sl.simulate("1f1b"), sl.ScheduleError, "expected a Schedule"),  # type: ignore[arg-type]
+        (lambda: sl.verify([["0F0"]]), sl.ScheduleError, "expected a Schedule"),  # type: ignore[arg-type]
+        (lambda: sl.simulate(made("1f1b", 2, 2), {"forward": 1}), sl.CostError, "expected sl.Costs"),  # type: ignore[arg-type]
+        (lambda: timeline.memory(5), sl.ScheduleError, "rank 5 does not exist"),
+        (lambda: timeline.memory(-1), sl.ScheduleError, "rank -1 does not exist"),
+        (lambda: timeline.schedule.rank_of("0"), sl.ScheduleError, "stage '0' does not exist"),  # type: ignore[arg-type]
+        (lambda: sl.compare(timeline, timeline).stage_time("Q"), sl.ScheduleError, "not 'Q'"),
+    ]
+    for mistake, kind, words in mistakes:
+        with pytest.raises(kind, match=words):
+            mistake()

@@ -67,5 +67,6 @@ def run(arguments: list[str] | None = None) -> int:
         )
         return 2
     except OSError as error:
-        typer.echo(f"error: {error.filename or ''}: {error.strerror or error}", err=True)
+        where = f"{error.filename}: " if error.filename else ""
+        typer.echo(f"error: {where}{error.strerror or error}", err=True)
         return 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 from stageline.cli.options import Html, Json, Prices, Sizes, Svg, Width, takes
 from stageline.cli.output import console, print_json, print_segments, save
 from stageline.errors import ScheduleError
-from stageline.schedules.registry import Family, families, schedule
+from stageline.schedules.registry import Family, families, schedule, whole
 from stageline.timeline import draw
 from stageline.timeline.costs import Costs
 from stageline.timeline.draw.palette import number
@@ -45,6 +46,13 @@ def command(
     sizes.load_families()
     if sizes.ranks is None or sizes.microbatches is None:
         raise ScheduleError("compare needs -p RANKS and -m MICROBATCHES, like: stageline compare -p 8 -m 32")
+    for key, size in (("ranks", sizes.ranks), ("microbatches", sizes.microbatches)):
+        whole("compare", key, size)
+    for key in sizes.of_family():
+        if not any(key in family.options for family in families().values()):
+            raise ScheduleError(f"no family has an option {key!r}")
+    if memory is not None and not memory >= 0:
+        raise ScheduleError(f"--memory must be a number from 0 upwards, got {memory}")
     costs = prices.make()
     left_out: dict[str, str] = {}
     found = sorted(
@@ -73,6 +81,8 @@ def _candidates(sizes: Sizes, costs: Costs, memory: float | None, left_out: dict
         if name == "forward-only":
             continue
         try:
+            if sys.stderr.isatty():
+                print(f"\r\x1b[K{name} …", end="", file=sys.stderr, flush=True)
             made = schedule(name, ranks, microbatches, **_fitting(family, given))
             timeline = simulate(made, costs.refined(made.stages // ranks))
         except ScheduleError as error:
@@ -82,6 +92,8 @@ def _candidates(sizes: Sizes, costs: Costs, memory: float | None, left_out: dict
             left_out[name] = f"needs {number(max(timeline.peak_memory))} memory, and {number(memory)} is there"
             continue
         yield timeline
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _fitting(family: Family, given: dict[str, Any]) -> dict[str, Any]:

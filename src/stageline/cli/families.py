@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from stageline.cli.options import Json, _load
+from stageline.cli.options import Json, load_families
 from stageline.cli.output import console, print_json
 from stageline.schedules.registry import families
 
@@ -24,7 +24,7 @@ def command(
     stageline families
     """
     for name in load or []:
-        _load(name)
+        load_families(name)
     known = families()
     if json:
         print_json(

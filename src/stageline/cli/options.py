@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -50,7 +51,7 @@ class Sizes:
     def load_families(self) -> None:
         """Import the user's own families."""
         for name in self.load or []:
-            _load(name)
+            load_families(name)
 
     def of_family(self) -> dict[str, Any]:
         """The options for the family itself."""
@@ -129,11 +130,14 @@ def _pairs(given: list[str]) -> dict[str, Any]:
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise ScheduleError(f"--option takes KEY=VALUE, got {shorten(pair)}")
-        found[key] = int(value) if value.lstrip("-").isdigit() else value
+        if key in ("name", "ranks", "microbatches"):
+            raise ScheduleError(f"--option {key} is given otherwise: the schedule's name first, then -p and -m")
+        found[key] = int(value) if re.fullmatch("-?[0-9]+", value) else value
     return found
 
 
-def _load(name: str) -> None:
+def load_families(name: str) -> None:
+    """Import a file or module that declares families."""
     path = Path(name)
     try:
         if path.suffix == ".py":
@@ -148,7 +152,7 @@ def _load(name: str) -> None:
             import_module(name)
     except ScheduleError:
         raise
-    except Exception as error:  # whatever a user's file raises is told in one line
+    except (Exception, SystemExit) as error:  # whatever a user's file raises is told in one line
         raise ScheduleError(f"cannot load families from {name}: {type(error).__name__}: {error}") from error
 
 

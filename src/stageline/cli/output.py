@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,8 +20,8 @@ from stageline.timeline.draw.terminal import Segment
 def console(width: int | None = None) -> Console:
     """The terminal, or the pipe, as wide as it is or as asked."""
     found = Console(highlight=False, soft_wrap=True, width=width)
-    if width is None and not found.is_terminal:
-        found.width = max(found.width, 100)
+    if width is None and not found.is_terminal and "COLUMNS" not in os.environ:
+        found.width = 100
     return found
 
 
@@ -42,7 +43,7 @@ def _shade(segment: Segment) -> str:
 
 def print_json(data: Any) -> None:
     """Print plain data."""
-    json.dump(data, sys.stdout, indent=2, ensure_ascii=False)
+    json.dump(data, sys.stdout, indent=2)
     sys.stdout.write("\n")
 
 

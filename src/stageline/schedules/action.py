@@ -17,7 +17,7 @@ F, B, I, W = range(4)
 
 LARGEST_INDEX = 2**31 - 1
 
-_ACTION = re.compile(r"(\d{1,12})([FBIW])(\d{1,12})")
+_ACTION = re.compile(r"([0-9]{1,12})([FBIW])([0-9]{1,12})")
 _OVERLAP = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from stageline.errors import ScheduleError, shorten
 from stageline.schedules import action as kinds
 from stageline.schedules.build import PAIRED
 from stageline.schedules.channels import Channels, least_look_ahead
@@ -137,6 +138,8 @@ def verify(schedule: Schedule) -> Certificate:
 
 def ensure_progress(schedule: Schedule) -> None:
     """Ask the rules that a simulation relies on, once per schedule."""
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(f"expected a Schedule, as sl.schedule or sl.read_schedule make it, got {shorten(schedule)}")
     if not schedule.__dict__.get("_progresses"):
         for name, check in RULES.items():
             if name != "channels":

@@ -35,6 +35,11 @@ def write_schedule(schedule: Schedule, path: str | Path) -> None:
                 "torch's CSV has one rank per stage; write .json instead",
                 rule="format",
             )
+        for rank, program in enumerate(schedule.programs):
+            if not len(program):
+                raise ScheduleError(
+                    f"rank {rank} runs nothing, and torch's CSV cannot say so; write .json instead", rule="format"
+                )
         text = (",".join(map(str, program)) + "\n" for program in schedule.programs)
     else:
         raise ScheduleError(f"cannot tell the format of {target.name!r}: end the name in .json or .csv", rule="format")
@@ -57,7 +62,7 @@ def read_schedule(path: str | Path) -> Schedule:
             raise ScheduleError(
                 f"{source} is larger than {LARGEST_FILE // 2**20} MiB: that is no schedule", rule="format"
             )
-        text = source.read_text(encoding="utf-8")
+        text = source.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ScheduleError(f"cannot read {source}: {error.strerror or error}", rule="format") from None
     except UnicodeDecodeError as error:
@@ -124,7 +129,7 @@ def _from_csv(text: str, name: str) -> Schedule:
     programs = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     while programs and not programs[-1]:
         programs.pop()
-    return Schedule.from_programs(programs, name=name)
+    return Schedule.from_programs(programs, name=name if name.isprintable() else "custom")
 
 
 def _from_json(text: str) -> Schedule:
@@ -134,7 +139,7 @@ def _from_json(text: str) -> Schedule:
         raise ScheduleError(f"not JSON: {shorten(str(error), 100)}", rule="format") from None
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         raise ScheduleError(f"not a schedule: expected an object with 'format': {FORMAT!r}", rule="format")
-    if data.get("version") != VERSION:
+    if data.get("version") is True or data.get("version") != VERSION:
         raise ScheduleError(
             f"version {shorten(data.get('version'))} of the format is not known; this is version {VERSION}",
             rule="format",
@@ -162,6 +167,10 @@ def _placement(data: Mapping[str, Any], ranks: int, entries: int) -> Placement:
     table = _field(data, "placement", list)
     direction = data.get("direction")
     if direction is None:
+        if len(table) > 1:
+            raise ScheduleError(
+                "'placement' has several directions, so 'direction' must give one per microbatch", rule="format"
+            )
         direction = [0] * microbatches
     rows_fit = table and all(isinstance(row, list) and len(row) == stages for row in table)
     if not rows_fit or not all(_is_whole(rank, ranks) for row in table for rank in row):
@@ -184,10 +193,15 @@ def _is_whole(value: object, below: int) -> bool:
 
 
 def _field(data: Mapping[str, Any], name: str, kind: type) -> Any:
-    value = data.get(name)
+    if name not in data:
+        raise ScheduleError(f"{name!r} is missing", rule="format")
+    value = data[name]
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ScheduleError(f"{name!r} must be a {kind.__name__}, got {shorten(value)}", rule="format")
+        raise ScheduleError(f"{name!r} must be {TYPES[kind]}, got {shorten(value)}", rule="format")
     return value
+
+
+TYPES = {int: "a whole number", str: "a string", bool: "true or false", list: "a list", dict: "an object"}
 
 
 def _refuse_constant(name: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -83,11 +84,13 @@ class Placement:
         >>> Placement.two_way(4, direction=[0, 1]).rank_of(stage=0, microbatch=1)
         3
         """
-        if not 0 <= stage < self.stages:
-            raise ScheduleError(f"stage {stage} does not exist; there are {self.stages}, counted from 0", rule="known")
-        if not 0 <= microbatch < self.microbatches:
+        if not isinstance(stage, SupportsIndex) or not 0 <= stage < self.stages:
             raise ScheduleError(
-                f"microbatch {microbatch} does not exist; there are {self.microbatches}, counted from 0",
+                f"stage {stage!r} does not exist; there are {self.stages}, counted from 0", rule="known"
+            )
+        if not isinstance(microbatch, SupportsIndex) or not 0 <= microbatch < self.microbatches:
+            raise ScheduleError(
+                f"microbatch {microbatch!r} does not exist; there are {self.microbatches}, counted from 0",
                 rule="known",
             )
         return int(self.table[self.direction[microbatch], stage])

@@ -10,7 +10,7 @@ from operator import index
 from pkgutil import iter_modules
 from typing import Any, SupportsIndex, TypeAlias
 
-from stageline.errors import ScheduleError, nearest, shorten
+from stageline.errors import ScheduleError, StagelineError, nearest, shorten
 from stageline.schedules.schedule import Schedule
 
 Maker: TypeAlias = Callable[..., Schedule | Sequence[Sequence[Any]]]
@@ -32,6 +32,8 @@ class Family:
     constraints: str
     aliases: tuple[str, ...]
     make: Maker
+    training: bool = True
+    """Whether programs that its function returns are for training; False for inference."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -49,11 +51,12 @@ _families: dict[str, Family] = {}
 
 
 def family(
-    name: str, description: str, *, constraints: str = "", aliases: Sequence[str] = ()
+    name: str, description: str, *, constraints: str = "", aliases: Sequence[str] = (), training: bool = True
 ) -> Callable[[Maker], Maker]:
     """Declare a family: a function of ranks and microbatches that returns one program per rank.
 
-    The function may return lists of actions, their text forms, or a whole `Schedule`.
+    The function may return lists of actions, their text forms, or a whole `Schedule`. With `training=False` the
+    programs are for inference, where every stage runs F alone.
 
     >>> import stageline as sl
     >>> @sl.family("one-by-one", "each microbatch goes all the way before the next one starts")
@@ -67,7 +70,7 @@ def family(
     def declare(make: Maker) -> Maker:
         if not make.__module__.startswith(OWN_FAMILIES):
             _load_own_families()
-        declared = Family(name, description, constraints, tuple(aliases), make)
+        declared = Family(name, description, constraints, tuple(aliases), make, training)
         for key in (name, *aliases):
             known = _families.get(key.lower())
             if known is not None and _origin(known.make) != _origin(make):
@@ -132,24 +135,42 @@ def schedule(name: str, ranks: int, microbatches: int, **options: Any) -> Schedu
             f"{found.name} has no option {unknown[0]!r}{nearest(unknown[0], found.options)}; it takes {takes}"
         )
     given = {key: value for key, value in options.items() if value is not None}
-    ranks, microbatches = (_whole(found.name, *pair) for pair in (("ranks", ranks), ("microbatches", microbatches)))
-    for key, value in given.items():
-        default = found.options[key]
-        if default is None or (isinstance(default, int) and not isinstance(default, bool)):
-            given[key] = _whole(found.name, key, value)
+    ranks, microbatches = whole(found.name, "ranks", ranks), whole(found.name, "microbatches", microbatches)
+    for key, default in found.options.items():
+        if default is inspect.Parameter.empty and key not in given:
+            raise ScheduleError(f"{found.name} needs a value for its option {key!r}")
+        if key in given and (default is None or (isinstance(default, int) and not isinstance(default, bool))):
+            given[key] = whole(found.name, key, given[key])
+        elif key in given and hasattr(given[key], "item"):
+            given[key] = given[key].item()  # a number of numpy's, which JSON does not know
     per_rank = max([1, *(value for value in given.values() if isinstance(value, int))])
     if ranks * microbatches * per_rank > LARGEST_SCHEDULE:
         raise ScheduleError(
             f"{found.name} with {ranks} ranks and {microbatches} microbatches has more than {LARGEST_SCHEDULE} "
             "actions; no machine runs that many in a step"
         )
-    made = found.make(ranks, microbatches, **given)
-    if not isinstance(made, Schedule):
-        made = Schedule.from_programs(made)
-    return replace(made, name=found.name, options=given)
+    return replace(_call(found, ranks, microbatches, given), name=found.name, options=given)
 
 
-def _whole(name: str, key: str, value: object) -> int:
+def _call(found: Family, ranks: int, microbatches: int, given: dict[str, Any]) -> Schedule:
+    """Run the family's function, and hold it to the sizes it was asked for."""
+    try:
+        made = found.make(ranks, microbatches, **given)
+        if not isinstance(made, Schedule):
+            made = Schedule.from_programs(made, microbatches=microbatches, training=found.training)
+    except StagelineError:
+        raise
+    except Exception as error:
+        raise ScheduleError(f"the family {found.name} failed: {type(error).__name__}: {error}") from error
+    if (made.ranks, made.microbatches) != (ranks, microbatches):
+        raise ScheduleError(
+            f"the family {found.name} was asked for {ranks} ranks and {microbatches} microbatches, and made a "
+            f"schedule for {made.ranks} and {made.microbatches}"
+        )
+    return made
+
+
+def whole(name: str, key: str, value: object) -> int:
     """Sizes are whole numbers from 1, of Python or of numpy."""
     if isinstance(value, SupportsIndex) and not isinstance(value, bool):
         size = index(value)

@@ -218,11 +218,12 @@ def _check_local_order(schedule: Schedule) -> None:
             if wrong.any():
                 late, need = int(then[np.argmax(wrong)]), int(needs[np.argmax(wrong)])
                 _, position = schedule.where(mine.start + need)
+                when = "in the same pair" if need == late - 1 else f"only at position {position}"
                 _fail(
                     schedule,
                     mine.start + late,
                     "progress",
-                    f"needs {schedule.action(mine.start + need)}, which the rank runs only at position {position}",
+                    f"needs {schedule.action(mine.start + need)}, which the rank runs {when}",
                 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -149,8 +149,12 @@ class Schedule:
         >>> s.programs[1][0]
         Action(kind='F', stage=1, microbatch=0)
         """
-        if not programs:
+        if not isinstance(programs, Sequence | np.ndarray) or isinstance(programs, str):
+            raise ScheduleError(f"expected one list of actions per rank, got {shorten(programs)}", rule="format")
+        if len(programs) == 0:
             raise ScheduleError("a schedule needs at least one rank, and got none")
+        if not name.isprintable():
+            raise ScheduleError(f"the name of a schedule must be printable, got {shorten(name)}", rule="format")
         runs = [_encode(program, rank) for rank, program in enumerate(programs)]
         if sum(map(len, runs)) == 0:
             raise ScheduleError("a schedule needs at least one action, and got none", rule="complete")
@@ -279,6 +283,10 @@ class Schedule:
 
 def _encode(program: Sequence[Entry | str], rank: int) -> Run:
     """Turn a list of entries into a run, naming the place of one that cannot be read."""
+    if not isinstance(program, Iterable) or isinstance(program, str):
+        raise ScheduleError(
+            f"rank {rank}: expected a list of actions, got {shorten(program)}", rule="format", rank=rank
+        )
     rows: list[tuple[int, int, int]] = []
     for position, given in enumerate(program):
         try:

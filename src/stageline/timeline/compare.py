@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stageline.errors import ScheduleError
-from stageline.schedules.action import Action
+from stageline.schedules.action import KINDS, Action
 from stageline.schedules.build import PAIRED
 from stageline.schedules.graph import Ints
 from stageline.timeline.costs import Floats
@@ -63,7 +63,9 @@ class Comparison:
     def stage_time(self, kind: str) -> tuple[float, ...]:
         """By how much an action of this kind takes longer, on average, for each stage; 0 where it has none."""
         schedule = self.first.schedule
-        code = "FBIW".index(kind)
+        if kind not in KINDS:
+            raise ScheduleError(f"an action is of kind F, B, I or W, not {kind!r}")
+        code = KINDS.index(kind)
         chosen = schedule.kinds % PAIRED == code
         stage = schedule.stage_ids[chosen]
         total = np.bincount(stage, weights=self.longer[chosen], minlength=schedule.stages)

@@ -38,9 +38,9 @@ class Costs:
     forward: PerStage = 1.0
     """Time of F."""
     backward_input: PerStage | None = None
-    """Time of I; half of `backward` if that is given, else 1."""
+    """Time of I; if not given, what `backward` leaves beside W (half of it if W is not given either), else 1."""
     backward_weight: PerStage | None = None
-    """Time of W; half of `backward` if that is given, else 1."""
+    """Time of W; if not given, what `backward` leaves beside I (half of it if I is not given either), else 1."""
     backward: PerStage | None = None
     """Time of B; I and W together if not given."""
     overlap: PerStage | None = None
@@ -50,7 +50,7 @@ class Costs:
     bandwidth: PerPair | None = None
     """Bytes per unit of time between two ranks, or one per pair; without it, only the latency counts."""
     message: PerStage = 0.0
-    """Bytes of the message that leaves a stage; the gradient that comes back is as large."""
+    """Bytes of the message that leaves a stage; the gradient that comes back to it is as large."""
     activation: PerStage = 1.0
     """Memory held from the start of F to the end of B or I."""
     residue: PerStage = 1.0
@@ -91,18 +91,32 @@ class Costs:
 
     def times(self, stages: int) -> list[Floats]:
         """One row of times per kind, in the order F, B, I, W, with one time per stage."""
-        half = None if self.backward is None else per_stage("backward", self.backward, stages) / 2
-        one = np.ones(stages)
-        default = one if half is None else half
+        forward = per_stage("forward", self.forward, stages)
         parts = [
-            default if value is None else per_stage(name, value, stages)
-            for name, value in (
-                ("backward_input", self.backward_input),
-                ("backward_weight", self.backward_weight),
-            )
+            None if value is None else per_stage(name, value, stages)
+            for name, value in (("backward_input", self.backward_input), ("backward_weight", self.backward_weight))
         ]
-        whole = parts[0] + parts[1] if half is None else half * 2
-        return [per_stage("forward", self.forward, stages), whole, *parts]
+        if self.backward is None:
+            given = [np.ones(stages) if part is None else part for part in parts]
+            return [forward, given[0] + given[1], *given]
+        whole = per_stage("backward", self.backward, stages)
+        first, second = parts
+        if first is not None and second is not None:
+            return [forward, whole, first, second]
+        if first is not None:
+            return [forward, whole, first, _rest("backward_weight", whole, first)]
+        if second is not None:
+            return [forward, whole, _rest("backward_input", whole, second), second]
+        return [forward, whole, whole / 2, whole / 2]
+
+    def check_lengths(self, stages: int, microbatches: int) -> None:
+        """Refuse a list that has not one value per stage or microbatch, whether or not a schedule uses it."""
+        self.times(stages)
+        self.transients(stages)
+        self.scales(microbatches)
+        for name in ("overlap", "message", "activation", "residue"):
+            if getattr(self, name) is not None:
+                per_stage(name, getattr(self, name), stages)
 
     def transients(self, stages: int) -> list[Floats]:
         """One row of transient memory per kind, in the order F, B, I, W, with one value per stage."""
@@ -135,8 +149,8 @@ class Costs:
         >>> Costs(forward=[4, 6]).refined(2).forward
         [2.0, 2.0, 3.0, 3.0]
         """
-        if parts < 1:
-            raise CostError(f"a stage is cut into at least 1 part, got {shorten(parts)}")
+        if not isinstance(parts, int) or not 1 <= parts <= 2**20:
+            raise CostError(f"a stage is cut into at least 1 part and at most {2**20}, got {shorten(parts)}")
         if parts == 1:
             return self
 
@@ -192,6 +206,15 @@ class Costs:
             raise CostError(f"{path} is not JSON: {shorten(str(error), 100)}") from None
 
 
+def _rest(name: str, whole: Floats, other: Floats) -> Floats:
+    """What the whole backward leaves for one half of it."""
+    rest = whole - other
+    if (rest < 0).any():
+        stage = int(np.argmax(rest < 0))
+        raise CostError(f"{name} of stage {stage} would be {rest[stage]:g}: the other half takes longer than backward")
+    return rest
+
+
 def per_stage(name: str, value: PerStage, stages: int) -> Floats:
     """Spread one number over all stages, or check that there is one for each."""
     array = np.asarray(value, dtype=np.float64)
@@ -229,6 +252,7 @@ def _check(name: str, value: object, depth: int) -> None:
     except (TypeError, ValueError, OverflowError):
         array = np.asarray(None)
     shapes = "one number, or a square of one row per rank" if depth == 2 else "one number, or one per stage"
+    shapes = "one factor per microbatch" if name == "scale" else shapes
     if array.dtype.kind not in "iuf" or array.ndim != depth or array.size == 0 or len(set(array.shape)) != 1:
         raise CostError(f"{name} must be {shapes}; got {shorten(value)}")
     wrong = np.argwhere(~((array >= 0) & (array <= LARGEST_COST)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from stageline.errors import CostError, shorten
 from stageline.schedules.build import PAIRED
 from stageline.schedules.certificate import ensure_progress
 from stageline.schedules.graph import Graph
@@ -24,8 +25,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     >>> t.makespan
     324.0
     """
-    costs = costs or Costs()
+    costs = Costs() if costs is None else costs
+    if not isinstance(costs, Costs):
+        raise CostError(f"expected sl.Costs, got {shorten(costs)}")
     ensure_progress(schedule)
+    costs.check_lengths(schedule.stages, schedule.microbatches)
     graph = schedule.graph
     hop = hop_times(schedule, costs)
     start, end = _run(graph, durations(schedule, costs), hop)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stageline.errors import ScheduleError
 from stageline.schedules.action import Action
 from stageline.schedules.build import PAIRED
 from stageline.schedules.graph import Ints
@@ -134,6 +135,8 @@ class Timeline:
 
     def memory(self, rank: int) -> tuple[Floats, Floats]:
         """What a rank holds over time: the times at which it changes, and the level from each of them on."""
+        if not 0 <= rank < self.schedule.ranks:
+            raise ScheduleError(f"rank {rank} does not exist; there are {self.schedule.ranks}, counted from 0")
         return memory_of(self.schedule, self.costs or Costs(), self.start, self.end, rank)
 
     def actions(self, rank: int | None = None) -> Iterator[TimedAction]:

@@ -16,7 +16,7 @@ from stageline.schedules.schedule import Schedule
 @family(
     "forward-only",
     "inference: forwards alone",
-    constraints="any chunks V ≥ 1; group ≥ min(P, M), and P unless given",
+    constraints="any chunks V ≥ 1; group is P unless given",
 )
 def forward_only(ranks: int, microbatches: int, *, chunks: int = 1, group: int | None = None) -> Schedule:
     """All F in the order of `interleaved`; with one chunk, simply one after the other."""

@@ -38,13 +38,7 @@ class GroupOrder:
     @classmethod
     def of(cls, ranks: int, microbatches: int, num_chunks: int, group: int | None) -> GroupOrder:
         """Cut the microbatches into groups, folding a short last one into the group before it."""
-        least = min(ranks, microbatches)
         group = min(group or ranks, microbatches)
-        ask(
-            num_chunks == 1 or group >= least,
-            f"a group of {group} microbatches is too small for {ranks} ranks: the first one comes round to rank 0 "
-            f"only after {ranks} steps, and a smaller group deadlocks; nearest: {least}",
-        )
         starts = np.arange(0, microbatches - microbatches % group, group)
         ends = np.append(starts[1:], microbatches)
         pieces = [
@@ -70,6 +64,16 @@ class GroupOrder:
         return (self.num_chunks - 1 - self.chunks) * ranks + rank
 
 
+def _order(ranks: int, microbatches: int, chunks: int, group: int | None) -> GroupOrder:
+    least = min(ranks, microbatches)
+    ask(
+        chunks == 1 or group is None or group >= least,
+        f"a group of {group} microbatches is too small for {ranks} ranks: the first one comes round to rank 0 only "
+        f"after {ranks} steps, and with backwards in between a smaller group deadlocks; nearest: {least}",
+    )
+    return GroupOrder.of(ranks, microbatches, chunks, group)
+
+
 @family(
     "interleaved",
     "1f1b with V chunks a rank, microbatches in groups: a bubble V times smaller",
@@ -78,7 +82,7 @@ class GroupOrder:
 )
 def interleaved(ranks: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Schedule:
     """Weave F and B of one common order."""
-    order = GroupOrder.of(ranks, microbatches, chunks, group)
+    order = _order(ranks, microbatches, chunks, group)
     runs = []
     for rank in range(ranks):
         warmup = order.warmup(rank, ranks)
@@ -95,7 +99,7 @@ def interleaved(ranks: int, microbatches: int, *, chunks: int = 2, group: int | 
 )
 def interleaved_zb(ranks: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Schedule:
     """Weave F, I and W of one common order; rank r puts its W off by r turns."""
-    order = GroupOrder.of(ranks, microbatches, chunks, group)
+    order = _order(ranks, microbatches, chunks, group)
     runs = []
     for rank in range(ranks):
         warmup = order.warmup(rank, ranks)

@@ -36,8 +36,8 @@ def svg(timelines: Timeline | Sequence[Timeline], width: int = 1000) -> str:
     parts.append(_axis(until, scale, top))
     letters = {letter for timeline in shown for letter in boxes_of(timeline.schedule).letter.tolist()}
     two_chunks = any(bool(boxes_of(timeline.schedule).odd.any()) for timeline in shown)
-    parts.append(_legend(letters, two_chunks, top + AXIS + 12))
-    height = top + AXIS + 36
+    legend, height = _legend(letters, two_chunks, top + AXIS + 12, width)
+    parts.append(legend)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'font-family="system-ui, sans-serif" font-size="12">\n{_style()}\n'
@@ -85,8 +85,8 @@ def _panel(timeline: Timeline, top: int, scale: float) -> str:
                 f'<rect class="{"p" if boxes.odd[box] else "k"}{look}" x="{x:.2f}" y="{y}" width="{wide:.2f}" '
                 f'height="{ROW}"><title>{_hover(timeline, first, label)}</title></rect>'
             )
-            if wide >= 5 * len(label) + 1:
-                size = "" if wide >= 6.6 * len(label) + 2 else "font-size:8.5px;"
+            if wide >= 5.6 * len(label) + 2:
+                size = "" if wide >= 7.2 * len(label) + 2 else "font-size:8.5px;"
                 ink = "fill:#000" if boxes.odd[box] else ""
                 style = f' style="{size}{ink}"' if size + ink else ""
                 middle = f'x="{x + wide / 2:.2f}" y="{y + ROW - 8}"'
@@ -110,7 +110,7 @@ def _outlines(boxes: Boxes, start: Floats, length: Floats, row: Ints) -> list[st
                 steps = "".join(
                     f"M{start[box]:.2f} {row[box]}h{length[box]:.2f}v{ROW}h-{length[box]:.2f}z" for box in chosen
                 )
-                found.append(f'<path class="{"p" if pale else "k"}{index}" d="{steps}"/>')
+                found.append(f'<path class="{"p" if pale else "k"}{index}" style="stroke:none" d="{steps}"/>')
     return found
 
 
@@ -136,14 +136,21 @@ def ticks(until: float, about: int = 10) -> list[float]:
     return [index * step for index in range(int(until / step + 1e-9) + 1)]
 
 
-def _legend(letters: set[str], two_chunks: bool, top: int) -> str:
+def _legend(letters: set[str], two_chunks: bool, top: int, width: int) -> tuple[str, int]:
+    """The kinds that appear, in as many lines as it takes, and how high that is."""
     x, parts = LEFT, []
-    for index, (letter, look) in enumerate(LOOKS.items()):
-        if letter in letters:
+    words: list[tuple[int | None, str, str]] = [
+        (index, letter, look.meaning) for index, (letter, look) in enumerate(LOOKS.items()) if letter in letters
+    ]
+    if two_chunks:
+        words.append((None, "", "paler: every second chunk of a rank"))
+    for index, letter, meaning in words:
+        wide = 44 + 7 * len(meaning)
+        if x > LEFT and x + wide > width:
+            x, top = LEFT, top + 20
+        if index is not None:
             parts.append(f'<rect class="k{index}" x="{x}" y="{top}" width="18" height="14"/>')
             parts.append(f'<text class="i{index}" x="{x + 9}" y="{top + 11}">{escape(letter)}</text>')
-            parts.append(f'<text x="{x + 24}" y="{top + 11}">{look.meaning}</text>')
-            x += 44 + 7 * len(look.meaning)
-    if two_chunks:
-        parts.append(f'<text class="s" x="{x}" y="{top + 11}">paler: every second chunk of a rank</text>')
-    return "\n".join(parts)
+        parts.append(f'<text x="{x + 24 if letter else x}" y="{top + 11}">{meaning}</text>')
+        x += wide
+    return "\n".join(parts), top + 24

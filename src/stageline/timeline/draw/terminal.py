@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stageline.timeline.draw.palette import LOOKS, boxes_of, label_of, number, summary
+from stageline.schedules.graph import Ints
+from stageline.timeline.draw.palette import LOOKS, Boxes, boxes_of, label_of, number, summary
 from stageline.timeline.timeline import Timeline
 
 LEAST_WIDTH = 30
@@ -39,6 +41,8 @@ def chart(
     shortest = float((timeline.end - timeline.start)[boxes.first].min(initial=np.inf))
     if until is None and scale * shortest >= 2:
         scale = np.floor(scale * shortest) / shortest if np.isfinite(shortest) else scale
+    crowded = scale * float(np.median((timeline.end - timeline.start)[boxes.first])) < 1
+    edge = int(_columns(np.array([timeline.first_start + timeline.makespan]), timeline, scale)[0])
     low = _columns(timeline.start[boxes.first], timeline, scale)
     high = _columns(timeline.end[boxes.first], timeline, scale)
     lines = []
@@ -47,8 +51,13 @@ def chart(
             lines.append([Segment("…".rjust(margin - 1) + f"  ({schedule.ranks - len(ranks) + 1} ranks not shown)")])
             continue
         line = [Segment(f"rank {rank} ".rjust(margin))]
+        lines.append(line)
+        mine = np.flatnonzero(boxes.rank == rank)
+        if crowded:
+            line += _majority(timeline, boxes, mine, scale, edge)
+            continue
         at = 0
-        for box in np.flatnonzero(boxes.rank == rank).tolist():
+        for box in mine.tolist():
             start, end = max(int(low[box]), at), int(high[box])
             if end <= start:
                 continue
@@ -58,10 +67,33 @@ def chart(
             label = label_of(schedule, int(boxes.first[box]), letter)
             line.append(Segment(_fit(label, letter, pale, end - start), letter, pale))
             at = end
-        edge = int(_columns(np.array([timeline.first_start + timeline.makespan]), timeline, scale)[0])
         line.append(Segment("." * max(0, edge - at)))
-        lines.append(line)
     return lines
+
+
+def _majority(timeline: Timeline, boxes: Boxes, mine: Ints, scale: float, columns: int) -> list[Segment]:
+    """Where boxes are narrower than a column: in each column, what the rank does for most of its time."""
+    edges = np.arange(columns + 1) / scale + timeline.first_start
+    start, end = timeline.start[boxes.first[mine]], timeline.end[boxes.first[mine]]
+    looks = [(letter, pale) for letter in LOOKS for pale in (False, True)]
+    share = np.zeros((len(looks) + 1, columns))
+    for number_of, (letter, pale) in enumerate(looks):
+        chosen = (boxes.letter[mine] == letter) & (boxes.odd[mine] == pale)
+        if chosen.any():
+            times = np.stack([start[chosen], end[chosen]], axis=1).reshape(-1)
+            spent = np.cumsum(end[chosen] - start[chosen])
+            levels = np.stack([spent - (end - start)[chosen], spent], axis=1).reshape(-1)
+            share[number_of] = np.diff(np.interp(edges, times, levels))
+    share[-1] = 1 / scale - share[:-1].sum(axis=0)
+    most = share.argmax(axis=0)
+    line = []
+    for low, high in pairwise([0, *(np.flatnonzero(np.diff(most)) + 1).tolist(), columns]):
+        if most[low] == len(looks):
+            line.append(Segment("." * (high - low)))
+        else:
+            letter, pale = looks[most[low]]
+            line.append(Segment((letter.lower() if pale else letter) * (high - low), letter, pale))
+    return line
 
 
 def _columns(times: NDArray[np.float64], timeline: Timeline, scale: float) -> NDArray[np.int64]:

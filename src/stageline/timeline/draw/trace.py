@@ -27,7 +27,9 @@ def _events(timeline: Timeline, unit: float) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": f"stageline {schedule.name}"}}
     for rank in range(schedule.ranks):
         yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
+    box = {}
     for timed in timeline.actions():
+        box[timed.action] = (timed.start * unit, (timed.end - timed.start) * unit)
         yield {
             "ph": "X",
             "pid": 0,
@@ -41,9 +43,12 @@ def _events(timeline: Timeline, unit: float) -> Iterator[dict[str, Any]]:
     for number, moved in enumerate(timeline.messages()):
         name = f"{moved.sender} to {moved.receiver}"
         common = {"pid": 0, "cat": "transfer", "name": name, "id": number}
-        # An arrow leaves inside its sender's box and ends at the start of the receiver's.
-        yield {"ph": "s", "tid": moved.source_rank, "ts": moved.start * unit, **common}
-        yield {"ph": "f", "bp": "e", "tid": moved.target_rank, "ts": moved.end * unit, **common}
+        # Viewers hang an arrow on the box that is open at its time, so it leaves just before its sender ends and
+        # comes in just after its receiver starts; when the message itself was on its way is told beside it.
+        sender, receiver = box[moved.sender], box[moved.receiver]
+        way = {"sent": moved.start * unit, "arrived": moved.end * unit}
+        yield {"ph": "s", "tid": moved.source_rank, "ts": sender[0] + 0.99 * sender[1], "args": way, **common}
+        yield {"ph": "f", "bp": "e", "tid": moved.target_rank, "ts": receiver[0] + 0.01 * receiver[1], **common}
     for rank in range(schedule.ranks):
         times, levels = timeline.memory(rank)
         for time, level in zip(times.tolist(), levels.tolist(), strict=True):
