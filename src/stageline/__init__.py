@@ -11,6 +11,8 @@ True
 (51.0, 48.0)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from stageline._version import __version__
 from stageline.errors import CostError, ScheduleError, StagelineError
 from stageline.schedules.action import Action, Overlap
@@ -25,6 +27,10 @@ from stageline.timeline.costs import Costs
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline
 
+if TYPE_CHECKING:
+    from stageline.runtime.pipeline import Pipeline, PipelineError
+    from stageline.runtime.stats import Evaluation, StepStats
+
 __all__ = [
     "Action",
     "Certificate",
@@ -32,13 +38,17 @@ __all__ = [
     "Comparison",
     "CostError",
     "Costs",
+    "Evaluation",
     "Family",
     "Overlap",
+    "Pipeline",
+    "PipelineError",
     "Placement",
     "Program",
     "Schedule",
     "ScheduleError",
     "StagelineError",
+    "StepStats",
     "Timeline",
     "__version__",
     "compare",
@@ -49,3 +59,26 @@ __all__ = [
     "simulate",
     "verify",
 ]
+
+_NEEDS_TORCH = {
+    "Evaluation": "stageline.runtime.stats",
+    "Pipeline": "stageline.runtime.pipeline",
+    "PipelineError": "stageline.runtime.pipeline",
+    "StepStats": "stageline.runtime.stats",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load what needs torch when it is first touched: importing torch takes seconds."""
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module 'stageline' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_NEEDS_TORCH[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the lazy names too."""
+    return sorted({*globals(), *_NEEDS_TORCH})

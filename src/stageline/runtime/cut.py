@@ -1,0 +1,108 @@
+"""From what a user gives to the stages of a schedule."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from stageline.errors import ScheduleError, StagelineError, shorten
+from stageline.schedules.files import read_schedule
+from stageline.schedules.placement import Placement
+from stageline.schedules.registry import find_family, schedule
+from stageline.schedules.schedule import Schedule
+
+
+def whole_model(stages: nn.Module | Sequence[nn.Module]) -> nn.Sequential:
+    """One model of all stages, whose names are those that checkpoints and optimizers see."""
+    if isinstance(stages, nn.Sequential):
+        return stages
+    if isinstance(stages, nn.Module):
+        raise StagelineError(
+            f"stages must be a list of modules or an nn.Sequential, got a {type(stages).__name__}; "
+            "give its parts as a list, in the order in which data passes them"
+        )
+    found = list(stages)
+    wrong = [stage for stage in found if not isinstance(stage, nn.Module)]
+    if wrong or not found:
+        raise StagelineError(f"stages must be one or more modules, got {shorten(wrong[0] if wrong else found)}")
+    return nn.Sequential(*found)
+
+
+def find_schedule(
+    given: str | Path | Schedule, layers: int, exact: bool, ranks: int | None, microbatches: int | None, **options: Any
+) -> Schedule:
+    """The schedule that was asked for; `exact` where there are just as many stages as layers."""
+    if isinstance(given, Schedule) or Path(given).suffix.lower() in (".json", ".csv"):
+        made = given if isinstance(given, Schedule) else read_schedule(given)
+        if microbatches is not None and microbatches != made.microbatches:
+            raise ScheduleError(f"microbatches={microbatches}, and the schedule has {made.microbatches}")
+        if ranks is not None and ranks != made.ranks:
+            raise ScheduleError(f"ranks={ranks}, and the schedule has {made.ranks}")
+        return made
+    family = find_family(str(given))
+    if microbatches is None:
+        raise ScheduleError(f"{family.name} needs microbatches=, the number of parts that a batch is cut into")
+    if ranks is not None:
+        return schedule(str(given), ranks, microbatches, **options)
+    # Without a number of ranks, every layer is a stage, and the family says how many of them a rank holds.
+    refused = ""
+    for count in (count for count in range(layers, 0, -1) if layers % count == 0):
+        try:
+            made = schedule(str(given), count, microbatches, **options)
+        except ScheduleError as error:
+            refused = f": {error}"
+            continue
+        if made.stages == layers:
+            return made
+    raise ScheduleError(f"{family.name} does not fit {layers} stages on any number of ranks{refused}; give ranks=")
+
+
+def cut(model: nn.Sequential, stages: int, exact: bool) -> list[nn.Sequential]:
+    """Cut the layers evenly, the larger parts first; every part keeps the names of its layers."""
+    layers = list(model.named_children())
+    if exact and stages != len(layers):
+        raise StagelineError(
+            f"the schedule has {stages} stages and {len(layers)} were given; give as many, or an nn.Sequential to cut"
+        )
+    if stages > len(layers):
+        raise StagelineError(
+            f"the schedule has {stages} stages and the model only {len(layers)} layers to cut it into; "
+            "use fewer ranks or chunks"
+        )
+    sizes = np.full(stages, len(layers) // stages) + (np.arange(stages) < len(layers) % stages)
+    ends = np.cumsum(sizes)
+    return [
+        nn.Sequential(OrderedDict(layers[int(end - size) : int(end)])) for size, end in zip(sizes, ends, strict=True)
+    ]
+
+
+def only_microbatches(made: Schedule, count: int) -> Schedule:
+    """The same order for the first microbatches alone, where a batch has fewer samples than parts."""
+    if count == made.microbatches:
+        return made
+    programs: list[list[Any]] = []
+    for program in made.programs:
+        kept: list[Any] = []
+        for entry in program:
+            parts = [part for part in _parts(entry) if part.microbatch < count]
+            kept += [entry] if len(parts) == len(_parts(entry)) else parts
+        programs.append(kept)
+    placement = Placement.of(made.ranks, made.placement.table, made.placement.direction[:count])
+    return Schedule.from_programs(
+        programs, placement=placement, training=made.training, name=made.name, options=made.options
+    )
+
+
+def forwards_of(made: Schedule) -> Schedule:
+    """The same placement for inference: the forwards of the schedule, in its order."""
+    programs = [[part for entry in program for part in _parts(entry) if part.kind == "F"] for program in made.programs]
+    return Schedule.from_programs(programs, placement=made.placement, training=False, name=f"{made.name}, forwards")
+
+
+def _parts(entry: Any) -> list[Any]:
+    return [entry.forward, entry.backward] if hasattr(entry, "forward") else [entry]

@@ -1,0 +1,182 @@
+"""Running one rank's program: ONE loop for every schedule. It knows no family by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from stageline.runtime.stage import Stage
+from stageline.runtime.tree import flatten, unflatten
+from stageline.schedules import action as kinds
+from stageline.schedules.build import PAIRED
+from stageline.schedules.schedule import Schedule
+from stageline.transport.protocol import Header, Leaf, Message, Traffic, Transport
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step is about: the microbatches of inputs and targets, and the weight of each in the loss."""
+
+    step: int
+    inputs: Sequence[Any]
+    targets: Sequence[Any]
+    weights: Sequence[float]
+    training: bool = True
+    keep_outputs: bool = False
+
+
+@dataclass
+class RankResult:
+    """What one rank's part of a step gave: times of its actions and of what it received, losses, outputs."""
+
+    start: np.ndarray[Any, np.dtype[np.float64]]
+    end: np.ndarray[Any, np.dtype[np.float64]]
+    arrived: dict[int, float] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    split: tuple[int, int] = (0, 0)
+    """Of the elements of parameters that got a gradient by I and W: all, and those that came with I."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One action with everything that can be found out before the step."""
+
+    index: int
+    kind: int
+    stage: int
+    microbatch: int
+    source: int | None
+    """The rank its input comes from; None where it comes from nowhere or from this rank."""
+    target: int | None
+    """The rank its output goes to; None where it goes nowhere or stays on this rank."""
+    neighbour: int | None
+    """The stage on this rank that takes its output directly."""
+
+
+class Executor:
+    """Runs the program of one rank of a verified schedule, on any transport."""
+
+    def __init__(self, schedule: Schedule, rank: int, stages: Mapping[int, Stage], transport: Transport) -> None:
+        """`stages` are those that this rank holds."""
+        self.schedule = schedule
+        self.rank = rank
+        self.stages = stages
+        self.transport = transport
+        mine = list(schedule.slices())[rank]
+        self._first = mine.start
+        self._tasks = [self._task(index) for index in range(mine.start, mine.stop)]
+        self._local: dict[tuple[Traffic, int, int], Message] = {}
+        self.doing = "before its first action"
+
+    def _task(self, index: int) -> _Task:
+        schedule, rank_of = self.schedule, self.schedule.placement.rank_of
+        kind = int(schedule.kinds[index] % PAIRED)
+        stage, microbatch = int(schedule.stage_ids[index]), int(schedule.microbatch_ids[index])
+        step = {kinds.F: 1, kinds.B: -1, kinds.I: -1, kinds.W: 0}[kind]
+        before, after = stage - step, stage + step
+        source = rank_of(before, microbatch) if step and 0 <= before < schedule.stages else None
+        target = rank_of(after, microbatch) if step and 0 <= after < schedule.stages else None
+        return _Task(
+            index,
+            kind,
+            stage,
+            microbatch,
+            None if source == self.rank else source,
+            None if target == self.rank else target,
+            after if target == self.rank else None,
+        )
+
+    def run(self, work: Work, deadline: float) -> RankResult:
+        """Run the whole program once."""
+        result = RankResult(np.zeros(len(self._tasks)), np.zeros(len(self._tasks)))
+        self._local.clear()
+        for position, task in enumerate(self._tasks):
+            self.doing = f"{'FBIW'[task.kind]} of stage {task.stage}, microbatch {task.microbatch}"
+            arrived = self._input(task, work, deadline, result)
+            result.start[position] = time.perf_counter()
+            message = self._compute(task, arrived, work, result)
+            result.end[position] = time.perf_counter()
+            if message is not None:
+                self._pass_on(task, message)
+        self.doing = "after its last action"
+        counts = [stage.take_counts() for stage in self.stages.values()]
+        result.split = (sum(total for total, _ in counts), sum(unsplit for _, unsplit in counts))
+        return result
+
+    def _header(self, task: _Task, work: Work, source: int, target: int, stage: int) -> Header:
+        traffic: Traffic = "forward" if task.kind == kinds.F else "backward"
+        return Header(source, target, traffic, stage, task.microbatch, work.step)
+
+    def _input(self, task: _Task, work: Work, deadline: float, result: RankResult) -> Message | None:
+        """Wait for what the action takes from another stage."""
+        if task.kind == kinds.W:
+            return None
+        step = 1 if task.kind == kinds.F else -1
+        before = task.stage - step
+        if not 0 <= before < self.schedule.stages:
+            return None
+        traffic: Traffic = "forward" if task.kind == kinds.F else "backward"
+        if task.source is None:
+            return self._local.pop((traffic, task.stage, task.microbatch))
+        message = self.transport.receive(self._header(task, work, task.source, self.rank, before), deadline)
+        result.arrived[task.index] = time.perf_counter()
+        return message
+
+    def _compute(self, task: _Task, arrived: Message | None, work: Work, result: RankResult) -> Message | None:
+        stage = self.stages[task.stage]
+        if task.kind == kinds.F:
+            return self._forward(stage, task, arrived, work, result)
+        if task.kind == kinds.W:
+            stage.backward_weight(task.microbatch)
+            return None
+        grads = None if arrived is None else list(arrived.leaves)
+        run = stage.backward if task.kind == kinds.B else stage.backward_input
+        found: list[Leaf] = list(run(task.microbatch, grads))  # type: ignore[arg-type]
+        return self._message(task, work, found, "") if task.stage > 0 else None
+
+    def _forward(
+        self, stage: Stage, task: _Task, arrived: Message | None, work: Work, result: RankResult
+    ) -> Message | None:
+        if arrived is None:
+            leaves, tree = flatten(work.inputs[task.microbatch], "the batch")
+            wants = [False] * len(leaves)
+        else:
+            leaves, tree, wants = list(arrived.leaves), arrived.tree, list(arrived.wants_gradient)
+        outputs, shape = stage.forward(task.microbatch, leaves, tree, wants, work.training)
+        if task.stage < self.schedule.stages - 1:
+            return self._message(task, work, outputs, shape)
+        value = unflatten(outputs, shape)
+        if work.targets:
+            weight = work.weights[task.microbatch]
+            result.losses[task.microbatch] = stage.loss(
+                task.microbatch, value, work.targets[task.microbatch], weight, work.training
+            )
+        if work.keep_outputs:
+            result.outputs[task.microbatch] = unflatten(
+                [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs], shape
+            )
+        return None
+
+    def _message(self, task: _Task, work: Work, leaves: Sequence[Leaf], tree: str) -> Message:
+        target = self.rank if task.target is None else task.target
+        wants = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        bare = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return Message(self._header(task, work, self.rank, target, task.stage), bare, tree, wants)
+
+    def _pass_on(self, task: _Task, message: Message) -> None:
+        if task.neighbour is not None:
+            self._local[(message.header.traffic, task.neighbour, task.microbatch)] = message
+        elif task.target is not None:
+            self.transport.send(message)
+
+    def forget(self) -> None:
+        """Drop what a failed step left."""
+        self._local.clear()
+        for stage in self.stages.values():
+            stage.forget()

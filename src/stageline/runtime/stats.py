@@ -1,0 +1,49 @@
+"""What a step tells its caller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """The figures of one step."""
+
+    loss: float
+    """The loss of the step: the sum over microbatches of loss × weight, in their order."""
+    losses: tuple[float, ...]
+    """Each microbatch's part of it."""
+    seconds: float
+    """How long the step took."""
+    samples: int
+    """How many samples it trained on."""
+    microbatches: int
+    """How many microbatches ran; fewer than asked for where the batch has fewer samples."""
+    bubble: float
+    """The share of the step's makespan that its busiest rank did not compute, measured."""
+    unsplit: float
+    """The share of the parameters' elements whose gradients could not be split off and came with I, not with W."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a batch gives without training on it."""
+
+    loss: float | None
+    losses: tuple[float, ...]
+    outputs: Any
+    seconds: float
+
+
+def add_up(losses: dict[int, Tensor]) -> tuple[float, tuple[float, ...]]:
+    """Add the microbatches' losses in their order."""
+    parts = [losses[microbatch] for microbatch in sorted(losses)]
+    if not parts:
+        return 0.0, ()
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return float(total), tuple(float(part) for part in parts)

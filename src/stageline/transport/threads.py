@@ -1,0 +1,98 @@
+"""Ranks as threads of one process: messages are handed over in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+from stageline.transport.protocol import Header, Message, PeerFailed, Traffic, TransportError, check_header
+
+
+class ThreadHub:
+    """What the ranks of one process share: a queue per channel, and the first failure.
+
+    >>> hub = ThreadHub(ranks=2)
+    >>> header = Header(source=0, target=1, traffic="forward", stage=0, microbatch=0, step=0)
+    >>> hub.end(0).send(Message(header, [7], "*", [False]))
+    >>> hub.end(1).receive(header, deadline=1.0).leaves
+    [7]
+    """
+
+    def __init__(self, ranks: int) -> None:
+        """Start with empty channels."""
+        self.ranks = ranks
+        self._changed = threading.Condition()
+        self._waiting: dict[tuple[int, int, Traffic], deque[Message]] = {}
+        self._failure: tuple[int, str, BaseException] | None = None
+
+    def end(self, rank: int) -> ThreadTransport:
+        """One rank's end."""
+        return ThreadTransport(self, rank)
+
+    def reset(self) -> None:
+        """Forget messages and failures, before a new step after a failed one."""
+        with self._changed:
+            self._waiting.clear()
+            self._failure = None
+
+    def put(self, message: Message) -> None:
+        """Append to the message's channel."""
+        header = message.header
+        with self._changed:
+            key = (header.source, header.target, header.traffic)
+            self._waiting.setdefault(key, deque()).append(message)
+            self._changed.notify_all()
+
+    def take(self, header: Header, deadline: float) -> Message:
+        """Take the first message of a channel, or fail with the name of who was waited for."""
+        key = (header.source, header.target, header.traffic)
+        end = time.monotonic() + deadline
+        with self._changed:
+            while not self._waiting.get(key):
+                if self._failure is not None:
+                    origin, where, error = self._failure
+                    raise PeerFailed(f"rank {header.target} stopped: {where}: {_said(error)}", origin) from error
+                if not self._changed.wait(timeout=max(0.0, end - time.monotonic())) and time.monotonic() >= end:
+                    raise TransportError(
+                        f"rank {header.target} waited {deadline:g} s for {header}, and it did not come"
+                    )
+            message = self._waiting[key].popleft()
+        check_header(message.header, header)
+        return message
+
+    def set_failure(self, rank: int, error: BaseException, where: str) -> None:
+        """Keep the first failure and wake everyone."""
+        with self._changed:
+            if self._failure is None:
+                self._failure = (rank, where, error)
+            self._changed.notify_all()
+
+
+class ThreadTransport:
+    """One rank's end of a `ThreadHub`."""
+
+    def __init__(self, hub: ThreadHub, rank: int) -> None:
+        """Belong to a rank."""
+        self.hub = hub
+        self.rank = rank
+        self.ranks = hub.ranks
+
+    def send(self, message: Message) -> None:
+        """Hand the message over."""
+        self.hub.put(message)
+
+    def receive(self, header: Header, deadline: float) -> Message:
+        """Wait for the next message of the channel."""
+        return self.hub.take(header, deadline)
+
+    def fail(self, error: BaseException, where: str) -> None:
+        """Tell all ranks."""
+        self.hub.set_failure(self.rank, error, where)
+
+    def close(self) -> None:
+        """Nothing is left behind."""
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

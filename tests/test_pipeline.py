@@ -1,0 +1,426 @@
+"""The pipeline computes what one process computes, bit for bit, and says clearly what goes wrong."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import stageline as sl
+from stageline.testing import assert_same_bits, one_process_step
+
+TRAINING = [name for name in sl.families() if name != "forward-only"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+class Block(nn.Module):
+    """Norm, two linear layers and a residual: what a transformer's feed-forward part does."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(x + self.down(functional.gelu(self.up(self.norm(x)))))
+
+
+def blocks(count: int = 8, width: int = 8) -> Any:
+    torch.manual_seed(1)
+    return nn.Sequential(*(Block(width) for _ in range(count)))
+
+
+def batch(samples: int = 10, width: int = 8) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(2)
+    return torch.randn(samples, 3, width), torch.randn(samples, 3, width)
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def weights(module: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def sizes() -> Iterator[tuple[str, int, int]]:
+    for name in TRAINING:
+        for ranks in (1, 2, 3, 4):
+            for microbatches in (1, 2, 5, 8, 9):
+                try:
+                    sl.schedule(name, ranks, microbatches)
+                except sl.ScheduleError:
+                    continue
+                yield name, ranks, microbatches
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", TRAINING)
+def test_every_family_gives_the_bits_of_one_process(name: str, dtype: torch.dtype) -> None:
+    """Losses, gradients and parameters after three optimizer steps, for every size in the list."""
+    x, y = (part.to(dtype) for part in batch())
+    for family, ranks, microbatches in sizes():
+        if family != name or (dtype == torch.bfloat16 and microbatches not in (2, 9)):
+            continue
+        model, plain = blocks().to(dtype), blocks().to(dtype)
+        pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, ranks=ranks, microbatches=microbatches)
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain)]
+        directions = pipe.schedule.placement.direction.tolist()
+        for _ in range(3):
+            stats = pipe.step(x, y)
+            expected = one_process_step(
+                plain, functional.mse_loss, x, y, microbatches, directions=directions if 1 in directions else None
+            )
+            assert stats.loss == expected, (name, ranks, microbatches)
+            assert_same_bits(gradients(model), gradients(plain), f"gradients of {name} {ranks}×{microbatches}")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_bits(weights(model), weights(plain), f"weights of {name} {ranks}×{microbatches}")
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "chimera"])
+def test_the_measured_timeline_has_the_schedules_actions_in_its_order(name: str) -> None:
+    pipe = sl.Pipeline(blocks(), loss_fn=functional.mse_loss, schedule=name, ranks=2, microbatches=4)
+    pipe.step(*batch())
+    measured, planned = pipe.timeline, sl.simulate(pipe.schedule)
+    assert measured.schedule == pipe.schedule
+    for rank in range(2):
+        times = [timed.start for timed in measured.actions(rank)]
+        assert times == sorted(times)
+    assert sl.compare(planned, measured).first is planned
+    assert all(message.end >= message.start for message in measured.messages())
+    assert 0 <= measured.bubble < 1
+    assert all(idle.total >= 0 for idle in measured.idle)
+
+
+def test_a_schedule_read_from_a_file_runs(tmp_path: Any) -> None:
+    sl.schedule("zb-v", 2, 4).write(tmp_path / "a.csv")
+    model, plain = blocks(4), blocks(4)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=tmp_path / "a.csv")
+    pipe.step(*batch())
+    one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
+    assert_same_bits(gradients(model), gradients(plain))
+
+
+def test_out_of_order_backwards_accumulate_in_the_stages_own_order() -> None:
+    s = sl.Schedule.from_programs([["0F0", "0F1", "0F2", "0B2", "0B1", "0B0"]])
+    model, plain = blocks(1), blocks(1)
+    sl.Pipeline([model[0]], loss_fn=functional.mse_loss, schedule=s).step(*batch(3))
+    x, y = batch(3)
+    for index in (2, 1, 0):
+        torch.autograd.backward(functional.mse_loss(plain(x[index : index + 1]), y[index : index + 1]) / 3)
+    assert_same_bits(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_several_steps_accumulate_exactly(name: str) -> None:
+    """torch.distributed.pipelining divides again what was accumulated before."""
+    model, plain = blocks(), blocks()
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, ranks=2, microbatches=4)
+    for _ in range(3):
+        pipe.step(*batch())
+        one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
+    assert_same_bits(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved-zb"])
+@pytest.mark.parametrize("frozen", [[0], [0, 1], [3], [1, 2], [0, 1, 2, 3]])
+def test_frozen_stages_anywhere(name: str, frozen: list[int]) -> None:
+    """torch's zero-bubble schedules give the stage after a frozen first one no gradient at all."""
+    model, plain = blocks(4), blocks(4)
+    for each in (model, plain):
+        for index in frozen:
+            each[index].requires_grad_(False)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, ranks=2, microbatches=4)
+    pipe.step(*batch())
+    if len(frozen) < 4:
+        one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
+        assert any(grad is not None for grad in gradients(model).values())
+    assert_same_bits(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe-v"])
+def test_parameter_hooks_fire_once_a_microbatch(name: str) -> None:
+    """torch's zero-bubble schedules skip them."""
+    counts: dict[str, int] = {}
+    model = blocks(4)
+
+    def count(key: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            counts[key] = counts.get(key, 0) + 1
+
+        return hook
+
+    parameters: list[tuple[str, Any]] = list(model.named_parameters())
+    for parameter_name, parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(count(f"{parameter_name} accumulated"))
+        parameter.register_hook(count(f"{parameter_name} arrived"))
+    model[1].register_full_backward_hook(count("module backward"))
+    model[2].register_forward_hook(count("module forward"))
+    sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, ranks=2, microbatches=4).step(*batch())
+    assert len(counts) == 2 * len(list(model.parameters())) + 2
+    assert set(counts.values()) == {4}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_tied_weights_get_one_gradient_each_use_summed_first(name: str) -> None:
+    """torch replicates them and never sums their gradients."""
+
+    class Head(nn.Module):
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.linear(x, self.weight)
+
+    def build() -> Any:
+        torch.manual_seed(3)
+        embedding: Any = nn.Embedding(11, 8)
+        return nn.Sequential(embedding, Block(), Block(), Head(embedding.weight))
+
+    def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    tokens = torch.randint(0, 11, (6, 5))
+    model, plain = build(), build()
+    pipe = sl.Pipeline(model, loss_fn=loss_fn, schedule=name, ranks=2, microbatches=3)
+    pipe.step(tokens, tokens)
+    assert model[3].weight is model[0].weight
+    # The reference: an untied copy of the head, its own sum over the microbatches, added at the end.
+    untied = nn.Parameter(plain[0].weight.detach().clone())
+    plain[3].weight = untied
+    one_process_step(plain, loss_fn, tokens, tokens, microbatches=3)
+    assert plain[0].weight.grad is not None
+    assert untied.grad is not None
+    plain[0].weight.grad.add_(untied.grad)
+    expected = {key: grad for key, grad in gradients(plain).items() if key != "3.weight"}
+    assert_same_bits(gradients(model), expected)
+
+
+def test_outputs_have_as_many_rows_as_the_batch_whatever_its_size() -> None:
+    """torch returns 12 rows for a batch of 10, stale rows for a smaller one, and aborts for a larger one."""
+    model = blocks(4)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=4)
+    for samples in (10, 4, 3, 1, 23):
+        x, y = batch(samples)
+        assert torch.equal(
+            pipe.predict(x), torch.cat([model(part) for part in x.tensor_split(4) if len(part)]).detach()
+        )
+        stats = pipe.step(x, y)
+        assert (stats.samples, stats.microbatches) == (samples, min(samples, 4))
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_batch_smaller_than_the_microbatches_trains_as_the_loop_does(name: str) -> None:
+    model, plain = blocks(), blocks()
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, ranks=2, microbatches=6)
+    directions = pipe.schedule.placement.direction.tolist()
+    x, y = batch(3)
+    pipe.step(x, y)
+    one_process_step(plain, functional.mse_loss, x, y, 6, directions=directions if 1 in directions else None)
+    assert_same_bits(gradients(model), gradients(plain))
+
+
+def test_shapes_may_change_from_step_to_step_and_from_microbatch_to_microbatch() -> None:
+    class Grow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.repeat(1, len(x))  # another width for another number of samples
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean(dim=1) * self.scale
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(4)
+        return nn.Sequential(nn.Linear(3, 3), Grow(), nn.Tanh(), Mean())
+
+    model, plain = build(), build()
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="zb-h1", microbatches=2)
+    for samples, width in ((5, 3), (3, 3)):
+        x, y = torch.randn(samples, width), torch.randn(samples)
+        pipe.step(x, y)
+        one_process_step(plain, functional.mse_loss, x, y, 2)
+    assert_same_bits(gradients(model), gradients(plain))
+
+
+def test_trees_of_tensors_numbers_strings_and_none_pass_between_stages() -> None:
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+            x = self.linear(batch["x"])
+            return {"x": x, "skip": [x * 2, None], "mask": batch["mask"], "ids": batch["ids"], "how": "twice", "by": 2}
+
+    class Middle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, skip: list[Any], mask: Tensor, ids: Tensor, how: str, by: int) -> tuple[Any, ...]:
+            assert mask.dtype == torch.bool
+            assert ids.dtype == torch.int64
+            assert (how, by, skip[1]) == ("twice", 2, None)
+            return self.linear(x).masked_fill(mask, 0.0) * by, skip[0], ids
+
+    class Last(nn.Module):
+        def forward(self, x: Tensor, skip: Tensor, ids: Tensor) -> Tensor:
+            return x + skip + ids.unsqueeze(1)
+
+    stages = [First(), Middle(), Last()]
+    plain_first, plain_middle, plain_last = copy.deepcopy(stages)
+    x = {"x": torch.randn(6, 4), "mask": torch.rand(6, 4) > 0.5, "ids": torch.arange(6)}
+    y = torch.randn(6, 4)
+    sl.Pipeline(stages, loss_fn=functional.mse_loss, schedule="zb-h1", microbatches=3).step(x, y)
+    for part in range(3):
+        rows = slice(2 * part, 2 * part + 2)
+        middle = plain_middle(**plain_first({key: value[rows] for key, value in x.items()}))
+        torch.autograd.backward(functional.mse_loss(plain_last(*middle), y[rows]) * (2 / 6))
+    for mine, plain in ((stages[0], plain_first), (stages[1], plain_middle)):
+        assert_same_bits(gradients(mine), gradients(plain))
+
+
+def test_nothing_is_run_for_a_rehearsal() -> None:
+    """torch runs the model once more to learn its shapes: BatchNorm counts five batches of four."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Tanh())
+    plain = copy.deepcopy(model)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="zb-h1", ranks=2, microbatches=4)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    pipe.step(x, y)
+    one_process_step(plain, functional.mse_loss, x, y, 4)
+    assert int(model[1].num_batches_tracked) == 4
+    assert_same_bits(dict(pipe.named_buffers()), dict(plain.named_buffers()))
+
+
+def test_evaluation_leaves_gradients_and_buffers_alone() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Tanh())
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=4).eval()
+    before = copy.deepcopy(model.state_dict())
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    found = pipe.evaluate(x, y, outputs=True)
+    assert found.loss == one_process_step(copy.deepcopy(model), functional.mse_loss, x, y, 4)
+    assert torch.equal(found.outputs, torch.cat([model(part) for part in x.tensor_split(4)]).detach())
+    assert_same_bits(dict(model.state_dict()), dict(before))
+    assert all(grad is None for grad in gradients(model).values())
+
+
+def test_sum_reduction_weighs_every_microbatch_alike() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output, target, reduction="sum")
+
+    model, plain = blocks(4), blocks(4)
+    pipe = sl.Pipeline(model, loss_fn=loss_fn, schedule="1f1b", ranks=2, microbatches=3, loss_reduction="sum")
+    stats = pipe.step(*batch())
+    assert stats.loss == one_process_step(plain, loss_fn, *batch(), microbatches=3, loss_reduction="sum")
+    assert_same_bits(gradients(model), gradients(plain))
+
+
+def test_names_are_those_of_the_whole_model() -> None:
+    model = blocks(5)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="1f1b", ranks=3, microbatches=2)
+    assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+    assert [len(part) for part in pipe._parts] == [2, 2, 1]
+    pipe.step(*batch())
+    assert all(grad is not None for _, grad in pipe.named_gradients())
+    other = sl.Pipeline(blocks(5), loss_fn=functional.mse_loss, schedule="zb-v", ranks=2, microbatches=2)
+    other.load_state_dict(pipe.state_dict())
+    assert_same_bits(dict(other.state_dict()), dict(pipe.state_dict()))
+
+
+def test_clipping_is_by_the_norm_over_all_stages() -> None:
+    model, plain = blocks(4), blocks(4)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="zb-v", ranks=2, microbatches=4)
+    pipe.step(*batch())
+    one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
+    norm = pipe.clip_grad_norm_(0.01)
+    assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01))
+    assert_same_bits(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize(
+    ("stage", "when"), [(0, "forward"), (1, "forward"), (3, "forward"), (1, "backward"), (3, "backward")]
+)
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_stage_that_raises_is_named_and_the_pipeline_can_be_used_again(name: str, stage: int, when: str) -> None:
+    class Break(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            raise ArithmeticError("planted")
+
+    class Fragile(Block):
+        broken = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.broken and when == "forward":
+                raise ArithmeticError("planted")
+            return super().forward(Break.apply(x) if self.broken else x)  # type: ignore[no-untyped-call]
+
+    torch.manual_seed(5)
+    model: Any = nn.Sequential(*(Fragile() for _ in range(4)))
+    plain = copy.deepcopy(model)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, microbatches=4, deadline=20)
+    threads = threading.active_count()
+    model[stage].broken = True
+    kind = "F" if when == "forward" else "B" if name == "1f1b" else "I"
+    words = f"rank {stage} failed in {kind} of stage {stage}, microbatch 0: ArithmeticError: planted"
+    with pytest.raises(sl.PipelineError, match=words):
+        pipe.step(*batch())
+    assert threading.active_count() == threads
+    model[stage].broken = False
+    pipe.zero_grad()
+    pipe.step(*batch())
+    one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
+    assert_same_bits(gradients(model), gradients(plain))
+
+
+def test_mistakes_are_told_in_words() -> None:
+    def make(stages: Any = None, **given: Any) -> sl.Pipeline:
+        return sl.Pipeline(stages or blocks(4), **{"loss_fn": functional.mse_loss, "microbatches": 4, **given})
+
+    x, y = batch()
+    mistakes: list[tuple[Callable[[], Any], str]] = [
+        (lambda: make(schedule="1f1"), "did you mean '1f1b'"),
+        (lambda: make(microbatches=None), "needs microbatches="),
+        (lambda: make(nn.Linear(2, 2)), "a list of modules or an nn.Sequential"),
+        (lambda: make([nn.Linear(2, 2), 3]), "one or more modules, got 3"),
+        (lambda: make(schedule="1f1b", ranks=5), "5 stages and the model only 4 layers"),
+        (lambda: make(list(blocks(4)), schedule="1f1b", ranks=3), "3 stages and 4 were given"),
+        (lambda: make(schedule=sl.schedule("1f1b", 2, 3)), "microbatches=4, and the schedule has 3"),
+        (lambda: make(loss_reduction="max"), "'mean' or 'sum'"),
+        (lambda: make(deadline=0), "above 0"),
+        (lambda: make().step(x, y[:3]), "10 samples of inputs and 3 of targets"),
+        (lambda: make().step(x[:0], y[:0]), "no samples"),
+        (lambda: make().step(3, y), "the inputs must have tensors"),
+        (lambda: make().timeline, "before the first step"),
+        (lambda: make(loss_fn=lambda output, target: output).step(x, y), "must return one number"),
+    ]
+    for mistake, words in mistakes:
+        with pytest.raises(sl.StagelineError, match=words):
+            mistake()
