@@ -28,8 +28,9 @@ from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
-    from stageline.runtime.pipeline import Pipeline, PipelineError
+    from stageline.runtime.pipeline import Pipeline
     from stageline.runtime.stats import Evaluation, StepStats
+    from stageline.runtime.worlds import PipelineError
 
 __all__ = [
     "Action",
@@ -63,7 +64,7 @@ __all__ = [
 _NEEDS_TORCH = {
     "Evaluation": "stageline.runtime.stats",
     "Pipeline": "stageline.runtime.pipeline",
-    "PipelineError": "stageline.runtime.pipeline",
+    "PipelineError": "stageline.runtime.worlds",
     "StepStats": "stageline.runtime.stats",
 }
 

@@ -23,6 +23,7 @@ class Work:
     """What one step is about: the microbatches of inputs and targets, and the weight of each in the loss."""
 
     step: int
+    samples: int
     inputs: Sequence[Any]
     targets: Sequence[Any]
     weights: Sequence[float]

@@ -9,49 +9,118 @@ question are objects of their own. After the step, their gradients are added to 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from stageline.schedules.placement import Placement
 
 
 @dataclass(frozen=True)
-class Alias:
-    """A parameter that stands for another one and shares its memory."""
+class Use:
+    """One use of a parameter that several stages or directions use: by which rank, and where its gradients gather."""
 
-    original: nn.Parameter
-    own: nn.Parameter
+    rank: int
+    own: nn.Parameter | None
+    """The object that gathers this use's gradients; None where the rank is not here."""
 
 
-def shadow_of(module: nn.Module, replaced: Iterable[nn.Parameter]) -> tuple[nn.Module, list[Alias]]:
-    """Copy a module's structure; the replaced parameters become aliases, all other tensors stay the same objects."""
-    aliases = [
-        Alias(parameter, nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad))
-        for parameter in dict.fromkeys(replaced)
+@dataclass
+class Placed:
+    """The modules of the ranks that are here, and the uses of every parameter that has more than one."""
+
+    modules: dict[int, dict[int, nn.Module]]
+    """For each rank that is here, the module of each of its stages."""
+    uses: dict[nn.Parameter, list[Use]]
+    """In the order in which the uses' gradients are added: by direction, then by stage."""
+    shadows: list[tuple[nn.Module, nn.Module]]
+    """The originals and their shadows."""
+
+    def start(self) -> None:
+        """Begin a step: shadows train or evaluate as their originals do, and have no gradients yet."""
+        for original, shadow in self.shadows:
+            for mine, other in zip(original.modules(), shadow.modules(), strict=True):
+                other.training = mine.training
+        for parameter, uses in self.uses.items():
+            for use in uses:
+                if use.own is not None and use.own is not parameter:
+                    use.own.grad = None
+
+
+def place(parts: Sequence[nn.Module], placement: Placement, here: Sequence[int]) -> Placed:
+    """Give every rank that is here the modules of its stages; second uses of a parameter run on shadows."""
+    order = [
+        (int(placement.table[direction, stage]), stage)
+        for direction in range(placement.directions)
+        for stage in range(placement.stages)
     ]
+    count: dict[nn.Parameter, int] = {}
+    for _, stage in order:
+        for parameter in parts[stage].parameters():
+            count[parameter] = count.get(parameter, 0) + 1
+    placed = Placed({rank: {} for rank in here}, {}, [])
+    for rank, stage in order:
+        part, module = parts[stage], parts[stage]
+        shared = [parameter for parameter in part.parameters() if count[parameter] > 1]
+        again = [parameter for parameter in shared if parameter in placed.uses]
+        own: dict[nn.Parameter, nn.Parameter] = {parameter: parameter for parameter in shared}
+        if rank in placed.modules:
+            if again:
+                module, aliases = shadow_of(part, again)
+                own.update(aliases)
+                placed.shadows.append((part, module))
+            placed.modules[rank][stage] = module
+        for parameter in shared:
+            use = Use(rank, own[parameter] if rank in placed.modules else None)
+            placed.uses.setdefault(parameter, []).append(use)
+    return placed
+
+
+def shadow_of(
+    module: nn.Module, replaced: Sequence[nn.Parameter]
+) -> tuple[nn.Module, dict[nn.Parameter, nn.Parameter]]:
+    """Copy a module's structure; the replaced parameters become aliases, all other tensors stay the same objects."""
+    aliases = {
+        parameter: nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad) for parameter in replaced
+    }
     memo: dict[int, object] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    memo.update({id(alias.original): alias.own for alias in aliases})
+    memo.update({id(parameter): alias for parameter, alias in aliases.items()})
     return copy.deepcopy(module, memo), aliases
 
 
-def sync_modes(original: nn.Module, shadow: nn.Module) -> None:
-    """Let the shadow train or evaluate as the original does."""
-    for mine, other in zip(original.modules(), shadow.modules(), strict=True):
-        other.training = mine.training
+def gather(placed: Placed, share: Callable[[Tensor, int], None]) -> None:
+    """Add the uses of every shared parameter in their order, and give all ranks that use it the sum.
 
-
-def clear(aliases: Sequence[Alias]) -> None:
-    """Start a step with no gradients in the aliases."""
-    for alias in aliases:
-        alias.own.grad = None
-
-
-def gather(aliases: Sequence[Alias]) -> None:
-    """Add the aliases' gradients of this step to the originals', in the order of the stages."""
-    for alias in aliases:
-        grad, alias.own.grad = alias.own.grad, None
-        if grad is None:
+    `share` gives all processes the tensor of the rank that owns it.
+    """
+    everywhere = all(use.own is not None for uses in placed.uses.values() for use in uses)
+    for parameter, uses in placed.uses.items():
+        if not parameter.requires_grad:
             continue
-        with torch.no_grad():
-            alias.original.grad = grad if alias.original.grad is None else alias.original.grad.add_(grad)
+        total: Tensor | None = None
+        for use in uses:
+            grad = None if use.own is None else use.own.grad
+            if not everywhere:
+                grad = _shared(parameter, grad, use.rank, share)
+            if grad is not None:
+                with torch.no_grad():
+                    total = grad if total is None else total.add_(grad)
+            if use.own is not None and use.own is not parameter:
+                use.own.grad = None
+        if any(use.own is not None for use in uses):
+            parameter.grad = total
+
+
+def _shared(
+    parameter: nn.Parameter, grad: Tensor | None, owner: int, share: Callable[[Tensor, int], None]
+) -> Tensor | None:
+    """Let all processes have the gradient of one use, and whether there is one."""
+    there = torch.tensor([0.0 if grad is None else 1.0])
+    share(there, owner)
+    if not there.item():
+        return None
+    sent = torch.empty_like(parameter) if grad is None else grad.detach().clone()
+    share(sent, owner)
+    return sent

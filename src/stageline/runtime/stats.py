@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 
 @dataclass(frozen=True)
 class StepStats:
@@ -36,14 +34,3 @@ class Evaluation:
     losses: tuple[float, ...]
     outputs: Any
     seconds: float
-
-
-def add_up(losses: dict[int, Tensor]) -> tuple[float, tuple[float, ...]]:
-    """Add the microbatches' losses in their order."""
-    parts = [losses[microbatch] for microbatch in sorted(losses)]
-    if not parts:
-        return 0.0, ()
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return float(total), tuple(float(part) for part in parts)

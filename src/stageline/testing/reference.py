@@ -51,10 +51,7 @@ def one_process_step(
         for parameter, before in kept.items():
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
-    total = losses[0].clone()
-    for index in range(1, count):
-        total += losses[index]
-    return float(total)
+    return sum(float(losses[index]) for index in range(count))
 
 
 class Difference(NamedTuple):

@@ -1,0 +1,239 @@
+"""Where the ranks live: all as threads of this process, or this process as one rank among others.
+
+The pipeline asks its world the few things that differ: which ranks are here, how they run, and how what each of them
+knows becomes known to all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from stageline.errors import StagelineError
+from stageline.runtime.executor import Executor, RankResult, Work
+from stageline.schedules.schedule import Schedule
+from stageline.transport.process_group import ProcessGroupTransport
+from stageline.transport.protocol import PeerFailed, Traffic, Transport
+from stageline.transport.threads import ThreadHub
+
+Floats = NDArray[np.float64]
+
+
+class PipelineError(StagelineError, RuntimeError):
+    """A step that failed; says which rank, stage, microbatch and action, and what became of the gradients."""
+
+
+@dataclass(frozen=True)
+class Crew:
+    """A schedule, and what runs it on the ranks that are here."""
+
+    schedule: Schedule
+    executors: list[Executor]
+
+
+class World(Protocol):
+    """What a pipeline needs to know of where its ranks live."""
+
+    here: list[int]
+    """The ranks of this process."""
+
+    def transport(self, rank: int) -> Transport:
+        """The end of a rank that is here."""
+
+    def run(self, crew: Crew, work: Work, deadline: float) -> list[RankResult]:
+        """Run one step of the ranks that are here."""
+
+    def add_up(self, values: Floats) -> Floats:
+        """Add arrays of equal length over all processes; each value is known to one of them and 0 in the others."""
+
+    def agree(self, facts: dict[str, str]) -> None:
+        """Make sure that all processes have the same facts, or name the first that differs."""
+
+    def share(self, tensor: Tensor, owner: int) -> None:
+        """Give all processes the tensor of the rank that owns it."""
+
+
+def find_world(ranks: int) -> World:
+    """Threads, unless the environment says that this process is one rank of several."""
+    if not dist.is_available() or not (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1):
+        return ThreadWorld(ranks)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    if dist.get_world_size() == 1:
+        return ThreadWorld(ranks)
+    if dist.get_world_size() != ranks:
+        raise StagelineError(
+            f"the schedule has {ranks} ranks and {dist.get_world_size()} processes were started; start {ranks}, "
+            f"or give ranks={dist.get_world_size()}"
+        )
+    return ProcessWorld()
+
+
+def failure(rank: int, doing: str, error: BaseException) -> PipelineError:
+    """The one error that a failed step raises."""
+    return PipelineError(
+        f"rank {rank} failed in {doing}: {type(error).__name__}: {error}; no parameter was changed, and gradients may "
+        "hold part of this step: call zero_grad() before the next one"
+    )
+
+
+class ThreadWorld:
+    """All ranks are threads of this process."""
+
+    def __init__(self, ranks: int) -> None:
+        """Start with empty channels."""
+        self.here = list(range(ranks))
+        self._hub = ThreadHub(ranks)
+
+    def transport(self, rank: int) -> Transport:
+        """The end of a rank."""
+        return self._hub.end(rank)
+
+    def run(self, crew: Crew, work: Work, deadline: float) -> list[RankResult]:
+        """Let every rank run its program on a thread of its own; the first failure stops all."""
+        self._hub.reset()
+        results: dict[int, RankResult] = {}
+        failures: dict[int, BaseException] = {}
+
+        def run(executor: Executor) -> None:
+            try:
+                results[executor.rank] = executor.run(work, deadline)
+            except BaseException as error:
+                failures[executor.rank] = error
+                executor.transport.fail(error, f"rank {executor.rank} failed in {executor.doing}")
+
+        threads = [
+            threading.Thread(target=run, args=(executor,), name=f"stageline rank {executor.rank}", daemon=True)
+            for executor in crew.executors
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            own = [rank for rank, error in failures.items() if not isinstance(error, PeerFailed)]
+            origin = (own or sorted(failures))[0]
+            error = failure(origin, crew.executors[origin].doing, failures[origin])
+            for executor in crew.executors:
+                executor.forget()
+            raise error from failures[origin]
+        return [results[rank] for rank in self.here]
+
+    def add_up(self, values: Floats) -> Floats:
+        """All is known here already."""
+        return values
+
+    def agree(self, facts: dict[str, str]) -> None:
+        """One process agrees with itself."""
+
+    def share(self, tensor: Tensor, owner: int) -> None:
+        """All is here already."""
+
+
+class ProcessWorld:
+    """This process is one rank of a torch.distributed group."""
+
+    def __init__(self) -> None:
+        """Use the default group."""
+        self._transport = ProcessGroupTransport()
+        self.here = [self._transport.rank]
+
+    def transport(self, rank: int) -> Transport:
+        """This process's end."""
+        return self._transport
+
+    def run(self, crew: Crew, work: Work, deadline: float) -> list[RankResult]:
+        """Run this rank's program in this thread."""
+        (executor,) = crew.executors
+        expected: dict[tuple[int, Traffic], int] = {}
+        targets: set[int] = set()
+        for channel in crew.schedule.channels:
+            if channel.target == executor.rank:
+                expected[(channel.source, channel.traffic)] = len(channel.messages)
+            if channel.source == executor.rank:
+                targets.add(channel.target)
+        try:
+            self._transport.begin(expected, targets)
+            result = executor.run(work, deadline)
+            self._transport.finish(deadline)
+        except BaseException as error:
+            self._transport.fail(error, f"rank {executor.rank} failed in {executor.doing}")
+            doing = executor.doing
+            executor.forget()
+            raise failure(executor.rank, doing, error) from error
+        return [result]
+
+    def add_up(self, values: Floats) -> Floats:
+        """Add over all processes."""
+        tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64).copy())
+        dist.all_reduce(tensor)
+        return np.asarray(tensor.numpy())
+
+    def agree(self, facts: dict[str, str]) -> None:
+        """Compare digests of the facts; where one differs, name it and the first rank that has another."""
+        names = sorted(facts)
+        mine = torch.tensor([_number(facts[name]) for name in names])
+        found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, mine)
+        for index, name in enumerate(names):
+            values = [int(each[index]) for each in found]
+            for rank, value in enumerate(values):
+                if value != values[0]:
+                    raise PipelineError(
+                        f"rank {rank} and rank 0 differ in {name}; rank {self.here[0]} has {facts[name][:80]!r}: "
+                        "all ranks must be given the same"
+                    )
+
+    def share(self, tensor: Tensor, owner: int) -> None:
+        """Broadcast from the owner."""
+        dist.broadcast(tensor, src=owner)
+
+
+def _number(text: str) -> int:
+    """A number of 63 bits that tells texts apart."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def digest(tree: Any) -> int:
+    """A number of 52 bits, exact in a float, that tells batches apart; 0 for None."""
+    if tree is None:
+        return 0
+    found = hashlib.blake2b(digest_size=8)
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            found.update(repr(leaf).encode())
+    return (int.from_bytes(found.digest(), "big") >> 12) | 1
+
+
+def same_batch(world: World, ranks: int, samples: int | None, batch: Sequence[tuple[str, Any]]) -> int:
+    """Make sure that all ranks that were given a batch were given the same; give back its number of samples."""
+    if len(world.here) == ranks:
+        if samples is None:
+            raise StagelineError("the inputs are None; the first stage needs them")
+        return samples
+    columns = 1 + len(batch)
+    known = np.zeros((ranks, columns))
+    known[world.here[0]] = [samples or 0, *(digest(part) for _, part in batch)]
+    known = world.add_up(known.reshape(-1)).reshape(ranks, columns)
+    for column, name in enumerate(["the number of samples", *(name for name, _ in batch)]):
+        given = {value: int(np.argmax(known[:, column] == value)) for value in known[:, column].tolist() if value}
+        if len(given) > 1:
+            first, second = sorted(given.values())[:2]
+            raise PipelineError(f"rank {second} was given another batch than rank {first}: {name} differ")
+        if not given:
+            raise PipelineError(f"no rank was given {name}")
+    return int(known[:, 0].max())

@@ -1,0 +1,173 @@
+"""Ranks as processes of a torch.distributed process group: each message is a typed header and then the bytes.
+
+For the time of a step, every channel has a thread at its receiving end that takes the messages as they come, so
+receives are always posted ahead, and every peer has a thread at the sending end, so a send never holds up compute.
+Nothing on the wire is pickled: a header is a few hundred bytes of JSON, and tensors are their bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stageline.transport.protocol import Header, Leaf, Message, Traffic, TransportError
+from stageline.transport.threads import ThreadHub
+
+HEAD = 4096
+"""Bytes of the first part of every message; a longer header announces its length and follows as a second part."""
+
+DTYPES: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+TAGS: dict[Traffic, int] = {"forward": 1, "backward": 2}
+
+
+def pack(message: Message) -> list[Tensor]:
+    """Turn a message into byte tensors: the header (of fixed size, or announced), then all tensors in one piece.
+
+    >>> header = Header(0, 1, "forward", 0, 0, 0)
+    >>> [len(part) for part in pack(Message(header, [torch.zeros(3), 2, None], "*", [True, False, False]))]
+    [4096, 12]
+    """
+    described: list[Any] = []
+    pieces: list[Tensor] = []
+    for leaf in message.leaves:
+        if isinstance(leaf, Tensor):
+            described.append([str(leaf.dtype).removeprefix("torch."), list(leaf.shape)])
+            pieces.append(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
+        else:
+            described.append(leaf)
+    head = message.header
+    fields = [head.source, head.target, head.traffic, head.stage, head.microbatch, head.step]
+    text = json.dumps([fields, described, message.tree, [bool(want) for want in message.wants_gradient]]).encode()
+    first = torch.zeros(HEAD, dtype=torch.uint8)
+    parts = [first]
+    if len(text) <= HEAD - 8:
+        first[8 : 8 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    else:
+        parts.append(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    first[:8] = torch.tensor([len(text)]).view(torch.uint8)
+    if sum(piece.numel() for piece in pieces):
+        parts.append(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
+    return parts
+
+
+def unpack(text: bytes, payload: Tensor | None) -> Message:
+    """Build the message again, refusing what is not one."""
+    try:
+        fields, described, tree, wants = json.loads(text)
+        header = Header(*fields)
+        leaves: list[Leaf] = []
+        at = 0
+        for item in described:
+            if isinstance(item, list):
+                dtype, shape = DTYPES[item[0]], [int(size) for size in item[1]]
+                size = dtype.itemsize * int(torch.Size(shape).numel())
+                piece = torch.empty(0, dtype=torch.uint8) if payload is None else payload[at : at + size]
+                # A copy of its own, aligned and not kept alive by its neighbours.
+                leaves.append(piece.clone().view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype))
+                at += size
+            else:
+                leaves.append(item)
+        return Message(header, leaves, str(tree), [bool(want) for want in wants])
+    except (ValueError, TypeError, KeyError, RuntimeError, IndexError) as error:
+        raise TransportError(f"a message that cannot be read arrived: {type(error).__name__}: {error}") from error
+
+
+def payload_bytes(text: bytes) -> int:
+    """How many bytes of tensors follow a header."""
+    _, described, _, _ = json.loads(text)
+    return sum(
+        DTYPES[item[0]].itemsize * int(torch.Size(item[1]).numel()) for item in described if isinstance(item, list)
+    )
+
+
+class ProcessGroupTransport:
+    """One process's end. `begin` is told how many messages each channel will bring in this step."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        """Use the default group, or one of the caller's."""
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
+        self._inbox = ThreadHub(self.ranks)
+        self._outbox: dict[int, queue.SimpleQueue[Message | None]] = {}
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, expected: Mapping[tuple[int, Traffic], int], targets: set[int]) -> None:
+        """Post the receives of a step, and get ready to send."""
+        self._inbox.reset()
+        self._threads = [
+            threading.Thread(target=self._receive_all, args=(source, traffic, count), daemon=True)
+            for (source, traffic), count in expected.items()
+        ]
+        self._outbox = {target: queue.SimpleQueue() for target in targets}
+        self._threads += [threading.Thread(target=self._send_all, args=(target,), daemon=True) for target in targets]
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self, deadline: float) -> None:
+        """Wait until everything is sent and received."""
+        for outgoing in self._outbox.values():
+            outgoing.put(None)
+        for thread in self._threads:
+            thread.join(deadline)
+            if thread.is_alive():
+                raise TransportError(f"rank {self.rank} waited {deadline:g} s for its messages to be taken")
+        self._threads = []
+
+    def send(self, message: Message) -> None:
+        """Hand the message to the thread that sends to its target."""
+        self._outbox[message.header.target].put(message)
+
+    def receive(self, header: Header, deadline: float) -> Message:
+        """Wait for the next message of the channel."""
+        return self._inbox.take(header, deadline)
+
+    def fail(self, error: BaseException, where: str) -> None:
+        """Stop this rank's own waits."""
+        self._inbox.set_failure(self.rank, error, where)
+
+    def close(self) -> None:
+        """Nothing is left behind between steps."""
+
+    def _send_all(self, target: int) -> None:
+        try:
+            while (message := self._outbox[target].get()) is not None:
+                for part in pack(message):
+                    dist.send(part, group_dst=target, group=self.group, tag=TAGS[message.header.traffic])
+        except BaseException as error:
+            self._inbox.set_failure(target, error, f"sending to rank {target} failed")
+
+    def _receive_all(self, source: int, traffic: Traffic, count: int) -> None:
+        try:
+            for _ in range(count):
+                self._inbox.put(self._receive_one(source, TAGS[traffic]))
+        except BaseException as error:
+            self._inbox.set_failure(source, error, f"receiving from rank {source} failed")
+
+    def _receive_one(self, source: int, tag: int) -> Message:
+        head = torch.empty(HEAD, dtype=torch.uint8)
+        dist.recv(head, group_src=source, group=self.group, tag=tag)
+        length = int(head[:8].view(torch.int64)[0])
+        if not 0 < length < 1 << 30:
+            raise TransportError(f"rank {source} sent a header of {length} bytes")
+        if length <= HEAD - 8:
+            text = bytes(head[8 : 8 + length].numpy())
+        else:
+            longer = torch.empty(length, dtype=torch.uint8)
+            dist.recv(longer, group_src=source, group=self.group, tag=tag)
+            text = bytes(longer.numpy())
+        size = payload_bytes(text)
+        payload = None
+        if size:
+            payload = torch.empty(size, dtype=torch.uint8)
+            dist.recv(payload, group_src=source, group=self.group, tag=tag)
+        return unpack(text, payload)

@@ -1,0 +1,192 @@
+"""One rank per process: the same bits as in one process, and the same script."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import stageline as sl
+from stageline.testing import assert_same_bits, one_process_step, run_ranks
+from test_pipeline import Block, batch, blocks, gradients
+
+TRAINING = [name for name in sl.families() if name != "forward-only"]
+
+
+def owned(pipe: sl.Pipeline, plain: nn.Module) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    mine = dict(pipe.named_gradients())
+    return mine, {name: grad for name, grad in gradients(plain).items() if name in mine}
+
+
+def train(rank: int, ranks: int, names: list[str], dtype: torch.dtype) -> int:
+    """Train every family for some sizes beside the plain loop; fail where any bit differs."""
+    runs = 0
+    for name in names:
+        for microbatches in (1, 5, 8):
+            try:
+                sl.schedule(name, ranks, microbatches)
+            except sl.ScheduleError:
+                continue
+            model, plain = blocks().to(dtype), blocks().to(dtype)
+            x, y = (part.to(dtype) for part in batch())
+            given: dict[str, Any] = {"schedule": name, "ranks": ranks, "microbatches": microbatches}
+            pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, **given)
+            optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (pipe, plain)]
+            directions = pipe.schedule.placement.direction.tolist()
+            for _ in range(3):
+                # Ranks that need no inputs or targets may be given None.
+                stages = pipe.schedule.placement.stages_of(rank)
+                last = pipe.schedule.stages - 1
+                stats = pipe.step(x if 0 in stages or rank % 2 else None, y if last in stages or rank % 2 else None)
+                expected = one_process_step(
+                    plain, functional.mse_loss, x, y, microbatches, directions=directions if 1 in directions else None
+                )
+                assert stats.loss == expected, (name, microbatches, stats.loss, expected)
+                assert_same_bits(*owned(pipe, plain), f"gradients of {name} {ranks}×{microbatches}")
+                assert pipe.timeline.schedule == pipe.schedule
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            weights = {key: value.detach() for key, value in pipe.named_parameters()}
+            same = {key: value.detach() for key, value in plain.named_parameters() if key in weights}
+            assert_same_bits(dict(weights), dict(same), f"weights of {name} {ranks}×{microbatches}")
+            runs += 1
+    return runs
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, torch.float32), (3, torch.bfloat16), (4, torch.float32)])
+def test_every_family_gives_the_bits_of_one_process_on_processes(ranks: int, dtype: torch.dtype) -> None:
+    runs = run_ranks(train, ranks, ranks, TRAINING, dtype, timeout=240)
+    assert len(set(runs)) == 1
+    assert runs[0] >= 2 * len(TRAINING) - 8
+
+
+class Head(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight)
+
+
+def token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def tied(rank: int) -> tuple[dict[str, Tensor | None], float]:
+    torch.manual_seed(3)
+    embedding: Any = nn.Embedding(11, 8)
+    model = nn.Sequential(embedding, Block(), Block(), Head(embedding.weight))
+    tokens = torch.randint(0, 11, (6, 5))
+    pipe = sl.Pipeline(model, loss_fn=token_loss, schedule="zb-h1", ranks=2, microbatches=3)
+    for _ in range(2):
+        pipe.step(tokens, tokens)
+    norm = float(pipe.clip_grad_norm_(0.5))
+    return dict(pipe.named_gradients()), norm
+
+
+def test_tied_weights_and_clipping_are_as_on_threads() -> None:
+    """Both processes that use a tied weight hold the same gradient, and the norm is over all of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    (first, norm), (second, other) = run_ranks(tied, 2)
+    torch.manual_seed(3)
+    embedding: Any = nn.Embedding(11, 8)
+    model = nn.Sequential(embedding, Block(), Block(), Head(embedding.weight))
+    tokens = torch.randint(0, 11, (6, 5))
+    pipe = sl.Pipeline(model, loss_fn=token_loss, schedule="zb-h1", ranks=2, microbatches=3)
+    for _ in range(2):
+        pipe.step(tokens, tokens)
+    expected = float(pipe.clip_grad_norm_(0.5))
+    torch.set_num_threads(before)
+    assert first["0.weight"] is not None
+    assert second["0.weight"] is not None
+    assert torch.equal(first["0.weight"], second["0.weight"])
+    assert_same_bits({**first, **second}, dict(pipe.named_gradients()))
+    assert norm == other == expected
+
+
+def mistakes(rank: int) -> list[str]:
+    """What goes wrong between ranks is said on all of them."""
+    said = []
+    x, y = batch()
+
+    def attempt(call: Any) -> None:
+        try:
+            call()
+            said.append("nothing")
+        except sl.StagelineError as error:
+            said.append(str(error))
+
+    def make(**given: Any) -> sl.Pipeline:
+        return sl.Pipeline(blocks(), loss_fn=functional.mse_loss, **{"ranks": 2, "microbatches": 4, **given})
+
+    attempt(lambda: make(schedule="1f1b" if rank == 0 else "gpipe"))
+    attempt(lambda: make(schedule="1f1b", ranks=4))
+    attempt(lambda: make(loss_reduction="mean" if rank == 0 else "sum"))
+    pipe = make(schedule="1f1b")
+    attempt(lambda: pipe.step(x + rank, y))
+    attempt(lambda: pipe.step(None, None))
+    attempt(lambda: pipe.step(x[: 10 - rank], y[: 10 - rank]))
+    pipe.step(x, y)
+    found = pipe.evaluate(x, y, outputs=True)
+    said.append(f"{found.loss is not None} {found.outputs is not None}")
+    return said
+
+
+def test_differences_between_ranks_are_found_and_named() -> None:
+    first, second = run_ranks(mistakes, 2)
+    for said in (first, second):
+        assert "rank 1 and rank 0 differ in the schedule" in said[0]
+        assert "the schedule has 4 ranks and 2 processes were started" in said[1]
+        assert "differ in loss_reduction" in said[2]
+        assert said[3] == "rank 1 was given another batch than rank 0: the inputs differ"
+        assert "no rank was given" in said[4]
+        assert "rank 1 was given another batch than rank 0: the number of samples differ" in said[5]
+    assert first[6] == "True False"
+    assert second[6] == "True True"
+
+
+SCRIPT = """
+import torch
+from torch.nn import functional
+import stageline as sl
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4)))
+pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="zb-v", ranks=2, microbatches=4)
+optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+x, y = torch.randn(8, 6), torch.randn(8, 6)
+for _ in range(3):
+    stats = pipe.step(x, y)
+    optimizer.step()
+    optimizer.zero_grad()
+print("loss", stats.loss.hex(), flush=True)
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(180)
+def test_the_same_script_runs_alone_and_under_torchrun(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    alone = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=60, check=True, env=environment
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", "stageline", str(path)]
+    many = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert many.returncode == 0, many.stderr
+    (line,) = [line for line in alone.stdout.splitlines() if line.startswith("loss")]
+    assert [found for found in many.stdout.splitlines() if found.startswith("loss")] == [line, line]
