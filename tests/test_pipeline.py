@@ -413,7 +413,10 @@ def test_mistakes_are_told_in_words() -> None:
         (lambda: make(schedule="1f1b", ranks=5), "5 stages and the model only 4 layers"),
         (lambda: make(list(blocks(4)), schedule="1f1b", ranks=3), "3 stages and 4 were given"),
         (lambda: make(schedule=sl.schedule("1f1b", 2, 3)), "microbatches=4, and the schedule has 3"),
-        (lambda: make(loss_reduction="max"), "'mean' or 'sum'"),
+        (lambda: make(loss_reduction="max"), "'mean', 'sum' or 'count'"),
+        (lambda: make(recompute="all"), "'none' or 'stage'"),
+        (lambda: make(loss_reduction="count").step(x, y), "needs count="),
+        (lambda: make().step(x, y, count=3), "is for loss_reduction='count'"),
         (lambda: make(deadline=0), "above 0"),
         (lambda: make().step(x, y[:3]), "10 samples of inputs and 3 of targets"),
         (lambda: make().step(x[:0], y[:0]), "no samples"),
@@ -424,3 +427,120 @@ def test_mistakes_are_told_in_words() -> None:
     for mistake, words in mistakes:
         with pytest.raises(sl.StagelineError, match=words):
             mistake()
+
+
+class Noisy(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.dropout(super().forward(x)))
+
+
+def noisy() -> Any:
+    torch.manual_seed(6)
+    return nn.Sequential(*(Noisy() for _ in range(8)))
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+@pytest.mark.parametrize(("name", "ranks"), [("gpipe", 2), ("1f1b", 4), ("zb-v", 2), ("interleaved", 4), ("zb-h1", 3)])
+def test_dropout_draws_the_same_for_every_schedule_and_number_of_ranks(name: str, ranks: int, recompute: Any) -> None:
+    """And when a forward is run once more; and a step leaves torch's own generator as it was."""
+    found = []
+    given: dict[str, Any]
+    for given in ({"schedule": "gpipe", "ranks": 1}, {"schedule": name, "ranks": ranks, "recompute": recompute}):
+        model = noisy()
+        pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, microbatches=4, seed=7, **given)
+        x, y = batch()
+        before = torch.get_rng_state()
+        losses = [pipe.step(x, y).losses for _ in range(2)]
+        assert torch.equal(torch.get_rng_state(), before)
+        found.append((losses, gradients(model)))
+    assert found[0][0] == found[1][0]
+    assert found[0][0][0] != found[0][0][1], "another step draws other numbers"
+    assert_same_bits(found[0][1], found[1][1])
+
+
+class Counting(Block):
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counting.runs += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved-zb"])
+def test_recomputation_runs_every_layer_once_more_and_no_more(name: str) -> None:
+    """torch's zero-bubble schedules run a checkpointed block once for every linear layer in it."""
+    torch.manual_seed(8)
+    model: Any = nn.Sequential(*(Counting() for _ in range(4)))
+    plain = copy.deepcopy(model)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, ranks=2, microbatches=4, recompute="stage")
+    Counting.runs = 0
+    stats = pipe.step(*batch())
+    assert Counting.runs == 2 * 4 * 4
+    assert stats.loss == one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
+    assert_same_bits(gradients(model), gradients(plain))
+
+
+def test_recomputation_changes_buffers_once_a_microbatch() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Tanh())
+    plain = copy.deepcopy(model)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="zb-h1", ranks=2, microbatches=4, recompute="stage")
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    pipe.step(x, y)
+    one_process_step(plain, functional.mse_loss, x, y, 4)
+    assert_same_bits(dict(pipe.named_buffers()), dict(plain.named_buffers()))
+    assert_same_bits(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("name", ["chimera", "dualpipe"])
+def test_two_directions_refuse_buffers_that_change(name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, ranks=2, microbatches=4)
+    with pytest.raises(sl.PipelineError, match=r"the buffer 1\.\w+ changed in training"):
+        pipe.step(torch.randn(8, 4), torch.randn(8, 4))
+
+
+def test_metrics_come_with_the_loss_and_are_weighed_as_it_is() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return functional.mse_loss(output, target), {"largest": output.detach().amax(), "one": 1.0}
+
+    model = blocks(4)
+    pipe = sl.Pipeline(model, loss_fn=loss_fn, schedule="1f1b", ranks=2, microbatches=4)
+    x, y = batch()
+    stats, found = pipe.step(x, y), pipe.evaluate(x, y)
+    parts = [(float(model(part).detach().amax()), len(part) / len(x)) for part in x.tensor_split(4)]
+    assert stats.metrics["largest"] == pytest.approx(sum(value * weight for value, weight in parts))
+    assert stats.metrics["one"] == pytest.approx(1.0)
+    assert found.metrics == stats.metrics
+    assert found.loss == stats.loss
+
+
+def test_a_count_of_targets_weighs_padded_batches_over_several_steps() -> None:
+    """Two steps, divided by the targets of both: the gradient of the mean over all targets that count."""
+    ignore = -100
+
+    def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=ignore, reduction="sum")
+
+    def build() -> Any:
+        torch.manual_seed(9)
+        return nn.Sequential(nn.Embedding(7, 8), Block(), Block(), nn.Linear(8, 7))
+
+    model, plain = build(), build()
+    tokens = torch.randint(0, 7, (2, 6, 5))
+    targets = tokens.clone()
+    targets[0, 2:, 3:] = ignore
+    count = int((targets != ignore).sum())
+    pipe = sl.Pipeline(model, loss_fn=loss_fn, schedule="zb-h1", ranks=2, microbatches=3, loss_reduction="count")
+    for step in range(2):
+        pipe.step(tokens[step], targets[step], count=count)
+    whole = functional.cross_entropy(plain(tokens.flatten(0, 1)).flatten(0, 1), targets.flatten(), ignore_index=ignore)
+    torch.autograd.backward(whole)
+    for name, grad in gradients(plain).items():
+        mine = gradients(model)[name]
+        assert grad is not None
+        assert mine is not None
+        torch.testing.assert_close(mine, grad)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
-from test_pipeline import Block, batch, blocks, gradients
+from test_pipeline import Block, batch, blocks, gradients, noisy
 
 TRAINING = [name for name in sl.families() if name != "forward-only"]
 
@@ -156,8 +157,49 @@ def test_differences_between_ranks_are_found_and_named() -> None:
     assert second[6] == "True True"
 
 
+class Fragile(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ArithmeticError("planted")
+
+
+def fails(rank: int, stage: int) -> tuple[str, float]:
+    torch.manual_seed(1)
+    layers = [Fragile() if index == stage else Block() for index in range(3)]
+    pipe = sl.Pipeline(layers, loss_fn=functional.mse_loss, schedule="1f1b", microbatches=4, deadline=30)
+    began = time.monotonic()
+    try:
+        pipe.step(*batch())
+    except sl.PipelineError as error:
+        return str(error), time.monotonic() - began
+    return "nothing", 0.0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_exception_on_one_rank_reaches_all_with_its_name(stage: int) -> None:
+    for said, _ in run_ranks(fails, 3, stage):
+        assert f"rank {stage} failed in F of stage {stage}, microbatch 0: " in said
+        assert "ArithmeticError: planted" in said
+
+
+def noisy_step(rank: int) -> tuple[list[float], dict[str, float]]:
+    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return functional.mse_loss(output, target), {"mean": output.detach().mean()}
+
+    pipe = sl.Pipeline(noisy(), loss_fn=loss_fn, schedule="zb-v", ranks=2, microbatches=4, seed=7)
+    stats = pipe.step(*batch())
+    return list(stats.losses), stats.metrics
+
+
+def test_dropout_and_metrics_are_as_on_threads() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected = noisy_step(0)
+    torch.set_num_threads(before)
+    assert run_ranks(noisy_step, 2) == [expected, expected]
+
+
 SCRIPT = """
-import torch
+import os, pathlib, torch
 from torch.nn import functional
 import stageline as sl
 torch.set_num_threads(1)
@@ -170,7 +212,7 @@ for _ in range(3):
     stats = pipe.step(x, y)
     optimizer.step()
     optimizer.zero_grad()
-print("loss", stats.loss.hex(), flush=True)
+pathlib.Path("loss-" + os.environ.get("RANK", "alone")).write_text(stats.loss.hex())
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
 """
@@ -181,12 +223,12 @@ def test_the_same_script_runs_alone_and_under_torchrun(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    alone = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=60, check=True, env=environment
-    )
+    subprocess.run([sys.executable, str(path)], timeout=60, check=True, env=environment, cwd=tmp_path)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", "stageline", str(path)]
-    many = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    many = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=environment, cwd=tmp_path
+    )
     assert many.returncode == 0, many.stderr
-    (line,) = [line for line in alone.stdout.splitlines() if line.startswith("loss")]
-    assert [found for found in many.stdout.splitlines() if found.startswith("loss")] == [line, line]
+    losses = {name: (tmp_path / f"loss-{name}").read_text() for name in ("alone", "0", "1")}
+    assert len(set(losses.values())) == 1, losses

@@ -39,6 +39,7 @@ class RankResult:
     end: np.ndarray[Any, np.dtype[np.float64]]
     arrived: dict[int, float] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     split: tuple[int, int] = (0, 0)
     """Of the elements of parameters that got a gradient by I and W: all, and those that came with I."""
@@ -149,13 +150,13 @@ class Executor:
             wants = [False] * len(leaves)
         else:
             leaves, tree, wants = list(arrived.leaves), arrived.tree, list(arrived.wants_gradient)
-        outputs, shape = stage.forward(task.microbatch, leaves, tree, wants, work.training)
+        outputs, shape = stage.forward(task.microbatch, work.step, leaves, tree, wants, work.training)
         if task.stage < self.schedule.stages - 1:
             return self._message(task, work, outputs, shape)
         value = unflatten(outputs, shape)
         if work.targets:
             weight = work.weights[task.microbatch]
-            result.losses[task.microbatch] = stage.loss(
+            result.losses[task.microbatch], result.metrics[task.microbatch] = stage.loss(
                 task.microbatch, value, work.targets[task.microbatch], weight, work.training
             )
         if work.keep_outputs:

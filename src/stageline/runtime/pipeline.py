@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -16,15 +17,15 @@ from stageline.errors import StagelineError
 from stageline.runtime.cut import cut, find_schedule, forwards_of, only_microbatches, whole_model
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.shadows import gather, place
-from stageline.runtime.stage import Stage
+from stageline.runtime.stage import Stage, StageOptions
 from stageline.runtime.stats import Evaluation, StepStats
 from stageline.runtime.tree import batch_size, join_batch, split_batch
-from stageline.runtime.worlds import Crew, Floats, digest, find_world, same_batch
+from stageline.runtime.worlds import Crew, Floats, PipelineError, digest, find_world, same_batch
 from stageline.schedules.certificate import verify
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.timeline import Timeline, Transfers
 
-Reduction = Literal["mean", "sum"]
+Reduction = Literal["mean", "sum", "count"]
 
 
 class Pipeline:
@@ -53,20 +54,28 @@ class Pipeline:
         self,
         stages: nn.Sequential | Sequence[nn.Module],
         *,
-        loss_fn: Callable[[Any, Any], Tensor],
+        loss_fn: Callable[[Any, Any], Any],
         schedule: str | Path | Schedule = "1f1b",
         microbatches: int | None = None,
         ranks: int | None = None,
         loss_reduction: Reduction = "mean",
+        recompute: Literal["none", "stage"] = "none",
+        seed: int | None = None,
         deadline: float = 60.0,
         **options: Any,
     ) -> None:
         """`stages` is one module per stage, or an nn.Sequential that is cut evenly.
 
-        `options` are the family's own, such as `chunks`. `deadline` is how many seconds a rank waits for another.
+        `loss_reduction` says how microbatches weigh: "mean", each by its share of the samples; "sum", each once;
+        "count", each divided by the `count` that `step` is given, for sums over targets, such as padded text.
+        `recompute="stage"` keeps only what a stage was given and runs its forward once more before its backward.
+        `seed` is what dropout draws from (torch's own seed on rank 0 unless given). `deadline` is how many seconds a
+        rank waits for another. `options` are the family's own, such as `chunks`.
         """
-        if loss_reduction not in ("mean", "sum"):
-            raise StagelineError(f"loss_reduction is 'mean' or 'sum', got {loss_reduction!r}")
+        if loss_reduction not in ("mean", "sum", "count"):
+            raise StagelineError(f"loss_reduction is 'mean', 'sum' or 'count', got {loss_reduction!r}")
+        if recompute not in ("none", "stage"):
+            raise StagelineError(f"recompute is 'none' or 'stage', got {recompute!r}")
         if not deadline > 0:
             raise StagelineError(f"deadline is a number of seconds above 0, got {deadline!r}")
         self.model = whole_model(stages)
@@ -80,6 +89,7 @@ class Pipeline:
         self._world = find_world(self.schedule.ranks)
         self._placed = place(self._parts, self.schedule.placement, self._world.here)
         self._world.agree(self._facts())
+        self._options = StageOptions(loss_fn, self._common_seed(seed), recompute == "stage")
         self._crews: dict[tuple[int, bool], Crew] = {}
         self._steps = 0
         self._timeline: Timeline | None = None
@@ -168,17 +178,20 @@ class Pipeline:
 
     # Steps.
 
-    def step(self, inputs: Any, targets: Any) -> StepStats:
+    def step(self, inputs: Any, targets: Any, *, count: float | None = None) -> StepStats:
         """Run every microbatch forward and backward; gradients add into `.grad`, and no parameter changes.
 
         Where every process is a rank, each may be given the whole batch, or None for what its stages do not need:
-        inputs are read on the first stage, targets on the last.
+        inputs are read on the first stage, targets on the last. `count` is the number of targets that a loss is divided
+        by, over all microbatches and, where gradients of several steps are added up, over all of those.
         """
         began = time.perf_counter()
-        work = self._work(inputs, targets, training=True)
+        work = self._work(inputs, targets, training=True, count=count)
         crew = self._crew(len(work.weights), training=True)
         self._placed.start()
+        versions = [buffer._version for buffer in self.model.buffers()]
         results = self._world.run(crew, work, self.deadline)
+        self._check_buffers(versions)
         gather(self._placed, self._world.share)
         losses = self._losses(results, len(work.weights))
         self._timeline = self._measured(crew, results)
@@ -187,6 +200,7 @@ class Pipeline:
         return StepStats(
             loss=sum(losses.tolist()),
             losses=tuple(losses.tolist()),
+            metrics=self._metrics(results),
             seconds=time.perf_counter() - began,
             samples=work.samples,
             microbatches=len(work.weights),
@@ -194,13 +208,13 @@ class Pipeline:
             unsplit=float(unsplit / split) if split else 0.0,
         )
 
-    def evaluate(self, inputs: Any, targets: Any, *, outputs: bool = False) -> Evaluation:
-        """Run the forwards alone, with the loss; no gradient is touched."""
-        return self._forwards(inputs, targets, outputs)
+    def evaluate(self, inputs: Any, targets: Any, *, outputs: bool = False, count: float | None = None) -> Evaluation:
+        """Run the forwards alone, with the loss and its metrics; no gradient is touched."""
+        return self._forwards(inputs, targets, outputs, count)
 
     def predict(self, inputs: Any) -> Any:
         """Run the forwards alone; give back the outputs of the whole batch."""
-        return self._forwards(inputs, None, True).outputs
+        return self._forwards(inputs, None, True, None).outputs
 
     @property
     def timeline(self) -> Timeline:
@@ -224,7 +238,14 @@ class Pipeline:
             "loss_reduction": self.loss_reduction,
         }
 
-    def _work(self, inputs: Any, targets: Any, *, training: bool, keep: bool = False) -> Work:
+    def _common_seed(self, seed: int | None) -> int:
+        """The seed of rank 0, known to all; it must be exact in a float, so its last 52 bits count."""
+        mine = (torch.initial_seed() if seed is None else int(seed)) & (2**52 - 1)
+        return int(self._world.add_up(np.array([float(mine) if 0 in self._world.here else 0.0]))[0])
+
+    def _work(
+        self, inputs: Any, targets: Any, *, training: bool, keep: bool = False, count: float | None = None
+    ) -> Work:
         """Check and cut the batch; parts that would be empty are left out."""
         sizes = [
             batch_size(part, what)
@@ -240,18 +261,63 @@ class Pipeline:
         if samples == 0:
             raise StagelineError("the batch has no samples")
         parts = self.schedule.microbatches
-        count = min(parts, samples)  # the parts that are not empty come first
-        share = [samples // parts + (part < samples % parts) for part in range(count)]
-        weights = [size / samples for size in share] if self.loss_reduction == "mean" else [1.0] * count
+        filled = min(parts, samples)  # the parts that are not empty come first
         return Work(
             step=self._steps,
             samples=samples,
-            inputs=split_batch(inputs, parts)[:count] if inputs is not None else [],
-            targets=split_batch(targets, parts)[:count] if targets is not None else [],
-            weights=weights,
+            inputs=split_batch(inputs, parts)[:filled] if inputs is not None else [],
+            targets=split_batch(targets, parts)[:filled] if targets is not None else [],
+            weights=self._weights(samples, filled, count, len(batch) == 1),
             training=training,
             keep_outputs=keep,
         )
+
+    def _weights(self, samples: int, filled: int, count: float | None, predicting: bool) -> list[float]:
+        """What each microbatch's loss is multiplied by."""
+        if self.loss_reduction == "count" and predicting:
+            return [1.0] * filled
+        if self.loss_reduction == "count":
+            if count is None or not count > 0:
+                raise StagelineError(f"loss_reduction='count' needs count=, a number of targets above 0, got {count!r}")
+            return [1.0 / count] * filled
+        if count is not None:
+            raise StagelineError(f"count={count!r} is for loss_reduction='count'; this is {self.loss_reduction!r}")
+        if self.loss_reduction == "sum":
+            return [1.0] * filled
+        parts = self.schedule.microbatches
+        return [(samples // parts + (part < samples % parts)) / samples for part in range(filled)]
+
+    def _check_buffers(self, versions: list[int]) -> None:
+        """With two directions each copy of a stage sees half of the microbatches, so no buffer may change."""
+        if self.schedule.placement.directions == 1:
+            return
+        for (name, buffer), before in zip(self.model.named_buffers(), versions, strict=True):
+            if buffer._version != before:
+                raise PipelineError(
+                    f"the buffer {name} changed in training, and {self.schedule.name} runs every stage on two ranks "
+                    "that each see half of the microbatches; use a family with one direction, or evaluation mode for it"
+                )
+
+    def _metrics(self, results: Sequence[RankResult]) -> dict[str, float]:
+        """What loss_fn returned beside the losses, added up in the order of the microbatches, known on every rank."""
+        found = {microbatch: metrics for result in results for microbatch, metrics in result.metrics.items()}
+        total: dict[str, float] = {}
+        for microbatch in sorted(found):
+            for name, value in found[microbatch].items():
+                total[name] = total.get(name, 0.0) + value
+        if self.schedule.placement.directions > 1 and len(self._world.here) < self.schedule.ranks:
+            names = {
+                name for rank in self._last_ranks() for name in json.loads(self._world.tell(json.dumps(total), rank))
+            }
+            ordered = sorted(names)
+            values = self._world.add_up(np.array([total.get(name, 0.0) for name in ordered]))
+            return dict(zip(ordered, values.tolist(), strict=True))
+        told = self._world.tell(json.dumps(total), self._last_ranks()[0])
+        return {str(name): float(value) for name, value in json.loads(told).items()}
+
+    def _last_ranks(self) -> list[int]:
+        """The ranks that hold the last stage."""
+        return sorted({int(rank) for rank in self.schedule.placement.table[:, -1]})
 
     def _losses(self, results: Sequence[RankResult], count: int) -> Floats:
         """Each microbatch's loss, known on every rank."""
@@ -266,13 +332,12 @@ class Pipeline:
         key = (microbatches, training)
         if key not in self._crews:
             schedule = only_microbatches(self.schedule if training else forwards_of(self.schedule), microbatches)
-            last = schedule.stages - 1
             executors = [
                 Executor(
                     schedule,
                     rank,
                     {
-                        stage: Stage(stage, module, self.loss_fn if stage == last else None)
+                        stage: Stage(stage, module, self._options)
                         for stage, module in self._placed.modules[rank].items()
                     },
                     self._world.transport(rank),
@@ -282,9 +347,9 @@ class Pipeline:
             self._crews[key] = Crew(schedule, executors)
         return self._crews[key]
 
-    def _forwards(self, inputs: Any, targets: Any, keep: bool) -> Evaluation:
+    def _forwards(self, inputs: Any, targets: Any, keep: bool, count: float | None) -> Evaluation:
         began = time.perf_counter()
-        work = self._work(inputs, targets, training=False, keep=keep)
+        work = self._work(inputs, targets, training=False, keep=keep, count=count)
         self._placed.start()
         results = self._world.run(self._crew(len(work.weights), training=False), work, self.deadline)
         losses = self._losses(results, len(work.weights))
@@ -293,6 +358,7 @@ class Pipeline:
         return Evaluation(
             loss=sum(losses.tolist()) if targets is not None else None,
             losses=tuple(losses.tolist()) if targets is not None else (),
+            metrics=self._metrics(results),
             outputs=outputs,
             seconds=time.perf_counter() - began,
         )

@@ -31,11 +31,11 @@ class Use:
 class Placed:
     """The modules of the ranks that are here, and the uses of every parameter that has more than one."""
 
-    modules: dict[int, dict[int, nn.Module]]
+    modules: dict[int, dict[int, nn.Sequential]]
     """For each rank that is here, the module of each of its stages."""
     uses: dict[nn.Parameter, list[Use]]
     """In the order in which the uses' gradients are added: by direction, then by stage."""
-    shadows: list[tuple[nn.Module, nn.Module]]
+    shadows: list[tuple[nn.Sequential, nn.Sequential]]
     """The originals and their shadows."""
 
     def start(self) -> None:
@@ -49,7 +49,7 @@ class Placed:
                     use.own.grad = None
 
 
-def place(parts: Sequence[nn.Module], placement: Placement, here: Sequence[int]) -> Placed:
+def place(parts: Sequence[nn.Sequential], placement: Placement, here: Sequence[int]) -> Placed:
     """Give every rank that is here the modules of its stages; second uses of a parameter run on shadows."""
     order = [
         (int(placement.table[direction, stage]), stage)
@@ -79,8 +79,8 @@ def place(parts: Sequence[nn.Module], placement: Placement, here: Sequence[int])
 
 
 def shadow_of(
-    module: nn.Module, replaced: Sequence[nn.Parameter]
-) -> tuple[nn.Module, dict[nn.Parameter, nn.Parameter]]:
+    module: nn.Sequential, replaced: Sequence[nn.Parameter]
+) -> tuple[nn.Sequential, dict[nn.Parameter, nn.Parameter]]:
     """Copy a module's structure; the replaced parameters become aliases, all other tensors stay the same objects."""
     aliases = {
         parameter: nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad) for parameter in replaced

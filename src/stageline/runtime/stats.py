@@ -14,6 +14,8 @@ class StepStats:
     """The loss of the step: the sum over microbatches of loss × weight, in their order."""
     losses: tuple[float, ...]
     """Each microbatch's part of it."""
+    metrics: dict[str, float]
+    """What `loss_fn` returned beside the loss, weighed and added as the loss is."""
     seconds: float
     """How long the step took."""
     samples: int
@@ -32,5 +34,6 @@ class Evaluation:
 
     loss: float | None
     losses: tuple[float, ...]
+    metrics: dict[str, float]
     outputs: Any
     seconds: float

@@ -63,6 +63,9 @@ class World(Protocol):
     def share(self, tensor: Tensor, owner: int) -> None:
         """Give all processes the tensor of the rank that owns it."""
 
+    def tell(self, text: str, owner: int) -> str:
+        """Give all processes the text of a rank."""
+
 
 def find_world(ranks: int) -> World:
     """Threads, unless the environment says that this process is one rank of several."""
@@ -140,6 +143,10 @@ class ThreadWorld:
     def share(self, tensor: Tensor, owner: int) -> None:
         """All is here already."""
 
+    def tell(self, text: str, owner: int) -> str:
+        """All is known here already."""
+        return text
+
 
 class ProcessWorld:
     """This process is one rank of a torch.distributed group."""
@@ -168,9 +175,11 @@ class ProcessWorld:
             result = executor.run(work, deadline)
             self._transport.finish(deadline)
         except BaseException as error:
-            self._transport.fail(error, f"rank {executor.rank} failed in {executor.doing}")
             doing = executor.doing
             executor.forget()
+            if isinstance(error, PeerFailed):
+                raise PipelineError(f"{error}; no parameter was changed; start all ranks again") from error
+            self._transport.fail(error, f"rank {executor.rank} failed in {doing}")
             raise failure(executor.rank, doing, error) from error
         return [result]
 
@@ -198,6 +207,17 @@ class ProcessWorld:
     def share(self, tensor: Tensor, owner: int) -> None:
         """Broadcast from the owner."""
         dist.broadcast(tensor, src=owner)
+
+    def tell(self, text: str, owner: int) -> str:
+        """Broadcast the text's length and its bytes."""
+        size = torch.tensor([len(text.encode())])
+        dist.broadcast(size, src=owner)
+        sent = torch.zeros(int(size), dtype=torch.uint8)
+        if owner == self.here[0] and text:
+            sent = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone()
+        if len(sent):
+            dist.broadcast(sent, src=owner)
+        return bytes(sent.numpy()).decode()
 
 
 def _number(text: str) -> int:

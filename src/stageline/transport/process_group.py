@@ -26,6 +26,10 @@ HEAD = 4096
 DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
+FAILED = "failed"
+WATCH = 0.1
+"""Seconds between two looks at the board."""
+
 TAGS: dict[Traffic, int] = {"forward": 1, "backward": 2}
 
 
@@ -98,6 +102,9 @@ class ProcessGroupTransport:
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self._inbox = ThreadHub(self.ranks)
+        board = dist.distributed_c10d._get_default_store()
+        self._board = dist.PrefixStore("stageline", board)  # type: ignore[attr-defined]
+        self._done = threading.Event()
         self._outbox: dict[int, queue.SimpleQueue[Message | None]] = {}
         self._threads: list[threading.Thread] = []
 
@@ -110,6 +117,8 @@ class ProcessGroupTransport:
         ]
         self._outbox = {target: queue.SimpleQueue() for target in targets}
         self._threads += [threading.Thread(target=self._send_all, args=(target,), daemon=True) for target in targets]
+        self._done.clear()
+        self._threads.append(threading.Thread(target=self._watch, daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -117,6 +126,7 @@ class ProcessGroupTransport:
         """Wait until everything is sent and received."""
         for outgoing in self._outbox.values():
             outgoing.put(None)
+        self._done.set()
         for thread in self._threads:
             thread.join(deadline)
             if thread.is_alive():
@@ -132,8 +142,18 @@ class ProcessGroupTransport:
         return self._inbox.take(header, deadline)
 
     def fail(self, error: BaseException, where: str) -> None:
-        """Stop this rank's own waits."""
+        """Write on the board that all ranks watch, unless another rank was first."""
         self._inbox.set_failure(self.rank, error, where)
+        if not self._board.check([FAILED]):
+            self._board.set(FAILED, json.dumps([self.rank, where, f"{type(error).__name__}: {error}"]))
+
+    def _watch(self) -> None:
+        """Look at the board until the step is over: neighbours notice a failure by themselves, others would wait."""
+        while not self._done.wait(WATCH):
+            if self._board.check([FAILED]):
+                rank, where, said = json.loads(self._board.get(FAILED))
+                self._inbox.set_failure(int(rank), RuntimeError(said), str(where))
+                return
 
     def close(self) -> None:
         """Nothing is left behind between steps."""

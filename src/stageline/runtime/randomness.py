@@ -1,0 +1,50 @@
+"""Random numbers that depend on the seed, the step, the microbatch and the layer's name, and on nothing else.
+
+So dropout draws the same for every number of ranks, every schedule and every transport, and once more when an
+activation is recomputed. Threads share torch's one default generator, so a layer that draws holds it alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+_generator = threading.RLock()
+
+
+def draws(layer: nn.Module) -> bool:
+    """Whether a layer may draw random numbers: a module or number named for dropout, or for drawing, in it.
+
+    >>> draws(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))), draws(nn.Linear(2, 2))
+    (True, False)
+    """
+    for module in layer.modules():
+        words = type(module).__name__.lower()
+        if any(word in words for word in ("drop", "noise", "random", "stochastic", "gumbel", "sampl", "rrelu")):
+            return True
+        for name, value in vars(module).items():
+            if "drop" in name.lower() and isinstance(value, int | float) and value > 0:
+                return True
+        if getattr(module, "draws_random_numbers", False):
+            return True
+    return False
+
+
+@contextmanager
+def random_numbers(seed: int, step: int, microbatch: int, layer: str) -> Iterator[None]:
+    """Let what runs inside draw from a generator of its own; afterwards the default one is as it was before."""
+    words = f"{seed}/{step}/{microbatch}/{layer}".encode()
+    own = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1
+    with _generator, torch.random.fork_rng(devices=_devices()):
+        torch.manual_seed(own)
+        yield
+
+
+def _devices() -> list[int]:
+    """The GPUs whose generators are in use."""
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
