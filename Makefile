@@ -37,6 +37,7 @@ format: install
 bench: install
 	$(BIN)/python benchmarks/schedule_speed.py
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/runtime_speed.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -193,19 +194,18 @@ class Pipeline:
         results = self._world.run(crew, work, self.deadline)
         self._check_buffers(versions)
         gather(self._placed, self._world.share)
-        losses = self._losses(results, len(work.weights))
-        self._timeline = self._measured(crew, results)
+        known = self._known(crew, results)
+        self._timeline = _timeline(crew.schedule, known.times)
         self._steps += 1
-        split, unsplit = self._world.add_up(np.sum([result.split for result in results], axis=0).astype(np.float64))
         return StepStats(
-            loss=sum(losses.tolist()),
-            losses=tuple(losses.tolist()),
-            metrics=self._metrics(results),
+            loss=sum(known.losses),
+            losses=known.losses,
+            metrics=known.metrics,
             seconds=time.perf_counter() - began,
             samples=work.samples,
             microbatches=len(work.weights),
             bubble=self._timeline.bubble,
-            unsplit=float(unsplit / split) if split else 0.0,
+            unsplit=known.unsplit,
         )
 
     def evaluate(self, inputs: Any, targets: Any, *, outputs: bool = False, count: float | None = None) -> Evaluation:
@@ -298,34 +298,43 @@ class Pipeline:
                     "that each see half of the microbatches; use a family with one direction, or evaluation mode for it"
                 )
 
-    def _metrics(self, results: Sequence[RankResult]) -> dict[str, float]:
-        """What loss_fn returned beside the losses, added up in the order of the microbatches, known on every rank."""
-        found = {microbatch: metrics for result in results for microbatch, metrics in result.metrics.items()}
+    def _known(self, crew: Crew, results: Sequence[RankResult]) -> _Known:
+        """Let every rank know what each of them found out, in one exchange (two where there are metrics)."""
+        schedule = crew.schedule
+        losses = np.zeros(schedule.microbatches)
+        times = np.zeros((3, schedule.num_actions))
+        metrics: dict[str, float] = {}
+        for executor, result in zip(crew.executors, results, strict=True):
+            mine = slice(int(schedule.bounds[executor.rank]), int(schedule.bounds[executor.rank + 1]))
+            times[0, mine], times[1, mine] = result.start, result.end
+            for index, moment in result.arrived.items():
+                times[2, index] = moment
+            for microbatch in sorted(result.losses):
+                losses[microbatch] = float(result.losses[microbatch])
+                for name, value in result.metrics[microbatch].items():
+                    metrics[name] = metrics.get(name, 0.0) + value
+        counts = np.sum([result.split for result in results], axis=0)
+        own = np.concatenate([losses, counts, [len(metrics)], times.reshape(-1)])
+        every = self._world.add_up(own)
+        first = schedule.microbatches
+        total, unsplit, described = every[first : first + 3].tolist()
+        return _Known(
+            losses=tuple(every[:first].tolist()),
+            metrics=self._metrics(metrics) if described else {},
+            times=every[first + 3 :].reshape(3, -1),
+            unsplit=unsplit / total if total else 0.0,
+        )
+
+    def _metrics(self, own: dict[str, float]) -> dict[str, float]:
+        """Add up the metrics of the ranks that hold the last stage, of which there may be two."""
+        owners = sorted({int(rank) for rank in self.schedule.placement.table[:, -1]})
+        if len(self._world.here) == self.schedule.ranks:
+            return own
         total: dict[str, float] = {}
-        for microbatch in sorted(found):
-            for name, value in found[microbatch].items():
+        for rank in owners:
+            for name, value in json.loads(self._world.tell(json.dumps(own), rank)).items():
                 total[name] = total.get(name, 0.0) + value
-        if self.schedule.placement.directions > 1 and len(self._world.here) < self.schedule.ranks:
-            names = {
-                name for rank in self._last_ranks() for name in json.loads(self._world.tell(json.dumps(total), rank))
-            }
-            ordered = sorted(names)
-            values = self._world.add_up(np.array([total.get(name, 0.0) for name in ordered]))
-            return dict(zip(ordered, values.tolist(), strict=True))
-        told = self._world.tell(json.dumps(total), self._last_ranks()[0])
-        return {str(name): float(value) for name, value in json.loads(told).items()}
-
-    def _last_ranks(self) -> list[int]:
-        """The ranks that hold the last stage."""
-        return sorted({int(rank) for rank in self.schedule.placement.table[:, -1]})
-
-    def _losses(self, results: Sequence[RankResult], count: int) -> Floats:
-        """Each microbatch's loss, known on every rank."""
-        losses = np.zeros(count)
-        for result in results:
-            for microbatch, loss in result.losses.items():
-                losses[microbatch] = float(loss)
-        return self._world.add_up(losses)
+        return total
 
     def _crew(self, microbatches: int, *, training: bool) -> Crew:
         """The executors of all ranks for so many microbatches, made once."""
@@ -351,29 +360,29 @@ class Pipeline:
         began = time.perf_counter()
         work = self._work(inputs, targets, training=False, keep=keep, count=count)
         self._placed.start()
-        results = self._world.run(self._crew(len(work.weights), training=False), work, self.deadline)
-        losses = self._losses(results, len(work.weights))
+        crew = self._crew(len(work.weights), training=False)
+        results = self._world.run(crew, work, self.deadline)
+        known = self._known(crew, results)
         found = {microbatch: output for result in results for microbatch, output in result.outputs.items()}
         outputs = join_batch([found[microbatch] for microbatch in sorted(found)]) if found else None
         return Evaluation(
-            loss=sum(losses.tolist()) if targets is not None else None,
-            losses=tuple(losses.tolist()) if targets is not None else (),
-            metrics=self._metrics(results),
+            loss=sum(known.losses) if targets is not None else None,
+            losses=known.losses if targets is not None else (),
+            metrics=known.metrics,
             outputs=outputs,
             seconds=time.perf_counter() - began,
         )
 
-    def _measured(self, crew: Crew, results: Sequence[RankResult]) -> Timeline:
-        """Put the ranks' times together; the processes of one machine read one clock."""
-        schedule = crew.schedule
-        times = np.zeros((3, schedule.num_actions))
-        for executor, result in zip(crew.executors, results, strict=True):
-            mine = slice(int(schedule.bounds[executor.rank]), int(schedule.bounds[executor.rank + 1]))
-            times[0, mine], times[1, mine] = result.start, result.end
-            for index, moment in result.arrived.items():
-                times[2, index] = moment
-        times = self._world.add_up(times.reshape(-1)).reshape(3, -1)
-        return _timeline(schedule, times)
+
+@dataclass(frozen=True)
+class _Known:
+    """What all ranks know after a step."""
+
+    losses: tuple[float, ...]
+    metrics: dict[str, float]
+    times: Floats
+    """Start and end of every action, and when its input came."""
+    unsplit: float
 
 
 def _timeline(schedule: Schedule, times: Floats) -> Timeline:
