@@ -163,15 +163,13 @@ class ProcessWorld:
     def run(self, crew: Crew, work: Work, deadline: float) -> list[RankResult]:
         """Run this rank's program in this thread."""
         (executor,) = crew.executors
-        expected: dict[tuple[int, Traffic], int] = {}
-        targets: set[int] = set()
-        for channel in crew.schedule.channels:
-            if channel.target == executor.rank:
-                expected[(channel.source, channel.traffic)] = len(channel.messages)
-            if channel.source == executor.rank:
-                targets.add(channel.target)
+        expected: dict[tuple[int, Traffic], int] = {
+            (channel.source, channel.traffic): len(channel.messages)
+            for channel in crew.schedule.channels
+            if channel.target == executor.rank
+        }
         try:
-            self._transport.begin(expected, targets)
+            self._transport.begin(expected)
             result = executor.run(work, deadline)
             self._transport.finish(deadline)
         except BaseException as error:

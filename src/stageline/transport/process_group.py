@@ -1,15 +1,20 @@
 """Ranks as processes of a torch.distributed process group: each message is a typed header and then the bytes.
 
 For the time of a step, every channel has a thread at its receiving end that takes the messages as they come, so
-receives are always posted ahead, and every peer has a thread at the sending end, so a send never holds up compute.
+receives are always posted ahead; sends are handed to the process group, which does not wait for the receiver.
 Nothing on the wire is pickled: a header is a few hundred bytes of JSON, and tensors are their bytes.
+
+A receive is posted for a header and as many bytes of tensors as the message before it on its channel had. If a message
+has just as many, it goes out in one piece; if not, its header goes first and its tensors follow. Both ends know the
+message before, so shapes may change at any time, and while they do not, every message is one transfer.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
-import queue
 import threading
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -105,18 +110,18 @@ class ProcessGroupTransport:
         board = dist.distributed_c10d._get_default_store()
         self._board = dist.PrefixStore("stageline", board)  # type: ignore[attr-defined]
         self._done = threading.Event()
-        self._outbox: dict[int, queue.SimpleQueue[Message | None]] = {}
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._last_out: dict[tuple[int, Traffic], int] = {}
+        self._last_in: dict[tuple[int, Traffic], int] = {}
         self._threads: list[threading.Thread] = []
 
-    def begin(self, expected: Mapping[tuple[int, Traffic], int], targets: set[int]) -> None:
-        """Post the receives of a step, and get ready to send."""
+    def begin(self, expected: Mapping[tuple[int, Traffic], int]) -> None:
+        """Post the receives of a step."""
         self._inbox.reset()
         self._threads = [
             threading.Thread(target=self._receive_all, args=(source, traffic, count), daemon=True)
             for (source, traffic), count in expected.items()
         ]
-        self._outbox = {target: queue.SimpleQueue() for target in targets}
-        self._threads += [threading.Thread(target=self._send_all, args=(target,), daemon=True) for target in targets]
         self._done.clear()
         self._threads.append(threading.Thread(target=self._watch, daemon=True))
         for thread in self._threads:
@@ -124,8 +129,9 @@ class ProcessGroupTransport:
 
     def finish(self, deadline: float) -> None:
         """Wait until everything is sent and received."""
-        for outgoing in self._outbox.values():
-            outgoing.put(None)
+        while self._sent:
+            work, _ = self._sent.popleft()
+            work.wait(datetime.timedelta(seconds=deadline))
         self._done.set()
         for thread in self._threads:
             thread.join(deadline)
@@ -134,8 +140,17 @@ class ProcessGroupTransport:
         self._threads = []
 
     def send(self, message: Message) -> None:
-        """Hand the message to the thread that sends to its target."""
-        self._outbox[message.header.target].put(message)
+        """Hand the message to the process group; its bytes are kept until the step is over."""
+        head = message.header
+        channel = (head.target, head.traffic)
+        parts = pack(message)
+        size = len(parts[-1]) if len(parts) > 1 else 0
+        if len(parts) == 2 and size == self._last_out.get(channel, 0) and not _is_long(parts[0]):
+            parts = [torch.cat(parts)]
+        self._last_out[channel] = 0 if _is_long(parts[0]) else size
+        for part in parts:
+            work = dist.isend(part, group_dst=head.target, group=self.group, tag=TAGS[head.traffic])
+            self._sent.append((work, part))
 
     def receive(self, header: Header, deadline: float) -> Message:
         """Wait for the next message of the channel."""
@@ -158,36 +173,39 @@ class ProcessGroupTransport:
     def close(self) -> None:
         """Nothing is left behind between steps."""
 
-    def _send_all(self, target: int) -> None:
-        try:
-            while (message := self._outbox[target].get()) is not None:
-                for part in pack(message):
-                    dist.send(part, group_dst=target, group=self.group, tag=TAGS[message.header.traffic])
-        except BaseException as error:
-            self._inbox.set_failure(target, error, f"sending to rank {target} failed")
-
     def _receive_all(self, source: int, traffic: Traffic, count: int) -> None:
         try:
             for _ in range(count):
-                self._inbox.put(self._receive_one(source, TAGS[traffic]))
+                self._inbox.put(self._receive_one(source, traffic))
         except BaseException as error:
             self._inbox.set_failure(source, error, f"receiving from rank {source} failed")
 
-    def _receive_one(self, source: int, tag: int) -> Message:
-        head = torch.empty(HEAD, dtype=torch.uint8)
-        dist.recv(head, group_src=source, group=self.group, tag=tag)
-        length = int(head[:8].view(torch.int64)[0])
+    def _receive_one(self, source: int, traffic: Traffic) -> Message:
+        tag, channel = TAGS[traffic], (source, traffic)
+        expected = self._last_in.get(channel, 0)
+        buffer = torch.zeros(HEAD + expected, dtype=torch.uint8)
+        dist.recv(buffer, group_src=source, group=self.group, tag=tag)
+        length = int(buffer[:8].view(torch.int64)[0])
         if not 0 < length < 1 << 30:
             raise TransportError(f"rank {source} sent a header of {length} bytes")
-        if length <= HEAD - 8:
-            text = bytes(head[8 : 8 + length].numpy())
-        else:
+        long = _is_long(buffer)
+        if long:
             longer = torch.empty(length, dtype=torch.uint8)
             dist.recv(longer, group_src=source, group=self.group, tag=tag)
             text = bytes(longer.numpy())
+        else:
+            text = bytes(buffer[8 : 8 + length].numpy())
         size = payload_bytes(text)
-        payload = None
-        if size:
+        payload: Tensor | None = None
+        if size and size == expected and not long:
+            payload = buffer[HEAD:]
+        elif size:
             payload = torch.empty(size, dtype=torch.uint8)
             dist.recv(payload, group_src=source, group=self.group, tag=tag)
+        self._last_in[channel] = 0 if long else size
         return unpack(text, payload)
+
+
+def _is_long(head: Tensor) -> bool:
+    """Whether the header does not fit into the first part of the message and follows it."""
+    return int(head[:8].view(torch.int64)[0]) > HEAD - 8
