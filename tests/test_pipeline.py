@@ -544,3 +544,42 @@ def test_a_count_of_targets_weighs_padded_batches_over_several_steps() -> None:
         assert grad is not None
         assert mine is not None
         torch.testing.assert_close(mine, grad)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_experts_and_outputs_that_get_no_gradient_in_some_microbatches(name: str) -> None:
+    class Experts(nn.Module):
+        """The first sample's sign chooses the expert; the other one, and one of the outputs, get no gradient."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+        def forward(self, x: Tensor, unused: Tensor) -> tuple[Tensor, Tensor]:
+            chosen = self.experts[int(x[0, 0] > 0)](x)
+            return chosen, chosen * 2
+
+    class Start(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.linear(x), x
+
+    class End(nn.Module):
+        def forward(self, x: Tensor, unused: Tensor) -> Tensor:
+            return torch.tanh(x)
+
+    torch.manual_seed(10)
+    stages: list[Any] = [Start(), Experts(), Experts(), End()]
+    plain = copy.deepcopy(stages)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    sl.Pipeline(stages, loss_fn=functional.mse_loss, schedule=name, microbatches=4).step(x, y)
+    for part, target in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
+        value = plain[0](part)
+        for stage in plain[1:]:
+            value = stage(*value)
+        torch.autograd.backward(functional.mse_loss(value, target) * (2 / 8))
+    for mine, other in zip(stages, plain, strict=True):
+        assert_same_bits(gradients(mine), gradients(other))

@@ -49,7 +49,7 @@ def pack(message: Message) -> list[Tensor]:
     pieces: list[Tensor] = []
     for leaf in message.leaves:
         if isinstance(leaf, Tensor):
-            described.append([str(leaf.dtype).removeprefix("torch."), list(leaf.shape)])
+            described.append([str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.device.type])
             pieces.append(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
         else:
             described.append(leaf)
@@ -81,7 +81,9 @@ def unpack(text: bytes, payload: Tensor | None) -> Message:
                 size = dtype.itemsize * int(torch.Size(shape).numel())
                 piece = torch.empty(0, dtype=torch.uint8) if payload is None else payload[at : at + size]
                 # A copy of its own, aligned and not kept alive by its neighbours.
-                leaves.append(piece.clone().view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype))
+                leaf = piece.clone().view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+                # What left a GPU arrives on this process's own.
+                leaves.append(leaf if item[2] == "cpu" else leaf.to(str(item[2])))
                 at += size
             else:
                 leaves.append(item)
