@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -158,27 +159,59 @@ def test_differences_between_ranks_are_found_and_named() -> None:
 
 
 class Fragile(Block):
+    broken = True
+
     def forward(self, x: Tensor) -> Tensor:
-        raise ArithmeticError("planted")
+        if self.broken:
+            raise ArithmeticError("planted")
+        return super().forward(x)
 
 
-def fails(rank: int, stage: int) -> tuple[str, float]:
+def fails(rank: int, stage: int, name: str) -> tuple[str, int]:
+    """Fail once, and then train as if nothing had happened."""
     torch.manual_seed(1)
-    layers = [Fragile() if index == stage else Block() for index in range(3)]
-    pipe = sl.Pipeline(layers, loss_fn=functional.mse_loss, schedule="1f1b", microbatches=4, deadline=30)
-    began = time.monotonic()
+    layers: list[Any] = [Fragile() if index == stage else Block() for index in range(3)]
+    plain: Any = copy.deepcopy(nn.Sequential(*layers))
+    pipe = sl.Pipeline(layers, loss_fn=functional.mse_loss, schedule=name, microbatches=4, deadline=30)
+    said = "nothing"
     try:
         pipe.step(*batch())
     except sl.PipelineError as error:
-        return str(error), time.monotonic() - began
-    return "nothing", 0.0
+        said = str(error)
+    layers[stage].broken = plain[stage].broken = False
+    pipe.zero_grad()
+    pipe.step(*batch())
+    one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
+    assert_same_bits(*owned(pipe, plain))
+    return said, threading.active_count()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_an_exception_on_one_rank_reaches_all_with_its_name(stage: int) -> None:
-    for said, _ in run_ranks(fails, 3, stage):
-        assert f"rank {stage} failed in F of stage {stage}, microbatch 0: " in said
-        assert "ArithmeticError: planted" in said
+@pytest.mark.parametrize(("stage", "name"), [(0, "1f1b"), (1, "zb-h1"), (2, "gpipe")])
+def test_an_exception_on_one_rank_reaches_all_and_the_next_step_is_right(stage: int, name: str) -> None:
+    for said, threads in run_ranks(fails, 3, stage, name):
+        assert said.startswith(f"rank {stage} failed in F of stage {stage}, microbatch 0: ArithmeticError: planted")
+        assert threads <= 2, "no thread is left behind"
+
+
+def last_loss_fails(rank: int) -> str:
+    """The last microbatch's loss fails when the other rank has little left to wait for; inference even nothing."""
+    calls = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 4:
+            raise ArithmeticError("planted")
+        return functional.mse_loss(output, target)
+
+    pipe = sl.Pipeline(blocks(2), loss_fn=loss_fn, schedule="gpipe", ranks=2, microbatches=4, deadline=30)
+    with pytest.raises(sl.PipelineError) as caught:
+        pipe.evaluate(*batch())
+    return str(caught.value)
+
+
+def test_a_rank_that_waits_for_nobody_hears_of_a_failure_too() -> None:
+    for said in run_ranks(last_loss_fails, 2):
+        assert said.startswith("rank 1 failed in F of stage 1, microbatch 3: ArithmeticError: planted")
 
 
 def noisy_step(rank: int) -> tuple[list[float], dict[str, float]]:

@@ -161,25 +161,41 @@ class ProcessWorld:
         return self._transport
 
     def run(self, crew: Crew, work: Work, deadline: float) -> list[RankResult]:
-        """Run this rank's program in this thread."""
+        """Run this rank's program in this thread; all ranks come to the end of the step together, failed or not."""
         (executor,) = crew.executors
-        expected: dict[tuple[int, Traffic], int] = {
-            (channel.source, channel.traffic): len(channel.messages)
-            for channel in crew.schedule.channels
-            if channel.target == executor.rank
-        }
+        expected: dict[tuple[int, Traffic], int] = {}
+        owed: dict[tuple[int, Traffic], int] = {}
+        for channel in crew.schedule.channels:
+            if channel.target == executor.rank:
+                expected[(channel.source, channel.traffic)] = len(channel.messages)
+            if channel.source == executor.rank:
+                owed[(channel.target, channel.traffic)] = len(channel.messages)
+        result: RankResult | None = None
+        failed: BaseException | None = None
+        doing = ""
+        self._transport.begin(expected, owed)
         try:
-            self._transport.begin(expected)
             result = executor.run(work, deadline)
-            self._transport.finish(deadline)
-        except BaseException as error:
-            doing = executor.doing
+        except Exception as error:
+            failed, doing = error, executor.doing
             executor.forget()
-            if isinstance(error, PeerFailed):
-                raise PipelineError(f"{error}; no parameter was changed; start all ranks again") from error
             self._transport.fail(error, f"rank {executor.rank} failed in {doing}")
-            raise failure(executor.rank, doing, error) from error
+        self._transport.finish(deadline)
+        self._end_together(failed, doing)
+        assert result is not None
         return [result]
+
+    def _end_together(self, failed: BaseException | None, doing: str) -> None:
+        """Let all ranks know whether one failed, and which was the first to."""
+        own = failed is not None and not isinstance(failed, PeerFailed)
+        flags = np.zeros(self._transport.ranks)
+        flags[self.here[0]] = 1.0 if own else 0.0
+        flags = self.add_up(np.append(flags, 0.0 if failed is None else 1.0))
+        if not flags[-1]:
+            return
+        origin = int(np.argmax(flags[:-1]))
+        mine = str(failure(origin, doing, failed)) if failed is not None else ""
+        raise PipelineError(self.tell(mine, origin)) from failed
 
     def add_up(self, values: Floats) -> Floats:
         """Add over all processes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -58,7 +59,7 @@ def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout
     if len(found) < ranks:
         missing = sorted(set(range(ranks)) - set(found))
         raise AssertionError(f"ranks {missing} did not end within {timeout:g} s")
-    return [found[rank][1] for rank in range(ranks)]
+    return [pickle.loads(found[rank][1]) for rank in range(ranks)]
 
 
 def _child(
@@ -80,7 +81,8 @@ def _child(
             world_size=ranks,
             timeout=datetime.timedelta(seconds=timeout),
         )
-        answers.put((rank, True, function(rank, *arguments)))
+        # As bytes: tensors put into a queue as they are travel by handles that end with this process.
+        answers.put((rank, True, pickle.dumps(function(rank, *arguments))))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:

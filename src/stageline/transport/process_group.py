@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stageline.transport.protocol import Header, Leaf, Message, Traffic, TransportError
+from stageline.transport.protocol import Header, Leaf, Message, PeerFailed, Traffic, TransportError
 from stageline.transport.threads import ThreadHub
 
 HEAD = 4096
@@ -31,9 +31,8 @@ HEAD = 4096
 DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
-FAILED = "failed"
-WATCH = 0.1
-"""Seconds between two looks at the board."""
+FAILED = -1
+"""The stage that a note of failure is from."""
 
 TAGS: dict[Traffic, int] = {"forward": 1, "backward": 2}
 
@@ -109,23 +108,22 @@ class ProcessGroupTransport:
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self._inbox = ThreadHub(self.ranks)
-        board = dist.distributed_c10d._get_default_store()
-        self._board = dist.PrefixStore("stageline", board)  # type: ignore[attr-defined]
-        self._done = threading.Event()
         self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._owed: dict[tuple[int, Traffic], int] = {}
         self._last_out: dict[tuple[int, Traffic], int] = {}
         self._last_in: dict[tuple[int, Traffic], int] = {}
         self._threads: list[threading.Thread] = []
 
-    def begin(self, expected: Mapping[tuple[int, Traffic], int]) -> None:
-        """Post the receives of a step."""
+    def begin(
+        self, expected: Mapping[tuple[int, Traffic], int], owed: Mapping[tuple[int, Traffic], int] | None = None
+    ) -> None:
+        """Post the receives of a step; `owed` is how many messages each channel from here will carry."""
+        self._owed = dict(owed or {})
         self._inbox.reset()
         self._threads = [
             threading.Thread(target=self._receive_all, args=(source, traffic, count), daemon=True)
             for (source, traffic), count in expected.items()
         ]
-        self._done.clear()
-        self._threads.append(threading.Thread(target=self._watch, daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -134,7 +132,6 @@ class ProcessGroupTransport:
         while self._sent:
             work, _ = self._sent.popleft()
             work.wait(datetime.timedelta(seconds=deadline))
-        self._done.set()
         for thread in self._threads:
             thread.join(deadline)
             if thread.is_alive():
@@ -145,6 +142,7 @@ class ProcessGroupTransport:
         """Hand the message to the process group; its bytes are kept until the step is over."""
         head = message.header
         channel = (head.target, head.traffic)
+        self._owed[channel] = self._owed.get(channel, 0) - 1
         parts = pack(message)
         size = len(parts[-1]) if len(parts) > 1 else 0
         if len(parts) == 2 and size == self._last_out.get(channel, 0) and not _is_long(parts[0]):
@@ -159,18 +157,17 @@ class ProcessGroupTransport:
         return self._inbox.take(header, deadline)
 
     def fail(self, error: BaseException, where: str) -> None:
-        """Write on the board that all ranks watch, unless another rank was first."""
-        self._inbox.set_failure(self.rank, error, where)
-        if not self._board.check([FAILED]):
-            self._board.set(FAILED, json.dumps([self.rank, where, f"{type(error).__name__}: {error}"]))
+        """Stop this rank's own waits, and send a note of failure in place of every message that it still owes.
 
-    def _watch(self) -> None:
-        """Look at the board until the step is over: neighbours notice a failure by themselves, others would wait."""
-        while not self._done.wait(WATCH):
-            if self._board.check([FAILED]):
-                rank, where, said = json.loads(self._board.get(FAILED))
-                self._inbox.set_failure(int(rank), RuntimeError(said), str(where))
-                return
+        So every receive that was posted comes to its end, the news travels from rank to rank, and no message is left
+        on the way that the next step could take for its own.
+        """
+        self._inbox.set_failure(self.rank, error, where)
+        origin = error.origin if isinstance(error, PeerFailed) else self.rank
+        for (target, traffic), count in self._owed.items():
+            for _ in range(count):
+                header = Header(self.rank, target, traffic, FAILED, FAILED, FAILED)
+                self.send(Message(header, [origin, where, f"{type(error).__name__}: {error}"], "", [False] * 3))
 
     def close(self) -> None:
         """Nothing is left behind between steps."""
@@ -178,7 +175,12 @@ class ProcessGroupTransport:
     def _receive_all(self, source: int, traffic: Traffic, count: int) -> None:
         try:
             for _ in range(count):
-                self._inbox.put(self._receive_one(source, traffic))
+                message = self._receive_one(source, traffic)
+                if message.header.stage == FAILED:
+                    origin, where, said = message.leaves
+                    self._inbox.set_failure(int(origin), RuntimeError(str(said)), str(where))  # type: ignore[arg-type]
+                else:
+                    self._inbox.put(message)
         except BaseException as error:
             self._inbox.set_failure(source, error, f"receiving from rank {source} failed")
 
