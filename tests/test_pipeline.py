@@ -422,6 +422,7 @@ def test_mistakes_are_told_in_words() -> None:
         (lambda: make().step(x[:0], y[:0]), "no samples"),
         (lambda: make().step(3, y), "the inputs must have tensors"),
         (lambda: make().timeline, "before the first step"),
+        (lambda: make(schedule="forward-only").step(x, y), "has no backwards to train with"),
         (lambda: make(loss_fn=lambda output, target: output).step(x, y), "must return one number"),
     ]
     for mistake, words in mistakes:
@@ -583,3 +584,34 @@ def test_experts_and_outputs_that_get_no_gradient_in_some_microbatches(name: str
         torch.autograd.backward(functional.mse_loss(value, target) * (2 / 8))
     for mine, other in zip(stages, plain, strict=True):
         assert_same_bits(gradients(mine), gradients(other))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_a_layer_that_stands_in_several_places_runs_in_each(name: str) -> None:
+    """Across stages each place is a use of its own; within a stage autograd adds them up."""
+    torch.manual_seed(11)
+    shared, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    model: Any = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), other, nn.Tanh(), shared, nn.Tanh())
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, ranks=2, microbatches=3)
+    stages = pipe.schedule.stages
+    stats = pipe.step(x, y)
+    # The reference: a copy of the shared layer for every stage that holds it, and their sums in the order of stages.
+    copies = {index: copy.deepcopy(shared) for index in range(stages)}
+    for each in copies.values():
+        each.zero_grad()
+    twin, layers = copy.deepcopy(other), 8 // stages
+    plain: Any = nn.Sequential(
+        *(
+            copies[index // layers] if layer is shared else twin if layer is other else nn.Tanh()
+            for index, layer in enumerate(model)
+        )
+    )
+    twin.zero_grad()
+    assert stats.loss == one_process_step(plain, functional.mse_loss, x, y, 3)
+    used = [copies[index] for index in range(stages) if copies[index].weight.grad is not None]
+    total = torch.as_tensor(used[0].weight.grad).clone()
+    for each in used[1:]:
+        total += torch.as_tensor(each.weight.grad)
+    assert torch.equal(torch.as_tensor(shared.weight.grad), total)
+    assert_same_bits(gradients(other), gradients(twin))

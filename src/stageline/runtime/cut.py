@@ -34,9 +34,9 @@ def whole_model(stages: nn.Module | Sequence[nn.Module]) -> nn.Sequential:
 
 
 def find_schedule(
-    given: str | Path | Schedule, layers: int, exact: bool, ranks: int | None, microbatches: int | None, **options: Any
+    given: str | Path | Schedule, layers: int, ranks: int | None, microbatches: int | None, **options: Any
 ) -> Schedule:
-    """The schedule that was asked for; `exact` where there are just as many stages as layers."""
+    """The schedule that was asked for."""
     if isinstance(given, Schedule) or Path(given).suffix.lower() in (".json", ".csv"):
         made = given if isinstance(given, Schedule) else read_schedule(given)
         if microbatches is not None and microbatches != made.microbatches:
@@ -62,9 +62,14 @@ def find_schedule(
     raise ScheduleError(f"{family.name} does not fit {layers} stages on any number of ranks{refused}; give ranks=")
 
 
+def layers_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    """The layers by name; a layer that stands in several places is listed in each, unlike in `named_children`."""
+    return [(name, layer) for name, layer in model._modules.items() if layer is not None]
+
+
 def cut(model: nn.Sequential, stages: int, exact: bool) -> list[nn.Sequential]:
     """Cut the layers evenly, the larger parts first; every part keeps the names of its layers."""
-    layers = list(model.named_children())
+    layers = layers_of(model)
     if exact and stages != len(layers):
         raise StagelineError(
             f"the schedule has {stages} stages and {len(layers)} were given; give as many, or an nn.Sequential to cut"

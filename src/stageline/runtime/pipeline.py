@@ -81,7 +81,7 @@ class Pipeline:
             raise StagelineError(f"deadline is a number of seconds above 0, got {deadline!r}")
         self.model = whole_model(stages)
         exact = not isinstance(stages, nn.Sequential)
-        self.schedule = find_schedule(schedule, len(self.model), exact, ranks, microbatches, **options)
+        self.schedule = find_schedule(schedule, len(self.model), ranks, microbatches, **options)
         self.certificate = verify(self.schedule)
         self.loss_fn = loss_fn
         self.loss_reduction = loss_reduction
@@ -186,6 +186,8 @@ class Pipeline:
         inputs are read on the first stage, targets on the last. `count` is the number of targets that a loss is divided
         by, over all microbatches and, where gradients of several steps are added up, over all of those.
         """
+        if not self.schedule.training:
+            raise StagelineError(f"{self.schedule.name} has no backwards to train with; use predict or evaluate")
         began = time.perf_counter()
         work = self._work(inputs, targets, training=True, count=count)
         crew = self._crew(len(work.weights), training=True)

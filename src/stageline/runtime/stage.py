@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import StagelineError
+from stageline.runtime.cut import layers_of
 from stageline.runtime.randomness import draws, random_numbers
 from stageline.runtime.split import SplitBackward
 from stageline.runtime.tree import flatten, tensors_of, unflatten
@@ -57,7 +58,7 @@ class Stage:
         self.index = index
         self.part = part
         self.options = options
-        self._layers = list(part.named_children())
+        self._layers = layers_of(part)
         self._random = {name for name, layer in self._layers if draws(layer)}
         # A stage of one layer is called as that layer is; several are chained, as nn.Sequential chains them.
         self._takes_one = len(self._layers) != 1 or _takes_one(self._layers[0][1])
