@@ -56,10 +56,9 @@ import sys
 from stageline.cli.app import run
 codes = [run(words.split()) for words in (
     "families", "show zb-v -p 2 -m 3", "verify 1f1b -p 2 -m 2", "simulate gpipe -p 2 -m 2", "compare -p 2 -m 4")]
-print(codes, "torch" in sys.modules, file=sys.stderr)
-assert codes == [0] * 5 and "torch" not in sys.modules
+print(codes, "torch" in sys.modules)
 """
-    run(code)
+    assert run(code).endswith("[0, 0, 0, 0, 0] False\n")
 
 
 def test_without_typer_the_command_says_what_to_install() -> None:

@@ -45,6 +45,27 @@ def blocks(count: int = 8, width: int = 8) -> Any:
     return nn.Sequential(*(Block(width) for _ in range(count)))
 
 
+class Head(nn.Module):
+    """A last layer with a weight of another one's."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight)
+
+
+def tied_model() -> Any:
+    torch.manual_seed(3)
+    embedding: Any = nn.Embedding(11, 8)
+    return nn.Sequential(embedding, Block(), Block(), Head(embedding.weight))
+
+
+def token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
 def batch(samples: int = 10, width: int = 8) -> tuple[Tensor, Tensor]:
     torch.manual_seed(2)
     return torch.randn(samples, 3, width), torch.randn(samples, 3, width)
@@ -182,31 +203,15 @@ def test_parameter_hooks_fire_once_a_microbatch(name: str) -> None:
 def test_tied_weights_get_one_gradient_each_use_summed_first(name: str) -> None:
     """torch replicates them and never sums their gradients."""
 
-    class Head(nn.Module):
-        def __init__(self, weight: nn.Parameter) -> None:
-            super().__init__()
-            self.weight = weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return functional.linear(x, self.weight)
-
-    def build() -> Any:
-        torch.manual_seed(3)
-        embedding: Any = nn.Embedding(11, 8)
-        return nn.Sequential(embedding, Block(), Block(), Head(embedding.weight))
-
-    def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
-        return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
-
     tokens = torch.randint(0, 11, (6, 5))
-    model, plain = build(), build()
-    pipe = sl.Pipeline(model, loss_fn=loss_fn, schedule=name, ranks=2, microbatches=3)
+    model, plain = tied_model(), tied_model()
+    pipe = sl.Pipeline(model, loss_fn=token_loss, schedule=name, ranks=2, microbatches=3)
     pipe.step(tokens, tokens)
     assert model[3].weight is model[0].weight
     # The reference: an untied copy of the head, its own sum over the microbatches, added at the end.
     untied = nn.Parameter(plain[0].weight.detach().clone())
     plain[3].weight = untied
-    one_process_step(plain, loss_fn, tokens, tokens, microbatches=3)
+    one_process_step(plain, token_loss, tokens, tokens, microbatches=3)
     assert plain[0].weight.grad is not None
     assert untied.grad is not None
     plain[0].weight.grad.add_(untied.grad)

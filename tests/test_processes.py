@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
-from test_pipeline import Block, batch, blocks, gradients, noisy
+from test_pipeline import Block, batch, blocks, gradients, noisy, tied_model, token_loss
 
 TRAINING = [name for name in sl.families() if name != "forward-only"]
 
@@ -71,23 +71,8 @@ def test_every_family_gives_the_bits_of_one_process_on_processes(ranks: int, dty
     assert runs[0] >= 2 * len(TRAINING) - 8
 
 
-class Head(nn.Module):
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight)
-
-
-def token_loss(logits: Tensor, target: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-
 def tied(rank: int) -> tuple[dict[str, Tensor | None], float]:
-    torch.manual_seed(3)
-    embedding: Any = nn.Embedding(11, 8)
-    model = nn.Sequential(embedding, Block(), Block(), Head(embedding.weight))
+    model = tied_model()
     tokens = torch.randint(0, 11, (6, 5))
     pipe = sl.Pipeline(model, loss_fn=token_loss, schedule="zb-h1", ranks=2, microbatches=3)
     for _ in range(2):
@@ -101,19 +86,11 @@ def test_tied_weights_and_clipping_are_as_on_threads() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     (first, norm), (second, other) = run_ranks(tied, 2)
-    torch.manual_seed(3)
-    embedding: Any = nn.Embedding(11, 8)
-    model = nn.Sequential(embedding, Block(), Block(), Head(embedding.weight))
-    tokens = torch.randint(0, 11, (6, 5))
-    pipe = sl.Pipeline(model, loss_fn=token_loss, schedule="zb-h1", ranks=2, microbatches=3)
-    for _ in range(2):
-        pipe.step(tokens, tokens)
-    expected = float(pipe.clip_grad_norm_(0.5))
+    together, expected = tied(0)
     torch.set_num_threads(before)
+    assert_same_bits({"tied": first["0.weight"]}, {"tied": second["0.weight"]})
+    assert_same_bits({**first, **second}, together)
     assert first["0.weight"] is not None
-    assert second["0.weight"] is not None
-    assert torch.equal(first["0.weight"], second["0.weight"])
-    assert_same_bits({**first, **second}, dict(pipe.named_gradients()))
     assert norm == other == expected
 
 
