@@ -410,6 +410,7 @@ def test_mistakes_are_told_in_words() -> None:
         return sl.Pipeline(stages or blocks(4), **{"loss_fn": functional.mse_loss, "microbatches": 4, **given})
 
     x, y = batch()
+    wrong: Any = {0: 3}
     mistakes: list[tuple[Callable[[], Any], str]] = [
         (lambda: make(schedule="1f1"), "did you mean '1f1b'"),
         (lambda: make(microbatches=None), "needs microbatches="),
@@ -419,7 +420,14 @@ def test_mistakes_are_told_in_words() -> None:
         (lambda: make(list(blocks(4)), schedule="1f1b", ranks=3), "3 stages and 4 were given"),
         (lambda: make(schedule=sl.schedule("1f1b", 2, 3)), "microbatches=4, and the schedule has 3"),
         (lambda: make(loss_reduction="max"), "'mean', 'sum' or 'count'"),
-        (lambda: make(recompute="all"), "'none' or 'stage'"),
+        (lambda: make(recompute="all"), "recompute='all' chose none .* give 'none' or 'stage'"),
+        (lambda: make(recompute=[3]), "recompute is 'none', 'stage', or modules chosen .* got 3"),
+        (lambda: make(recompute="stage", recompute_policy=[]), "leave recompute out"),
+        (lambda: make(recompute_policy=3), "recompute_policy is a function or a list of operators, got 3"),
+        (lambda: make().step(x, y, stage_kwargs={9: {}}), "stage_kwargs has the key 9; give a stage from 0 to 3"),
+        (lambda: make().step(x, y, stage_kwargs=wrong), r"stage_kwargs\[0\] is 3"),
+        (lambda: make().step(x, y, stage_kwargs={1: {"mask": x}}), "'mask' for stage 1, and no layer .* take x"),
+        (lambda: make().step(x, y, stage_kwargs={1: {"x": x[:3]}}), r"10 samples of inputs and 3 of stage_kwargs\[1\]"),
         (lambda: make(loss_reduction="count").step(x, y), "needs count="),
         (lambda: make().step(x, y, count=3), "is for loss_reduction='count'"),
         (lambda: make(deadline=0), "above 0"),
@@ -466,39 +474,6 @@ def test_dropout_draws_the_same_for_every_schedule_and_number_of_ranks(name: str
     assert found[0][0] == found[1][0]
     assert found[0][0][0] != found[0][0][1], "another step draws other numbers"
     assert_same_bits(found[0][1], found[1][1])
-
-
-class Counting(Block):
-    runs = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        Counting.runs += 1
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved-zb"])
-def test_recomputation_runs_every_layer_once_more_and_no_more(name: str) -> None:
-    """torch's zero-bubble schedules run a checkpointed block once for every linear layer in it."""
-    torch.manual_seed(8)
-    model: Any = nn.Sequential(*(Counting() for _ in range(4)))
-    plain = copy.deepcopy(model)
-    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, ranks=2, microbatches=4, recompute="stage")
-    Counting.runs = 0
-    stats = pipe.step(*batch())
-    assert Counting.runs == 2 * 4 * 4
-    assert stats.loss == one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
-    assert_same_bits(gradients(model), gradients(plain))
-
-
-def test_recomputation_changes_buffers_once_a_microbatch() -> None:
-    model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Tanh())
-    plain = copy.deepcopy(model)
-    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="zb-h1", ranks=2, microbatches=4, recompute="stage")
-    x, y = torch.randn(8, 4), torch.randn(8, 4)
-    pipe.step(x, y)
-    one_process_step(plain, functional.mse_loss, x, y, 4)
-    assert_same_bits(dict(pipe.named_buffers()), dict(plain.named_buffers()))
-    assert_same_bits(gradients(model), gradients(plain))
 
 
 @pytest.mark.parametrize("name", ["chimera", "dualpipe"])
@@ -620,3 +595,99 @@ def test_a_layer_that_stands_in_several_places_runs_in_each(name: str) -> None:
         total += torch.as_tensor(each.weight.grad)
     assert torch.equal(torch.as_tensor(shared.weight.grad), total)
     assert_same_bits(gradients(other), gradients(twin))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "chimera"])
+def test_keyword_inputs_of_single_stages_are_cut_as_the_batch_is(name: str) -> None:
+    class Masked(Block):
+        def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
+            x = super().forward(x) * scale
+            return x if mask is None else x.masked_fill(mask.unsqueeze(-1), 0.0)
+
+    torch.manual_seed(12)
+    model: Any = nn.Sequential(*(Masked() if index % 2 else Block() for index in range(4)))
+    plain = copy.deepcopy(model)
+    x, y = batch()
+    masks = {1: torch.rand(10, 3) > 0.5, 3: torch.rand(10, 3) > 0.5}
+    given: dict[int | str, Any] = {1: {"mask": masks[1], "scale": 2.0}, 3: {"mask": masks[3]}}
+    pipe = sl.Pipeline(
+        model, loss_fn=functional.mse_loss, schedule=name, microbatches=4, ranks=4 if name[0] != "z" else 2
+    )
+    if pipe.schedule.stages == 2:
+        given = {0: given[1], 1: given[3]}
+    stats = pipe.step(x, y, stage_kwargs=given)
+    directions = pipe.schedule.placement.direction.tolist()
+    losses = []
+    kept: dict[Any, Any] = {}
+    for way in sorted(set(directions)):
+        if way:
+            kept = {parameter: parameter.grad for parameter in plain.parameters()}
+            plain.zero_grad()
+        parts = zip(*(each.tensor_split(4) for each in (x, y, masks[1], masks[3])), range(4), strict=True)
+        for xi, yi, first, second, index in parts:
+            if directions[index] == way:
+                output = plain[3](plain[2](plain[1](plain[0](xi), first, 2.0)), second)
+                loss = functional.mse_loss(output, yi) * (len(xi) / 10)
+                torch.autograd.backward(loss)
+                losses.append((index, float(loss.detach())))
+        for parameter, before in kept.items():
+            parameter.grad = before.add_(parameter.grad)
+    assert list(stats.losses) == [loss for _, loss in sorted(losses)]
+    assert_same_bits(gradients(model), gradients(plain))
+    found = pipe.evaluate(x, y, stage_kwargs=given, outputs=True)
+    assert found.losses == stats.losses
+    assert torch.equal(pipe.predict(x, stage_kwargs=given), found.outputs)
+
+
+def test_keyword_inputs_for_all_stages_reach_those_that_take_them() -> None:
+    class Shifted(Block):
+        def forward(self, x: Tensor, *, shift: Tensor | None = None) -> Tensor:
+            return super().forward(x) + torch.as_tensor(shift)
+
+    torch.manual_seed(13)
+    model: Any = nn.Sequential(Shifted(), Block(), Shifted(), Block())
+    x, _ = batch()
+    shift = torch.randn(10, 1, 8)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=5)
+    expected = model[3](model[2](model[1](model[0](x, shift=shift)), shift=shift))
+    assert torch.allclose(pipe.predict(x, stage_kwargs={"all": {"shift": shift}}), expected)
+
+
+def test_a_layer_that_draws_is_found_though_nothing_in_its_names_says_so() -> None:
+    class Quiet(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.dropout(super().forward(x), 0.5)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output, target + torch.randn_like(target))
+
+    found = []
+    for name, ranks in (("gpipe", 1), ("zb-h1", 4), ("interleaved", 2)):
+        torch.manual_seed(14)
+        model: Any = nn.Sequential(Block(), Quiet(), Block(), Quiet())
+        pipe = sl.Pipeline(model, loss_fn=loss_fn, schedule=name, ranks=ranks, microbatches=4, seed=3)
+        losses = [pipe.step(*batch()).losses for _ in range(2)]
+        found.append((losses, gradients(model)))
+    assert found[0][0] == found[1][0] == found[2][0]
+    for _, grads in found[1:]:
+        assert_same_bits(found[0][1], grads)
+
+
+def test_a_layer_that_begins_to_draw_later_is_told_of_and_found() -> None:
+    class Late(Block):
+        begun = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            return functional.dropout(x, 0.5) if self.begun else x
+
+    x, y = batch()
+    model: Any = nn.Sequential(Block(), Late())
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=4, seed=3)
+    pipe.step(x, y)
+    model[1].begun = True
+    with pytest.warns(UserWarning, match="drew from torch's own random numbers during step 1"):
+        pipe.step(x, y)
+    before = torch.get_rng_state()
+    pipe.step(x, y)
+    assert torch.equal(torch.get_rng_state(), before)

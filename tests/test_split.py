@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from stageline.runtime.split import SplitBackward
 from stageline.testing import assert_same_bits
@@ -67,6 +71,24 @@ class Shared(nn.Module):
         return torch.as_tensor(self.linear(torch.tanh(self.linear(x))))
 
 
+class Thrice(Shared):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.linear(torch.tanh(super().forward(x))))
+
+
+class Embedded(nn.Module):
+    """An embedding that is added on the way, and a norm made of single operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(5, 8)
+        self.scale = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.places(torch.arange(5))
+        return self.scale * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
 class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -107,12 +129,16 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], float]] = {
     "attention": (Attention, 0.0),
     "bare parameters": (Scale, 0.0),
     "convolution": (Convolution, 0.0),
-    "a layer used twice": (Shared, 1.0),
+    "a layer used twice": (Shared, 0.0),
+    "three times": (Thrice, 0.0),
+    "an embedding": (Embedded, 0.0),
+    "a group norm": (lambda: nn.Sequential(nn.GroupNorm(1, 5), nn.Linear(8, 8)), 0.0),
+    "normalised weights": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), 0.0),
     "a custom function": (Custom, 1.0),
     "no parameters": (nn.Tanh, 0.0),
     "all together": (
         lambda: nn.Sequential(nn.Linear(8, 8), Attention(), Scale(), Convolution(), Custom(), Shared()),
-        (8 + 72) / (72 + 216 + 64 + 16 + 90 + 8 + 72),
+        8 / (72 + 216 + 64 + 16 + 90 + 8 + 72),
     ),
 }
 
@@ -157,14 +183,16 @@ def test_the_halves_give_the_bits_of_the_whole(name: str) -> None:
     assert share == pytest.approx(unsplit, abs=0.02)
 
 
-@pytest.mark.parametrize("name", ["linear", "norm", "attention", "a layer used twice"])
+@pytest.mark.parametrize("name", ["linear", "norm", "attention", "convolution", "a layer used twice", "three times"])
 def test_every_matrix_product_runs_once_and_in_its_own_half(name: str) -> None:
-    build, unsplit = MODULES[name]
-    model, _, _, _, _, whole, first, second = both_ways(build)
+    build, _ = MODULES[name]
+    _, _, _, _, _, whole, first, second = both_ways(build)
+    if name == "convolution":  # one call of its kernel gives either half
+        assert (first.products(), second.products(), whole.products()) == (1, 1, 1)
+        return
     assert first.products() + second.products() == whole.products()
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    if unsplit == 0:
-        assert second.products() == len(linears), "W runs the products of weight gradients and no others"
+    weights = {"linear": 2, "norm": 1, "attention": 2, "convolution": 1, "a layer used twice": 2, "three times": 3}
+    assert second.products() == weights[name], "W runs the products of weight gradients and no others"
 
 
 def test_a_custom_function_runs_its_backward_once() -> None:
@@ -173,19 +201,197 @@ def test_a_custom_function_runs_its_backward_once() -> None:
     assert Custom.calls == 2  # once in the plain model, once here
 
 
-def test_nothing_to_pass_back_leaves_all_to_the_weights() -> None:
-    """The first stage: its input wants no gradient."""
+FIRST: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
+    "an embedding": (
+        lambda: nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)),
+        lambda: torch.randint(0, 10, (3, 4)),
+        2,
+    ),
+    "a linear layer": (
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 8)),
+        lambda: torch.randn(3, 4, 8),
+        1,
+    ),
+    "a custom function": (lambda: nn.Sequential(Custom(), nn.Linear(8, 8)), lambda: torch.randn(3, 4, 8), 1),
+    "one layer": (lambda: nn.Linear(8, 8), lambda: torch.randn(3, 4, 8), 0),
+    "a bare weight": (lambda: nn.Embedding(10, 8), lambda: torch.randint(0, 10, (3, 4)), 0),
+    "a weight used at both ends": (lambda: Ends(), lambda: torch.randint(0, 8, (3, 8)), 1),
+}
+
+
+class Ends(nn.Module):
+    """Embedding and head with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return functional.linear(torch.tanh(functional.embedding(tokens, self.weight)), self.weight)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_the_first_stage_stops_where_the_data_enters(name: str) -> None:
+    """Nobody waits for a gradient of its input; I still runs what leads to the first layer, and W that layer."""
+    build, data, products = FIRST[name]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8))
-    plain = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8))
-    plain.load_state_dict(model.state_dict())
-    tokens, grad = torch.randint(0, 10, (3, 4)), torch.randn(3, 4, 8)
-    plain(tokens).backward(grad)
-    split = SplitBackward([model(tokens)], [grad], [])
+    model, given = build(), data()
+    plain = copy.deepcopy(model)
+    output = plain(given)
+    grad = torch.randn_like(output)
+    with Count() as whole:
+        output.backward(grad)
+    split = SplitBackward([model(given)], [grad], [])
     with Count() as first:
         assert split.input_gradients() == []
-    assert first.products() == 0
+    assert all(parameter.grad is None for parameter in model.parameters()), "I leaves every parameter alone"
+    assert first.products() == products
+    with Count() as second:
+        split.weight_gradients()
+    assert first.products() + second.products() == whole.products()
+    assert split.unsplit == 0
+    assert_same_bits(
+        {key: parameter.grad for key, parameter in model.named_parameters()},
+        {key: parameter.grad for key, parameter in plain.named_parameters()},
+    )
+
+
+def test_between_the_halves_only_what_the_weights_need_is_kept() -> None:
+    """The graph is freed by I, as a whole backward frees it: of an exponential nothing is left."""
+    model = nn.Sequential(nn.Linear(8, 8), Exponential(), nn.Linear(8, 8))
+    x = torch.randn(4, 8, requires_grad=True)
+    output = model(x)
+    split = SplitBackward([output], [torch.ones_like(output)], [x])
+    assert Exponential.result is not None
+    alive = Exponential.result
+    assert alive() is not None
+    del output
+    split.input_gradients()
+    gc.collect()
+    assert alive() is None
     split.weight_gradients()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class Exponential(nn.Module):
+    """Keeps a weak eye on what autograd saves of it: its result, times three in what comes after."""
+
+    result: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.exp(x)
+        Exponential.result = weakref.ref(found.untyped_storage())
+        return found * 3
+
+
+def test_a_plan_is_made_once_and_a_graph_of_another_form_gets_its_own() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)]
+    plans: list[Any] = []
+    for turn, order in enumerate([(0, 1), (0, 1), (1, 0), (0, 2), (0, 1), (0,)]):
+        x = torch.randn(3, 8, requires_grad=True)
+        twin = copy.deepcopy(nn.ModuleList(layers))
+        for each in (*layers, *twin):
+            each.zero_grad()
+        value, other = x, x
+        for index in order:
+            value, other = torch.tanh(layers[index](value)), torch.tanh(twin[index](other))
+        grad = torch.randn(3, 8)
+        torch.autograd.backward(other, grad)
+        split = SplitBackward([value], [grad], [x], plans)
+        (found,) = split.input_gradients()
+        split.weight_gradients()
+        assert found is not None
+        assert torch.equal(found, torch.as_tensor(x.grad))
+        assert_same_bits(
+            {key: parameter.grad for key, parameter in nn.ModuleList(layers).named_parameters()},
+            {key: parameter.grad for key, parameter in twin.named_parameters()},
+        )
+        assert len(plans) == [1, 1, 2, 3, 3, 4][turn]
+
+
+@pytest.mark.parametrize("name", ["a custom function", "linear", "a layer used twice", "attention"])
+def test_hooks_of_parameters_fire_once(name: str) -> None:
+    counts: Counter[str] = Counter()
+    model = MODULES[name][0]()
+    named: list[tuple[str, Any]] = list(model.named_parameters())
+    for key, parameter in named:
+        parameter.register_hook(lambda grad, key=key: counts.update([f"{key} arrived"]))
+        parameter.register_post_accumulate_grad_hook(lambda each, key=key: counts.update([f"{key} added"]))
+    x = torch.randn(4, 5, 8, requires_grad=True)
+    output = model(x)
+    split = SplitBackward([output], [torch.ones_like(output)], [x])
+    split.input_gradients()
+    assert not counts
+    split.weight_gradients()
+    assert counts == Counter({f"{key} {what}": 1 for key, _ in named for what in ("arrived", "added")})
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_torchs_checkpointing_recomputes_once_and_is_not_split(reentrant: bool) -> None:
+    """In torch's zero-bubble schedules a checkpointed block runs once for every linear layer in it."""
+    torch.manual_seed(0)
+    runs = []
+    inside = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    inside.register_forward_pre_hook(lambda *_: runs.append(1))
+    before, after = nn.Linear(8, 8), nn.Linear(8, 8)
+    everything = nn.ModuleList([inside, before, after])
+
+    def forward(x: Tensor) -> Tensor:
+        return torch.as_tensor(after(checkpoint(inside, before(x), use_reentrant=reentrant)))
+
+    x, grad = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
+    torch.autograd.backward(forward(x), grad)
+    expected = {key: parameter.grad for key, parameter in everything.named_parameters()}
+    gradient, x.grad = x.grad, None
+    everything.zero_grad()
+    runs.clear()
+    split = SplitBackward([forward(x)], [grad], [x])
+    (found,) = split.input_gradients()
+    split.weight_gradients()
+    assert len(runs) == 2
+    assert found is not None
+    assert torch.equal(found, torch.as_tensor(gradient))
+    assert_same_bits({key: parameter.grad for key, parameter in everything.named_parameters()}, expected)
+    inner = sum(parameter.numel() for parameter in inside.parameters())
+    assert split.unsplit == (split.total if reentrant else inner)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_compiled_region_comes_with_the_inputs_or_on_the_first_stage_with_the_weights(first: bool) -> None:
+    torch.manual_seed(0)
+    inside = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    compiled: Any = torch.compile(inside, backend="aot_eager")
+    after = nn.Linear(8, 8)
+    everything = nn.ModuleList([inside, after])
+    x, grad = torch.randn(4, 8, requires_grad=not first), torch.randn(4, 8)
+    after(compiled(x)).backward(grad)
+    expected = {key: parameter.grad for key, parameter in everything.named_parameters()}
+    everything.zero_grad()
+    split = SplitBackward([after(compiled(x))], [grad], [] if first else [x])
+    split.input_gradients()
+    split.weight_gradients()
+    assert_same_bits({key: parameter.grad for key, parameter in everything.named_parameters()}, expected)
+    assert split.unsplit == (0 if first else sum(parameter.numel() for parameter in inside.parameters()))
+
+
+def test_mixed_precision_is_split() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8))
+    plain = copy.deepcopy(model)
+    x, other = torch.randn(4, 8, requires_grad=True), torch.zeros(0)
+    other = x.detach().clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mine, theirs = model(x), plain(other)
+    grad = torch.randn(4, 8).to(mine.dtype)
+    theirs.backward(grad)
+    split = SplitBackward([mine], [grad], [x])
+    (found,) = split.input_gradients()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    split.weight_gradients()
+    assert found is not None
+    assert torch.equal(found, torch.as_tensor(other.grad))
+    assert split.unsplit == 0
     assert_same_bits(
         {key: parameter.grad for key, parameter in model.named_parameters()},
         {key: parameter.grad for key, parameter in plain.named_parameters()},

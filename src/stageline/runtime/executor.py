@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from stageline.errors import StagelineError
+from stageline.runtime.clock import Clock, DeviceClock, HostClock
 from stageline.runtime.stage import Stage
 from stageline.runtime.tree import flatten, unflatten
 from stageline.schedules import action as kinds
@@ -27,22 +30,27 @@ class Work:
     inputs: Sequence[Any]
     targets: Sequence[Any]
     weights: Sequence[float]
+    keywords: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """For single stages: keyword inputs, microbatch by microbatch."""
     training: bool = True
     keep_outputs: bool = False
+    began: Mapping[int, tuple[Any, float]] = field(default_factory=dict)
+    """For every GPU in use: an event in the caller's stream, after which the step may begin, and its moment."""
 
 
 @dataclass
 class RankResult:
     """What one rank's part of a step gave: times of its actions and of what it received, losses, outputs."""
 
-    start: np.ndarray[Any, np.dtype[np.float64]]
-    end: np.ndarray[Any, np.dtype[np.float64]]
+    clock: Clock
     arrived: dict[int, float] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
-    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     split: tuple[int, int] = (0, 0)
     """Of the elements of parameters that got a gradient by I and W: all, and those that came with I."""
+    over: Any = None
+    """An event in this rank's stream, after which its part of the step is over; None without a GPU."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +67,23 @@ class _Task:
     """The rank its output goes to; None where it goes nowhere or stays on this rank."""
     neighbour: int | None
     """The stage on this rank that takes its output directly."""
+    words: str
+    """What an error calls it."""
 
 
 class Executor:
     """Runs the program of one rank of a verified schedule, on any transport."""
 
-    def __init__(self, schedule: Schedule, rank: int, stages: Mapping[int, Stage], transport: Transport) -> None:
-        """`stages` are those that this rank holds."""
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        stages: Mapping[int, Stage],
+        transport: Transport,
+        *,
+        own_stream: bool = False,
+    ) -> None:
+        """`stages` are those that this rank holds; on a GPU, they run in a stream of the rank's own if asked for."""
         self.schedule = schedule
         self.rank = rank
         self.stages = stages
@@ -75,6 +93,9 @@ class Executor:
         self._tasks = [self._task(index) for index in range(mine.start, mine.stop)]
         self._local: dict[tuple[Traffic, int, int], Message] = {}
         self.doing = "before its first action"
+        self.device = device_of(stages.values())
+        self._stream: Any = torch.cuda.Stream(self.device) if self.device is not None and own_stream else None  # type: ignore[no-untyped-call]
+        self._clock = HostClock(len(self._tasks)) if self.device is None else DeviceClock(len(self._tasks))
 
     def _task(self, index: int) -> _Task:
         schedule, rank_of = self.schedule, self.schedule.placement.rank_of
@@ -92,18 +113,32 @@ class Executor:
             None if source == self.rank else source,
             None if target == self.rank else target,
             after if target == self.rank else None,
+            f"{'FBIW'[kind]} of stage {stage}, microbatch {microbatch}",
         )
 
     def run(self, work: Work, deadline: float) -> RankResult:
         """Run the whole program once."""
-        result = RankResult(np.zeros(len(self._tasks)), np.zeros(len(self._tasks)))
+        if self.device is None:
+            return self._run(work, deadline)
+        event, moment = work.began[self.device]
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            torch.cuda.current_stream().wait_event(event)
+            assert isinstance(self._clock, DeviceClock)
+            self._clock.begin(event, moment)
+            result = self._run(work, deadline)
+            result.over = torch.cuda.current_stream().record_event()
+        return result
+
+    def _run(self, work: Work, deadline: float) -> RankResult:
+        clock = self._clock
+        result = RankResult(clock)
         self._local.clear()
         for position, task in enumerate(self._tasks):
-            self.doing = f"{'FBIW'[task.kind]} of stage {task.stage}, microbatch {task.microbatch}"
+            self.doing = task.words
             arrived = self._input(task, work, deadline, result)
-            result.start[position] = time.perf_counter()
+            clock.start(position)
             message = self._compute(task, arrived, work, result)
-            result.end[position] = time.perf_counter()
+            clock.end(position)
             if message is not None:
                 self._pass_on(task, message)
         self.doing = "after its last action"
@@ -146,24 +181,43 @@ class Executor:
         self, stage: Stage, task: _Task, arrived: Message | None, work: Work, result: RankResult
     ) -> Message | None:
         if arrived is None:
-            leaves, tree = flatten(work.inputs[task.microbatch], "the batch")
+            leaves, tree = flatten(self._here(work.inputs[task.microbatch]), "the batch")
             wants = [False] * len(leaves)
         else:
             leaves, tree, wants = list(arrived.leaves), arrived.tree, list(arrived.wants_gradient)
-        outputs, shape = stage.forward(task.microbatch, work.step, leaves, tree, wants, work.training)
+        given = work.keywords.get(task.stage)
+        outputs, shape = stage.forward(
+            task.microbatch,
+            work.step,
+            leaves,
+            tree,
+            wants,
+            work.training,
+            self._here(given[task.microbatch]) if given else {},
+        )
         if task.stage < self.schedule.stages - 1:
             return self._message(task, work, outputs, shape)
         value = unflatten(outputs, shape)
         if work.targets:
             weight = work.weights[task.microbatch]
             result.losses[task.microbatch], result.metrics[task.microbatch] = stage.loss(
-                task.microbatch, value, work.targets[task.microbatch], weight, work.training
+                task.microbatch, work.step, value, self._here(work.targets[task.microbatch]), weight, work.training
             )
         if work.keep_outputs:
             result.outputs[task.microbatch] = unflatten(
                 [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs], shape
             )
         return None
+
+    def _here(self, tree: Any) -> Any:
+        """Bring a part of the batch to this rank's GPU, if it has one."""
+        if self.device is None:
+            return tree
+        to = torch.device("cuda", self.device)
+        return pytree.tree_map(
+            lambda leaf: leaf.to(to, non_blocking=True) if isinstance(leaf, Tensor) and leaf.device != to else leaf,
+            tree,
+        )
 
     def _message(self, task: _Task, work: Work, leaves: Sequence[Leaf], tree: str) -> Message:
         target = self.rank if task.target is None else task.target
@@ -182,3 +236,14 @@ class Executor:
         self._local.clear()
         for stage in self.stages.values():
             stage.forget()
+
+
+def device_of(stages: Iterable[Stage]) -> int | None:
+    """The GPU that a rank's stages are on; None where they are on the host, or have nothing to be anywhere with."""
+    devices = {tensor.device for stage in stages for tensor in (*stage.part.parameters(), *stage.part.buffers())}
+    found = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+    if len(found) > 1:
+        raise StagelineError(
+            f"the stages of one rank are on GPUs {', '.join(map(str, found))}; put all stages of a rank on one GPU"
+        )
+    return found[0] if found else None

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from stageline.errors import StagelineError
+from stageline.runtime.batch import Keywords, Reduction, check_reduction, keyword_parts, parts_of, samples_of, weights
 from stageline.runtime.cut import cut, find_schedule, forwards_of, only_microbatches, whole_model
 from stageline.runtime.executor import Executor, RankResult, Work
+from stageline.runtime.randomness import Generators
+from stageline.runtime.recompute import Choice, Policy, mark, understand
 from stageline.runtime.shadows import gather, place
 from stageline.runtime.stage import Stage, StageOptions
 from stageline.runtime.stats import Evaluation, StepStats
-from stageline.runtime.tree import batch_size, join_batch, split_batch
-from stageline.runtime.worlds import Crew, Floats, PipelineError, digest, find_world, same_batch
+from stageline.runtime.tree import join_batch
+from stageline.runtime.worlds import Crew, Floats, PipelineError, digest, find_world
 from stageline.schedules.certificate import verify
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.timeline import Timeline, Transfers
-
-Reduction = Literal["mean", "sum", "count"]
 
 
 class Pipeline:
@@ -60,7 +62,8 @@ class Pipeline:
         microbatches: int | None = None,
         ranks: int | None = None,
         loss_reduction: Reduction = "mean",
-        recompute: Literal["none", "stage"] = "none",
+        recompute: Choice = "none",
+        recompute_policy: Policy | None = None,
         seed: int | None = None,
         deadline: float = 60.0,
         **options: Any,
@@ -69,14 +72,14 @@ class Pipeline:
 
         `loss_reduction` says how microbatches weigh: "mean", each by its share of the samples; "sum", each once;
         "count", each divided by the `count` that `step` is given, for sums over targets, such as padded text.
-        `recompute="stage"` keeps only what a stage was given and runs its forward once more before its backward.
+        `recompute="stage"` keeps only what a stage was given and runs its forward once more before its backward;
+        names (`"*.mlp"`), classes or a function of name and module choose modules instead, and `recompute_policy` is
+        torch's policy of which operators of them to keep.
         `seed` is what dropout draws from (torch's own seed on rank 0 unless given). `deadline` is how many seconds a
         rank waits for another. `options` are the family's own, such as `chunks`.
         """
-        if loss_reduction not in ("mean", "sum", "count"):
-            raise StagelineError(f"loss_reduction is 'mean', 'sum' or 'count', got {loss_reduction!r}")
-        if recompute not in ("none", "stage"):
-            raise StagelineError(f"recompute is 'none' or 'stage', got {recompute!r}")
+        check_reduction(loss_reduction)
+        again = understand(recompute, recompute_policy)
         if not deadline > 0:
             raise StagelineError(f"deadline is a number of seconds above 0, got {deadline!r}")
         self.model = whole_model(stages)
@@ -86,11 +89,12 @@ class Pipeline:
         self.loss_fn = loss_fn
         self.loss_reduction = loss_reduction
         self.deadline = deadline
+        self.recomputed = mark(self.model, again, recompute)
         self._parts = cut(self.model, self.schedule.stages, exact)
         self._world = find_world(self.schedule.ranks)
         self._placed = place(self._parts, self.schedule.placement, self._world.here)
         self._world.agree(self._facts())
-        self._options = StageOptions(loss_fn, self._common_seed(seed), recompute == "stage")
+        self._options = StageOptions(loss_fn, self._common_seed(seed), again)
         self._crews: dict[tuple[int, bool], Crew] = {}
         self._steps = 0
         self._timeline: Timeline | None = None
@@ -179,24 +183,30 @@ class Pipeline:
 
     # Steps.
 
-    def step(self, inputs: Any, targets: Any, *, count: float | None = None) -> StepStats:
+    def step(
+        self, inputs: Any, targets: Any, *, count: float | None = None, stage_kwargs: Keywords | None = None
+    ) -> StepStats:
         """Run every microbatch forward and backward; gradients add into `.grad`, and no parameter changes.
 
         Where every process is a rank, each may be given the whole batch, or None for what its stages do not need:
         inputs are read on the first stage, targets on the last. `count` is the number of targets that a loss is divided
         by, over all microbatches and, where gradients of several steps are added up, over all of those.
+        `stage_kwargs` holds keyword inputs of single stages, `{2: {"mask": mask}}`, or of every stage that takes them,
+        `{"all": {"mask": mask}}`; they are cut into microbatches as the batch is.
         """
         if not self.schedule.training:
             raise StagelineError(f"{self.schedule.name} has no backwards to train with; use predict or evaluate")
         began = time.perf_counter()
-        work = self._work(inputs, targets, training=True, count=count)
+        work = self._work(inputs, targets, stage_kwargs, training=True, count=count)
         crew = self._crew(len(work.weights), training=True)
         self._placed.start()
         versions = [buffer._version for buffer in self.model.buffers()]
-        results = self._world.run(crew, work, self.deadline)
+        generators = Generators.now()
+        results = self._run(crew, work)
         self._check_buffers(versions)
+        self._check_generators(generators, crew)
         gather(self._placed, self._world.share)
-        known = self._known(crew, results)
+        known = self._known(crew, results, work.weights)
         self._timeline = _timeline(crew.schedule, known.times)
         self._steps += 1
         return StepStats(
@@ -210,13 +220,23 @@ class Pipeline:
             unsplit=known.unsplit,
         )
 
-    def evaluate(self, inputs: Any, targets: Any, *, outputs: bool = False, count: float | None = None) -> Evaluation:
+    def evaluate(
+        self,
+        inputs: Any,
+        targets: Any,
+        *,
+        outputs: bool = False,
+        count: float | None = None,
+        stage_kwargs: Keywords | None = None,
+    ) -> Evaluation:
         """Run the forwards alone, with the loss and its metrics; no gradient is touched."""
-        return self._forwards(inputs, targets, outputs, count)
+        work = self._work(inputs, targets, stage_kwargs, training=False, keep=outputs, count=count)
+        return self._forwards(work, scored=True)
 
-    def predict(self, inputs: Any) -> Any:
+    def predict(self, inputs: Any, *, stage_kwargs: Keywords | None = None) -> Any:
         """Run the forwards alone; give back the outputs of the whole batch."""
-        return self._forwards(inputs, None, True, None).outputs
+        work = self._work(inputs, None, stage_kwargs, training=False, with_targets=False, keep=True)
+        return self._forwards(work, scored=False).outputs
 
     @property
     def timeline(self) -> Timeline:
@@ -246,48 +266,33 @@ class Pipeline:
         return int(self._world.add_up(np.array([float(mine) if 0 in self._world.here else 0.0]))[0])
 
     def _work(
-        self, inputs: Any, targets: Any, *, training: bool, keep: bool = False, count: float | None = None
+        self,
+        inputs: Any,
+        targets: Any,
+        keywords: Keywords | None,
+        *,
+        training: bool,
+        with_targets: bool = True,
+        keep: bool = False,
+        count: float | None = None,
     ) -> Work:
         """Check and cut the batch; parts that would be empty are left out."""
-        sizes = [
-            batch_size(part, what)
-            for part, what in ((inputs, "the inputs"), (targets, "the targets"))
-            if part is not None
-        ]
-        if len(set(sizes)) > 1:
-            raise StagelineError(
-                f"there are {sizes[0]} samples of inputs and {sizes[1]} of targets; give as many of both"
-            )
-        batch = [("the inputs", inputs), ("the targets", targets)][: 2 if training or targets is not None else 1]
-        samples = same_batch(self._world, self.schedule.ranks, sizes[0] if sizes else None, batch)
-        if samples == 0:
-            raise StagelineError("the batch has no samples")
-        parts = self.schedule.microbatches
+        schedule = self.schedule
+        samples = samples_of(
+            self._world, schedule.ranks, schedule.stages, inputs, targets, keywords, with_targets=with_targets
+        )
+        parts = schedule.microbatches
         filled = min(parts, samples)  # the parts that are not empty come first
         return Work(
             step=self._steps,
             samples=samples,
-            inputs=split_batch(inputs, parts)[:filled] if inputs is not None else [],
-            targets=split_batch(targets, parts)[:filled] if targets is not None else [],
-            weights=self._weights(samples, filled, count, len(batch) == 1),
+            inputs=parts_of(inputs, parts, filled),
+            targets=parts_of(targets, parts, filled),
+            weights=weights(self.loss_reduction, samples, parts, filled, count, not with_targets),
+            keywords=keyword_parts(keywords, schedule.stages, parts, filled),
             training=training,
             keep_outputs=keep,
         )
-
-    def _weights(self, samples: int, filled: int, count: float | None, predicting: bool) -> list[float]:
-        """What each microbatch's loss is multiplied by."""
-        if self.loss_reduction == "count" and predicting:
-            return [1.0] * filled
-        if self.loss_reduction == "count":
-            if count is None or not count > 0:
-                raise StagelineError(f"loss_reduction='count' needs count=, a number of targets above 0, got {count!r}")
-            return [1.0 / count] * filled
-        if count is not None:
-            raise StagelineError(f"count={count!r} is for loss_reduction='count'; this is {self.loss_reduction!r}")
-        if self.loss_reduction == "sum":
-            return [1.0] * filled
-        parts = self.schedule.microbatches
-        return [(samples // parts + (part < samples % parts)) / samples for part in range(filled)]
 
     def _check_buffers(self, versions: list[int]) -> None:
         """With two directions each copy of a stage sees half of the microbatches, so no buffer may change."""
@@ -300,7 +305,20 @@ class Pipeline:
                     "that each see half of the microbatches; use a family with one direction, or evaluation mode for it"
                 )
 
-    def _known(self, crew: Crew, results: Sequence[RankResult]) -> _Known:
+    def _check_generators(self, before: Generators, crew: Crew) -> None:
+        """Every layer that draws was seen to in its first microbatch; one that began later is found in the next."""
+        if before.moved():
+            for executor in crew.executors:
+                for stage in executor.stages.values():
+                    stage.watch_again()
+            warnings.warn(
+                f"something drew from torch's own random numbers during step {self._steps}: a layer that did not draw "
+                "in its first microbatch, or another thread of yours; layers are looked at again in the next step, or "
+                "set draws_random_numbers = True on a module that draws",
+                stacklevel=3,
+            )
+
+    def _known(self, crew: Crew, results: Sequence[RankResult], weigh: Sequence[float]) -> _Known:
         """Let every rank know what each of them found out, in one exchange (two where there are metrics)."""
         schedule = crew.schedule
         losses = np.zeros(schedule.microbatches)
@@ -308,13 +326,13 @@ class Pipeline:
         metrics: dict[str, float] = {}
         for executor, result in zip(crew.executors, results, strict=True):
             mine = slice(int(schedule.bounds[executor.rank]), int(schedule.bounds[executor.rank + 1]))
-            times[0, mine], times[1, mine] = result.start, result.end
+            times[0, mine], times[1, mine] = result.clock.read()
             for index, moment in result.arrived.items():
                 times[2, index] = moment
             for microbatch in sorted(result.losses):
                 losses[microbatch] = float(result.losses[microbatch])
                 for name, value in result.metrics[microbatch].items():
-                    metrics[name] = metrics.get(name, 0.0) + value
+                    metrics[name] = metrics.get(name, 0.0) + float(value) * weigh[microbatch]
         counts = np.sum([result.split for result in results], axis=0)
         own = np.concatenate([losses, counts, [len(metrics)], times.reshape(-1)])
         every = self._world.add_up(own)
@@ -352,28 +370,49 @@ class Pipeline:
                         for stage, module in self._placed.modules[rank].items()
                     },
                     self._world.transport(rank),
+                    own_stream=len(self._world.here) > 1,
                 )
                 for rank in self._world.here
             ]
             self._crews[key] = Crew(schedule, executors)
         return self._crews[key]
 
-    def _forwards(self, inputs: Any, targets: Any, keep: bool, count: float | None) -> Evaluation:
+    def _forwards(self, work: Work, *, scored: bool) -> Evaluation:
         began = time.perf_counter()
-        work = self._work(inputs, targets, training=False, keep=keep, count=count)
         self._placed.start()
         crew = self._crew(len(work.weights), training=False)
-        results = self._world.run(crew, work, self.deadline)
-        known = self._known(crew, results)
+        results = self._run(crew, work)
+        known = self._known(crew, results, work.weights)
         found = {microbatch: output for result in results for microbatch, output in result.outputs.items()}
         outputs = join_batch([found[microbatch] for microbatch in sorted(found)]) if found else None
         return Evaluation(
-            loss=sum(known.losses) if targets is not None else None,
-            losses=known.losses if targets is not None else (),
+            loss=sum(known.losses) if scored else None,
+            losses=known.losses if scored else (),
             metrics=known.metrics,
             outputs=outputs,
             seconds=time.perf_counter() - began,
         )
+
+    def _run(self, crew: Crew, work: Work) -> list[RankResult]:
+        """Run the ranks that are here; on GPUs, they begin after, and end before, what the caller's streams hold."""
+        for executor in crew.executors:
+            for stage, given in work.keywords.items():
+                if stage in executor.stages:
+                    executor.stages[stage].check_keywords(list(given[0]))
+        devices = {executor.device for executor in crew.executors if executor.device is not None}
+        began = {device: (_event(device), time.perf_counter()) for device in devices}
+        results = self._world.run(crew, replace(work, began=began), self.deadline)
+        for executor, result in zip(crew.executors, results, strict=True):
+            if result.over is not None:
+                torch.cuda.current_stream(executor.device).wait_event(result.over)
+        return results
+
+
+def _event(device: int) -> Any:
+    make: Any = torch.cuda.Event
+    event = make(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 @dataclass(frozen=True)

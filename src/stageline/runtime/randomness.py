@@ -10,9 +10,10 @@ import hashlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _generator = threading.RLock()
 
@@ -35,6 +36,15 @@ def draws(layer: nn.Module) -> bool:
     return False
 
 
+class _Inside(threading.local):
+    """Whether this thread draws from a generator of a layer's own."""
+
+    layer = False
+
+
+_inside = _Inside()
+
+
 @contextmanager
 def random_numbers(seed: int, step: int, microbatch: int, layer: str) -> Iterator[None]:
     """Let what runs inside draw from a generator of its own; afterwards the default one is as it was before."""
@@ -42,6 +52,45 @@ def random_numbers(seed: int, step: int, microbatch: int, layer: str) -> Iterato
     own = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1
     with _generator, torch.random.fork_rng(devices=_devices()):
         torch.manual_seed(own)
+        _inside.layer = True
+        try:
+            yield
+        finally:
+            _inside.layer = False
+
+
+@dataclass(frozen=True)
+class Generators:
+    """The state of torch's default generators: of the host and of each GPU in use."""
+
+    states: tuple[Tensor, ...]
+
+    @classmethod
+    def now(cls) -> Generators:
+        """Take it."""
+        return cls((torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in _devices())))
+
+    def moved(self) -> bool:
+        """Whether something was drawn since."""
+        now = Generators.now().states
+        return any(not torch.equal(before, after) for before, after in zip(self.states, now, strict=False))
+
+
+def generator_state() -> Generators | None:
+    """The generators' state, if what runs now draws from a generator of its layer's own."""
+    return Generators.now() if _inside.layer else None
+
+
+@contextmanager
+def replayed(state: Generators | None) -> Iterator[None]:
+    """Let what runs inside draw what was drawn after the state was taken."""
+    if state is None:
+        yield
+        return
+    with _generator, torch.random.fork_rng(devices=_devices()):
+        torch.set_rng_state(state.states[0])
+        for device, each in zip(_devices(), state.states[1:], strict=False):
+            torch.cuda.set_rng_state(each, device)
         yield
 
 

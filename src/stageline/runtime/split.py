@@ -1,19 +1,17 @@
 """The backward in two halves, for any graph that autograd recorded, with no change to the model.
 
 I runs the graph from the outputs to the inputs and nothing beside it: autograd skips what the inputs do not
-need, so no weight gradient is computed. On the way it notes what flows into each *fork*, a node from which one
-branch goes on to the inputs and another to parameters alone:
+need, so no weight gradient is computed. On the way it notes what flows into each fork, a node from which one
+branch goes on to the inputs and another to parameters alone (see `plan`). W then computes the weight gradients of every
+fork from what was noted. So every matrix product runs once, in the half where it belongs, and gives the bits it gives
+in a whole backward.
 
-    output ── Addmm ── Gelu ── Addmm ── input        the Addmm nodes are forks
-                │               │
-                w2              w1
+Where all forks are of a known kind (see `halves`), I frees the graph as it goes, as a whole backward does, and what
+stays until W is what W needs: inputs and output gradients of the linear layers and norms. Other forks run once more in
+W, for which the graph has to stay.
 
-W then runs every fork once more, towards its parameters alone, from what was noted. So every matrix product runs once,
-in the half where it belongs, and gives the bits it gives in a whole backward.
-
-Some parameters cannot be split off: those that several forks share (their parts would be added in another order),
-and those behind a Python autograd function or a compiled region, which computes all its gradients at once. Their
-gradients are computed with I and handed out with W.
+Some parameters cannot be split off: those behind a Python autograd function, a compiled region or torch's
+checkpointing, which compute all their gradients at once. Theirs are computed with I and handed out with W.
 """
 
 from __future__ import annotations
@@ -24,17 +22,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from stageline.runtime.plan import Fork, Plan, make_plan
+
+PLANS = 16
+"""How many forms of graphs a stage remembers."""
+
+PENDING = 64 * 2**20
+"""How many bytes of weight gradients W computes before it adds them up and lets them go."""
 
 
 @dataclass
-class _Fork:
-    """A node whose weight gradients are put off: the parameters behind it, and what flowed into it."""
+class _Noted:
+    """What I saw at a fork."""
 
-    node: Node
-    parameters: list[Tensor]
+    fork: Fork
     grads: tuple[Tensor | None, ...] = ()
+    saved: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -44,129 +49,150 @@ class SplitBackward:
     outputs: Sequence[Tensor]
     grads: Sequence[Tensor | None]
     inputs: Sequence[Tensor]
-    _forks: list[_Fork] = field(default_factory=list)
-    _together: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
-    _rest: tuple[list[Tensor], list[Tensor | None]] = ((), ())  # type: ignore[assignment]
+    plans: list[Plan] = field(default_factory=list)
+    """The forms of graphs that were seen before, the last one first; a new one is added."""
     unsplit: int = 0
     """How many elements of parameters got their gradient with I."""
     total: int = 0
     """How many elements of parameters get a gradient."""
+    _noted: list[_Noted] = field(default_factory=list)
+    _nodes: list[Node] = field(default_factory=list)
+    _plan: Plan | None = None
+    _together: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+    _last: tuple[list[GradientEdge], list[Tensor | None]] = field(default_factory=lambda: ([], []))
+    """The roots of W's last run: where the data enters, and outputs that depend on parameters alone."""
+
+    def _find_plan(self) -> Plan:
+        roots = [get_gradient_edge(output) for output in self.outputs]
+        ends = [get_gradient_edge(tensor).node for tensor in self.inputs]
+        for place, plan in enumerate(self.plans):
+            nodes = plan.match(roots, ends)
+            if nodes is not None:
+                self._nodes = nodes
+                self.plans.insert(0, self.plans.pop(place))
+                return plan
+        plan, self._nodes = make_plan(roots, ends)
+        self.plans.insert(0, plan)
+        del self.plans[PLANS:]
+        return plan
 
     def input_gradients(self) -> list[Tensor | None]:
         """Run I: the gradients of the inputs, None where there is none."""
-        plan = _Plan(self.outputs, self.inputs)
-        onward = [index for index, output in enumerate(self.outputs) if plan.reaches_input(output)]
-        rest = [index for index in range(len(self.outputs)) if index not in set(onward)]
-        # Outputs that no input has a part in are the business of W alone.
-        self._rest = ([self.outputs[index] for index in rest], [self.grads[index] for index in rest])
-        self.total = sum(parameter.numel() for parameter in plan.parameters)
-        if not onward:
-            return [None] * len(self.inputs)
-        self._forks, together = plan.forks()
-        hooks = [fork.node.register_prehook(_noting(fork)) for fork in self._forks]
+        plan = self._plan = self._find_plan()
+        self.total = plan.total
+        if plan.whole:
+            return self._whole()
+        parameters = [plan.parameter(leaf) for leaf in plan.together]
+        self.unsplit = plan.unsplit
+        ends = [GradientEdge(self._nodes[number], output) for number, output in plan.ends]
+        self._last = (
+            [get_gradient_edge(self.outputs[index]) for index in plan.rest],
+            [self._root_gradient(index) for index in plan.rest],
+        )
+        if not plan.onward:
+            return self._done([None] * len(self.inputs))
+        self._noted = [_Noted(fork) for fork in plan.forks]
+        hooks = [self._nodes[noted.fork.node].register_prehook(self._noting(noted)) for noted in self._noted]
+        own_hooks = [parameter._backward_hooks for parameter in parameters if parameter._backward_hooks]
+        quiet = [(dictionary, dict(dictionary)) for dictionary in own_hooks]
+        for dictionary, _ in quiet:
+            dictionary.clear()  # they fire once, when W hands the gradients out
         try:
             found = torch.autograd.grad(
-                [self.outputs[index] for index in onward],
-                [*self.inputs, *together],
-                [self.grads[index] for index in onward],
-                retain_graph=True,
+                [self.outputs[index] for index in plan.onward],
+                [*(ends or self.inputs), *parameters],
+                [self.grads[index] for index in plan.onward],
+                retain_graph=plan.keeps_graph,
                 allow_unused=True,
             )
         finally:
             for hook in hooks:
                 hook.remove()
-        self._together = list(zip(together, found[len(self.inputs) :], strict=True))
-        self.unsplit = sum(parameter.numel() for parameter in together)
-        return list(found[: len(self.inputs)])
+            for dictionary, kept in quiet:
+                dictionary.update(kept)
+        first = len(found) - len(parameters)
+        self._together = list(zip(parameters, found[first:], strict=True))
+        if not ends:
+            return self._done(list(found[:first]))
+        self._last[0][:0] = ends
+        self._last[1][:0] = found[:first]
+        return self._done([None] * len(self.inputs))
+
+    def _done(self, found: list[Tensor | None]) -> list[Tensor | None]:
+        """Let go of what only I needed."""
+        self.outputs = self.grads = self.inputs = ()
+        return found
+
+    def _root_gradient(self, index: int) -> Tensor:
+        grad = self.grads[index]
+        return torch.ones_like(self.outputs[index]) if grad is None else grad
+
+    def _whole(self) -> list[Tensor | None]:
+        """Run a backward that cannot be split, all of it."""
+        self.unsplit = self.total
+        torch.autograd.backward(list(self.outputs), list(self.grads))
+        found = [tensor.grad for tensor in self.inputs]
+        for tensor in self.inputs:
+            tensor.grad = None
+        return self._done(found)
+
+    def _noting(self, noted: _Noted) -> Any:
+        node, half = self._nodes[noted.fork.node], noted.fork.half
+
+        def note(grads: tuple[Tensor | None, ...]) -> None:
+            noted.grads = grads
+            if half is not None:
+                noted.saved = half.take(node)
+
+        return note
 
     def weight_gradients(self) -> None:
         """Run W: add into the `.grad` of every parameter, firing its hooks, as a whole backward would."""
         for parameter, grad in self._together:
             if grad is not None:
                 torch.autograd.backward([parameter], [grad])
-        for fork in self._forks:
-            edges = [GradientEdge(fork.node, index) for index, grad in enumerate(fork.grads) if grad is not None]
-            if edges:
-                noted = [grad for grad in fork.grads if grad is not None]
-                torch.autograd.backward(edges, noted, inputs=fork.parameters)
-        outputs, grads = self._rest
-        if outputs:
-            torch.autograd.backward(outputs, grads)
-        self._forks, self._together, self._rest = [], [], ([], [])
-
-
-def _noting(fork: _Fork) -> Any:
-    def note(grads: tuple[Tensor | None, ...]) -> None:
-        fork.grads = grads
-
-    return note
-
-
-class _Plan:
-    """The recorded graph, and which of its nodes lead to inputs and which to parameters."""
-
-    def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        self.ends = {get_gradient_edge(tensor).node for tensor in inputs}
-        self.order = _children_first([get_gradient_edge(output).node for output in outputs])
-        self.to_input: dict[Node, bool] = {}
-        self.behind: dict[Node, frozenset[Node]] = {}
-        for node in self.order:
-            children = [child for child, _ in node.next_functions if child is not None]
-            self.to_input[node] = node in self.ends or any(self.to_input[child] for child in children)
-            if node in self.ends:
-                self.behind[node] = frozenset()
-            elif hasattr(node, "variable"):
-                self.behind[node] = frozenset([node])
-            elif len(children) == 1:
-                self.behind[node] = self.behind[children[0]]
-            else:
-                sides = [self.behind[child] for child in children if not self.to_input[child]]
-                self.behind[node] = frozenset().union(*sides)
-        self.parameters = [node.variable for node in self.order if hasattr(node, "variable") and node not in self.ends]
-
-    def reaches_input(self, output: Tensor) -> bool:
-        return self.to_input[get_gradient_edge(output).node]
-
-    def forks(self) -> tuple[list[_Fork], list[Tensor]]:
-        """The forks, last in the model first, and the parameters whose gradients must come with I."""
-        found: list[tuple[Node, list[Node]]] = []
-        uses: dict[Node, int] = {}
-        whole: set[Node] = set()
-        for node in reversed(self.order):
-            if not self.to_input[node] or node in self.ends:
+        roots: list[GradientEdge] = []
+        grads: list[Tensor | None] = []
+        pending = 0
+        for noted in sorted(self._noted, key=lambda noted: not noted.fork.alone):
+            if noted.fork.half is None:
+                self._run_again(noted)
                 continue
-            leaves = [
-                leaf
-                for child, _ in node.next_functions
-                if child is not None and not self.to_input[child]
-                for leaf in self.behind[child]
-            ]
-            if leaves:
-                found.append((node, leaves))
-                if BackwardCFunction in type(node).__mro__:
-                    whole.update(leaves)
-                for leaf in set(leaves):
-                    uses[leaf] = uses.get(leaf, 0) + 1
-        whole.update(leaf for leaf, count in uses.items() if count > 1)
-        forks = []
-        for node, leaves in found:
-            own = [leaf.variable for leaf in dict.fromkeys(leaves) if leaf not in whole]  # type: ignore[attr-defined]
-            if own:
-                forks.append(_Fork(node, own))
-        return forks, [leaf.variable for leaf in self.order if leaf in whole]  # type: ignore[attr-defined]
+            for (number, output), grad in zip(noted.fork.children, self._by_hand(noted), strict=False):
+                roots.append(GradientEdge(self._nodes[number], output))
+                grads.append(grad)
+                pending += grad.numel() * grad.element_size()
+            noted.saved = noted.grads = ()
+            if pending > PENDING and noted.fork.alone:
+                torch.autograd.backward(roots, grads)
+                roots, grads, pending = [], [], 0
+        last = [(root, grad) for root, grad in zip(*self._last, strict=True) if grad is not None]
+        roots += [root for root, _ in last]
+        grads += [grad for _, grad in last]
+        if roots:
+            torch.autograd.backward(roots, grads)
+        self._noted, self._together, self._nodes, self._last = [], [], [], ([], [])
 
+    def _by_hand(self, noted: _Noted) -> list[Tensor]:
+        """The gradients of one fork's edges; none if nothing flowed into it."""
+        fork = noted.fork
+        grad = noted.grads[0] if noted.grads else None
+        if grad is None or fork.half is None:
+            return []
+        wanted = [self._nodes[number]._input_metadata[output] for number, output in fork.children]
+        shapes = [(torch.Size(each.shape), each.dtype) for each in wanted]
+        with torch.no_grad():
+            return fork.half.give(noted.saved, grad, fork.edges, shapes)
 
-def _children_first(roots: Sequence[Node]) -> list[Node]:
-    """All nodes that the roots lead to, each after the nodes it leads to."""
-    order: list[Node] = []
-    seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
-    while stack:
-        node, entered = stack.pop()
-        if entered:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack.extend((child, False) for child, _ in node.next_functions if child is not None and child not in seen)
-    return order
+    def _run_again(self, noted: _Noted) -> None:
+        """Run a node towards its parameters alone."""
+        assert self._plan is not None
+        node = self._nodes[noted.fork.node]
+        there = [(GradientEdge(node, index), grad) for index, grad in enumerate(noted.grads) if grad is not None]
+        if there:
+            torch.autograd.backward(
+                [edge for edge, _ in there],
+                [grad for _, grad in there],
+                inputs=[self._plan.parameter(leaf) for leaf in noted.fork.leaves],
+                retain_graph=True,
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +12,18 @@ from torch import Tensor, nn
 
 from stageline.errors import StagelineError
 from stageline.runtime.cut import layers_of
-from stageline.runtime.randomness import draws, random_numbers
+from stageline.runtime.plan import Plan
+from stageline.runtime.randomness import Generators, draws, random_numbers
+from stageline.runtime.recompute import Recompute, training
 from stageline.runtime.split import SplitBackward
 from stageline.runtime.tree import flatten, tensors_of, unflatten
-from stageline.transport.protocol import Leaf
+from stageline.transport.protocol import Leaf, TransportError
 
 Loss = Callable[[Any, Any], Any]
 """Of output and target: one number as a tensor, or that and a dict of metrics."""
+
+LOSS = "loss_fn"
+"""The name under which a loss function draws random numbers."""
 
 
 @dataclass
@@ -28,6 +33,7 @@ class _Kept:
     inputs: list[Leaf]
     tree: str
     step: int
+    keywords: Mapping[str, Any]
     outputs: list[Leaf] = field(default_factory=list)
     target: Any = None
     weight: float | None = None
@@ -42,8 +48,7 @@ class StageOptions:
 
     loss_fn: Loss
     seed: int = 0
-    recompute: bool = False
-    """Keep only the inputs, and run the forward once more before the backward."""
+    recompute: Recompute = field(default_factory=Recompute)
 
 
 class Stage:
@@ -59,27 +64,41 @@ class Stage:
         self.part = part
         self.options = options
         self._layers = layers_of(part)
+        self._takes = {name: _Takes.of(layer) for name, layer in self._layers}
         self._random = {name for name, layer in self._layers if draws(layer)}
+        self._watched: set[tuple[str, bool]] = set()
         # A stage of one layer is called as that layer is; several are chained, as nn.Sequential chains them.
-        self._takes_one = len(self._layers) != 1 or _takes_one(self._layers[0][1])
+        self._spreads = len(self._layers) == 1 and not self._takes[self._layers[0][0]].one
         self._kept: dict[int, _Kept] = {}
+        self._plans: list[Plan] = []
         self._unsplit = self._total = 0
 
     def forward(
-        self, microbatch: int, step: int, leaves: Sequence[Leaf], tree: str, wants: Sequence[bool], training: bool
+        self,
+        microbatch: int,
+        step: int,
+        leaves: Sequence[Leaf],
+        tree: str,
+        wants: Sequence[bool],
+        train: bool,
+        keywords: Mapping[str, Any],
     ) -> tuple[list[Leaf], str]:
         """Run F; give back the output's leaves and the shape of its tree."""
         inputs: list[Leaf] = [
             leaf.detach().requires_grad_(want) if isinstance(leaf, Tensor) else leaf
             for leaf, want in zip(leaves, wants, strict=True)
         ]
-        kept = _Kept(inputs, tree, step)
-        with torch.set_grad_enabled(training and not self.options.recompute):
-            outputs, shape = flatten(self._run(kept, microbatch), f"stage {self.index}")
-        if training:
+        kept = _Kept(inputs, tree, step, keywords)
+        if not train or self.options.recompute.stages:
+            with torch.no_grad():
+                outputs, shape = flatten(self._run(kept, microbatch), f"stage {self.index}")
+        else:
+            with training():
+                outputs, shape = flatten(self._run(kept, microbatch), f"stage {self.index}")
+        if train:
             kept.outputs = outputs
             self._kept[microbatch] = kept
-            if self.options.recompute:
+            if self.options.recompute.stages:
                 outputs = self._announce(kept, outputs)
         return outputs, shape
 
@@ -97,43 +116,74 @@ class Stage:
         """Run the layers; those that draw random numbers draw what step, microbatch and their name say."""
         value = unflatten(kept.inputs, kept.tree)
         for number, (name, layer) in enumerate(self._layers):
-            if name in self._random:
-                with random_numbers(self.options.seed, kept.step, microbatch, name):
-                    value = self._call(layer, value, number == 0)
-            else:
-                value = self._call(layer, value, number == 0)
+            keywords = self._takes[name].chosen(kept.keywords) if kept.keywords else {}
+            value = self._drawing(
+                name, layer.training, kept.step, microbatch, self._call, layer, value, number == 0, keywords
+            )
         return value
 
-    def _call(self, layer: nn.Module, value: Any, first: bool) -> Any:
-        if first and not self._takes_one and isinstance(value, tuple):
-            return layer(*value)
-        if first and not self._takes_one and isinstance(value, dict):
-            return layer(**value)
-        return layer(value)
+    def _drawing(self, name: str, mode: bool, step: int, microbatch: int, call: Callable[..., Any], *args: Any) -> Any:
+        """Call something that may draw random numbers; the first time, see whether it does."""
+        if name in self._random:
+            with random_numbers(self.options.seed, step, microbatch, name):
+                return call(*args)
+        if (name, mode) in self._watched:
+            return call(*args)
+        with random_numbers(self.options.seed, step, microbatch, name):
+            before = Generators.now()
+            value = call(*args)
+            if before.moved():
+                self._random.add(name)
+        self._watched.add((name, mode))
+        return value
+
+    def watch_again(self) -> None:
+        """See again which layers draw random numbers."""
+        self._watched.clear()
+
+    def _call(self, layer: nn.Module, value: Any, first: bool, keywords: Mapping[str, Any]) -> Any:
+        if first and self._spreads and isinstance(value, tuple):
+            return layer(*value, **keywords)
+        if first and self._spreads and isinstance(value, dict):
+            return layer(**value, **keywords)
+        return layer(value, **keywords)
+
+    def check_keywords(self, names: Sequence[str]) -> None:
+        """Refuse keyword inputs that no layer of the stage takes."""
+        for name in names:
+            if not any(takes.chosen({name: None}) for takes in self._takes.values()):
+                known = sorted({each for takes in self._takes.values() for each in takes.names})
+                raise StagelineError(
+                    f"stage_kwargs has {name!r} for stage {self.index}, and no layer of that stage takes it; "
+                    f"its layers take {', '.join(known)}"
+                )
 
     def loss(
-        self, microbatch: int, output: Any, target: Any, weight: float, training: bool
-    ) -> tuple[Tensor, dict[str, float]]:
+        self, microbatch: int, step: int, output: Any, target: Any, weight: float, train: bool
+    ) -> tuple[Tensor, dict[str, Any]]:
         """Compute the loss of the last stage, and its metrics; the backward starts from loss × weight."""
-        with torch.set_grad_enabled(training and not self.options.recompute):
-            scaled, metrics = self._loss(output, target, weight)
-        if training:
+        with torch.set_grad_enabled(train and not self.options.recompute.stages):
+            scaled, metrics = self._drawing(
+                LOSS, self.part.training, step, microbatch, self._loss, output, target, weight
+            )
+        if train:
             kept = self._kept[microbatch]
             kept.target, kept.weight, kept.loss = target, weight, scaled
         return scaled.detach(), metrics
 
-    def _loss(self, output: Any, target: Any, weight: float) -> tuple[Tensor, dict[str, float]]:
+    def _loss(self, output: Any, target: Any, weight: float) -> tuple[Tensor, dict[str, Any]]:
         loss = self.options.loss_fn(output, target)
-        given: Any = {}
+        metrics: Any = {}
         if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], dict):
-            loss, given = loss
+            loss, metrics = loss
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
             raise StagelineError(
                 f"loss_fn must return one number as a tensor, or that and a dict of metrics; got one of {found}"
             )
-        plain = {name: value.detach() if isinstance(value, Tensor) else value for name, value in given.items()}
-        return loss * weight, {str(name): float(value) * weight for name, value in plain.items()}
+        # A metric on a GPU stays there until the step is over: to ask for it now would stop the host.
+        plain = {str(name): value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        return loss * weight, plain
 
     def _recompute(self, kept: _Kept, microbatch: int) -> None:
         """Run the forward once more, with a graph; buffers stay as the first run left them."""
@@ -141,14 +191,17 @@ class Stage:
         with torch.enable_grad():
             kept.outputs, shape = flatten(self._run(kept, microbatch), f"stage {self.index}")
             if kept.weight is not None:
-                kept.loss, _ = self._loss(unflatten(kept.outputs, shape), kept.target, kept.weight)
+                output = unflatten(kept.outputs, shape)
+                kept.loss, _ = self._drawing(
+                    LOSS, self.part.training, kept.step, microbatch, self._loss, output, kept.target, kept.weight
+                )
         for buffer, before in buffers:
             buffer.data.copy_(before)  # through .data: to the graph, which may have saved it, it has not changed
 
     def backward(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
         """Run B; give back the gradients of the inputs."""
         kept = self._kept.pop(microbatch)
-        if self.options.recompute:
+        if self.options.recompute.stages:
             self._recompute(kept, microbatch)
         outputs, given = self._roots(kept, grads)
         if outputs:
@@ -158,14 +211,14 @@ class Stage:
     def backward_input(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
         """Run I; give back the gradients of the inputs."""
         kept = self._kept[microbatch]
-        if self.options.recompute:
+        if self.options.recompute.stages:
             self._recompute(kept, microbatch)
         outputs, given = self._roots(kept, grads)
         arrived = tensors_of(kept.inputs)
         wanted = [leaf for leaf in arrived if leaf.requires_grad]
-        kept.split = SplitBackward(outputs, given, wanted)
+        kept.split = SplitBackward(outputs, given, wanted, self._plans)
+        kept.inputs, kept.outputs, kept.loss, kept.target, kept.keywords = [], [], None, None, {}
         found = iter(kept.split.input_gradients()) if outputs else iter([None] * len(wanted))
-        kept.inputs, kept.outputs, kept.loss, kept.target = [], [], None, None
         return [next(found) if leaf.requires_grad else None for leaf in arrived]
 
     def backward_weight(self, microbatch: int) -> None:
@@ -180,11 +233,22 @@ class Stage:
         """Where the backward starts: the loss, or the outputs that got a gradient."""
         if kept.loss is not None:
             return ([kept.loss], [None]) if kept.loss.requires_grad else ([], [])
+        outputs = tensors_of(kept.outputs)
+        if len(outputs) != len(grads or []):
+            raise TransportError(
+                f"stage {self.index} passed on {len(outputs)} tensors and got gradients for {len(grads or [])}"
+            )
         pairs = [
             (output, grad)
-            for output, grad in zip(tensors_of(kept.outputs), grads or [], strict=True)
+            for output, grad in zip(outputs, grads or [], strict=True)
             if output.requires_grad and grad is not None
         ]
+        for output, grad in pairs:
+            if output.shape != grad.shape or output.dtype != grad.dtype:
+                raise TransportError(
+                    f"stage {self.index} passed on a tensor of shape {tuple(output.shape)} and {output.dtype}, and got "
+                    f"a gradient of shape {tuple(grad.shape)} and {grad.dtype} for it"
+                )
         return [output for output, _ in pairs], [grad for _, grad in pairs]
 
     def take_counts(self) -> tuple[int, int]:
@@ -209,13 +273,29 @@ def _take_gradient(leaf: Tensor) -> Tensor | None:
     return grad
 
 
-def _takes_one(module: nn.Module) -> bool:
-    """Whether a module takes its whole input as one argument, as nn.Sequential does, rather than one per part."""
-    try:
-        parameters = list(inspect.signature(module.forward).parameters.values())
-    except (TypeError, ValueError):
-        return True
-    kinds = inspect.Parameter
-    if any(parameter.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD) for parameter in parameters):
-        return False
-    return sum(parameter.default is kinds.empty for parameter in parameters) <= 1 and len(parameters) == 1
+@dataclass(frozen=True)
+class _Takes:
+    """What a module's forward takes."""
+
+    one: bool
+    """Its whole input as one argument, as nn.Sequential does, rather than one per part."""
+    names: frozenset[str] = frozenset()
+    anything: bool = False
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Takes:
+        try:
+            parameters = list(inspect.signature(module.forward).parameters.values())
+        except (TypeError, ValueError):
+            return cls(one=True)
+        kinds = inspect.Parameter
+        anything = any(parameter.kind == kinds.VAR_KEYWORD for parameter in parameters)
+        several = anything or any(parameter.kind == kinds.VAR_POSITIONAL for parameter in parameters)
+        names = frozenset(
+            each.name for each in parameters if each.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+        )
+        return cls(one=not several and len(parameters) == 1, names=names, anything=anything)
+
+    def chosen(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the keyword inputs that the module takes."""
+        return {name: value for name, value in keywords.items() if self.anything or name in self.names}

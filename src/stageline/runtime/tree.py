@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,9 +13,14 @@ from torch.utils import _pytree as pytree
 from stageline.errors import StagelineError, shorten
 from stageline.transport.protocol import Leaf
 
+TENSOR = "tensor"
+"""The text of the commonest shape of all: one tensor and nothing around it."""
+
 
 def flatten(tree: Any, where: str) -> tuple[list[Leaf], str]:
     """Turn a tree into its leaves and the text of its shape; refuse a leaf that no message can hold."""
+    if isinstance(tree, Tensor):
+        return [tree], TENSOR
     leaves, spec = pytree.tree_flatten(tree)
     for leaf in leaves:
         if not isinstance(leaf, Tensor | int | float | str | bool | None):
@@ -22,12 +28,24 @@ def flatten(tree: Any, where: str) -> tuple[list[Leaf], str]:
                 f"{where} passes on a {type(leaf).__name__}, {shorten(leaf)}; stages can pass tensors, numbers, "
                 "strings and None, in tuples, lists and dicts"
             )
-    return leaves, pytree.treespec_dumps(spec)
+    return leaves, _text_of(spec)
 
 
 def unflatten(leaves: Sequence[Any], text: str) -> Any:
     """Build the tree again."""
-    return pytree.tree_unflatten(list(leaves), pytree.treespec_loads(text))
+    if text == TENSOR:
+        return leaves[0]
+    return pytree.tree_unflatten(list(leaves), _spec_of(text))
+
+
+@lru_cache(maxsize=1024)
+def _text_of(spec: pytree.TreeSpec) -> str:
+    return pytree.treespec_dumps(spec)
+
+
+@lru_cache(maxsize=1024)
+def _spec_of(text: str) -> pytree.TreeSpec:
+    return pytree.treespec_loads(text)
 
 
 def tensors_of(leaves: Sequence[Any]) -> list[Tensor]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from dataclasses import replace
+from typing import Any
 
 from stageline.transport.protocol import Header, Message, PeerFailed, Traffic, TransportError, check_header
+from stageline.transport.streams import read, written
 
 
 class ThreadHub:
@@ -23,7 +26,7 @@ class ThreadHub:
         """Start with empty channels."""
         self.ranks = ranks
         self._changed = threading.Condition()
-        self._waiting: dict[tuple[int, int, Traffic], deque[Message]] = {}
+        self._waiting: dict[tuple[int, int, Traffic], deque[tuple[Message, Any]]] = {}
         self._failure: tuple[int, str, BaseException] | None = None
 
     def end(self, rank: int) -> ThreadTransport:
@@ -39,9 +42,10 @@ class ThreadHub:
     def put(self, message: Message) -> None:
         """Append to the message's channel."""
         header = message.header
+        event = written(message.leaves)
         with self._changed:
             key = (header.source, header.target, header.traffic)
-            self._waiting.setdefault(key, deque()).append(message)
+            self._waiting.setdefault(key, deque()).append((message, event))
             self._changed.notify_all()
 
     def take(self, header: Header, deadline: float) -> Message:
@@ -57,9 +61,9 @@ class ThreadHub:
                     raise TransportError(
                         f"rank {header.target} waited {deadline:g} s for {header}, and it did not come"
                     )
-            message = self._waiting[key].popleft()
+            message, event = self._waiting[key].popleft()
         check_header(message.header, header)
-        return message
+        return message if event is None else replace(message, leaves=read(message.leaves, event))
 
     def set_failure(self, rank: int, error: BaseException, where: str) -> None:
         """Keep the first failure and wake everyone."""

@@ -1,0 +1,341 @@
+"""What a recorded graph looks like, found out once: which nodes lead to the inputs, and where weights branch off.
+
+    output ── Addmm ── Gelu ── Addmm ── input        the Addmm nodes are forks: one branch goes on to the
+                │               │                    *ends*, where I stops, another to parameters alone
+                w2              w1
+
+The ends are the inputs of the stage. The first stage has none that want a gradient; there, I stops at the nodes in
+which the data enters, such as the embedding, and W runs those.
+
+The next microbatch records another graph of the same form, so a plan is made once and then only compared with the graph
+at hand, node by node: a form that changes (experts, another branch) is noticed and gets a plan of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
+
+from stageline.runtime.halves import HALVES, Half
+
+Edge = tuple[int, int]
+"""A node, by its number in the graph, and which of its outputs."""
+
+VIEWS = frozenset(
+    ["TBackward0", "ToCopyBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "AliasBackward0"]
+)
+"""Nodes between a parameter and its use that compute nothing worth putting off."""
+
+
+class Fork(NamedTuple):
+    """A node whose weight gradients are put off."""
+
+    node: int
+    leaves: tuple[int, ...]
+    """The parameters behind it."""
+    half: Half | None
+    """How they are computed by hand; None where the node runs once more in W."""
+    edges: tuple[int, ...]
+    """Which edges of the node lead to them."""
+    children: tuple[Edge, ...]
+    """And where those edges lead."""
+    alone: bool
+    """Whether no other fork has a part in these parameters' gradients."""
+
+
+@dataclass
+class Plan:
+    """The form of a graph, and how its backward is split."""
+
+    kinds: list[Any]
+    children: list[tuple[Edge | None, ...]]
+    roots: list[Edge]
+    inputs: list[int]
+    """The node of each input; -1 where the outputs do not depend on it."""
+    lasting: dict[int, Node]
+    """The nodes that are the same objects in every graph: those where parameters gather their gradients."""
+    hooked: tuple[bool, ...] = ()
+    """Of each node that saves tensors for its weight half: whether torch's checkpointing holds them."""
+    onward: list[int] = field(default_factory=list)
+    """The roots that lead to an end."""
+    rest: list[int] = field(default_factory=list)
+    """The roots that lead to parameters alone."""
+    ends: list[Edge] = field(default_factory=list)
+    """Where I stops, if not at inputs."""
+    forks: list[Fork] = field(default_factory=list)
+    together: list[int] = field(default_factory=list)
+    """The parameters whose gradients must come with I."""
+    whole: bool = False
+    """Whether nothing can be split, and the backward runs as one."""
+    savers: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    """The forks' nodes and the names of what they save."""
+
+    @cached_property
+    def total(self) -> int:
+        """How many elements of parameters get a gradient."""
+        return sum(self.parameter(leaf).numel() for leaf in self.lasting)
+
+    @cached_property
+    def unsplit(self) -> int:
+        """How many of them get it with I."""
+        return sum(self.parameter(leaf).numel() for leaf in self.together)
+
+    @cached_property
+    def keeps_graph(self) -> bool:
+        """Whether some fork must run again, for which the graph has to stay."""
+        return any(fork.half is None for fork in self.forks)
+
+    def parameter(self, leaf: int) -> Any:
+        """The parameter that gathers its gradients in a node."""
+        return self.lasting[leaf].variable  # type: ignore[attr-defined]
+
+    def match(self, roots: Sequence[GradientEdge], ends: Sequence[Node]) -> list[Node] | None:
+        """The nodes of a graph by their numbers here, or None if the graph has another form."""
+        nodes: list[Any] = [None] * len(self.kinds)
+        if len(roots) != len(self.roots) or len(ends) != len(self.inputs):
+            return None
+        for edge, (number, output) in zip(roots, self.roots, strict=True):
+            if edge.output_nr != output or nodes[number] not in (None, edge.node):
+                return None
+            nodes[number] = edge.node
+        for number, (kind, expected) in enumerate(zip(self.kinds, self.children, strict=True)):
+            node = nodes[number]
+            if _kind(node) != kind:
+                return None
+            found = node.next_functions
+            if len(found) != len(expected):
+                return None
+            for (child, output), edge_there in zip(found, expected, strict=True):
+                if child is None or edge_there is None:
+                    if child is not edge_there:
+                        return None
+                elif nodes[edge_there[0]] is None and output == edge_there[1]:
+                    nodes[edge_there[0]] = child
+                elif nodes[edge_there[0]] is not child or output != edge_there[1]:
+                    return None
+        if any(nodes[number] is not node for number, node in self.lasting.items()):
+            return None
+        if any(number >= 0 and nodes[number] is not end for number, end in zip(self.inputs, ends, strict=True)):
+            return None
+        usual = all(fork.half is None or fork.half.fits(nodes[fork.node]) for fork in self.forks)
+        return nodes if usual and _hooked(nodes, self.savers) == self.hooked else None
+
+
+def _kind(node: Node) -> Any:
+    """What tells kinds of nodes apart: their class, or their name where the class is a general one."""
+    kind = type(node)
+    return node.name() if kind.__name__ == "CppFunction" else kind
+
+
+def _hooked(nodes: Sequence[Any], savers: Iterable[tuple[int, tuple[str, ...]]]) -> tuple[bool, ...]:
+    """Whether torch's checkpointing holds what these nodes saved: it gives it out once in every backward."""
+    return tuple(any(_held_by_checkpoint(nodes[number], name) for name in names) for number, names in savers)
+
+
+def _held_by_checkpoint(node: Any, name: str) -> bool:
+    hook = getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None)
+    return hook is not None and "checkpoint" in (getattr(hook, "__module__", None) or "")
+
+
+def make_plan(roots: Sequence[GradientEdge], ends: Sequence[Node]) -> tuple[Plan, list[Node]]:
+    """Walk a graph, and find out how to split its backward."""
+    numbers: dict[Node, int] = {}
+    nodes: list[Node] = []
+
+    def number_of(node: Node) -> int:
+        if node not in numbers:
+            numbers[node] = len(nodes)
+            nodes.append(node)
+        return numbers[node]
+
+    starts = [(number_of(edge.node), edge.output_nr) for edge in roots]
+    children: list[tuple[Edge | None, ...]] = []
+    while len(children) < len(nodes):
+        found = nodes[len(children)].next_functions
+        children.append(tuple(None if child is None else (number_of(child), output) for child, output in found))
+    inputs = [numbers.get(end, -1) for end in ends]
+    lasting = {number: node for number, node in enumerate(nodes) if hasattr(node, "variable") and number not in inputs}
+    plan = Plan([_kind(node) for node in nodes], children, starts, inputs, lasting)
+    _Analysis(plan, nodes).decide()
+    return plan, nodes
+
+
+class _Analysis:
+    """Which nodes lead to ends and which to parameters, and what follows from it."""
+
+    def __init__(self, plan: Plan, nodes: Sequence[Node]) -> None:
+        self.plan, self.nodes = plan, nodes
+        self.names = [node.name() for node in nodes]
+        self.order = list(_children_first(plan))
+        self.stops = {number for number in plan.inputs if number >= 0}
+
+    def below(self, number: int) -> Iterator[int]:
+        return (edge[0] for edge in self.plan.children[number] if edge is not None)
+
+    def decide(self) -> None:
+        plan = self.plan
+        plan.whole = any(name == "CheckpointFunctionBackward" for name in self.names)
+        if plan.whole:
+            return
+        if not self.stops:
+            self.stops = self._entries()
+            plan.ends = sorted({edge for edges in plan.children for edge in edges if edge and edge[0] in self.stops})
+            plan.ends += sorted({root for root in plan.roots if root[0] in self.stops} - set(plan.ends))
+        self._spread()
+        plan.onward = [index for index, (number, _) in enumerate(plan.roots) if self.leads_on[number]]
+        plan.rest = [index for index, (number, _) in enumerate(plan.roots) if not self.leads_on[number]]
+        self._find_forks()
+        if self.outside & set(plan.together):
+            if plan.ends:  # then W runs all of it
+                plan.ends, plan.forks, plan.together, plan.onward = [], [], [], []
+                plan.rest = list(range(len(plan.roots)))
+            else:
+                plan.whole = True
+
+    def _entries(self) -> set[int]:
+        """Where the data enters a graph without inputs: the last nodes on the way from the outputs, weights aside."""
+        plain: set[int] = set()  # parameters, and mere views of them
+        for number in self.order:
+            below = list(self.below(number))
+            if number in self.plan.lasting or (self.names[number] in VIEWS and all(child in plain for child in below)):
+                plain.add(number)
+        entries: set[int] = set()
+        seen: set[int] = set()
+        waiting = [number for number, _ in self.plan.roots if number not in plain]
+        while waiting:
+            number = waiting.pop()
+            if number in seen:
+                continue
+            seen.add(number)
+            half = HALVES.get(self.names[number])
+            onward = [
+                edge[0]
+                for index, edge in enumerate(self.plan.children[number])
+                if edge is not None and edge[0] not in plain and (half is None or index in half.data)
+            ]
+            waiting += onward
+            if not onward:
+                entries.add(number)
+        # An entry behind which lies another one could not be run by W alone.
+        behind = {child for entry in entries for child in self._all_below(entry)}
+        return set() if entries & behind else entries
+
+    def _all_below(self, number: int) -> set[int]:
+        found: set[int] = set()
+        waiting = list(self.below(number))
+        while waiting:
+            child = waiting.pop()
+            if child not in found:
+                found.add(child)
+                waiting += self.below(child)
+        return found
+
+    def _spread(self) -> None:
+        """For every node: whether it leads to an end, and which parameters lie behind it that do not."""
+        self.leads_on: dict[int, bool] = {}
+        self.behind: dict[int, frozenset[int]] = {}
+        for number in self.order:
+            below = list(self.below(number))
+            self.leads_on[number] = number in self.stops or any(self.leads_on[child] for child in below)
+            if number in self.plan.lasting:
+                self.behind[number] = frozenset([number])
+            else:
+                sides = [self.behind[child] for child in below if not self.leads_on[child]]
+                self.behind[number] = frozenset().union(*sides)
+
+    def _find_forks(self) -> None:
+        plan = self.plan
+        found: list[Fork] = []
+        savers: list[tuple[int, tuple[str, ...]]] = []
+        for number in self.order:
+            if not self.leads_on[number] or number in self.stops:
+                continue
+            sides = [
+                (index, edge)
+                for index, edge in enumerate(plan.children[number])
+                if edge is not None and not self.leads_on[edge[0]] and self.behind[edge[0]]
+            ]
+            if not sides:
+                continue
+            leaves = tuple(dict.fromkeys(leaf for _, (child, _) in sides for leaf in sorted(self.behind[child])))
+            edges = tuple(index for index, _ in sides)
+            half = HALVES.get(self.names[number])
+            savers.append((number, half.tensors if half else _saved_names(self.nodes[number])))
+            if half is not None and not self._by_hand(half, number, edges, leaves):
+                half = None
+            found.append(Fork(number, leaves, half, edges, tuple(edge for _, edge in sides), True))
+        plan.savers, plan.hooked = savers, _hooked(self.nodes, savers)
+        self._settle(found)
+
+    def _by_hand(self, half: Half, number: int, edges: Sequence[int], leaves: Sequence[int]) -> bool:
+        usual = not any(self.plan.parameter(leaf).is_complex() for leaf in leaves)
+        apart = half.data == {0, 1} or not half.data & set(edges)
+        return usual and apart and half.fits(self.nodes[number])
+
+    def _settle(self, found: list[Fork]) -> None:
+        """Say which parameters come with I, and which forks share one."""
+        plan = self.plan
+        uses: dict[int, list[Fork]] = {}
+        for fork in found:
+            for leaf in fork.leaves:
+                uses.setdefault(leaf, []).append(fork)
+        outside = {leaf for index in plan.rest for leaf in self.behind[plan.roots[index][0]]}
+        outside |= {leaf for stop in self.stops for leaf in self._all_below(stop) if leaf in plan.lasting}
+        self.outside = outside
+        held = dict(zip((number for number, _ in plan.savers), plan.hooked, strict=True))
+        together: set[int] = set()
+        for fork in found:
+            if held[fork.node] or BackwardCFunction in type(self.nodes[fork.node]).__mro__:
+                together.update(fork.leaves)
+        for leaf, forks in uses.items():
+            # Parts of one gradient are added in the order of a whole backward only if W computes them all in one go.
+            by_hand = all(fork.half is not None for fork in forks)
+            if (len(forks) > 1 and not by_hand) or (leaf in outside and not (by_hand and len(forks) == 1)):
+                together.add(leaf)
+        before = -1
+        while len(together) != before:  # what lies behind one edge comes with I as a whole, or with W
+            before = len(together)
+            for fork in found:
+                for child, _ in fork.children:
+                    if self.behind[child] & together:
+                        together |= self.behind[child]
+        plan.together = sorted(together)
+        for fork in sorted(found, key=lambda fork: -self.nodes[fork.node]._sequence_nr()):
+            kept = [
+                (edge, child)
+                for edge, child in zip(fork.edges, fork.children, strict=True)
+                if not self.behind[child[0]] & together
+            ]
+            leaves = tuple(leaf for leaf in fork.leaves if leaf not in together)
+            if leaves:
+                alone = all(len(uses[leaf]) == 1 and leaf not in outside for leaf in leaves)
+                edges, children = zip(*kept, strict=True)
+                plan.forks.append(Fork(fork.node, leaves, fork.half, edges, children, alone))
+
+
+def _saved_names(node: Node) -> tuple[str, ...]:
+    return tuple(name.removeprefix("_raw_saved_") for name in dir(node) if name.startswith("_raw_saved_"))
+
+
+def _children_first(plan: Plan) -> Iterator[int]:
+    """All nodes, each after the nodes it leads to."""
+    entered: set[int] = set()
+    left: set[int] = set()
+    for root, _ in plan.roots:
+        waiting = [root]
+        while waiting:
+            number = waiting[-1]
+            if number in left:
+                waiting.pop()
+            elif number in entered:
+                left.add(number)
+                waiting.pop()
+                yield number
+            else:
+                entered.add(number)
+                waiting += [edge[0] for edge in plan.children[number] if edge is not None and edge[0] not in entered]

@@ -1,0 +1,254 @@
+"""Activations that are not kept but computed once more: of whole stages, of chosen modules, or of operators in them.
+
+While a chosen module runs, autograd saves a handle in place of every tensor. The first handle that a backward opens
+runs the module once more and fills all of them; a handle may be opened by I and by W, and the module still runs only
+once more. A handle dies with the node that saved it, and its tensor with it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from stageline.errors import StagelineError, shorten
+from stageline.runtime.randomness import generator_state, replayed
+
+Choice: TypeAlias = Literal["none", "stage"] | str | type[nn.Module] | Callable[[str, nn.Module], bool] | Sequence[Any]
+"""What to compute once more: nothing, every stage whole, or modules by name, class or a function of both."""
+
+Policy: TypeAlias = Callable[..., Any] | Sequence[Any]
+"""torch's policy for selective checkpointing: a function of context and operator, or the operators to keep."""
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What the user asked for, understood."""
+
+    stages: bool = False
+    """Every stage runs its forward once more before its backward."""
+    chosen: Callable[[str, nn.Module], bool] | None = None
+    """Or modules of which this is true."""
+    policy: Policy | None = None
+
+
+def understand(choice: Choice, policy: Policy | None) -> Recompute:
+    """Read the options `recompute` and `recompute_policy`.
+
+    >>> understand("stage", None)
+    Recompute(stages=True, chosen=None, policy=None)
+    >>> understand(["*.mlp", nn.Linear], None).chosen("3.mlp", nn.Identity())
+    True
+    """
+    if policy is not None and not (callable(policy) or isinstance(policy, list | tuple)):
+        raise StagelineError(f"recompute_policy is a function or a list of operators, got {shorten(policy)}")
+    if isinstance(choice, str) and choice == "none":
+        return Recompute() if policy is None else Recompute(chosen=_is_layer, policy=policy)
+    if isinstance(choice, str) and choice == "stage":
+        if policy is not None:
+            raise StagelineError(
+                "recompute='stage' runs whole stages once more, and a policy keeps some operators of modules; "
+                "leave recompute out to apply the policy to every layer, or choose modules by name or class"
+            )
+        return Recompute(stages=True)
+    items = list(choice) if isinstance(choice, list | tuple | set | frozenset) else [choice]
+    for item in items:
+        if isinstance(item, str) and item in ("none", "stage"):
+            raise StagelineError(f"recompute={item!r} stands alone; in a list, give names, classes or functions")
+        if not (isinstance(item, str) or callable(item)):
+            raise StagelineError(
+                "recompute is 'none', 'stage', or modules chosen by name ('*.mlp'), class or a function of name and "
+                f"module; got {shorten(item)}"
+            )
+
+    def chosen(name: str, module: nn.Module) -> bool:
+        return any(_fits(item, name, module) for item in items)
+
+    return Recompute(chosen=chosen, policy=policy)
+
+
+def _is_layer(name: str, module: nn.Module) -> bool:
+    return "." not in name
+
+
+def _fits(item: Any, name: str, module: nn.Module) -> bool:
+    if isinstance(item, str):
+        return fnmatchcase(name, item)
+    if isinstance(item, type):
+        return isinstance(module, item)
+    return bool(item(name, module))
+
+
+class _Active(threading.local):
+    """What this thread is doing: whether a step trains here, and the module that runs now with handles."""
+
+    training = False
+    frame: _Frame | None = None
+
+
+_active = _Active()
+
+
+@contextmanager
+def training() -> Iterator[None]:
+    """While this lasts, chosen modules that run in this thread are computed once more in their backward."""
+    _active.training = True
+    try:
+        yield
+    finally:
+        _active.training = False
+        if _active.frame is not None:  # the module raised
+            _active.frame.leave()
+
+
+def _first_names(model: nn.Module) -> str:
+    return ", ".join([name for name, _ in model.named_modules() if name][:4])
+
+
+def mark(model: nn.Module, asked: Recompute, choice: Choice) -> list[str]:
+    """Let the chosen modules be computed once more, in steps alone; give back their names."""
+    if asked.chosen is None:
+        return []
+    names = []
+    for name, module in model.named_modules():
+        if name and asked.chosen(name, module):
+            names.append(name)
+            module.register_forward_pre_hook(_Enter(name, asked.policy), prepend=True, with_kwargs=True)
+            module.register_forward_hook(_leave)
+    if not names:
+        raise StagelineError(
+            f"recompute={shorten(choice)} chose none of the model's modules; give 'none' or 'stage', or modules by "
+            f"name ('*.mlp'), class or a function of name and module; the first names are {_first_names(model)}"
+        )
+    return names
+
+
+@dataclass(frozen=True)
+class _Enter:
+    """The hook that puts handles in place of what autograd saves."""
+
+    name: str
+    policy: Policy | None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Of modules inside each other, the outer one is computed once more, with all that is in it.
+        if _active.training and _active.frame is None and torch.is_grad_enabled():
+            _active.frame = _Frame(self.name, module, args, kwargs, self.policy)
+            _active.frame.enter()
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    if _active.frame is not None and _active.frame.module is module:
+        _active.frame.leave()
+
+
+class _Handle:
+    """What autograd holds instead of a tensor."""
+
+    __slots__ = ("__weakref__", "frame", "tensor")
+
+    def __init__(self, frame: _Frame) -> None:
+        self.frame: _Frame | None = frame
+        self.tensor: Tensor | None = None
+
+
+class _Enough(Exception):
+    """Every tensor that is still wanted has been computed; the rest of the module need not run."""
+
+
+class _Frame:
+    """One run of a chosen module."""
+
+    def __init__(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None
+    ) -> None:
+        self.name, self.module = name, module
+        self.arguments = (args, kwargs)
+        self.handles: list[weakref.ref[_Handle]] = []
+        self.state = generator_state()
+        self.autocast = _autocasts()
+        if policy is None:
+            self.first, self.second = nullcontext(), nullcontext()
+        else:
+            self.first, self.second = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+        self._stack = ExitStack()
+
+    def enter(self) -> None:
+        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
+        self._stack.enter_context(self.first)
+
+    def leave(self) -> None:
+        _active.frame = None
+        self._stack.close()
+
+    def _pack(self, tensor: Tensor) -> _Handle:
+        handle = _Handle(self)
+        self.handles.append(weakref.ref(handle))
+        return handle
+
+    def run_again(self) -> None:
+        """Run the module once more, and fill the handles that are still wanted."""
+        waiting = list(self.handles)
+        count = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal count
+            if count < len(waiting) and (handle := waiting[count]()) is not None:
+                handle.tensor, handle.frame = tensor.detach(), None
+            count += 1
+            if count == len(waiting):
+                raise _Enough
+            return tensor
+
+        args, kwargs = pytree.tree_map(_detached, self.arguments)
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        before, _active.training = _active.training, False
+        try:
+            with replayed(self.state), ExitStack() as stack:
+                stack.enter_context(torch.enable_grad())
+                for autocast in self.autocast:
+                    stack.enter_context(autocast)
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+                stack.enter_context(self.second)
+                self.module(*args, **kwargs)
+        except _Enough:
+            pass
+        finally:
+            _active.training = before
+            for buffer, value in buffers:
+                buffer.data.copy_(value)
+        if count != len(waiting):
+            raise StagelineError(
+                f"module {self.name} saved {len(waiting)} tensors in its forward and {count} when it was computed once "
+                "more: it does not do the same twice, so it can't be recomputed; leave it out of recompute="
+            )
+        self.arguments = ((), {})
+
+
+def _unpack(handle: _Handle) -> Tensor:
+    if handle.frame is not None:
+        handle.frame.run_again()
+    assert handle.tensor is not None
+    return handle.tensor
+
+
+def _detached(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _autocasts() -> list[Any]:
+    """Contexts that bring the mixed precision of now back later."""
+    kinds = ["cpu", "cuda"] if torch.cuda.is_initialized() else ["cpu"]  # type: ignore[no-untyped-call]
+    return [
+        torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
+        for kind in kinds
+    ]
