@@ -1,26 +1,44 @@
-"""A GPT on one GPU: the plain loop over microbatches against pipelines of four stages on that GPU.
+"""A GPT on one GPU: the plain loop over microbatches against pipelines of four stages on that GPU, and torch's.
 
-python benchmarks/one_gpu.py [--repeats 5] [--blocks 16] [--width 2048] [--json]
+python benchmarks/one_gpu.py [--repeats 5] [--samples 2] [--blocks 16] [--width 2048] [--profile] [--json]
 
-bfloat16, 16 microbatches of 2 × 1024 tokens. Every number is a median of this run, measured in turns; memory is the
-peak of what was allocated, less parameters and gradients. Ranks are threads of this process.
+bfloat16, 16 microbatches of so many samples of 1024 tokens. Every number is a median of this run, measured in turns;
+memory is the peak of what was allocated, less parameters and gradients. Ranks are threads of this process; torch's
+schedules run their four stages on one rank. "by certificate" is the peak that the schedule's order gives when every
+stage holds, per microbatch, what it was measured to hold after its forward, and between I and W.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import cProfile
 import json
+import os
+import pstats
 import statistics
+import tempfile
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import pipelining
 from torch.nn import functional
 
 import stageline as sl
 from stageline.testing import one_process_step
 
-CASES = {"1f1b, 4 threads": ("1f1b", 4), "zb-h1, 4 threads": ("zb-h1", 4), "gpipe, 1 rank": ("gpipe", 1)}
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "interleaved, 1 rank": ("interleaved", 1, {"chunks": 4}),
+    "interleaved-zb, 1 rank": ("interleaved-zb", 1, {"chunks": 4}),
+    "1f1b, 4 threads": ("1f1b", 4, {}),
+    "zb-h1, 4 threads": ("zb-h1", 4, {}),
+}
+PEERS = {"torch interleaved": "ScheduleInterleaved1F1B", "torch zero-bubble": "ScheduleInterleavedZeroBubble"}
+MICROBATCHES, LENGTH, VOCABULARY = 16, 1024, 32768
 
 
 class Block(nn.Module):
@@ -45,52 +63,155 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
+def peer(name: str, parts: list[nn.Sequential], tokens: Tensor) -> Callable[[], Any]:
+    """torch's schedule over the same parts, all on this one rank."""
+    stages = [
+        pipelining.PipelineStage(part, index, len(parts), torch.device("cuda")) for index, part in enumerate(parts)
+    ]
+    made = getattr(pipelining.schedules, PEERS[name])(stages, MICROBATCHES, loss_fn=loss_fn)
+    return lambda: made.step(tokens, target=tokens, losses=[])
+
+
+def held_by_stage(pipe: sl.Pipeline, tokens: Tensor) -> list[tuple[float, float]]:
+    """Bytes that each stage holds for one microbatch after its forward, and between I and W."""
+    work = pipe._work(tokens, tokens, None, training=True)
+    stages = {
+        index: stage
+        for each in pipe._crew(MICROBATCHES, training=True).executors
+        for index, stage in each.stages.items()
+    }
+    leaves: Any = [work.inputs[0]]
+    held = []
+    ready = torch.cuda.memory_allocated
+    outputs = []
+    for index in sorted(stages):
+        before = ready()
+        leaves, _ = stages[index].forward(0, 0, leaves, "tensor", [index > 0], True, {})
+        if index == len(stages) - 1:
+            stages[index].loss(0, 0, leaves[0], work.targets[0], 1 / MICROBATCHES, True)
+        outputs.append(leaves[0])
+        leaves = [leaves[0].detach()]
+        held.append([float(ready() - before), 0.0])
+    grad: Any = None
+    split = "W" in str(pipe.schedule.programs[0])
+    for index in sorted(stages, reverse=True):
+        outputs.pop()
+        leaves = []
+        given = None if grad is None else [grad]
+        if split:
+            (grad,) = stages[index].backward_input(0, given)
+            del given
+            before = ready()
+            stages[index].backward_weight(0)
+            held[index][1] = float(before - ready())
+        else:
+            (grad,) = stages[index].backward(0, given)
+    pipe.zero_grad()
+    return [(first, second) for first, second in held]
+
+
+def by_certificate(pipe: sl.Pipeline, held: list[tuple[float, float]]) -> float:
+    """The peak over the schedule's order of what its stages hold, all ranks together (they share the GPU)."""
+    planned = sl.simulate(pipe.schedule)
+    moments: list[tuple[float, int, float]] = []
+    for rank in range(pipe.schedule.ranks):
+        for timed in planned.actions(rank):
+            first, second = held[timed.action.stage]
+            kind = str(timed.action.kind)
+            change = {"F": first, "B": -first, "I": second - first, "W": -second}[kind]
+            moments.append((timed.start, 1, change) if kind == "F" else (timed.end, 0, change))
+    peak = now = 0.0
+    for _, _, change in sorted(moments):
+        now += change
+        peak = max(peak, now)
+    return peak
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--samples", type=int, default=2, help="samples of 1024 tokens in a microbatch (default 2)")
     parser.add_argument("--blocks", type=int, default=16)
     parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--only", nargs="*", help="these cases alone, beside the plain loop")
+    parser.add_argument("--profile", action="store_true", help="say where the host's time of the split backward goes")
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU")
+    meeting = os.path.join(tempfile.mkdtemp(), "store")
+    dist.init_process_group("nccl", store=dist.FileStore(meeting, 1), rank=0, world_size=1)  # type: ignore[attr-defined]
     torch.manual_seed(0)
-    vocabulary, microbatches = 32768, 16
-    layers = [nn.Embedding(vocabulary, given.width), *(Block(given.width) for _ in range(given.blocks))]
-    model = nn.Sequential(*layers, nn.Linear(given.width, vocabulary, bias=False)).to("cuda", torch.bfloat16)
-    tokens = torch.randint(0, vocabulary, (2 * microbatches, 1024), device="cuda")
+    layers = [nn.Embedding(VOCABULARY, given.width), *(Block(given.width) for _ in range(given.blocks))]
+    model = nn.Sequential(*layers, nn.Linear(given.width, VOCABULARY, bias=False)).to("cuda", torch.bfloat16)
+    tokens = torch.randint(0, VOCABULARY, (given.samples * MICROBATCHES, LENGTH), device="cuda")
     pipes = {
-        name: sl.Pipeline(model, loss_fn=loss_fn, schedule=family, ranks=ranks, microbatches=microbatches)
-        for name, (family, ranks) in CASES.items()
+        name: sl.Pipeline(model, loss_fn=loss_fn, schedule=family, ranks=ranks, microbatches=MICROBATCHES, **options)
+        for name, (family, ranks, options) in CASES.items()
+        if not given.only or name in given.only
     }
-    taken: dict[str, list[float]] = {"plain loop": [], **{name: [] for name in pipes}}
+    runs: dict[str, Callable[[], Any]] = {
+        "plain loop": lambda: one_process_step(model, loss_fn, tokens, tokens, MICROBATCHES)
+    }
+    runs |= {name: (lambda pipe=pipe: pipe.step(tokens, tokens)) for name, pipe in pipes.items()}  # type: ignore[misc]
+    if not given.only:
+        parts = [copy.copy(part) for part in pipes["interleaved, 1 rank"]._parts]
+        runs |= {name: peer(name, parts, tokens) for name in PEERS}
+    taken: dict[str, list[float]] = {name: [] for name in runs}
     peaks: dict[str, float] = {}
+    own = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     for turn in range(given.repeats + 2):
-        for name in taken:
+        for name, run in runs.items():
             model.zero_grad()
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
+            base = torch.cuda.memory_allocated() - own
             began = time.perf_counter()
-            if name in pipes:
-                pipes[name].step(tokens, tokens)
-            else:
-                one_process_step(model, loss_fn, tokens, tokens, microbatches)
+            run()
             torch.cuda.synchronize()
             if turn >= 2:
                 taken[name].append(time.perf_counter() - began)
-                held = 2 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-                peaks[name] = (torch.cuda.max_memory_allocated() - held) / 2**30
+                peaks[name] = (torch.cuda.max_memory_allocated() - 2 * own - base) / 2**30
     medians = {name: statistics.median(values) for name, values in taken.items()}
-    rows = [
-        {"case": name, "ms": 1e3 * median, "times plain": median / medians["plain loop"], "GiB": peaks[name]}
-        for name, median in medians.items()
-    ]
+    rows = []
+    for name, median in medians.items():
+        row = {"case": name, "ms": 1e3 * median, "times plain": median / medians["plain loop"], "GiB": peaks[name]}
+        if name in pipes:
+            model.zero_grad()
+            row["by certificate"] = by_certificate(pipes[name], held_by_stage(pipes[name], tokens)) / 2**30
+        rows.append(row)
     if given.json:
         print(json.dumps(rows, indent=2))
-        return
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {given.blocks} blocks of width {given.width}")
-    for row in rows:
-        print(f"{row['case']:18} {row['ms']:8.1f} ms   {row['times plain']:.2f} times plain   {row['GiB']:6.2f} GiB")
+    else:
+        print(
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {given.blocks} blocks of width {given.width}"
+        )
+        for row in rows:
+            said = f", by certificate {row['by certificate']:6.2f}" if "by certificate" in row else ""
+            print(f"{row['case']:24} {row['ms']:8.1f} ms   {row['times plain']:.3f} times plain", end="")
+            print(f"   {row['GiB']:6.2f} GiB{said}")
+    if given.profile:
+        for name in pipes:
+            if "1 rank" in name:
+                profile_step(name, pipes[name], tokens)
+
+
+def profile_step(name: str, pipe: sl.Pipeline, tokens: Tensor) -> None:
+    """The host's time of one step, function by function."""
+    profiler = cProfile.Profile()
+    work = pipe._work(tokens, tokens, None, training=True)
+    (executor,) = pipe._crew(MICROBATCHES, training=True).executors
+    make: Any = torch.cuda.Event
+    event = make(enable_timing=True)
+    event.record()
+    executor_work = copy.copy(work)
+    object.__setattr__(executor_work, "began", {0: (event, 0.0)})
+    profiler.enable()
+    executor.run(executor_work, 60.0)
+    profiler.disable()
+    torch.cuda.synchronize()
+    print(name)
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(22)
 
 
 if __name__ == "__main__":

@@ -57,8 +57,9 @@ class Plan:
     roots: list[Edge]
     inputs: list[int]
     """The node of each input; -1 where the outputs do not depend on it."""
-    lasting: dict[int, Node]
-    """The nodes that are the same objects in every graph: those where parameters gather their gradients."""
+    parameters: dict[int, Any]
+    """The nodes where parameters gather their gradients, and those parameters. The nodes themselves are not kept from
+    one graph to the next: on a GPU they belong to the stream in which they were made."""
     hooked: tuple[bool, ...] = ()
     """Of each node that saves tensors for its weight half: whether torch's checkpointing holds them."""
     onward: list[int] = field(default_factory=list)
@@ -78,7 +79,7 @@ class Plan:
     @cached_property
     def total(self) -> int:
         """How many elements of parameters get a gradient."""
-        return sum(self.parameter(leaf).numel() for leaf in self.lasting)
+        return sum(self.parameter(leaf).numel() for leaf in self.parameters)
 
     @cached_property
     def unsplit(self) -> int:
@@ -92,7 +93,7 @@ class Plan:
 
     def parameter(self, leaf: int) -> Any:
         """The parameter that gathers its gradients in a node."""
-        return self.lasting[leaf].variable  # type: ignore[attr-defined]
+        return self.parameters[leaf]
 
     def match(self, roots: Sequence[GradientEdge], ends: Sequence[Node]) -> list[Node] | None:
         """The nodes of a graph by their numbers here, or None if the graph has another form."""
@@ -118,7 +119,7 @@ class Plan:
                     nodes[edge_there[0]] = child
                 elif nodes[edge_there[0]] is not child or output != edge_there[1]:
                     return None
-        if any(nodes[number] is not node for number, node in self.lasting.items()):
+        if any(nodes[number].variable is not parameter for number, parameter in self.parameters.items()):
             return None
         if any(number >= 0 and nodes[number] is not end for number, end in zip(self.inputs, ends, strict=True)):
             return None
@@ -159,8 +160,9 @@ def make_plan(roots: Sequence[GradientEdge], ends: Sequence[Node]) -> tuple[Plan
         found = nodes[len(children)].next_functions
         children.append(tuple(None if child is None else (number_of(child), output) for child, output in found))
     inputs = [numbers.get(end, -1) for end in ends]
-    lasting = {number: node for number, node in enumerate(nodes) if hasattr(node, "variable") and number not in inputs}
-    plan = Plan([_kind(node) for node in nodes], children, starts, inputs, lasting)
+    leaves: list[tuple[int, Any]] = [(number, node) for number, node in enumerate(nodes) if hasattr(node, "variable")]
+    parameters = {number: node.variable for number, node in leaves if number not in inputs}
+    plan = Plan([_kind(node) for node in nodes], children, starts, inputs, parameters)
     _Analysis(plan, nodes).decide()
     return plan, nodes
 
@@ -202,7 +204,9 @@ class _Analysis:
         plain: set[int] = set()  # parameters, and mere views of them
         for number in self.order:
             below = list(self.below(number))
-            if number in self.plan.lasting or (self.names[number] in VIEWS and all(child in plain for child in below)):
+            if number in self.plan.parameters or (
+                self.names[number] in VIEWS and all(child in plain for child in below)
+            ):
                 plain.add(number)
         entries: set[int] = set()
         seen: set[int] = set()
@@ -242,7 +246,7 @@ class _Analysis:
         for number in self.order:
             below = list(self.below(number))
             self.leads_on[number] = number in self.stops or any(self.leads_on[child] for child in below)
-            if number in self.plan.lasting:
+            if number in self.plan.parameters:
                 self.behind[number] = frozenset([number])
             else:
                 sides = [self.behind[child] for child in below if not self.leads_on[child]]
@@ -285,7 +289,7 @@ class _Analysis:
             for leaf in fork.leaves:
                 uses.setdefault(leaf, []).append(fork)
         outside = {leaf for index in plan.rest for leaf in self.behind[plan.roots[index][0]]}
-        outside |= {leaf for stop in self.stops for leaf in self._all_below(stop) if leaf in plan.lasting}
+        outside |= {leaf for stop in self.stops for leaf in self._all_below(stop) if leaf in plan.parameters}
         self.outside = outside
         held = dict(zip((number for number, _ in plan.savers), plan.hooked, strict=True))
         together: set[int] = set()
