@@ -75,6 +75,8 @@ def peer(name: str, parts: list[nn.Sequential], tokens: Tensor) -> Callable[[], 
 def held_by_stage(pipe: sl.Pipeline, tokens: Tensor) -> list[tuple[float, float]]:
     """Bytes that each stage holds for one microbatch after its forward, and between I and W."""
     work = pipe._work(tokens, tokens, None, training=True)
+    for parameter in pipe.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # so that no gradient is taken for an activation
     stages = {
         index: stage
         for each in pipe._crew(MICROBATCHES, training=True).executors

@@ -61,19 +61,20 @@ class DeviceClock:
         self._start = [make(enable_timing=True) for _ in range(actions)]
         self._end = [make(enable_timing=True) for _ in range(actions)]
         self._base: Any = None
+        self._stream: Any = None
         self._moment = 0.0
 
-    def begin(self, base: Any, moment: float) -> None:
-        """Count from an event that was put into the device's stream at a moment of the host's clock."""
-        self._base, self._moment = base, moment
+    def begin(self, stream: Any, base: Any, moment: float) -> None:
+        """Watch a stream; count from an event that was put into the device's at a moment of the host's clock."""
+        self._stream, self._base, self._moment = stream, base, moment
 
     def start(self, position: int) -> None:
-        """Put an event into the current stream."""
-        self._start[position].record()
+        """Put an event into the stream."""
+        self._start[position].record(self._stream)
 
     def end(self, position: int) -> None:
-        """Put an event into the current stream."""
-        self._end[position].record()
+        """Put an event into the stream."""
+        self._end[position].record(self._stream)
 
     def read(self) -> tuple[Times, Times]:
         """Wait for the last event, and read all of them."""

@@ -122,11 +122,12 @@ class Executor:
             return self._run(work, deadline)
         event, moment = work.began[self.device]
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            torch.cuda.current_stream().wait_event(event)
+            stream = torch.cuda.current_stream()
+            stream.wait_event(event)
             assert isinstance(self._clock, DeviceClock)
-            self._clock.begin(event, moment)
+            self._clock.begin(stream, event, moment)
             result = self._run(work, deadline)
-            result.over = torch.cuda.current_stream().record_event()
+            result.over = stream.record_event()
         return result
 
     def _run(self, work: Work, deadline: float) -> RankResult:

@@ -16,8 +16,16 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 Saved = tuple[Any, ...]
-Shapes = Sequence[tuple[torch.Size, torch.dtype]]
-"""The shape and type of the gradient that each edge wants."""
+
+
+class Wanted(NamedTuple):
+    """The gradient that an edge of a node wants."""
+
+    edge: int
+    shape: torch.Size
+    dtype: torch.dtype
+    turned: bool = False
+    """Transposed: what lies behind the edge would only transpose it back."""
 
 
 class Half(NamedTuple):
@@ -29,35 +37,37 @@ class Half(NamedTuple):
     """The names of the saved tensors that the weight half reads."""
     take: Callable[[Node], Saved]
     """What to keep of a node, asked for while I runs."""
-    give: Callable[[Saved, Tensor, Sequence[int], Shapes], list[Tensor]]
-    """The gradients of the given edges."""
+    give: Callable[[Saved, Tensor, Sequence[Wanted]], list[Tensor]]
+    """The gradients that are wanted."""
     fits: Callable[[Node], bool] = lambda node: True
     """Whether this node is of the usual kind."""
 
 
-def _second_factor(first: Tensor, grad: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """The gradient of B in A·B; a B that is a transposed weight gets a transposed gradient, as autograd gives it."""
+def _second_factor(first: Tensor, grad: Tensor, sizes: Sequence[int], strides: Sequence[int], turned: bool) -> Tensor:
+    """The gradient of B in A·B; where B is a transposed weight, autograd computes it transposed."""
     if strides[0] == 1 and strides[1] == sizes[0]:
-        return grad.t().mm(first).t()
-    return first.t().mm(grad)
+        found = grad.t().mm(first)
+        return found if turned else found.t()
+    found = first.t().mm(grad)
+    return found.t() if turned else found
 
 
-def _reduced(grad: Tensor, shape: tuple[torch.Size, torch.dtype]) -> Tensor:
+def _reduced(grad: Tensor, wanted: Wanted) -> Tensor:
     """Sum over what was broadcast, then take the type of what it is the gradient of."""
-    size, dtype = shape
-    found = grad if grad.shape == size else grad.sum_to_size(size)
-    return found if found.dtype == dtype else found.to(dtype)
+    found = grad if grad.shape == wanted.shape else grad.sum_to_size(wanted.shape)
+    found = found if found.dtype == wanted.dtype else found.to(wanted.dtype)
+    return found.t() if wanted.turned else found
 
 
 def _take_addmm(node: Any) -> Saved:
     return node._saved_mat1, node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides
 
 
-def _give_addmm(saved: Saved, grad: Tensor, edges: Sequence[int], shapes: Shapes) -> list[Tensor]:
+def _give_addmm(saved: Saved, grad: Tensor, wanted: Sequence[Wanted]) -> list[Tensor]:
     first, sizes, strides = saved
     return [
-        _second_factor(first, grad, sizes, strides) if edge == 2 else _reduced(grad, shape)
-        for edge, shape in zip(edges, shapes, strict=True)
+        _second_factor(first, grad, sizes, strides, each.turned) if each.edge == 2 else _reduced(grad, each)
+        for each in wanted
     ]
 
 
@@ -69,9 +79,9 @@ def _take_mm(node: Any) -> Saved:
     return node._saved_self, node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides
 
 
-def _give_mm(saved: Saved, grad: Tensor, edges: Sequence[int], shapes: Shapes) -> list[Tensor]:
+def _give_mm(saved: Saved, grad: Tensor, wanted: Sequence[Wanted]) -> list[Tensor]:
     first, sizes, strides = saved
-    return [_second_factor(first, grad, sizes, strides)]
+    return [_second_factor(first, grad, sizes, strides, wanted[0].turned)]
 
 
 def _take_layer_norm(node: Any) -> Saved:
@@ -81,9 +91,10 @@ def _take_layer_norm(node: Any) -> Saved:
     )  # fmt: skip
 
 
-def _give_layer_norm(saved: Saved, grad: Tensor, edges: Sequence[int], shapes: Shapes) -> list[Tensor]:
+def _give_layer_norm(saved: Saved, grad: Tensor, wanted: Sequence[Wanted]) -> list[Tensor]:
+    edges = [each.edge for each in wanted]
     found = torch.ops.aten.native_layer_norm_backward(grad, *saved, [False, 1 in edges, 2 in edges])
-    return [found[edge] for edge in edges]
+    return [found[each.edge].t() if each.turned else found[each.edge] for each in wanted]
 
 
 def _take_convolution(node: Any) -> Saved:
@@ -93,22 +104,22 @@ def _take_convolution(node: Any) -> Saved:
     )  # fmt: skip
 
 
-def _give_convolution(saved: Saved, grad: Tensor, edges: Sequence[int], shapes: Shapes) -> list[Tensor]:
+def _give_convolution(saved: Saved, grad: Tensor, wanted: Sequence[Wanted]) -> list[Tensor]:
+    edges = [each.edge for each in wanted]
     found = torch.ops.aten.convolution_backward(grad, *saved, [False, 1 in edges, 2 in edges])
-    return [found[edge] for edge in edges]
+    return [found[each.edge].t() if each.turned else found[each.edge] for each in wanted]
 
 
 def _take_mul(node: Any) -> Saved:
     return node._saved_self, node._saved_other
 
 
-def _give_mul(saved: Saved, grad: Tensor, edges: Sequence[int], shapes: Shapes) -> list[Tensor]:
-    (edge,) = edges
-    return [_reduced(grad * saved[1 - edge], shapes[0])]
+def _give_mul(saved: Saved, grad: Tensor, wanted: Sequence[Wanted]) -> list[Tensor]:
+    return [_reduced(grad * saved[1 - each.edge], each) for each in wanted]
 
 
-def _give_add(saved: Saved, grad: Tensor, edges: Sequence[int], shapes: Shapes) -> list[Tensor]:
-    return [_reduced(grad, shape) for shape in shapes]
+def _give_add(saved: Saved, grad: Tensor, wanted: Sequence[Wanted]) -> list[Tensor]:
+    return [_reduced(grad, each) for each in wanted]
 
 
 def _fits_add(node: Any) -> bool:

@@ -19,6 +19,7 @@ from stageline.errors import StagelineError
 from stageline.runtime.batch import Keywords, Reduction, check_reduction, keyword_parts, parts_of, samples_of, weights
 from stageline.runtime.cut import cut, find_schedule, forwards_of, only_microbatches, whole_model
 from stageline.runtime.executor import Executor, RankResult, Work
+from stageline.runtime.garbage import no_collections
 from stageline.runtime.randomness import Generators
 from stageline.runtime.recompute import Choice, Policy, mark, understand
 from stageline.runtime.shadows import gather, place
@@ -401,7 +402,8 @@ class Pipeline:
                     executor.stages[stage].check_keywords(list(given[0]))
         devices = {executor.device for executor in crew.executors if executor.device is not None}
         began = {device: (_event(device), time.perf_counter()) for device in devices}
-        results = self._world.run(crew, replace(work, began=began), self.deadline)
+        with no_collections():
+            results = self._world.run(crew, replace(work, began=began), self.deadline)
         for executor, result in zip(crew.executors, results, strict=True):
             if result.over is not None:
                 torch.cuda.current_stream(executor.device).wait_event(result.over)

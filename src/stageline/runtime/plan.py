@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
@@ -44,6 +45,10 @@ class Fork(NamedTuple):
     """Which edges of the node lead to them."""
     children: tuple[Edge, ...]
     """And where those edges lead."""
+    targets: tuple[Any, ...]
+    """For each edge, the parameter it leads to directly, or through a transposition alone; None where there is more."""
+    turned: tuple[bool, ...]
+    """Whether there is a transposition in between."""
     alone: bool
     """Whether no other fork has a part in these parameters' gradients."""
 
@@ -97,28 +102,29 @@ class Plan:
 
     def match(self, roots: Sequence[GradientEdge], ends: Sequence[Node]) -> list[Node] | None:
         """The nodes of a graph by their numbers here, or None if the graph has another form."""
-        nodes: list[Any] = [None] * len(self.kinds)
+        nodes: list[Any] = [None] * len(self.kinds)  # this runs for every microbatch: no calls that can be spared
         if len(roots) != len(self.roots) or len(ends) != len(self.inputs):
             return None
         for edge, (number, output) in zip(roots, self.roots, strict=True):
             if edge.output_nr != output or nodes[number] not in (None, edge.node):
                 return None
             nodes[number] = edge.node
-        for number, (kind, expected) in enumerate(zip(self.kinds, self.children, strict=True)):
-            node = nodes[number]
-            if _kind(node) != kind:
+        for node, kind, expected in zip(nodes, self.kinds, self.children, strict=True):
+            if type(node) is not kind and _kind(node) != kind:
                 return None
             found = node.next_functions
             if len(found) != len(expected):
                 return None
-            for (child, output), edge_there in zip(found, expected, strict=True):
-                if child is None or edge_there is None:
-                    if child is not edge_there:
+            for (child, output), there in zip(found, expected, strict=True):
+                if child is None or there is None:
+                    if child is not there:
                         return None
-                elif nodes[edge_there[0]] is None and output == edge_there[1]:
-                    nodes[edge_there[0]] = child
-                elif nodes[edge_there[0]] is not child or output != edge_there[1]:
+                    continue
+                number, expected_output = there
+                known = nodes[number]
+                if output != expected_output or (known is not None and known is not child):
                     return None
+                nodes[number] = child
         if any(nodes[number].variable is not parameter for number, parameter in self.parameters.items()):
             return None
         if any(number >= 0 and nodes[number] is not end for number, end in zip(self.inputs, ends, strict=True)):
@@ -272,7 +278,8 @@ class _Analysis:
             savers.append((number, half.tensors if half else _saved_names(self.nodes[number])))
             if half is not None and not self._by_hand(half, number, edges, leaves):
                 half = None
-            found.append(Fork(number, leaves, half, edges, tuple(edge for _, edge in sides), True))
+            children = tuple(edge for _, edge in sides)
+            found.append(Fork(number, leaves, half, edges, children, (), (), True))
         plan.savers, plan.hooked = savers, _hooked(self.nodes, savers)
         self._settle(found)
 
@@ -319,7 +326,16 @@ class _Analysis:
             if leaves:
                 alone = all(len(uses[leaf]) == 1 and leaf not in outside for leaf in leaves)
                 edges, children = zip(*kept, strict=True)
-                plan.forks.append(Fork(fork.node, leaves, fork.half, edges, children, alone))
+                targets, turned = zip(*(self._target(child) for child, _ in children), strict=True)
+                plan.forks.append(Fork(fork.node, leaves, fork.half, edges, children, targets, turned, alone))
+
+    def _target(self, child: int) -> tuple[Any, bool]:
+        """The plain parameter that an edge leads to, and whether through a transposition."""
+        turned = self.names[child] == "TBackward0"
+        leaf = next(self.below(child), child) if turned else child
+        parameter = self.plan.parameters.get(leaf)
+        plain = parameter is not None and type(parameter) in (nn.Parameter, Tensor)
+        return (parameter, turned) if plain else (None, False)
 
 
 def _saved_names(node: Node) -> tuple[str, ...]:

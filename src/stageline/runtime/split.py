@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from stageline.runtime.halves import Wanted
 from stageline.runtime.plan import Fork, Plan, make_plan
 
 PLANS = 16
@@ -43,6 +44,25 @@ class _Noted:
 
 
 @dataclass
+class _Roots:
+    """Gradients on their way to parameters, which autograd is to bring there."""
+
+    edges: list[GradientEdge] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    bytes: int = 0
+
+    def add(self, edge: GradientEdge, grad: Tensor) -> None:
+        self.edges.append(edge)
+        self.grads.append(grad)
+        self.bytes += grad.numel() * grad.element_size()
+
+    def run(self) -> None:
+        if self.edges:
+            torch.autograd.backward(self.edges, self.grads)
+        self.edges, self.grads, self.bytes = [], [], 0
+
+
+@dataclass
 class SplitBackward:
     """One backward of one stage and microbatch: first `input_gradients`, later `weight_gradients`."""
 
@@ -51,6 +71,8 @@ class SplitBackward:
     inputs: Sequence[Tensor]
     plans: list[Plan] = field(default_factory=list)
     """The forms of graphs that were seen before, the last one first; a new one is added."""
+    direct: bool = True
+    """Whether gradients may be added without autograd where a parameter has no hooks that it would call."""
     unsplit: int = 0
     """How many elements of parameters got their gradient with I."""
     total: int = 0
@@ -151,38 +173,55 @@ class SplitBackward:
         for parameter, grad in self._together:
             if grad is not None:
                 torch.autograd.backward([parameter], [grad])
-        roots: list[GradientEdge] = []
-        grads: list[Tensor | None] = []
-        pending = 0
-        for noted in sorted(self._noted, key=lambda noted: not noted.fork.alone):
-            if noted.fork.half is None:
-                self._run_again(noted)
-                continue
-            for (number, output), grad in zip(noted.fork.children, self._by_hand(noted), strict=False):
-                roots.append(GradientEdge(self._nodes[number], output))
-                grads.append(grad)
-                pending += grad.numel() * grad.element_size()
-            noted.saved = noted.grads = ()
-            if pending > PENDING and noted.fork.alone:
-                torch.autograd.backward(roots, grads)
-                roots, grads, pending = [], [], 0
-        last = [(root, grad) for root, grad in zip(*self._last, strict=True) if grad is not None]
-        roots += [root for root, _ in last]
-        grads += [grad for _, grad in last]
-        if roots:
-            torch.autograd.backward(roots, grads)
+        soon = _Roots()
+        last = _Roots()  # what several forks have a part in is added up in one go, as in a whole backward
+        with torch.no_grad():
+            for noted in self._noted:
+                if noted.fork.half is None:
+                    self._run_again(noted)
+                    continue
+                for index, grad in self._by_hand(noted):
+                    number, output = noted.fork.children[index]
+                    (soon if noted.fork.alone else last).add(GradientEdge(self._nodes[number], output), grad)
+                noted.saved = noted.grads = ()
+                if soon.bytes > PENDING:
+                    soon.run()
+            soon.run()
+            for root, grad in zip(*self._last, strict=True):
+                if grad is not None:
+                    last.add(root, grad)
+            last.run()
         self._noted, self._together, self._nodes, self._last = [], [], [], ([], [])
 
-    def _by_hand(self, noted: _Noted) -> list[Tensor]:
-        """The gradients of one fork's edges; none if nothing flowed into it."""
+    def _by_hand(self, noted: _Noted) -> list[tuple[int, Tensor]]:
+        """Compute the gradients of one fork's edges, and add up those of plain parameters; give back the others."""
         fork = noted.fork
         grad = noted.grads[0] if noted.grads else None
         if grad is None or fork.half is None:
             return []
-        wanted = [self._nodes[number]._input_metadata[output] for number, output in fork.children]
-        shapes = [(torch.Size(each.shape), each.dtype) for each in wanted]
-        with torch.no_grad():
-            return fork.half.give(noted.saved, grad, fork.edges, shapes)
+        plain = [
+            self.direct and fork.alone and target is not None and not _has_hooks(target) for target in fork.targets
+        ]
+        wanted = [self._wanted(fork, index, plain[index]) for index in range(len(fork.edges))]
+        left = []
+        for index, found in enumerate(fork.half.give(noted.saved, grad, wanted)):
+            if not plain[index]:
+                left.append((index, found))
+                continue
+            parameter = fork.targets[index]
+            if parameter.grad is not None:
+                parameter.grad.add_(found)
+            else:
+                parameter.grad = found.clone() if found is grad else found
+        return left
+
+    def _wanted(self, fork: Fork, index: int, plain: bool) -> Wanted:
+        if plain:
+            target = fork.targets[index]
+            return Wanted(fork.edges[index], target.shape, target.dtype, fork.turned[index])
+        number, output = fork.children[index]
+        there = self._nodes[number]._input_metadata[output]
+        return Wanted(fork.edges[index], torch.Size(there.shape), there.dtype)
 
     def _run_again(self, noted: _Noted) -> None:
         """Run a node towards its parameters alone."""
@@ -196,3 +235,7 @@ class SplitBackward:
                 inputs=[self._plan.parameter(leaf) for leaf in noted.fork.leaves],
                 retain_graph=True,
             )
+
+
+def _has_hooks(parameter: Any) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

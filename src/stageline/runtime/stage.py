@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from stageline.errors import StagelineError
 from stageline.runtime.cut import layers_of
@@ -71,6 +72,8 @@ class Stage:
         self._spreads = len(self._layers) == 1 and not self._takes[self._layers[0][0]].one
         self._kept: dict[int, _Kept] = {}
         self._plans: list[Plan] = []
+        # Data-parallel wrappers learn of gradients from autograd alone.
+        self._direct = not any(isinstance(module, DistributedDataParallel) for module in part.modules())
         self._unsplit = self._total = 0
 
     def forward(
@@ -216,7 +219,7 @@ class Stage:
         outputs, given = self._roots(kept, grads)
         arrived = tensors_of(kept.inputs)
         wanted = [leaf for leaf in arrived if leaf.requires_grad]
-        kept.split = SplitBackward(outputs, given, wanted, self._plans)
+        kept.split = SplitBackward(outputs, given, wanted, self._plans, self._direct)
         kept.inputs, kept.outputs, kept.loss, kept.target, kept.keywords = [], [], None, None, {}
         found = iter(kept.split.input_gradients()) if outputs else iter([None] * len(wanted))
         return [next(found) if leaf.requires_grad else None for leaf in arrived]
