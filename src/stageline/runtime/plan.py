@@ -57,7 +57,8 @@ class Fork(NamedTuple):
 class Plan:
     """The form of a graph, and how its backward is split."""
 
-    kinds: list[Any]
+    kinds: list[tuple[type, str]]
+    """The class and the name of every node."""
     children: list[tuple[Edge | None, ...]]
     roots: list[Edge]
     inputs: list[int]
@@ -65,8 +66,8 @@ class Plan:
     parameters: dict[int, Any]
     """The nodes where parameters gather their gradients, and those parameters. The nodes themselves are not kept from
     one graph to the next: on a GPU they belong to the stream in which they were made."""
-    hooked: tuple[bool, ...] = ()
-    """Of each node that saves tensors for its weight half: whether torch's checkpointing holds them."""
+    hooked: tuple[int, ...] = ()
+    """Of each node that saves tensors for its weight half: who holds them."""
     onward: list[int] = field(default_factory=list)
     """The roots that lead to an end."""
     rest: list[int] = field(default_factory=list)
@@ -92,6 +93,11 @@ class Plan:
         return sum(self.parameter(leaf).numel() for leaf in self.together)
 
     @cached_property
+    def late(self) -> bool:
+        """Whether what the forks saved is to be read only when I comes to them, as reading it computes it anew."""
+        return HOOKS in self.hooked
+
+    @cached_property
     def keeps_graph(self) -> bool:
         """Whether some fork must run again, for which the graph has to stay."""
         return any(fork.half is None for fork in self.forks)
@@ -100,31 +106,53 @@ class Plan:
         """The parameter that gathers its gradients in a node."""
         return self.parameters[leaf]
 
+    @cached_property
+    def _types(self) -> list[type]:
+        return [kind for kind, _ in self.kinds]
+
+    @cached_property
+    def _names(self) -> list[tuple[int, str]]:
+        """The names of nodes of a class that stands for many kinds."""
+        return [(number, name) for number, (kind, name) in enumerate(self.kinds) if kind.__name__ == "CppFunction"]
+
+    @cached_property
+    def _walk(self) -> list[tuple[Edge | None, ...] | int]:
+        """How to go on from each node: 0 for a node that leads nowhere, 1 for one that leads to a single node not yet
+        met, and otherwise where each of its edges leads. New nodes are met in the order of their numbers."""
+        met = len({number for number, _ in self.roots})
+        steps: list[tuple[Edge | None, ...] | int] = []
+        for edges in self.children:
+            single = edges == ((met, 0),)
+            steps.append(0 if not edges else 1 if single else edges)
+            met += len({edge[0] for edge in edges if edge is not None and edge[0] >= met})
+        return steps
+
     def match(self, roots: Sequence[GradientEdge], ends: Sequence[Node]) -> list[Node] | None:
         """The nodes of a graph by their numbers here, or None if the graph has another form."""
-        nodes: list[Any] = [None] * len(self.kinds)  # this runs for every microbatch: no calls that can be spared
         if len(roots) != len(self.roots) or len(ends) != len(self.inputs):
             return None
+        nodes: list[Any] = []
         for edge, (number, output) in zip(roots, self.roots, strict=True):
-            if edge.output_nr != output or nodes[number] not in (None, edge.node):
+            if number == len(nodes):
+                nodes.append(edge.node)
+            if edge.output_nr != output or number >= len(nodes) or nodes[number] is not edge.node:
                 return None
-            nodes[number] = edge.node
-        for node, kind, expected in zip(nodes, self.kinds, self.children, strict=True):
-            if type(node) is not kind and _kind(node) != kind:
+        for place, step in enumerate(self._walk):  # this runs for every microbatch: nothing here that can be spared
+            if step == 0:
+                continue
+            if place >= len(nodes):
                 return None
-            found = node.next_functions
-            if len(found) != len(expected):
-                return None
-            for (child, output), there in zip(found, expected, strict=True):
-                if child is None or there is None:
-                    if child is not there:
-                        return None
-                    continue
-                number, expected_output = there
-                known = nodes[number]
-                if output != expected_output or (known is not None and known is not child):
+            found = nodes[place].next_functions
+            if step == 1:
+                if len(found) != 1 or found[0][1] or found[0][0] is None:
                     return None
-                nodes[number] = child
+                nodes.append(found[0][0])
+            elif not self._go_on(nodes, found, step):  # type: ignore[arg-type]
+                return None
+        if len(nodes) != len(self.kinds) or len(set(map(id, nodes))) != len(nodes):
+            return None
+        if list(map(type, nodes)) != self._types or any(nodes[number].name() != name for number, name in self._names):
+            return None
         if any(nodes[number].variable is not parameter for number, parameter in self.parameters.items()):
             return None
         if any(number >= 0 and nodes[number] is not end for number, end in zip(self.inputs, ends, strict=True)):
@@ -132,21 +160,36 @@ class Plan:
         usual = all(fork.half is None or fork.half.fits(nodes[fork.node]) for fork in self.forks)
         return nodes if usual and _hooked(nodes, self.savers) == self.hooked else None
 
+    @staticmethod
+    def _go_on(nodes: list[Any], found: Sequence[tuple[Any, int]], expected: Sequence[Edge | None]) -> bool:
+        """Take the nodes that a node with several edges leads to; whether they are where they should be."""
+        if len(found) != len(expected):
+            return False
+        for (child, output), edge in zip(found, expected, strict=True):
+            if child is None or edge is None:
+                if child is not edge:
+                    return False
+                continue
+            if edge[0] == len(nodes):
+                nodes.append(child)
+            if output != edge[1] or edge[0] >= len(nodes) or nodes[edge[0]] is not child:
+                return False
+        return True
 
-def _kind(node: Node) -> Any:
-    """What tells kinds of nodes apart: their class, or their name where the class is a general one."""
-    kind = type(node)
-    return node.name() if kind.__name__ == "CppFunction" else kind
+
+def _hooked(nodes: Sequence[Any], savers: Iterable[tuple[int, tuple[str, ...]]]) -> tuple[int, ...]:
+    """Who holds what these nodes saved: autograd itself, torch's checkpointing, or someone else's hooks."""
+    return tuple([max([_holder(nodes[number], name) for name in names], default=0) for number, names in savers])
 
 
-def _hooked(nodes: Sequence[Any], savers: Iterable[tuple[int, tuple[str, ...]]]) -> tuple[bool, ...]:
-    """Whether torch's checkpointing holds what these nodes saved: it gives it out once in every backward."""
-    return tuple(any(_held_by_checkpoint(nodes[number], name) for name in names) for number, names in savers)
+HOOKS, CHECKPOINT = 1, 2
 
 
-def _held_by_checkpoint(node: Any, name: str) -> bool:
-    hook = getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None)
-    return hook is not None and "checkpoint" in (getattr(hook, "__module__", None) or "")
+def _holder(node: Any, name: str) -> int:
+    hook = getattr(node, name).unpack_hook
+    if hook is None:
+        return 0
+    return CHECKPOINT if "checkpoint" in (getattr(hook, "__module__", None) or "") else HOOKS
 
 
 def make_plan(roots: Sequence[GradientEdge], ends: Sequence[Node]) -> tuple[Plan, list[Node]]:
@@ -168,7 +211,7 @@ def make_plan(roots: Sequence[GradientEdge], ends: Sequence[Node]) -> tuple[Plan
     inputs = [numbers.get(end, -1) for end in ends]
     leaves: list[tuple[int, Any]] = [(number, node) for number, node in enumerate(nodes) if hasattr(node, "variable")]
     parameters = {number: node.variable for number, node in leaves if number not in inputs}
-    plan = Plan([_kind(node) for node in nodes], children, starts, inputs, parameters)
+    plan = Plan([(type(node), node.name()) for node in nodes], children, starts, inputs, parameters)
     _Analysis(plan, nodes).decide()
     return plan, nodes
 
@@ -275,7 +318,8 @@ class _Analysis:
             leaves = tuple(dict.fromkeys(leaf for _, (child, _) in sides for leaf in sorted(self.behind[child])))
             edges = tuple(index for index, _ in sides)
             half = HALVES.get(self.names[number])
-            savers.append((number, half.tensors if half else _saved_names(self.nodes[number])))
+            names = tuple(f"_raw_saved_{name}" for name in half.tensors) if half else _saved_names(self.nodes[number])
+            savers.append((number, names))
             if half is not None and not self._by_hand(half, number, edges, leaves):
                 half = None
             children = tuple(edge for _, edge in sides)
@@ -301,7 +345,7 @@ class _Analysis:
         held = dict(zip((number for number, _ in plan.savers), plan.hooked, strict=True))
         together: set[int] = set()
         for fork in found:
-            if held[fork.node] or BackwardCFunction in type(self.nodes[fork.node]).__mro__:
+            if held[fork.node] == CHECKPOINT or BackwardCFunction in type(self.nodes[fork.node]).__mro__:
                 together.update(fork.leaves)
         for leaf, forks in uses.items():
             # Parts of one gradient are added in the order of a whole backward only if W computes them all in one go.
@@ -325,6 +369,7 @@ class _Analysis:
             leaves = tuple(leaf for leaf in fork.leaves if leaf not in together)
             if leaves:
                 alone = all(len(uses[leaf]) == 1 and leaf not in outside for leaf in leaves)
+                alone = alone and sum(len(self.behind[child]) for _, (child, _) in kept) == len(leaves)
                 edges, children = zip(*kept, strict=True)
                 targets, turned = zip(*(self._target(child) for child, _ in children), strict=True)
                 plan.forks.append(Fork(fork.node, leaves, fork.half, edges, children, targets, turned, alone))
@@ -339,7 +384,9 @@ class _Analysis:
 
 
 def _saved_names(node: Node) -> tuple[str, ...]:
-    return tuple(name.removeprefix("_raw_saved_") for name in dir(node) if name.startswith("_raw_saved_"))
+    return tuple(
+        name for name in dir(node) if name.startswith("_raw_saved_") and not isinstance(getattr(node, name), tuple)
+    )
 
 
 def _children_first(plan: Plan) -> Iterator[int]:

@@ -34,6 +34,10 @@ PENDING = 64 * 2**20
 """How many bytes of weight gradients W computes before it adds them up and lets them go."""
 
 
+SMALL = 2**16
+"""Up to how many elements a gradient has that is added up together with others."""
+
+
 @dataclass
 class _Noted:
     """What I saw at a fork."""
@@ -114,7 +118,12 @@ class SplitBackward:
         if not plan.onward:
             return self._done([None] * len(self.inputs))
         self._noted = [_Noted(fork) for fork in plan.forks]
-        hooks = [self._nodes[noted.fork.node].register_prehook(self._noting(noted)) for noted in self._noted]
+        late = self._noted if plan.late or plan.keeps_graph else []
+        early = [] if late else self._noted
+        for noted in early:
+            noted.saved = noted.fork.half.take(self._nodes[noted.fork.node])  # type: ignore[union-attr]
+        forks = [GradientEdge(self._nodes[noted.fork.node], 0) for noted in early]
+        hooks = [self._nodes[noted.fork.node].register_prehook(self._noting(noted)) for noted in late]
         own_hooks = [parameter._backward_hooks for parameter in parameters if parameter._backward_hooks]
         quiet = [(dictionary, dict(dictionary)) for dictionary in own_hooks]
         for dictionary, _ in quiet:
@@ -122,7 +131,7 @@ class SplitBackward:
         try:
             found = torch.autograd.grad(
                 [self.outputs[index] for index in plan.onward],
-                [*(ends or self.inputs), *parameters],
+                [*(ends or self.inputs), *parameters, *forks],
                 [self.grads[index] for index in plan.onward],
                 retain_graph=plan.keeps_graph,
                 allow_unused=True,
@@ -132,8 +141,11 @@ class SplitBackward:
                 hook.remove()
             for dictionary, kept in quiet:
                 dictionary.update(kept)
-        first = len(found) - len(parameters)
-        self._together = list(zip(parameters, found[first:], strict=True))
+        first = len(ends or self.inputs)
+        then = first + len(parameters)
+        self._together = list(zip(parameters, found[first:then], strict=True))
+        for noted, grad in zip(early, found[then:], strict=True):
+            noted.grads = (grad,)
         if not ends:
             return self._done(list(found[:first]))
         self._last[0][:0] = ends
@@ -175,17 +187,20 @@ class SplitBackward:
                 torch.autograd.backward([parameter], [grad])
         soon = _Roots()
         last = _Roots()  # what several forks have a part in is added up in one go, as in a whole backward
+        sums: tuple[list[Tensor], list[Tensor]] = ([], [])
         with torch.no_grad():
             for noted in self._noted:
                 if noted.fork.half is None:
                     self._run_again(noted)
                     continue
-                for index, grad in self._by_hand(noted):
+                for index, grad in self._by_hand(noted, sums):
                     number, output = noted.fork.children[index]
                     (soon if noted.fork.alone else last).add(GradientEdge(self._nodes[number], output), grad)
                 noted.saved = noted.grads = ()
                 if soon.bytes > PENDING:
                     soon.run()
+            if sums[0]:
+                torch._foreach_add_(*sums)
             soon.run()
             for root, grad in zip(*self._last, strict=True):
                 if grad is not None:
@@ -193,8 +208,11 @@ class SplitBackward:
             last.run()
         self._noted, self._together, self._nodes, self._last = [], [], [], ([], [])
 
-    def _by_hand(self, noted: _Noted) -> list[tuple[int, Tensor]]:
-        """Compute the gradients of one fork's edges, and add up those of plain parameters; give back the others."""
+    def _by_hand(self, noted: _Noted, sums: tuple[list[Tensor], list[Tensor]]) -> list[tuple[int, Tensor]]:
+        """Compute the gradients of one fork's edges; give back those that autograd is to bring to their parameters.
+
+        Those of plain parameters are added up here: large ones at once, small ones in one go at the end.
+        """
         fork = noted.fork
         grad = noted.grads[0] if noted.grads else None
         if grad is None or fork.half is None:
@@ -209,7 +227,10 @@ class SplitBackward:
                 left.append((index, found))
                 continue
             parameter = fork.targets[index]
-            if parameter.grad is not None:
+            if parameter.grad is not None and found.numel() <= SMALL:
+                sums[0].append(parameter.grad)
+                sums[1].append(found)
+            elif parameter.grad is not None:
                 parameter.grad.add_(found)
             else:
                 parameter.grad = found.clone() if found is grad else found

@@ -172,6 +172,7 @@ class Stage:
         if train:
             kept = self._kept[microbatch]
             kept.target, kept.weight, kept.loss = target, weight, scaled
+            kept.outputs = []  # the loss is all that its backward needs; logits are large
         return scaled.detach(), metrics
 
     def _loss(self, output: Any, target: Any, weight: float) -> tuple[Tensor, dict[str, Any]]:
