@@ -24,6 +24,7 @@ from stageline.schedules.registry import Family, families, family, schedule
 from stageline.schedules.schedule import Program, Schedule
 from stageline.timeline.compare import Comparison, compare
 from stageline.timeline.costs import Costs
+from stageline.timeline.explain import Explanation, explain
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline
 
@@ -40,6 +41,7 @@ __all__ = [
     "CostError",
     "Costs",
     "Evaluation",
+    "Explanation",
     "Family",
     "Overlap",
     "Pipeline",
@@ -53,6 +55,7 @@ __all__ = [
     "Timeline",
     "__version__",
     "compare",
+    "explain",
     "families",
     "family",
     "read_schedule",
