@@ -25,6 +25,7 @@ from stageline.schedules.schedule import Program, Schedule
 from stageline.timeline.compare import Comparison, compare
 from stageline.timeline.costs import Costs
 from stageline.timeline.explain import Explanation, explain
+from stageline.timeline.files import read_timeline
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline
 
@@ -59,6 +60,7 @@ __all__ = [
     "families",
     "family",
     "read_schedule",
+    "read_timeline",
     "schedule",
     "simulate",
     "verify",
