@@ -249,9 +249,9 @@ def test_trace_explains_and_draws_both_on_one_axis(capsys: Capture) -> None:
     assert "slow: F of stage 2 on rank 2: 13 ms each where 10 ms was planned, 8 times: 24 ms" in out
     table = [line.split() for line in lines if line.split()[:1] in (["0"], ["1"], ["2"], ["3"], ["mean"], ["plan"])]
     assert [row[0] for row in table] == ["0", "1", "2", "3", "mean", "plan"]
-    step = f"{1e3 * in_seconds().makespan:.4g}"
+    step = f"{1e3 * in_seconds().makespan:.2f}"
     assert {row[-1] for row in table[:5]} == {step}
-    assert [row[2] for row in table[:4]] == ["0", "0", "24", "0"]
+    assert [row[2] for row in table[:4]] == ["0.00", "0.00", "24.00", "0.00"]
 
 
 def test_trace_without_costs_plans_with_what_was_typical(capsys: Capture) -> None:

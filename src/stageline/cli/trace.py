@@ -19,7 +19,7 @@ from stageline.timeline.simulate import simulate
 if TYPE_CHECKING:
     from rich.table import Table
 
-MOST_RANKS, MOST_SLOW = 64, 8
+MOST_RANKS, MOST_SLOW = 64, 5
 MEANINGS = {
     "compute": "computing, as long as planned",
     "slow": "computing, beyond the plan",
@@ -96,7 +96,7 @@ def _explain(found: Explanation, width: int) -> None:
             f"{_short(each.extra * scale)}{unit}"
         )
     if len(found.slow) > MOST_SLOW:
-        out.print(f"and {len(found.slow) - MOST_SLOW} more kinds of action, each less; see --json")
+        out.print(f"slow: and {len(found.slow) - MOST_SLOW} more kinds of action, each less; --json has them all")
 
 
 def _table(found: Explanation, scale: float, unit: str) -> Table:
@@ -108,7 +108,9 @@ def _table(found: Explanation, scale: float, unit: str) -> Table:
         table.add_column(column, justify="right")
 
     def add(name: str, parts: Parts) -> None:
-        table.add_row(name, *(_short(value * scale) for value in (*parts, parts.total)))
+        # Milliseconds with two places stand below each other; a unit of one's own may be of any size.
+        shown = [value * scale for value in (*parts, parts.total)]
+        table.add_row(name, *(f"{value:.2f}" if unit else _short(value) for value in shown))
 
     ranks = len(found.ranks)
     for rank, parts in enumerate(found.ranks):
@@ -124,7 +126,7 @@ def _table(found: Explanation, scale: float, unit: str) -> Table:
 
 def _short(value: float) -> str:
     """A few figures, and nothing for what only rounding left."""
-    return number(round(value, 3)) if abs(value) >= 0.01 or value == 0 else f"{value:.1g}"
+    return number(round(value, 9))
 
 
 command.__name__ = "trace"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 from stageline.timeline.draw.palette import LOOKS
@@ -22,16 +23,19 @@ def trace(timelines: Timeline | Sequence[Timeline], unit: float = 1000.0, *, nam
     """
     shown = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     titles = [f"stageline {timeline.schedule.name}" for timeline in shown] if names is None else names
+    arrows = count()
     events = (
         event
         for number, (timeline, name) in enumerate(zip(shown, titles, strict=True))
-        for event in _events(timeline, unit, number, name)
+        for event in _events(timeline, unit, number, name, arrows)
     )
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
     return f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'
 
 
-def _events(timeline: Timeline, unit: float, process: int, name: str) -> Iterator[dict[str, Any]]:
+def _events(
+    timeline: Timeline, unit: float, process: int, name: str, arrows: Iterator[int]
+) -> Iterator[dict[str, Any]]:
     schedule = timeline.schedule
     begin = timeline.first_start
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
@@ -50,9 +54,9 @@ def _events(timeline: Timeline, unit: float, process: int, name: str) -> Iterato
             "dur": (timed.end - timed.start) * unit,
             "args": {"kind": timed.action.kind, "stage": timed.action.stage, "microbatch": timed.action.microbatch},
         }
-    for number, moved in enumerate(timeline.messages()):
+    for moved in timeline.messages():
         arrow = f"{moved.sender} to {moved.receiver}"
-        common = {"pid": process, "cat": "transfer", "name": arrow, "id": f"{process}.{number}"}
+        common = {"pid": process, "cat": "transfer", "name": arrow, "id": next(arrows)}
         # Viewers hang an arrow on the box that is open at its time, so it leaves just before its sender ends and
         # comes in just after its receiver starts; when the message itself was on its way is told beside it.
         sender, receiver = box[moved.sender], box[moved.receiver]
