@@ -59,7 +59,8 @@ def command(
     # A measured step is in seconds, and traces count in microseconds; costs have a unit of their own.
     unit = 1e6 if measured.costs is None else 1e3
     save(svg, draw.svg(both, names=names) if svg else "", "the picture")
-    save(html, draw.html(both, names=names) if html else "", "the page")
+    title = f"{measured.schedule.name}, planned and measured"
+    save(html, draw.html(both, title, names=names) if html else "", "the page")
     save(chrome, draw.trace(both, unit, names=names) if chrome else "", "the trace")
     if json:
         print_json({**found.to_json(), "costs": planned.costs.to_json() if planned.costs else None})
