@@ -7,7 +7,8 @@ A ratio is the median of the measured steps over the makespan that `sl.simulate`
 the sleeps really took and half of a ping-pong through the same transport, both measured in the same run ("nominal":
 with 10 ms, and transfers that take nothing). torch runs the same stages in the same processes, in turns; its ratio is
 over the makespan of its own order, which is the same as ours where the column says so.
-Where our excess went is said by `sl.explain`, in milliseconds of the longest step of a rank on average.
+Where our excess went is said by `sl.explain`, in milliseconds, on average over the ranks; "transfer" is what it took
+beyond the plan, and "outside" is rank 0's time before the first action and after the last one of the step.
 """
 
 from __future__ import annotations
