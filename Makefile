@@ -38,6 +38,7 @@ bench: install
 	$(BIN)/python benchmarks/schedule_speed.py
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/runtime_speed.py
+	$(BIN)/python benchmarks/sleep_stages.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -22,6 +22,10 @@ def pictures() -> dict[str, str]:
         made = sl.schedule(name, ranks=4, microbatches=8)
         compared.append(sl.simulate(made, COSTS.refined(made.stages // 4)))
     found["compare.svg"] = draw.svg(compared)
+    made = sl.schedule("1f1b", ranks=4, microbatches=8)
+    slower = sl.Costs(forward=[10, 10, 14, 10], backward_input=11, backward_weight=7, transfer=3)
+    both = [sl.simulate(made, COSTS), sl.simulate(made, slower)]
+    found["trace.svg"] = draw.svg(both, names=["1f1b, planned", "1f1b, measured"])
     return found
 
 

@@ -192,7 +192,7 @@ def test_a_broken_schedule_names_rule_and_place(tmp_path: Path, capsys: Capture)
     assert (found["valid"], found["rule"], found["rank"], found["position"]) == (False, "progress", 1, 0)
 
 
-@pytest.mark.parametrize("verb", ["families", "show", "verify", "simulate", "compare"])
+@pytest.mark.parametrize("verb", ["families", "show", "verify", "simulate", "compare", "trace"])
 def test_help_of_every_verb_has_an_example(verb: str, capsys: Capture) -> None:
     assert f"stageline {verb}" in call(f"{verb} --help", capsys).split("Usage:")[1].split("\n", 1)[1]
 
@@ -204,6 +204,7 @@ def test_all_verbs_are_listed(capsys: Capture) -> None:
         "verify",
         "simulate",
         "compare",
+        "trace",
     }
     assert "stageline 0." in call("--version", capsys)
 

@@ -24,6 +24,8 @@ from stageline.schedules.registry import Family, families, family, schedule
 from stageline.schedules.schedule import Program, Schedule
 from stageline.timeline.compare import Comparison, compare
 from stageline.timeline.costs import Costs
+from stageline.timeline.explain import Explanation, explain
+from stageline.timeline.files import read_timeline
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline
 
@@ -40,6 +42,7 @@ __all__ = [
     "CostError",
     "Costs",
     "Evaluation",
+    "Explanation",
     "Family",
     "Overlap",
     "Pipeline",
@@ -53,9 +56,11 @@ __all__ = [
     "Timeline",
     "__version__",
     "compare",
+    "explain",
     "families",
     "family",
     "read_schedule",
+    "read_timeline",
     "schedule",
     "simulate",
     "verify",

@@ -9,18 +9,18 @@ from typing import Annotated
 import typer
 
 from stageline._version import __version__
-from stageline.cli import compare, families, show, simulate, verify
+from stageline.cli import compare, families, show, simulate, trace, verify
 from stageline.errors import ScheduleError, StagelineError
 
 app = typer.Typer(
     name="stageline",
-    help="Pipeline-parallel schedules: make, prove, simulate, compare and draw them.",
+    help="Pipeline-parallel schedules: make, prove, simulate, compare and draw them; explain measured steps.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for verb in (families, show, verify, simulate, compare):
+for verb in (families, show, verify, simulate, compare, trace):
     app.command()(verb.command)
 
 
@@ -36,7 +36,7 @@ def root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Pipeline-parallel schedules: make, prove, simulate, compare and draw them.
+    """Pipeline-parallel schedules: make, prove, simulate, compare and draw them; explain measured steps.
 
     \b
     stageline show zb-v -p 4 -m 8

@@ -103,9 +103,11 @@ class Prices:
         _option("--costs", metavar="FILE.json", help="Costs from a file; the options above win.", panel=COSTS),
     ] = None
 
-    def make(self) -> Costs:
-        """Put the costs together."""
-        base = Costs.read(self.costs).to_json() if self.costs else {}
+    def make(self, default: Costs | None = None) -> Costs:
+        """Put the costs together; what neither an option nor a file says is as the default has it."""
+        base = {} if default is None else default.to_json()
+        if self.costs:
+            base = Costs.read(self.costs).to_json()
         for field in fields(self):
             text = getattr(self, field.name)
             if field.name != "costs" and text is not None:

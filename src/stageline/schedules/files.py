@@ -27,7 +27,7 @@ def write_schedule(schedule: Schedule, path: str | Path) -> None:
     target = Path(path)
     ending = target.suffix.lower()
     if ending == ".json":
-        text: Iterator[str] = _json_lines(schedule)
+        text: Iterator[str] = schedule_lines(schedule)
     elif ending == ".csv":
         if schedule.placement.directions > 1:
             raise ScheduleError(
@@ -43,7 +43,7 @@ def write_schedule(schedule: Schedule, path: str | Path) -> None:
         text = (",".join(map(str, program)) + "\n" for program in schedule.programs)
     else:
         raise ScheduleError(f"cannot tell the format of {target.name!r}: end the name in .json or .csv", rule="format")
-    _write_aside(target, text)
+    write_aside(target, text)
 
 
 def read_schedule(path: str | Path) -> Schedule:
@@ -57,24 +57,29 @@ def read_schedule(path: str | Path) -> Schedule:
         raise ScheduleError(
             f"cannot tell the format of {source.name!r}: the name must end in .json or .csv", rule="format"
         )
+    text = read_text(source, "schedule")
     try:
-        if source.stat().st_size > LARGEST_FILE:
-            raise ScheduleError(
-                f"{source} is larger than {LARGEST_FILE // 2**20} MiB: that is no schedule", rule="format"
-            )
-        text = source.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ScheduleError(f"cannot read {source}: {error.strerror or error}", rule="format") from None
-    except UnicodeDecodeError as error:
-        raise ScheduleError(f"{source} is not text: byte {error.start} is no UTF-8", rule="format") from None
-    try:
-        return _from_json(text) if ending == ".json" else _from_csv(text, source.stem)
+        return schedule_from(parse_json(text)) if ending == ".json" else _from_csv(text, source.stem)
     except ScheduleError as error:
         raise ScheduleError(f"{source}: {error}", rule=error.rule, rank=error.rank, position=error.position) from None
 
 
-def _json_lines(schedule: Schedule) -> Iterator[str]:
-    """One line per rank, so that two schedules can be compared with diff."""
+def read_text(source: Path, what: str) -> str:
+    """Read a file, or say why it cannot be one."""
+    try:
+        if source.stat().st_size > LARGEST_FILE:
+            raise ScheduleError(
+                f"{source} is larger than {LARGEST_FILE // 2**20} MiB: that is no {what}", rule="format"
+            )
+        return source.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ScheduleError(f"cannot read {source}: {error.strerror or error}", rule="format") from None
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"{source} is not text: byte {error.start} is no UTF-8", rule="format") from None
+
+
+def schedule_lines(schedule: Schedule) -> Iterator[str]:
+    """Write a schedule as JSON, one line per rank, so that two schedules can be compared with diff."""
     placement = schedule.placement
     head: dict[str, Any] = {
         "format": FORMAT,
@@ -98,7 +103,7 @@ def _json_lines(schedule: Schedule) -> Iterator[str]:
     yield "  ]\n}\n"
 
 
-def _write_aside(target: Path, text: Iterator[str]) -> None:
+def write_aside(target: Path, text: Iterator[str]) -> None:
     """Write into a new file beside the target and rename it, so that a failure leaves what was there."""
     try:
         handle, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", text=True)
@@ -132,39 +137,50 @@ def _from_csv(text: str, name: str) -> Schedule:
     return Schedule.from_programs(programs, name=name if name.isprintable() else "custom")
 
 
-def _from_json(text: str) -> Schedule:
+def parse_json(text: str) -> object:
+    """Parse JSON, and nothing that only looks like it."""
     try:
-        data = json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=_refuse_constant)
     except (json.JSONDecodeError, RecursionError, ValueError) as error:
         raise ScheduleError(f"not JSON: {shorten(str(error), 100)}", rule="format") from None
-    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-        raise ScheduleError(f"not a schedule: expected an object with 'format': {FORMAT!r}", rule="format")
-    if data.get("version") is True or data.get("version") != VERSION:
+
+
+def check_format(data: object, name: str, version: int, what: str) -> Mapping[str, Any]:
+    """Make sure that data say they are of this format, in the version that is known here."""
+    if not isinstance(data, Mapping) or data.get("format") != name:
+        raise ScheduleError(f"not a {what}: expected an object with 'format': {name!r}", rule="format")
+    if data.get("version") is True or data.get("version") != version:
         raise ScheduleError(
-            f"version {shorten(data.get('version'))} of the format is not known; this is version {VERSION}",
+            f"version {shorten(data.get('version'))} of the format is not known; this is version {version}",
             rule="format",
         )
-    programs = _field(data, "programs", list)
+    return data
+
+
+def schedule_from(given: object) -> Schedule:
+    """Make a schedule of parsed JSON."""
+    data = check_format(given, FORMAT, VERSION, "schedule")
+    programs = field(data, "programs", list)
     if not all(isinstance(row, list) and all(isinstance(cell, str) for cell in row) for row in programs):
         raise ScheduleError("'programs' must be one list of strings like '0F0' per rank", rule="format")
-    ranks = _field(data, "ranks", int)
+    ranks = field(data, "ranks", int)
     if ranks != len(programs):
         raise ScheduleError(f"'ranks' says {ranks} and 'programs' has {len(programs)}", rule="format")
     return Schedule.from_programs(
         programs,
         placement=_placement(data, ranks, sum(map(len, programs))),
-        training=_field(data, "training", bool),
-        name=_field(data, "name", str),
-        options=_field(data, "options", dict),
+        training=field(data, "training", bool),
+        name=field(data, "name", str),
+        options=field(data, "options", dict),
     )
 
 
 def _placement(data: Mapping[str, Any], ranks: int, entries: int) -> Placement:
-    stages, microbatches = _field(data, "stages", int), _field(data, "microbatches", int)
+    stages, microbatches = field(data, "stages", int), field(data, "microbatches", int)
     for count, what in ((stages, "stages"), (microbatches, "microbatches")):
         if not 1 <= count <= 2 * entries:
             raise ScheduleError(f"'{what}' is {count}, and the programs have {entries} entries", rule="format")
-    table = _field(data, "placement", list)
+    table = field(data, "placement", list)
     direction = data.get("direction")
     if direction is None:
         if len(table) > 1:
@@ -192,7 +208,8 @@ def _is_whole(value: object, below: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < below
 
 
-def _field(data: Mapping[str, Any], name: str, kind: type) -> Any:
+def field(data: Mapping[str, Any], name: str, kind: type) -> Any:
+    """Take a field that must be there and of this kind."""
     if name not in data:
         raise ScheduleError(f"{name!r} is missing", rule="format")
     value = data[name]

@@ -1,12 +1,15 @@
-"""Public helpers for tests: ranks as real processes, the same step in one process, transports put to the test."""
+"""Public helpers for tests: ranks as processes, the same step in one process, transports put to the test, sleeps."""
 
 from stageline.testing.conformance import FaultyTransport, exercise
 from stageline.testing.ranks import run_ranks
 from stageline.testing.reference import Difference, assert_same_bits, differences, one_process_step
+from stageline.testing.sleep import SleepStage, Slept
 
 __all__ = [
     "Difference",
     "FaultyTransport",
+    "SleepStage",
+    "Slept",
     "assert_same_bits",
     "differences",
     "exercise",

@@ -33,29 +33,46 @@ class Idle(NamedTuple):
         return sum(self)
 
 
-def idle_of(timeline: Timeline) -> tuple[Idle, ...]:
-    """Attribute every gap between two entries of a rank to what the second one waited for."""
+class Waits(NamedTuple):
+    """For each entry, from its rank being free to its start: when its input was made, and when it had arrived."""
+
+    free: Floats
+    made: Floats
+    arrived: Floats
+    start: Floats
+
+
+def waits_of(timeline: Timeline) -> Waits:
+    """Find what every entry waited for; before its first entry a rank is free from the start of the step."""
     graph = timeline.schedule.graph
     start, end = entry_times(timeline)
     made, arrived = _inputs(timeline)
-    ranks = timeline.schedule.ranks
+    free = np.concatenate([end[:1], end[:-1]])
+    free[graph.first[:-1][np.diff(graph.first) > 0]] = timeline.first_start
+    ready = np.clip(made, free, start)
+    return Waits(free, ready, np.clip(arrived, ready, start), start)
+
+
+def idle_of(timeline: Timeline) -> tuple[Idle, ...]:
+    """Attribute every gap between two entries of a rank to what the second one waited for."""
+    graph = timeline.schedule.graph
+    _, end = entry_times(timeline)
+    waits = waits_of(timeline)
     begin = timeline.first_start
     finish = begin + timeline.makespan
     found = []
-    for rank in range(ranks):
+    for rank in range(timeline.schedule.ranks):
         low, high = int(graph.first[rank]), int(graph.first[rank + 1])
         if low == high:
             found.append(Idle(0.0, 0.0, 0.0, 0.0, finish - begin))
             continue
-        free, go = end[low : high - 1], start[low + 1 : high]
-        ready = np.clip(made[low + 1 : high], free, go)
-        there = np.clip(arrived[low + 1 : high], ready, go)
+        free, made, arrived, start = (times[low + 1 : high] for times in waits)
         found.append(
             Idle(
-                warmup=float(start[low] - begin),
-                transfer=float((there - ready).sum()),
-                peer=float((ready - free).sum()),
-                host=float((go - there).sum()),
+                warmup=float(waits.start[low] - begin),
+                transfer=float((arrived - made).sum()),
+                peer=float((made - free).sum()),
+                host=float((start - arrived).sum()),
                 drain=float(finish - end[high - 1]),
             )
         )

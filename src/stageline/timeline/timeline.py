@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -169,6 +170,12 @@ class Timeline:
         from stageline.timeline.critical import critical_path
 
         return critical_path(self)
+
+    def write(self, path: str | Path) -> None:
+        """Write it as JSON, for `stageline.read_timeline` and `stageline trace`."""
+        from stageline.timeline.files import write_timeline
+
+        write_timeline(self, path)
 
     def to_json(self) -> dict[str, Any]:
         """Turn it into plain data: the figures, and every action and transfer."""

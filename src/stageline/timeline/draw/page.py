@@ -19,8 +19,12 @@ STEPS = 1 << 20
 """Times are written as whole steps of the longest makespan divided by this: finer than any screen shows."""
 
 
-def html(timelines: Timeline | Sequence[Timeline], title: str | None = None) -> str:
+def html(
+    timelines: Timeline | Sequence[Timeline], title: str | None = None, *, names: Sequence[str] | None = None
+) -> str:
     """Draw one timeline, or several on one time axis, as a page that needs nothing else.
+
+    Each stands under its schedule's name, or under the one given here.
 
     >>> import stageline as sl
     >>> page = html(sl.simulate(sl.schedule("zb-v", ranks=2, microbatches=4)))
@@ -29,20 +33,21 @@ def html(timelines: Timeline | Sequence[Timeline], title: str | None = None) -> 
     """
     shown = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     until = max((timeline.makespan for timeline in shown), default=0.0) or 1.0
+    titles = [timeline.schedule.name for timeline in shown] if names is None else names
     data = {
         "until": until,
         "step": until / STEPS,
         "looks": [[letter, look.meaning, look.fill, look.pale, look.ink] for letter, look in LOOKS.items()],
-        "panels": [_panel(timeline, until) for timeline in shown],
+        "panels": [_panel(timeline, name, until) for timeline, name in zip(shown, titles, strict=True)],
     }
-    words = title or ", ".join(dict.fromkeys(timeline.schedule.name for timeline in shown))
+    words = title or ", ".join(dict.fromkeys(titles))
     # No "<" inside the script element, so that no name can end it early.
     packed = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = TEMPLATE.read_text(encoding="utf-8")
     return page.replace("{{title}}", escape(words)).replace("{{data}}", packed)
 
 
-def _panel(timeline: Timeline, until: float) -> dict[str, Any]:
+def _panel(timeline: Timeline, name: str, until: float) -> dict[str, Any]:
     schedule = timeline.schedule
     boxes = boxes_of(schedule)
     look = np.array([list(LOOKS).index(letter) for letter in boxes.letter.tolist()], dtype=np.int64)
@@ -66,7 +71,7 @@ def _panel(timeline: Timeline, until: float) -> dict[str, Any]:
         )
     second = boxes.first[paired] + 1
     return {
-        "name": schedule.name,
+        "name": name,
         "stages": schedule.stages,
         "microbatches": schedule.microbatches,
         "makespan": timeline.makespan,

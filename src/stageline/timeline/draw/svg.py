@@ -17,8 +17,8 @@ LETTERED = 4000
 """With more boxes than this, a picture has no labels and hover texts: they would be too small to read."""
 
 
-def svg(timelines: Timeline | Sequence[Timeline], width: int = 1000) -> str:
-    """Draw one timeline, or several below each other on one time axis.
+def svg(timelines: Timeline | Sequence[Timeline], width: int = 1000, *, names: Sequence[str] | None = None) -> str:
+    """Draw one timeline, or several below each other on one time axis, under their own names or under these.
 
     >>> import stageline as sl
     >>> picture = svg(sl.simulate(sl.schedule("1f1b", ranks=2, microbatches=2)))
@@ -30,8 +30,9 @@ def svg(timelines: Timeline | Sequence[Timeline], width: int = 1000) -> str:
     scale = (width - LEFT - 16) / until
     parts: list[str] = []
     top = 8
-    for timeline in shown:
-        parts.append(_panel(timeline, top, scale))
+    titles = [timeline.schedule.name for timeline in shown] if names is None else names
+    for timeline, title in zip(shown, titles, strict=True):
+        parts.append(_panel(timeline, title, top, scale))
         top += HEAD + timeline.schedule.ranks * (ROW + GAP) + 10
     parts.append(_axis(until, scale, top))
     letters = {letter for timeline in shown for letter in boxes_of(timeline.schedule).letter.tolist()}
@@ -54,17 +55,17 @@ def _style() -> str:
     return "<style>" + "".join(rules) + "</style>"
 
 
-def _panel(timeline: Timeline, top: int, scale: float) -> str:
+def _panel(timeline: Timeline, title: str, top: int, scale: float) -> str:
     schedule = timeline.schedule
     boxes = boxes_of(schedule)
-    title = (
+    figures = (
         f"makespan {number(timeline.makespan)} (bubble {timeline.bubble:.1%}), span {number(timeline.span)} "
         f"(bubble {timeline.span_bubble:.1%}), peak memory {summary(timeline.peak_memory)}"
     )
-    name = f"{schedule.name}, {schedule.ranks} ranks, {schedule.microbatches} microbatches"
+    name = f"{title}, {schedule.ranks} ranks, {schedule.microbatches} microbatches"
     parts = [
         f'<text x="{LEFT}" y="{top + 14}"><tspan class="t">{escape(name)}</tspan>'
-        f'<tspan class="s" dx="12">{escape(title)}</tspan></text>'
+        f'<tspan class="s" dx="12">{escape(figures)}</tspan></text>'
     ]
     for rank in range(schedule.ranks):
         y = top + HEAD - 8 + rank * (ROW + GAP)

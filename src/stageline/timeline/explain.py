@@ -1,0 +1,286 @@
+"""Why a step took longer than planned: where the time of every rank went, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stageline.errors import ScheduleError
+from stageline.schedules.action import KINDS
+from stageline.schedules.build import PAIRED
+from stageline.schedules.graph import Ints
+from stageline.timeline.costs import Costs, Floats
+from stageline.timeline.idle import entry_times, leads_of, waits_of
+from stageline.timeline.simulate import simulate
+from stageline.timeline.timeline import Timeline
+
+
+class Parts(NamedTuple):
+    """The time of one rank over a whole step, by what it went to; the parts add up to the step."""
+
+    compute: float
+    """Computing, as long as planned."""
+    slow: float
+    """Computing, beyond the plan."""
+    transfer: float
+    """Waiting for an input that was made and on its way."""
+    host: float
+    """Not starting, although the input was there and the rank was free."""
+    late: float
+    """Waiting for another rank to make an input, or to end its step, beyond the plan."""
+    bubble: float
+    """Waiting for other ranks, as long as planned: warm-up, drain, and what the order asks between them."""
+
+    @property
+    def total(self) -> float:
+        """All of it: the length of the step."""
+        return sum(self)
+
+
+class Slow(NamedTuple):
+    """The actions of one kind, on one stage and rank, that took longer than planned."""
+
+    kind: str
+    """F, B, I or W, or & for overlapped pairs, by the stage of their forward."""
+    stage: int
+    rank: int
+    actions: int
+    """How many there are."""
+    planned: float
+    """What one of them was planned to take, on average."""
+    measured: float
+    """What one of them took, on average."""
+
+    @property
+    def extra(self) -> float:
+        """What all of them took beyond the plan."""
+        return self.actions * (self.measured - self.planned)
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """Where the time of a measured step went, rank by rank, against a plan of the same schedule.
+
+    >>> import stageline as sl
+    >>> s = sl.schedule("1f1b", ranks=2, microbatches=3)
+    >>> found = sl.explain(sl.simulate(s), sl.simulate(s, sl.Costs(forward=[1, 2], transfer=0.5)))
+    >>> found.ranks[1]
+    Parts(compute=9.0, slow=3.0, transfer=0.5, host=0.0, late=0.5, bubble=3.0)
+    >>> found.ranks[1].total, found.measured.makespan, found.planned.makespan
+    (16.0, 16.0, 12.0)
+    >>> found.slow[0].kind, found.slow[0].stage, found.slow[0].extra
+    ('F', 1, 3.0)
+    """
+
+    planned: Timeline
+    measured: Timeline
+    ranks: tuple[Parts, ...]
+    """What the measured step of each rank went to."""
+    planned_ranks: tuple[Parts, ...]
+    """The plan in the same parts; nothing in it is slow or late."""
+    slow: tuple[Slow, ...]
+    """The kinds of action that took longer than planned, those that cost most first."""
+
+    @cached_property
+    def mean(self) -> Parts:
+        """The average over the ranks; it adds up to the step, too."""
+        return Parts(*np.mean(self.ranks, axis=0).tolist())
+
+    @cached_property
+    def planned_mean(self) -> Parts:
+        """The average of the plan over the ranks."""
+        return Parts(*np.mean(self.planned_ranks, axis=0).tolist())
+
+    def to_json(self) -> dict[str, Any]:
+        """Turn it into plain data."""
+        return {
+            "schedule": self.measured.schedule.name,
+            "planned_makespan": self.planned.makespan,
+            "measured_makespan": self.measured.makespan,
+            "ranks": [parts._asdict() for parts in self.ranks],
+            "mean": self.mean._asdict(),
+            "planned_ranks": [parts._asdict() for parts in self.planned_ranks],
+            "planned_mean": self.planned_mean._asdict(),
+            "slow": [{**each._asdict(), "extra": each.extra} for each in self.slow],
+        }
+
+
+def explain(planned: Timeline | None, measured: Timeline) -> Explanation:
+    """Say where the time of a measured step went, against a plan of the same schedule.
+
+    Without a plan, it is simulated from what actions and transfers typically took in the measured step itself.
+    Computing and waiting are compared in sum, for each rank and kind of action: what one action took longer and the
+    next one less is nobody's loss.
+    """
+    if planned is None:
+        planned = simulate(measured.schedule, typical_costs(measured))
+    if planned.schedule != measured.schedule:
+        raise ScheduleError(
+            f"the plan is of {planned.schedule!r} and the measured step of {measured.schedule!r}: "
+            "simulate the schedule that was run"
+        )
+    groups = _groups(measured)
+    plan, real = groups.total(planned), groups.total(measured)
+    as_planned = np.minimum(plan, real)
+    ranks = measured.schedule.ranks
+    of_rank = groups.rank
+    measured_waits, planned_waits = _waits(measured), _waits(planned)
+    bubble = np.minimum(measured_waits.peer, planned_waits.peer)
+    none = np.zeros(ranks)
+    found = (
+        _sums(of_rank, as_planned, ranks),
+        _sums(of_rank, real - as_planned, ranks),
+        measured_waits.transfer,
+        measured_waits.host,
+        measured_waits.peer - bubble,
+        bubble,
+    )
+    intended = (
+        _sums(of_rank, plan, ranks), none, planned_waits.transfer, planned_waits.host, none, planned_waits.peer
+    )  # fmt: skip
+    return Explanation(
+        planned=planned,
+        measured=measured,
+        ranks=tuple(_parts(found)),
+        planned_ranks=tuple(_parts(intended)),
+        slow=tuple(groups.slow(plan, real)),
+    )
+
+
+def _parts(columns: tuple[Floats, ...]) -> Iterator[Parts]:
+    return (Parts(*row) for row in np.stack(columns, axis=1).tolist())
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """The entries of one kind, stage and rank together."""
+
+    member: Ints
+    """For each entry, its group."""
+    rank: Ints
+    stage: Ints
+    letter: list[str]
+    count: Ints
+
+    def total(self, timeline: Timeline) -> Floats:
+        """How long the entries of each group take."""
+        start, end = entry_times(timeline)
+        return _sums(self.member, end - start, len(self.rank))
+
+    def slow(self, plan: Floats, real: Floats) -> list[Slow]:
+        order = np.argsort(plan - real, kind="stable")
+        return [
+            Slow(
+                self.letter[at],
+                int(self.stage[at]),
+                int(self.rank[at]),
+                int(self.count[at]),
+                float(plan[at] / self.count[at]),
+                float(real[at] / self.count[at]),
+            )
+            for at in order.tolist()
+            if real[at] > plan[at]
+        ]
+
+
+def _groups(timeline: Timeline) -> _Groups:
+    schedule, graph = timeline.schedule, timeline.schedule.graph
+    entries = graph.actions_of_entries()
+    lead = leads_of(timeline)
+    kind = (schedule.kinds[lead] % PAIRED).astype(np.int64)
+    stage = schedule.stage_ids[lead].astype(np.int64)
+    if len(entries) == 2:
+        pairs = np.flatnonzero((entries[0] >= 0) & (entries[1] >= 0))
+        kind[pairs] = len(KINDS)
+        stage[pairs] = schedule.stage_ids[entries[0][pairs]]
+    key = (graph.rank[lead].astype(np.int64) * (len(KINDS) + 1) + kind) * schedule.stages + stage
+    keys, member, count = np.unique(key, return_inverse=True, return_counts=True)
+    letters = [*KINDS, "&"]
+    codes = keys // schedule.stages
+    return _Groups(
+        member.reshape(-1),
+        codes // len(letters),
+        keys % schedule.stages,
+        [letters[code] for code in (codes % len(letters)).tolist()],
+        count,
+    )
+
+
+def _sums(member: Ints, values: Floats, groups: int) -> Floats:
+    return np.asarray(np.bincount(member, values, groups), dtype=np.float64)
+
+
+class _Waiting(NamedTuple):
+    """How long each rank waited over the whole step, by what for; the end of the step counts as a peer."""
+
+    peer: Floats
+    transfer: Floats
+    host: Floats
+
+
+def _waits(timeline: Timeline) -> _Waiting:
+    waits, graph = waits_of(timeline), timeline.schedule.graph
+    ranks = timeline.schedule.ranks
+    rank = np.repeat(np.arange(ranks), np.diff(graph.first))
+    _, end = entry_times(timeline)
+    last = np.full(ranks, timeline.first_start)
+    runs = np.flatnonzero(np.diff(graph.first) > 0)
+    last[runs] = end[graph.first[runs + 1] - 1]
+    drain = timeline.first_start + timeline.makespan - last
+    return _Waiting(
+        peer=_sums(rank, waits.made - waits.free, ranks) + drain,
+        transfer=_sums(rank, waits.arrived - waits.made, ranks),
+        host=_sums(rank, waits.start - waits.arrived, ranks),
+    )
+
+
+def typical_costs(timeline: Timeline) -> Costs:
+    """Find the costs of a measured step: the median time of each kind of action on each stage, and of a transfer.
+
+    The time of a transfer is known only where the receiver was there before the message was sent: else nobody saw
+    when it arrived. Where there is none of these, transfers cost nothing.
+
+    >>> import stageline as sl
+    >>> s = sl.schedule("zb-h1", ranks=2, microbatches=4)
+    >>> t = sl.simulate(s, sl.Costs(forward=[2, 3], backward_weight=[1, 5], transfer=0.25))
+    >>> costs = typical_costs(t)
+    >>> costs.forward, costs.backward_weight, costs.transfer
+    ([2.0, 3.0], [1.0, 5.0], 0.25)
+    """
+    schedule = timeline.schedule
+    start, end = entry_times(timeline)
+    groups = _groups(timeline)
+    by_group = np.split((end - start)[np.argsort(groups.member, kind="stable")], np.cumsum(groups.count)[:-1])
+    taken: dict[tuple[str, int], list[float]] = {}
+    for letter, stage, times in zip(groups.letter, groups.stage.tolist(), by_group, strict=True):
+        taken.setdefault((letter, stage), []).extend(times.tolist())
+    middle = {key: float(np.median(times)) for key, times in taken.items()}
+
+    def of(letter: str, others: list[float]) -> list[float]:
+        """What actions of this kind took on each stage; what the others say where it has none."""
+        return [middle.get((letter, stage), other) for stage, other in enumerate(others)]
+
+    nothing = [0.0] * schedule.stages  # what a stage never runs by itself costs nothing
+    half = [whole / 2 for whole in of("B", nothing)]
+    forward, inputs, weights = of("F", nothing), of("I", half), of("W", half)
+    backward = of("B", [sum(halves) for halves in zip(inputs, weights, strict=True)])
+    pair = of("&", [sum(both) for both in zip(forward, backward, strict=True)])
+    return Costs(
+        forward=forward,
+        backward_input=inputs,
+        backward_weight=weights,
+        backward=backward,
+        overlap=pair if schedule.has_overlaps else None,
+        transfer=_typical_transfer(timeline),
+    )
+
+
+def _typical_transfer(timeline: Timeline) -> float:
+    graph, moved = timeline.schedule.graph, timeline.transfers
+    entry = moved.receivers if graph.pairs is None else graph.pairs.entry_of[moved.receivers]
+    waited = waits_of(timeline).free[entry] <= moved.sent
+    return float(np.median(moved.arrived[waited] - moved.sent[waited])) if waited.any() else 0.0
