@@ -214,7 +214,8 @@ class Control:
             self._link = socket.create_connection((address.host, address.port), timeout=max(5.0, self.deadline))
             self._link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            self._send({"hello": self.rank, "token": address.token})
+            where = f"pid {self._pid} on {socket.gethostname()[:200]}"
+            self._send({"hello": self.rank, "token": address.token, "where": where})
             while b"\n" not in self._buffer:
                 found = self._link.recv(4096)
                 if not found:

@@ -25,6 +25,8 @@ class Seat:
         """Nothing yet."""
         self.rank = rank
         self.state = "absent"
+        self.where = ""
+        """Its process and its machine."""
         self.heard = 0.0
         self.doing = ""
         self.waits: int | None = None
@@ -65,12 +67,12 @@ class Judge:
         """How many verdicts were given."""
         self._echoes: list[tuple[float, int, dict[str, Any]]] = []
 
-    def hello(self, rank: int, now: float) -> bool:
+    def hello(self, rank: int, now: float, where: str = "") -> bool:
         """A rank came; False if it is not expected, or was here before."""
         if not 0 <= rank < len(self.seats) or self.seats[rank].state != "absent":
             return False
         seat = self.seats[rank]
-        seat.state, seat.heard, seat.since = "here", now, now
+        seat.state, seat.heard, seat.since, seat.where = "here", now, now, where
         return True
 
     def beat(self, rank: int, doing: str, waits: int | None, done: int, now: float) -> None:
@@ -189,6 +191,7 @@ class Judge:
         self.verdict = {
             "culprit": rank,
             "kind": kind,
+            "where": seat.where,
             "doing": seat.doing,
             "silence": round(now - seat.heard, 3) if seat.heard else 0.0,
             "deadline": self.deadline,

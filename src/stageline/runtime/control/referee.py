@@ -161,7 +161,7 @@ class Server:
             if not hmac.compare_digest(str(said["token"]).encode(), self.token.encode()):
                 raise ValueError("wrong token")
             rank = int(said["hello"])
-            if not self.judge.hello(rank, now):
+            if not self.judge.hello(rank, now, str(said.get("where", ""))):
                 raise ValueError("not expected")
             peer.rank = rank
             self._send(peer, _line({"welcome": rank}))

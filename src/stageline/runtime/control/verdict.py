@@ -89,6 +89,8 @@ class Verdict:
 
     culprit: int
     kind: Kind
+    where: str = ""
+    """Its process and its machine."""
     doing: str = ""
     text: str = ""
     traceback: str = ""
@@ -122,17 +124,38 @@ class Verdict:
         True
         """
         try:
-            known = {field.name for field in fields(cls)}
-            given = {key: value for key, value in data.items() if key in known}
-            given["ranks"] = tuple(Standing(**each) for each in data.get("ranks", ()))
-            found = cls(**given)
-            sane = isinstance(found.culprit, int) and all(isinstance(each.rank, int) for each in found.ranks)
-            if found.kind not in KINDS or not sane:
-                raise ValueError(f"kind {found.kind!r} of rank {found.culprit!r}")
-            str(found)
-        except (TypeError, AttributeError, ValueError) as error:
+            given = _fitting(cls, data)
+            found = cls(**{**given, "ranks": tuple(Standing(**_fitting(Standing, each)) for each in given["ranks"])})
+            if found.kind not in KINDS:
+                raise ValueError(f"its kind is {found.kind!r}")
+        except (TypeError, AttributeError, KeyError, ValueError) as error:
             raise ValueError(f"this is no verdict: {error}") from None
         return found
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "Kind": (str,),
+    "int": (int,),
+    "bool": (bool,),
+    "float": (int, float),
+    "int | None": (int, type(None)),
+    "str | None": (str, type(None)),
+    "tuple[Standing, ...]": (list, tuple),
+}
+
+
+def _fitting(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a class, refusing values of other types; what is not there has its default."""
+    given: dict[str, Any] = {"ranks": ()} if cls is Verdict else {}
+    given |= {field.name: data[field.name] for field in fields(cls) if field.name in data}
+    for field in fields(cls):
+        if field.name not in given:
+            continue
+        value = given[field.name]
+        if not isinstance(value, _TYPES[str(field.type)]) or (type(value) is bool and field.type != "bool"):
+            raise TypeError(f"{field.name} is {value!r:.60}, expected {field.type}")
+    return given
 
 
 def waiting(ranks: tuple[Standing, ...]) -> str:
