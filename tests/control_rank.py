@@ -79,7 +79,12 @@ def main() -> None:
     rank, ranks, deadline, start_deadline = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
     meeting = Path(sys.argv[5])
     control = Control.start(
-        rank, ranks, lambda text: share_by_file(meeting, rank, text), deadline, start_deadline=start_deadline
+        rank,
+        ranks,
+        lambda text: share_by_file(meeting, rank, text),
+        deadline,
+        start_deadline=start_deadline,
+        patience=float(os.environ.get("PATIENCE", "inf")),
     )
     scope = {
         **{each.__name__: each for each in (fail, leave_a_child, raise_outside, step, collective, files)},

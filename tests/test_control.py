@@ -285,8 +285,53 @@ def test_who_is_ended_by_sigterm_says_first_whom_it_blames(jobs: Any, wait: str)
     for rank in (0, 1):
         said = job.ranks[rank].end()
         assert f"rank {rank}: rank 2 died" in said
-        assert f"rank {rank}: ended by SIGTERM in F of stage 0, microbatch 1; rank 2 died" in said
+        assert f"rank {rank}: ended by SIGTERM in F of stage 0, microbatch 1; rank 2 is to blame" in said
         assert job.ranks[rank].process.returncode == -signal.SIGTERM
+
+
+def test_who_hangs_where_nothing_wakes_it_is_ended(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATIENCE", "0.5")
+    job = jobs(3)
+    for rank in (0, 1):
+        job.ranks[rank].do("step(control, ('F', 0, 1), EVERYONE)")
+    job.ranks[0].tell("collective(60)")
+    os.kill(job.ranks[2].process.pid, signal.SIGKILL)
+    assert job.ranks[1].do(ASK)["culprit"] == 2
+    job.ranks[1].do("control.end()")  # it came back, and may do what it likes
+    said = job.ranks[0].end()
+    assert "did not come back from F of stage 0, microbatch 1 within 0.5 s after the failure of rank 2" in said
+    assert job.ranks[0].process.returncode == 1
+    assert job.ranks[1].do("time.sleep(1.0)") is None
+
+
+TORCHRUN = """
+import os, sys, time, pathlib
+sys.path.insert(0, sys.argv[1])
+from control_rank import share_by_file
+from stageline.runtime.control import Control, EVERYONE
+rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+control = Control.start(rank, ranks, lambda text: share_by_file(pathlib.Path(sys.argv[2]), rank, text))
+assert control.everyone(60) is None
+control.begin()
+control.waits = EVERYONE
+time.sleep(2 * control.interval)
+if rank == 1:
+    os.kill(os.getpid(), 9)
+time.sleep(60)
+"""
+
+
+def test_under_torchrun_every_survivor_writes_whom_it_blames(tmp_path: Path) -> None:
+    """torchrun ends the survivors as soon as it sees a rank end; nothing of the referee stays behind."""
+    script = tmp_path / "script.py"
+    script.write_text(TORCHRUN)
+    meeting = tmp_path / "address"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "127.0.0.1:0", str(script), str(RANK.parent), str(meeting)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    for rank in (0, 2):
+        assert f"stageline: rank {rank}: rank 1 died (its process ended without a word)" in done.stderr
+    assert gone(Address.parse(meeting.read_text()).job)
 
 
 def test_sigterm_for_all_blames_nobody(jobs: Any) -> None:
@@ -417,6 +462,13 @@ def test_where_no_channel_can_be_opened_training_goes_on(monkeypatch: pytest.Mon
         control.report(Failure("planted"))
         assert control.verdict(timeout=1) is None
     assert len(said) == 1
+    monkeypatch.delenv("STAGELINE_CONTROL_HOST")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert control_host(ranks=4) == "127.0.0.1"
+    with pytest.raises(ControlError, match="on several machines: set STAGELINE_CONTROL_HOST"):
+        control_host(ranks=8)
+    monkeypatch.setenv("STAGELINE_CONTROL_HOST", "node0")
+    assert control_host(ranks=8) == "node0"
     monkeypatch.setenv("STAGELINE_CONTROL_HOST", "0.0.0.0")
     with pytest.raises(ControlError, match="which no rank can connect to"):
         control_host()

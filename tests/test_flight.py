@@ -190,9 +190,13 @@ def test_every_kind_of_failure_gets_its_advice(
 
 
 def test_ranks_that_wait_in_a_circle_are_shown_as_one(tmp_path: Path) -> None:
-    paths = [Flight(rank, 3, "job").write(tmp_path, waits=(rank + 1) % 3) for rank in range(3)]
+    paths = [
+        Flight(rank, 3, "job").write(tmp_path, waits=(rank + 1) % 3, awaited=f"news of rank {(rank + 1) % 3}")
+        for rank in range(3)
+    ]
     found = diagnose({rank: read_flight(path) for rank, path in enumerate(paths)})
-    chain = "rank 0 waits for rank 1 → rank 1 waits for rank 2 → rank 2 waits for rank 0 → rank 0 again: a circle"
+    links = [f"rank {rank} waits for news of rank {(rank + 1) % 3}" for rank in range(3)]
+    chain = " → ".join([*links, "rank 0 again: a circle"])
     assert found.chains == (chain,)
     assert any("stageline verify" in advice for advice in found.advice)
 

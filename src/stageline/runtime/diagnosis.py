@@ -155,7 +155,8 @@ def _chains(rows: tuple[Row, ...], verdict: Verdict | None) -> tuple[str, ...]:
 def _wait(row: Row) -> str:
     who = "all ranks" if row.waits == EVERYONE else f"rank {row.waits}"
     since = "" if row.waited is None else f" {row.waited:.1f} s"
-    return f"rank {row.rank} waits{since} for {row.awaited + ' of ' if row.awaited else ''}{who}"
+    what = f"{row.awaited} of {who}" if row.awaited and not row.awaited.endswith(who) else row.awaited or who
+    return f"rank {row.rank} waits{since} for {what}"
 
 
 def _last_link(row: Row, verdict: Verdict | None) -> str:
@@ -202,7 +203,8 @@ def _notes(records: Mapping[int, Record], verdict: Verdict | None, end: float) -
     ]
     missing = [rank for rank in range(ranks) if rank not in records]
     for rank in missing[:8]:
-        why = "a killed process cannot" if verdict is not None and verdict.culprit == rank else "or it is not here"
+        killed = verdict is not None and verdict.culprit == rank and verdict.kind == "died"
+        why = "a killed process cannot" if killed else "or it is not among these files"
         seen = [
             (
                 message.time,

@@ -29,8 +29,10 @@ from stageline.runtime.control.verdict import Failure, Verdict, describe
 HOLD = 0.7
 """Seconds that a rank which is being ended waits to learn whom to blame."""
 
-OnVerdict = Callable[[Verdict], None]
-OnEnd = Callable[[Verdict | None], None]
+CONNECT = 30.0
+"""Seconds in which the referee must answer a hello."""
+
+OnVerdict, OnEnd = Callable[[Verdict], None], Callable[[Verdict | None], None]
 
 
 _open: weakref.WeakSet[Control] = weakref.WeakSet()
@@ -54,11 +56,19 @@ class Control:
     rank 0 failed in F of stage 0, microbatch 3: ArithmeticError: planted
     """
 
-    def __init__(self, rank: int, ranks: int, deadline: float, tell: Callable[[str], None] = say) -> None:
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        deadline: float,
+        tell: Callable[[str], None] = say,
+        patience: float = float("inf"),
+    ) -> None:
         """Not connected yet: see `start`."""
         self.rank = rank
         self.ranks = ranks
         self.deadline = deadline
+        self.patience = patience
         self.interval = min(max(0.2, ranks / 500), deadline / 5)
         self.doing: object = None
         """What the rank is in: text, or (letter, stage, microbatch), or None outside of a step."""
@@ -73,14 +83,13 @@ class Control:
         self._round = 0
         self._verdict: Verdict | None = None
         self._final: Verdict | None = None
-        self._complete = False
-        self._nobody = False
+        self._final_since = 0.0
+        self._complete = self._nobody = False
         self._on_verdict: list[OnVerdict] = []
         self._on_end: list[OnEnd] = []
         self._changed = threading.Condition()
         self._sending = threading.Lock()
-        self._closing = False
-        self._ending = False
+        self._closing = self._ending = False
         self._link: socket.socket | None = None
         self._buffer = b""
         self._bell = Bell()
@@ -98,13 +107,15 @@ class Control:
         start_deadline: float | None = None,
         *,
         tell: Callable[[str], None] = say,
+        patience: float = float("inf"),
     ) -> Control:
         """Open the channel: rank 0 starts the referee, and `share` gives its text to all ranks.
 
         `share` is called once on every rank, with the address on rank 0 and with "" on the others, and returns rank
         0's text. If it needs nobody but rank 0, as a store does and a collective does not, a rank that never starts is
         named after `start_deadline`: see `everyone`. Where no channel can be opened, training goes on without one, and
-        `lost` says why.
+        `lost` says why. A rank that has not come back from its step `patience` seconds after another was lost (it hangs
+        in a collective, which nothing can wake) is ended.
         """
         if not 0 <= rank < ranks:
             raise ControlError(f"rank must be from 0 to {ranks - 1}, got {rank}")
@@ -125,7 +136,7 @@ class Control:
                 f"rank {rank} was not told where the control channel is, so rank 0 did not start or has ended: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        control = cls(rank, ranks, deadline, tell)
+        control = cls(rank, ranks, deadline, tell, patience)
         _open.add(control)
         atexit.register(control._at_exit)
         if address:
@@ -206,12 +217,12 @@ class Control:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Say how the block ended."""
-        self.close("" if error is None else Failure.of(error).text, clean=error is None)
+        self.close(Failure.of(error).text if error else "", clean=error is None)
 
     def _connect(self, address: Address) -> None:
         self.job = address.job
         try:
-            self._link = socket.create_connection((address.host, address.port), timeout=max(5.0, self.deadline))
+            self._link = socket.create_connection((address.host, address.port), timeout=CONNECT)
             self._link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             where = f"pid {self._pid} on {socket.gethostname()[:200]}"
@@ -249,6 +260,8 @@ class Control:
                 now = time.monotonic()
                 if now - due > 1.0:
                     heard = now  # this process did not run; the referee is not to blame for that
+                if self._final and self.doing is not None and now - self._final_since > self.patience:
+                    self._give_up()
                 if now >= due:
                     self._beat()
                     due = now + self.interval
@@ -299,7 +312,7 @@ class Control:
             if "verdict" in said:
                 found = Verdict.from_json(said["verdict"])
                 if found.final and self._final is None:
-                    self._final = found
+                    self._final, self._final_since = found, time.monotonic()
                 if self._verdict is None and (found.final or found.round >= self._round):
                     self._verdict = fresh = found
             self._changed.notify_all()
@@ -332,11 +345,24 @@ class Control:
                     break
             verdict = self._verdict
             blame = "no other rank is known to have failed" if verdict is None else str(verdict)
+            if verdict is not None and verdict.final:
+                blame = f"rank {verdict.culprit} is to blame"  # the sentence was written when it came
             self._tell(f"rank {self.rank}: ended by SIGTERM in {describe(self.doing)}; {blame}")
             for callback in list(self._on_end):
                 self._call(callback, verdict)
         self._send({"bye": BY_SIGNAL, "clean": False})
         end_by(signal.SIGTERM)
+
+    def _give_up(self) -> None:
+        """The job is lost and the main thread hangs where nothing wakes it: end the process."""
+        self._tell(
+            f"rank {self.rank}: did not come back from {describe(self.doing)} within {self.patience:g} s after the "
+            f"failure of rank {self._final.culprit if self._final else '?'}; this process is ended"
+        )
+        for callback in list(self._on_end):
+            self._call(callback, self._final)
+        self._send({"bye": "it hung after the failure", "clean": False})
+        os._exit(1)
 
     def _send(self, what: dict[str, Any]) -> None:
         if self._link is None or self.lost is not None or os.getpid() != self._pid:

@@ -73,9 +73,20 @@ def job_of(token: str) -> str:
     return hashlib.sha256(b"stageline job " + token.encode()).hexdigest()[:8]
 
 
-def control_host() -> str:
-    """Where the referee listens: loopback, or what STAGELINE_CONTROL_HOST says."""
-    host = os.environ.get("STAGELINE_CONTROL_HOST", "127.0.0.1")
+def control_host(ranks: int = 1) -> str:
+    """Where the referee listens: loopback, or what STAGELINE_CONTROL_HOST says.
+
+    Loopback serves one machine. Where a launcher says that there are several, ranks that cannot come must not be taken
+    for absent, so the address has to be given.
+    """
+    host = os.environ.get("STAGELINE_CONTROL_HOST", "")
+    if not host:
+        here, machines = os.environ.get("LOCAL_WORLD_SIZE", ""), os.environ.get("SLURM_NNODES", "")
+        if (here.isdecimal() and int(here) < ranks) or (machines.isdecimal() and int(machines) > 1):
+            raise ControlError(
+                "the ranks are on several machines: set STAGELINE_CONTROL_HOST to the address of rank 0's machine"
+            )
+        return "127.0.0.1"
     try:
         found = ipaddress.ip_address(host)
     except ValueError:
@@ -89,7 +100,7 @@ def control_host() -> str:
 
 def start_referee(ranks: int, deadline: float, start_deadline: float, host: str | None = None) -> Address:
     """Start the process that watches over the ranks; it ends by itself when they are gone."""
-    host = control_host() if host is None else host
+    host = control_host(ranks) if host is None else host
     token = secrets.token_hex(16)
     # By stdin and not as an argument: everyone on the machine can read the arguments of a process.
     orders = {"ranks": ranks, "deadline": deadline, "start_deadline": start_deadline, "host": host, "token": token}
