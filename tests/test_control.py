@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from stageline.runtime.control import Address, Control, ControlError, Failure, Verdict, start_referee
+from stageline.runtime.control import Address, Control, ControlError, Failure, Verdict, share_by_store, start_referee
 from stageline.runtime.control.judge import GRACE, Judge
 from stageline.runtime.control.launch import NAME, control_host
 
@@ -472,6 +472,30 @@ def test_where_no_channel_can_be_opened_training_goes_on(monkeypatch: pytest.Mon
     monkeypatch.setenv("STAGELINE_CONTROL_HOST", "0.0.0.0")
     with pytest.raises(ControlError, match="which no rank can connect to"):
         control_host()
+
+
+class Pinboard:
+    """A store as torch has them."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.kept[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.kept[key].encode()
+
+
+def test_an_address_is_shared_through_a_store_anew_for_every_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Pinboard()
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        with pytest.raises(KeyError):
+            share_by_store(store, 1)("")
+        assert share_by_store(store, 0)(f"address {attempt}") == f"address {attempt}"
+        assert share_by_store(store, 1)("") == f"address {attempt}"
+    assert share_by_store(store, 0, "none")("") == share_by_store(store, 1, "none")("") == ""
 
 
 def test_mistakes_are_clear_errors() -> None:

@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from stageline.runtime.control.client import Control
 from stageline.runtime.control.judge import EVERYONE
-from stageline.runtime.control.launch import Address, ControlError, start_referee
+from stageline.runtime.control.launch import Address, ControlError, share_by_store, start_referee
 from stageline.runtime.control.verdict import Failure, Standing, Verdict
 
-__all__ = ["EVERYONE", "Address", "Control", "ControlError", "Failure", "Standing", "Verdict", "start_referee"]
+__all__ = [
+    "EVERYONE",
+    "Address",
+    "Control",
+    "ControlError",
+    "Failure",
+    "Standing",
+    "Verdict",
+    "share_by_store",
+    "start_referee",
+]

@@ -32,7 +32,8 @@ HOLD = 0.7
 CONNECT = 30.0
 """Seconds in which the referee must answer a hello."""
 
-OnVerdict, OnEnd = Callable[[Verdict], None], Callable[[Verdict | None], None]
+OnVerdict = Callable[[Verdict], None]
+OnEnd = Callable[[Verdict | None], None]
 
 
 _open: weakref.WeakSet[Control] = weakref.WeakSet()
@@ -160,8 +161,7 @@ class Control:
 
     def end(self) -> None:
         """End a step: nothing is being done, and nobody is waited for."""
-        self.doing = None
-        self.waits = None
+        self.doing = self.waits = None
 
     def report(self, failure: Failure) -> None:
         """Tell all ranks that this one failed."""
@@ -397,4 +397,5 @@ def _forget() -> None:
         control._bell.close()
 
 
-os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

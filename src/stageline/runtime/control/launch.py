@@ -9,8 +9,10 @@ import os
 import secrets
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from stageline.errors import StagelineError, shorten
 
@@ -71,6 +73,33 @@ class Address:
 def job_of(token: str) -> str:
     """A digest of the secret."""
     return hashlib.sha256(b"stageline job " + token.encode()).hexdigest()[:8]
+
+
+class Store(Protocol):
+    """What is needed of a torch.distributed store."""
+
+    def set(self, key: str, value: str, /) -> object:
+        """Keep a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Wait for a value."""
+
+
+def share_by_store(store: Store, rank: int, name: str = "0") -> Callable[[str], str]:
+    """Share the address through a store, for which no rank but 0 has to be there.
+
+    `name` tells several channels of a job apart. A job that torchrun started again gets a key of its own, for its
+    store may still hold the one of the attempt before.
+    """
+    key = f"stageline/control/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
+
+    def share(text: str) -> str:
+        if rank == 0:
+            # A store has no empty values: a get would wait for ever.
+            store.set(key, text or "-")
+        return store.get(key).decode().removeprefix("-")
+
+    return share
 
 
 def control_host(ranks: int = 1) -> str:
