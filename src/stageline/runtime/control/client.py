@@ -32,9 +32,6 @@ HOLD = 0.7
 CONNECT = 30.0
 """Seconds in which the referee must answer a hello."""
 
-OnVerdict = Callable[[Verdict], None]
-OnEnd = Callable[[Verdict | None], None]
-
 
 _open: weakref.WeakSet[Control] = weakref.WeakSet()
 """What a forked child must let go of."""
@@ -86,8 +83,8 @@ class Control:
         self._final: Verdict | None = None
         self._final_since = 0.0
         self._complete = self._nobody = False
-        self._on_verdict: list[OnVerdict] = []
-        self._on_end: list[OnEnd] = []
+        self._on_verdict: list[Callable[[Verdict], None]] = []
+        self._on_end: list[Callable[[Verdict | None], None]] = []
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         self._closing = self._ending = False
@@ -183,7 +180,7 @@ class Control:
                 raise ControlError(f"not all ranks came within {timeout:g} s, and the referee blames none of them")
             return self._verdict
 
-    def on_verdict(self, callback: OnVerdict) -> None:
+    def on_verdict(self, callback: Callable[[Verdict], None]) -> None:
         """Call this with every verdict, from the control thread: wake what waits, and return soon."""
         with self._changed:
             self._on_verdict.append(callback)
@@ -191,7 +188,7 @@ class Control:
         if known is not None:
             callback(known)
 
-    def on_end(self, callback: OnEnd) -> None:
+    def on_end(self, callback: Callable[[Verdict | None], None]) -> None:
         """Call this, from the control thread, before the process is ended by a signal in a step: last words."""
         self._on_end.append(callback)
 
