@@ -5,6 +5,7 @@ A line is a Python expression with `control` in scope; the answer is its value a
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -56,17 +57,18 @@ def raise_outside() -> None:
 
 
 def step(control: Control, doing: Any, waits: int | None) -> None:
-    """Begin a step, and say what is done in it."""
+    """Begin a step, and say what is done in it, now and not with the next beat."""
     control.begin()
     control.doing, control.waits = doing, waits
+    control._beat()
 
 
-def collective(seconds: float) -> None:
-    """Keep the main thread in a call that runs no handler of Python's, as a collective does."""
-    library = __import__("ctypes").CDLL(None)
-    end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:  # a signal interrupts the call; a collective goes on
-        library.usleep(int(left * 1e6))
+def collective() -> None:
+    """Keep the main thread in native code that no signal interrupts, as a collective does; for ever."""
+    library = ctypes.CDLL(None)
+    mutex = ctypes.create_string_buffer(64)  # all zeros is a mutex that nobody holds
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
 
 
 def files() -> list[str]:

@@ -134,7 +134,6 @@ def test_a_killed_rank_is_named_to_all_survivors(jobs: Any, victim: int) -> None
     job = jobs(4)
     for rank, each in job.ranks.items():
         each.do(f"step(control, ('B', {rank}, 5), {(rank + 1) % 4})")
-    job.ranks[victim].do("time.sleep(2 * control.interval)")  # so that it was heard in its action
     os.kill(job.ranks[victim].process.pid, signal.SIGKILL)
     for each in job.survivors(victim):
         told = each.do(ASK)
@@ -159,7 +158,7 @@ def test_a_child_of_a_killed_rank_does_not_hide_its_death(jobs: Any) -> None:
 
 def test_a_frozen_rank_is_named_and_a_slow_one_is_not(jobs: Any) -> None:
     """Liveness and progress are apart: rank 0 computes far beyond the deadline, and is not blamed."""
-    job = jobs(3, deadline=2.0)
+    job = jobs(3, deadline=3.0)
     job.ranks[0].do("step(control, 'loading data', None)")
     job.ranks[1].do("step(control, ('F', 1, 0), 2)")
     job.ranks[2].do("step(control, ('F', 2, 0), None)")
@@ -169,7 +168,7 @@ def test_a_frozen_rank_is_named_and_a_slow_one_is_not(jobs: Any) -> None:
     for rank in (0, 1):
         told = job.ranks[rank].do(ASK)
         assert (told["culprit"], told["kind"]) == (2, "frozen")
-        assert told["silence"] >= 2.0
+        assert told["silence"] >= 3.0
         assert "rank 1 waits for rank 2" in told["sentence"]
         assert "in F of stage 2, microbatch 0" in told["sentence"]
     os.kill(job.ranks[2].process.pid, signal.SIGCONT)
@@ -181,7 +180,7 @@ def test_a_rank_that_never_starts_is_named_by_all_others(jobs: Any) -> None:
     for each in job.survivors():
         told = each.do("control.everyone(timeout=60)")
         assert (told["culprit"], told["kind"]) == (1, "absent")
-        assert told["sentence"] == "rank 1 never started: it did not come within 3 s"
+        assert told["sentence"].startswith("rank 1 never started: it did not come within 3 s")
 
 
 def test_ranks_that_have_all_come_know_it(jobs: Any) -> None:
@@ -272,7 +271,7 @@ def test_a_block_says_how_it_ended() -> None:
     assert gone(address.job)
 
 
-@pytest.mark.parametrize("wait", ["time.sleep(60)", "collective(60)"])
+@pytest.mark.parametrize("wait", ["time.sleep(60)", "collective()"])
 def test_who_is_ended_by_sigterm_says_first_whom_it_blames(jobs: Any, wait: str) -> None:
     """As under torchrun, which ends the survivors a tenth of a second after a rank died: no waiting call is woken."""
     job = jobs(3)
@@ -294,7 +293,7 @@ def test_who_hangs_where_nothing_wakes_it_is_ended(jobs: Any, monkeypatch: pytes
     job = jobs(3)
     for rank in (0, 1):
         job.ranks[rank].do("step(control, ('F', 0, 1), EVERYONE)")
-    job.ranks[0].tell("collective(60)")
+    job.ranks[0].tell("collective()")
     os.kill(job.ranks[2].process.pid, signal.SIGKILL)
     assert job.ranks[1].do(ASK)["culprit"] == 2
     job.ranks[1].do("control.end()")  # it came back, and may do what it likes
@@ -361,6 +360,20 @@ def test_a_handler_of_the_scripts_own_is_left_alone(jobs: Any) -> None:
     job.ranks[0].process.terminate()
     job.ranks[0].end()
     assert job.ranks[0].process.returncode == 7
+
+
+def test_a_handler_that_was_there_before_stays() -> None:
+    def mine(*_: Any) -> None:
+        """What a script does on SIGTERM."""
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        with Control.start(0, 1, lambda text: text, LONG) as control:
+            assert signal.getsignal(signal.SIGTERM) is mine
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert gone(control.job)
 
 
 def test_a_lost_referee_is_a_warning_and_training_goes_on(jobs: Any) -> None:
@@ -446,9 +459,13 @@ def test_nothing_is_left_behind_by_a_good_end(jobs: Any) -> None:
     assert gone(job.address().job), "the referee ends when the last rank has left, though the processes live"
 
 
-def test_the_referee_ends_when_nobody_ever_comes() -> None:
+def test_the_referee_is_apart_keeps_its_secret_and_ends_when_nobody_comes() -> None:
     address = start_referee(2, LONG, LONG)
-    assert referees(address.job)
+    (pid,) = referees(address.job)
+    assert os.getsid(pid) not in (os.getsid(0), os.getpid()), "signals to the ranks' group do not reach it"
+    assert address.token.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
     assert gone(address.job)
 
 
@@ -599,10 +616,26 @@ def test_silence_is_judged_by_its_deadline_and_not_while_the_referee_slept() -> 
     found.tick(165.2)
     assert blamed(found) == (2, "frozen"), "four of its five seconds had passed before"
     found = judge()
-    found.beat(2, "F", None, 1, 104.0)
+    for rank in range(4):
+        found.beat(rank, "F", None, 1, 104.0)
     found.forgive(60.0, 165.0)
     found.tick(165.2)
-    assert blamed(found) != (2, "frozen")
+    assert blamed(found) is None
+    found.tick(169.1)
+    assert blamed(found) == (0, "frozen")
+
+
+def test_who_is_being_ended_and_leaves_is_not_to_blame() -> None:
+    found = judge(ranks=2)
+    for rank in range(2):
+        found.terminated(rank, 101.0)
+    found.bye(0, "its script ended", True, 101.1)
+    found.tick(101.2)
+    assert blamed(found) is None
+    assert found.nobody(101.3)
+    found.beat(1, "F", 0, 1, 101.3)
+    found.tick(103.0)
+    assert blamed(found) is None, "nor by who waits for it, for that one is being ended too"
 
 
 def test_a_silent_rank_is_likelier_the_cause_than_who_waited_for_it_in_vain() -> None:
@@ -622,8 +655,10 @@ def test_who_left_is_blamed_only_by_who_waits_long_enough_in_one_place() -> None
         found.beat(0, "F", 2, tenth, now)  # it makes progress: what it waits for was sent before rank 2 left
         found.tick(now)
         assert blamed(found) is None
-    found.beat(0, "F", 2, 19, 103.5)
-    found.tick(103.5)
+    found.tick(104.5)
+    assert blamed(found) is None, "rank 0 said nothing since: it may have what it waited for"
+    found.beat(0, "F", 2, 19, 104.6)
+    found.tick(104.6)
     assert blamed(found) == (2, "left")
     assert found.verdict is not None
     assert found.verdict["waiter"] == 0

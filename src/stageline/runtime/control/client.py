@@ -196,12 +196,13 @@ class Control:
         """Say goodbye, and leave no thread and no connection."""
         if self._closing or os.getpid() != self._pid:
             return
-        if self._ending and threading.current_thread() is not self._thread:
-            self._thread.join(2 * HOLD)  # it is saying the last words, and the process ends with them
+        joins = self._thread.is_alive() and threading.current_thread() is not self._thread
+        if joins and (self._ending or self._bell.rung):
+            self._thread.join(2 * HOLD)  # it says the last words, and the process ends with them
         self._send({"bye": how, "clean": clean})
         self._closing = True
         self._bell.ring()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if joins:
             self._thread.join(2.0)
         if self._link is not None:
             self._link.close()

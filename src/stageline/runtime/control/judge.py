@@ -11,6 +11,8 @@ from typing import Any
 
 GRACE = 0.4
 """Seconds that an error which may be the echo of another waits for the cause to become known."""
+WAITED = 1.0
+"""Seconds that a rank must say it waits in one place for one that left, before that one is to blame."""
 MOST_TOLD = 64
 """Ranks whose standing is told with a verdict: those nearest to the culprit."""
 EVERYONE = -1
@@ -159,10 +161,11 @@ class Judge:
         left = sorted((seat for seat in self.seats if seat.state == "left"), key=lambda seat: (seat.clean, seat.heard))
         ended = [seat for seat in here if seat.terminated]
         for seat in left:
+            # By what the waiter itself said since: one that did not run for a while has merely not said otherwise.
             waiters = [
                 each
                 for each in here
-                if each.waits in (seat.rank, EVERYONE) and now - max(each.since, seat.heard) > GRACE
+                if each.waits in (seat.rank, EVERYONE) and each.heard - max(each.since, seat.heard) > WAITED
             ]
             echoes = any(now - at > GRACE for at, _, _ in self._echoes)
             blamed = seat.how != BY_SIGNAL and (ended or echoes)

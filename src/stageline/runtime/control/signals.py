@@ -32,7 +32,7 @@ class Bell:
         self.ear.setblocking(False)
         self._rope.setblocking(False)
         self._previous_fd: int | None = None
-        self.listens = False
+        self.listens = self.rung = False
         self.attended = True
         """Whether a thread still answers; if not, the handler ends the process by itself."""
 
@@ -58,6 +58,7 @@ class Bell:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.attended:
+            self.rung = True
             self.ring(bytes([number]))
         else:
             end_by(number)
