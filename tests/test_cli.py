@@ -167,6 +167,9 @@ ERRORS = {
     "show 1f1b -p 2 -m 2 --write a.txt": "end the name in .json or .csv",
     "verify 1f1b -p two -m 2": "two",
     "simulate": "SCHEDULE",
+    "doctor": "FILE|FOLDER",
+    "doctor nowhere": "cannot read nowhere: No such file",
+    "doctor .": "has no flight records",
     "compare -m 4": "compare needs -p RANKS",
     "compare -p 0 -m 4": "ranks to be a whole number from 1",
     "compare -p 4 -m 8 --memory nan": "--memory must be a number",
@@ -192,7 +195,7 @@ def test_a_broken_schedule_names_rule_and_place(tmp_path: Path, capsys: Capture)
     assert (found["valid"], found["rule"], found["rank"], found["position"]) == (False, "progress", 1, 0)
 
 
-@pytest.mark.parametrize("verb", ["families", "show", "verify", "simulate", "compare", "trace"])
+@pytest.mark.parametrize("verb", ["families", "show", "verify", "simulate", "compare", "trace", "doctor"])
 def test_help_of_every_verb_has_an_example(verb: str, capsys: Capture) -> None:
     assert f"stageline {verb}" in call(f"{verb} --help", capsys).split("Usage:")[1].split("\n", 1)[1]
 
@@ -205,6 +208,7 @@ def test_all_verbs_are_listed(capsys: Capture) -> None:
         "simulate",
         "compare",
         "trace",
+        "doctor",
     }
     assert "stageline 0." in call("--version", capsys)
 

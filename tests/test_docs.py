@@ -29,7 +29,7 @@ def test_every_rule_has_a_paragraph_in_the_order_of_the_table() -> None:
 
 def test_every_verb_of_the_command_is_in_the_changelog() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
-    for verb in ("families", "show", "verify", "simulate", "compare", "trace"):
+    for verb in ("families", "show", "verify", "simulate", "compare", "trace", "doctor"):
         assert f"`{verb}`" in text or f"stageline {verb}" in text
 
 
