@@ -91,7 +91,8 @@ def check_environment(environment: Mapping[str, str]) -> int:
     below 4; start the processes with torchrun, or unset WORLD_SIZE to run in one process
     """
     cure = "start the processes with torchrun, or unset WORLD_SIZE to run in one process"
-    size = _number(environment, "WORLD_SIZE", cure) or 1
+    size = _number(environment, "WORLD_SIZE", cure)
+    size = 1 if size is None else size
     if size < 1:
         raise StagelineError(f"the environment says WORLD_SIZE={size}, and at least 1 process is needed; {cure}")
     if size == 1:

@@ -10,7 +10,7 @@ import datetime
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -211,10 +211,11 @@ class ProcessWorld:
             "if all of them are alive, make a new Pipeline in each"
         )
 
-    def _wait(self, work: Any) -> None:
-        """Wait for what all ranks do together, unless one of them tells that it cannot."""
-        if self._lost:
+    def _together(self, start: Callable[[], Any]) -> None:
+        """Do what all ranks do together, and wait for it, unless one of them tells that it cannot."""
+        if self._lost:  # and so nothing is started that the others could take for something else
             raise self._lose(self._lost)
+        work = start()
         while True:
             try:
                 work.wait(datetime.timedelta(seconds=0.5))
@@ -233,7 +234,7 @@ class ProcessWorld:
     def add_up(self, values: Floats) -> Floats:
         """Add over all processes."""
         tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64).copy())
-        self._wait(dist.all_reduce(tensor, group=self._groups.control, async_op=True))
+        self._together(lambda: dist.all_reduce(tensor, group=self._groups.control, async_op=True))
         return np.asarray(tensor.numpy())
 
     def agree(self, facts: dict[str, str]) -> None:
@@ -241,7 +242,7 @@ class ProcessWorld:
         names = sorted(facts)
         mine = torch.tensor([_number(facts[name]) for name in names])
         found = [torch.empty_like(mine) for _ in range(self._transport.ranks)]
-        self._wait(dist.all_gather(found, mine, group=self._groups.control, async_op=True))
+        self._together(lambda: dist.all_gather(found, mine, group=self._groups.control, async_op=True))
         for index, name in enumerate(names):
             values = [int(each[index]) for each in found]
             for rank, value in enumerate(values):
@@ -257,7 +258,7 @@ class ProcessWorld:
         # As bytes: gloo does not know all types.
         whole = sent.reshape(-1).view(torch.uint8)
         if len(whole):
-            self._wait(dist.broadcast(whole, group_src=owner, group=self._groups.control, async_op=True))
+            self._together(lambda: dist.broadcast(whole, group_src=owner, group=self._groups.control, async_op=True))
         if owner != self.here[0]:
             with torch.no_grad():
                 tensor.copy_(sent)

@@ -27,10 +27,12 @@ PAYLOADS: list[list[Leaf]] = [
     [None],
     [torch.arange(10).to(torch.int16)[::2], float("inf"), -0.0],
     ["x" * 20_000, torch.ones(5)],
+    [torch.arange(24.0).reshape(2, 3, 4).transpose(0, 2), torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)],
+    [torch.ones(1).expand(4, 3), torch.arange(12.0).reshape(3, 4)[:, 1:3], torch.tensor([1 + 2j]).conj()],
     [torch.ones(100_000, dtype=torch.float64)],
     [torch.ones(100_000, dtype=torch.float64) * 2],
 ]
-"""All that a message may hold: shapes and types that change from one to the next, nothing, and much."""
+"""All that a message may hold: shapes and types that change from one to the next, layouts, nothing, and much."""
 
 
 def exercise(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
@@ -91,6 +93,8 @@ def _assert_same(mine: Any, theirs: Any) -> None:
         assert isinstance(theirs, Tensor)
         assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
         assert torch.equal(mine, theirs)
+        if torch.empty_like(mine).stride() == mine.stride():  # without gaps: kernels choose by the layout
+            assert theirs.stride() == mine.stride()
     else:
         assert type(mine) is type(theirs)
         assert repr(mine) == repr(theirs)

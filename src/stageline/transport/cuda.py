@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stageline.transport.threads import Arrive
-from stageline.transport.wire import Described, bytes_of
+from stageline.transport.wire import Described, bytes_of, fill, room_for
 
 
 def pinned(size: int) -> Tensor:
@@ -38,7 +38,7 @@ class Staging:
         Called on the thread that computes; the tensors may be dropped at once, and their memory is not used again
         before it is copied.
         """
-        pieces = [bytes_of(tensor) for tensor in tensors]  # on the compute stream, where one is not contiguous
+        pieces = [bytes_of(tensor) for tensor in tensors]  # on the compute stream, where one has gaps
         self._out.wait_event(torch.cuda.current_stream(self.device).record_event())
         with torch.cuda.stream(self._out):
             for piece, place in zip(pieces, places, strict=True):
@@ -53,9 +53,7 @@ class Staging:
         tensors: list[Tensor] = []
         with torch.cuda.device(self.device), torch.cuda.stream(self._in):
             for place, each in zip(places, described, strict=True):
-                tensor = torch.empty(each.shape, dtype=each.dtype, device=self.device)
-                bytes_of(tensor).copy_(place, non_blocking=True)
-                tensors.append(tensor)
+                tensors.append(fill(room_for(each, self.device), place))
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._in)
         return tensors, lambda: self._take(tensors, lambda stream: stream.wait_event(done))

@@ -15,14 +15,13 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from stageline.transport.cuda import Staging
 from stageline.transport.protocol import Traffic
 from stageline.transport.threads import Arrive
-from stageline.transport.wire import TRAFFIC, Described, bytes_of
+from stageline.transport.wire import TRAFFIC, Described, bytes_of, room_for
 
 
 class PayloadGroups:
@@ -53,8 +52,7 @@ class PayloadGroups:
         group = self._groups[(traffic, source < target)]
         # Of the stream for arrivals, where no computation is in the way.
         with staging.beside() if staging is not None else nullcontext():
-            device = "cpu" if staging is None else staging.device
-            tensor = torch.empty(described.shape, dtype=described.dtype, device=device)
+            tensor = room_for(described, "cpu" if staging is None else staging.device)
             work = dist.irecv(bytes_of(tensor), group_src=source, group=group)
         assert work is not None
         if staging is None:

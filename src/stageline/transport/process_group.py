@@ -288,7 +288,7 @@ class ProcessGroupTransport:
             elif each.device == "cuda":
                 staged.append((index, next(pieces), each))
             else:
-                tensor = wire.tensor_in(next(pieces), each)
+                tensor = wire.fill(wire.room_for(each), next(pieces))
                 found[index] = tensor if each.device == "cpu" else tensor.to(each.device)
         if staged:
             copies, landed = self._stage().to_device([place for _, place, _ in staged], [each for _, _, each in staged])

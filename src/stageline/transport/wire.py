@@ -54,6 +54,8 @@ class Described(NamedTuple):
     device: str
     apart: bool
     """Whether it travels on a group of its own, and not with the header."""
+    strides: tuple[int, ...] | None = None
+    """How it lies in memory, where it is not contiguous: kernels choose by it, and so it decides bits."""
 
     @property
     def size(self) -> int:
@@ -83,12 +85,53 @@ class Letter:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, in its own memory where it is contiguous.
+    """The bytes of a tensor as they lie in memory, in that same memory if there are no gaps in it.
 
     >>> bytes_of(torch.ones(2, 3, dtype=torch.bfloat16)).shape
     torch.Size([12])
+    >>> bytes_of(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T).tolist()
+    [1, 2, 3, 4]
     """
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if _extent(plain.shape, plain.stride()) == plain.numel():
+        return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+    return plain.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int | None:
+    """How many elements of memory a tensor spans; None where two elements may share one."""
+    span = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        if stride < span:
+            return None
+        span += stride * (size - 1)
+    return span
+
+
+def _strides(tensor: Tensor, apart: bool) -> list[int] | None:
+    """The layout to be kept: any without gaps, and those with gaps that do not blow the tensor up."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return None
+    span = _extent(tensor.shape, tensor.stride())
+    kept = span is not None and span <= (1 if apart else 4) * tensor.numel()
+    return list(tensor.stride()) if kept else None
+
+
+def room_for(described: Described, device: str | torch.device = "cpu") -> Tensor:
+    """Memory for a tensor, laid out as the sender's is."""
+    if described.strides is None:
+        return torch.empty(described.shape, dtype=described.dtype, device=device)
+    return torch.empty_strided(described.shape, described.strides, dtype=described.dtype, device=device)
+
+
+def fill(room: Tensor, piece: Tensor) -> Tensor:
+    """Put bytes into a tensor's memory; the copy does not wait where one side is on a GPU and the other pinned."""
+    if _extent(room.shape, room.stride()) == room.numel():
+        bytes_of(room).copy_(piece, non_blocking=True)
+        return room
+    whole = torch.empty(room.shape, dtype=room.dtype, device=room.device)
+    bytes_of(whole).copy_(piece, non_blocking=True)
+    return room.copy_(whole)
 
 
 def write_text(message: Message, apart: Callable[[Tensor], bool] = lambda tensor: False) -> bytes:
@@ -96,13 +139,10 @@ def write_text(message: Message, apart: Callable[[Tensor], bool] = lambda tensor
 
     >>> header = Header(0, 1, "forward", 0, 0, 0)
     >>> read_text(write_text(Message(header, [torch.zeros(3), 2, None], "*", [True, False, False]))).leaves
-    [Described(dtype=torch.float32, shape=(3,), device='cpu', apart=False), 2, None]
+    [Described(dtype=torch.float32, shape=(3,), device='cpu', apart=False, strides=None), 2, None]
     """
     described: list[Any] = [
-        [str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.device.type, apart(leaf)]
-        if isinstance(leaf, Tensor)
-        else leaf
-        for leaf in message.leaves
+        _described_as(leaf, apart(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in message.leaves
     ]
     head = message.header
     fields = [head.source, head.target, head.traffic, head.stage, head.microbatch, head.step]
@@ -110,6 +150,11 @@ def write_text(message: Message, apart: Callable[[Tensor], bool] = lambda tensor
     kinds = None if message.announced else list(message.kinds)
     wants = [bool(want) for want in message.wants_gradient]
     return json.dumps([fields, described, message.tree, wants, kinds]).encode()
+
+
+def _described_as(tensor: Tensor, apart: bool) -> list[Any]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return [dtype, list(tensor.shape), tensor.device.type, apart, _strides(tensor, apart)]
 
 
 def read_text(text: bytes) -> Letter:
@@ -132,10 +177,12 @@ def read_text(text: bytes) -> Letter:
 
 
 def _described(item: list[Any]) -> Described:
-    dtype, shape, device, apart = item
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"a tensor of shape {shorten(shape)}")
-    return Described(DTYPES[dtype], tuple(shape), str(device), bool(apart))
+    dtype, shape, device, apart, strides = item
+    if not all(type(size) is int and size >= 0 for size in [*shape, *(strides or [])]):
+        raise ValueError(f"a tensor of shape {shorten(shape)} and strides {shorten(strides)}")
+    if strides is not None and len(strides) != len(shape):
+        raise ValueError(f"a tensor of shape {shorten(shape)} and strides {shorten(strides)}")
+    return Described(DTYPES[dtype], tuple(shape), str(device), bool(apart), None if strides is None else tuple(strides))
 
 
 def _plain(item: Any) -> Leaf:
@@ -185,10 +232,3 @@ def cut(payload: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """
     ends = list(accumulate(sizes, initial=0))
     return [payload[start:end] for start, end in pairwise(ends)]
-
-
-def tensor_in(piece: Tensor, described: Described) -> Tensor:
-    """Make the tensor of its bytes, with memory of its own: aligned, and not kept alive by its neighbours."""
-    if not described.size:
-        return torch.empty(described.shape, dtype=described.dtype)
-    return piece.clone().view(described.dtype).reshape(described.shape)
