@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -414,6 +415,75 @@ def test_a_rank_that_does_nothing_is_given_up_by_all_and_a_new_pipeline_runs(tmp
         assert "could not end its step" in first
         assert "this pipeline cannot go on: start the processes again, or, if all of them are alive, make" in first
         assert first == second
+
+
+DEATH = """
+import os, sys, torch
+import torch.distributed as dist
+from torch.nn import functional
+import stageline as sl
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 3), rank=rank, world_size=3)
+torch.set_num_threads(1)
+layers = [torch.nn.Linear(4, 4) for _ in range(3)]
+if rank == 2:
+    layers[2].forward = lambda x: os._exit(3)
+pipe = sl.Pipeline(layers, loss_fn=functional.mse_loss, schedule="1f1b", microbatches=4, deadline=100)
+try:
+    pipe.step(torch.ones(8, 4), torch.ones(8, 4))
+except sl.PipelineError as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_that_dies_is_an_error_on_all_others_long_before_their_deadline(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(DEATH)
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "script.py"), str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(3)
+    ]
+    try:
+        answers = [process.communicate(timeout=80) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in started] == [0, 0, 3], answers
+    for said, _ in answers[:2]:
+        assert "this pipeline cannot go on" in said, answers
+    assert "rank 2" in answers[1][0]
+
+
+def foreign_default(rank: int, folder: str) -> list[str]:
+    """Train under a default group that moves nothing: what is used must be the pipeline's own."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (it registers the backend)
+
+    dist.destroy_process_group()
+    store = dist.FileStore(str(Path(folder) / "store"), 2)  # type: ignore[attr-defined]
+    dist.init_process_group("fake", store=store, rank=rank, world_size=2)
+    pipe, plain = (
+        sl.Pipeline(blocks(4), loss_fn=functional.mse_loss, schedule="zb-v", ranks=2, microbatches=4),
+        blocks(4),
+    )
+    loss = pipe.step(*batch()).loss
+    assert loss == one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
+    assert_same_bits(*owned(pipe, plain))
+    assert_same_bits(pipe.state_dict(gather=True), plain.state_dict())
+    another = sl.Pipeline(blocks(4), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=4)
+    assert another.step(*batch()).loss == loss
+    return [dist.get_backend(), dist.get_backend(another._world._groups.control)]  # type: ignore[attr-defined]
+
+
+def test_the_users_default_group_is_not_used(tmp_path: Path) -> None:
+    assert run_ranks(foreign_default, 2, str(tmp_path)) == [["fake", "gloo"]] * 2
 
 
 SCRIPT = """

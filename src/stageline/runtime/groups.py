@@ -10,6 +10,7 @@ import datetime
 import os
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -38,14 +39,18 @@ class Groups:
 
     def lost(self) -> str:
         """What a rank told that can go on no more; empty as long as there is none."""
-        store = dist.distributed_c10d._get_default_store()
-        return str(store.get(self._key).decode()) if store.check([self._key]) else ""
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            return str(store.get(self._key).decode()) if store.check([self._key]) else ""
+        except RuntimeError:  # the store went with the process that kept it
+            return ""
 
     def lose(self, text: str) -> None:
         """Tell the others, who may be waiting, and let the next pipeline start with new connections."""
         for default in [default for default, groups in _made.items() if groups is self]:
             del _made[default]
-        dist.distributed_c10d._get_default_store().set(self._key, text)
+        with suppress(RuntimeError):
+            dist.distributed_c10d._get_default_store().set(self._key, text)
 
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Groups] = weakref.WeakKeyDictionary()
