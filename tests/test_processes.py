@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import subprocess
 import sys
 import threading
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
 import stageline as sl
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
+from stageline.transport import process_group
 from test_pipeline import Block, batch, blocks, gradients, noisy, tied_model, token_loss
 
 TRAINING = [name for name in sl.families() if name != "forward-only"]
@@ -206,6 +211,279 @@ def test_dropout_and_metrics_are_as_on_threads() -> None:
     expected = noisy_step(0)
     torch.set_num_threads(before)
     assert run_ranks(noisy_step, 2) == [expected, expected]
+
+
+class Remembering(Block):
+    """A layer with a state that is no tensor."""
+
+    told: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.told
+
+    def set_extra_state(self, state: Any) -> None:
+        self.told = state
+
+
+class Normed(nn.Module):
+    """Batch statistics over tokens: buffers that change in training, one of them a whole number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+def rich_model(told: Any) -> Any:
+    """Tied weights on two stages, buffers, and a state that is no tensor."""
+    tied = tied_model()
+    remembering = Remembering()
+    remembering.told = told
+    return nn.Sequential(tied[0], tied[1], Normed(), remembering, Normed(), tied[3])
+
+
+def gathers(rank: int, ranks: int, schedule: str) -> dict[str, Any]:
+    """Train for some steps, gather the state, load it into another pipeline, and gather again."""
+    torch.manual_seed(4)
+    tokens = torch.randint(0, 11, (6, 5))
+    given: dict[str, Any] = {"loss_fn": token_loss, "schedule": schedule, "ranks": ranks, "microbatches": 3}
+    pipe = sl.Pipeline(rich_model({"seen": [1, 2.5, None]}), **given)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+    for _ in range(2):
+        pipe.step(tokens, tokens)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = pipe.state_dict(gather=True)
+    own = pipe.state_dict()
+    assert set(own) <= set(state)
+    assert list(state) == list(pipe.model.state_dict())
+    other = sl.Pipeline(rich_model(None), **given)
+    other.load_state_dict(state)
+    again = other.state_dict(gather=True)
+    assert_same_bits(tensors(state), tensors(again))
+    assert again["3._extra_state"] == state["3._extra_state"]
+    before = other.evaluate(tokens, tokens).loss
+    assert before == pipe.evaluate(tokens, tokens).loss
+    for tensor in tensors(state).values():
+        assert tensor is not None
+        tensor.zero_()  # a copy: nothing of the model's
+    assert pipe.evaluate(tokens, tokens).loss == before
+    return again
+
+
+def tensors(state: dict[str, Any]) -> dict[str, Tensor | None]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (3, "zb-h1")])
+def test_the_gathered_state_is_that_of_one_process_on_every_rank(ranks: int, schedule: str) -> None:
+    found = run_ranks(gathers, ranks, ranks, schedule)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected = gathers(0, ranks, schedule)
+    torch.set_num_threads(before)
+    assert {"0.weight", "5.weight", "2.norm.running_mean", "4.norm.num_batches_tracked"} <= set(expected)
+    assert int(expected["4.norm.num_batches_tracked"]) == 6
+    for state in found:
+        assert list(state) == list(expected)
+        assert_same_bits(tensors(state), tensors(expected))
+        assert state["3._extra_state"] == {"seen": [1, 2.5, None]}
+
+
+def gathers_two_directions(rank: int) -> dict[str, Any]:
+    pipe = sl.Pipeline(blocks(4), loss_fn=functional.mse_loss, schedule="dualpipe", ranks=2, microbatches=4)
+    return pipe.state_dict(gather=True)
+
+
+def test_a_stage_on_two_ranks_is_gathered_once() -> None:
+    first, second = run_ranks(gathers_two_directions, 2)
+    for state in (first, second):
+        assert_same_bits(state, blocks(4).state_dict())
+
+
+def cannot_gather(rank: int, told: Any) -> str:
+    pipe = sl.Pipeline(rich_model(told), loss_fn=token_loss, schedule="1f1b", ranks=2, microbatches=3)
+    with pytest.raises(sl.StagelineError) as caught:
+        pipe.state_dict(gather=True)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("told", [{1, 2}, (1, 2), {1: 2}])
+def test_a_state_that_cannot_be_told_is_an_error_on_all_ranks(told: Any) -> None:
+    first, second = run_ranks(cannot_gather, 2, told)
+    assert first == second
+    assert first.startswith(f"the state '3._extra_state' is {told}, which is neither a tensor nor something that JSON")
+
+
+def clips(rank: int) -> list[str]:
+    """Which uses of the parameters warn, in processes that hold a part of them each."""
+    pipe = sl.Pipeline(blocks(2), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
+    pipe.step(*batch())
+    uses: dict[str, Any] = {
+        "clip_grad_norm_": lambda: nn.utils.clip_grad_norm_(pipe.parameters(), 1.0),
+        "a filter": lambda: nn.utils.clip_grad_norm_((each for each in pipe.parameters() if each.requires_grad), 1.0),
+        "get_total_norm": lambda: nn.utils.get_total_norm(each.grad for each in pipe.parameters()),  # type: ignore[misc]
+        "clip_grad_value_": lambda: nn.utils.clip_grad_value_(pipe.parameters(), 1.0),
+        "an optimizer": lambda: torch.optim.SGD(pipe.parameters(), lr=0.1),
+        "a list": lambda: list(pipe.parameters()),
+        "its own": lambda: pipe.clip_grad_norm_(1.0),
+    }
+    warned = []
+    for name, use in uses.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            use()
+        for each in caught:
+            assert "use pipe.clip_grad_norm_(max_norm)" in str(each.message)
+            assert each.filename == __file__
+        warned += [name] * len(caught)
+    return warned
+
+
+def test_a_norm_over_the_parameters_of_one_process_warns() -> None:
+    assert run_ranks(clips, 2) == [["clip_grad_norm_", "a filter", "get_total_norm"]] * 2
+
+
+def test_no_clipping_warns_where_all_parameters_are_here() -> None:
+    pipe = sl.Pipeline(blocks(2), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
+    pipe.step(*batch())
+    nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)  # a warning would be an error
+
+
+HERE = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two', which is not a whole number"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0, and at least 1 process is needed"),
+        ({"RANK": "2"}, "RANK=2 and WORLD_SIZE=2: the rank must be at least 0 and below 2"),
+        ({"RANK": ""}, "WORLD_SIZE=2 and has no RANK"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "has no MASTER_ADDR and no MASTER_PORT"),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1 and LOCAL_WORLD_SIZE=1"),
+        ({"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE=4 and only WORLD_SIZE=2"),
+    ],
+)
+def test_an_environment_that_contradicts_itself_is_refused(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], said: str
+) -> None:
+    for name in (*HERE, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**HERE, **changed}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(sl.StagelineError, match=re.escape(said)):
+        sl.Pipeline(blocks(2), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
+
+
+def freezes(rank: int, folder: str) -> list[str]:
+    """Rank 2 does nothing until the others have given it up; then all of them start anew."""
+    process_group.GRACE = 0.5
+
+    class Frozen(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            end = time.monotonic() + 60
+            while not all((Path(folder) / name).exists() for name in "01") and time.monotonic() < end:
+                time.sleep(0.01)
+            return super().forward(x)
+
+    def pipeline(last: nn.Module, deadline: float) -> sl.Pipeline:
+        torch.manual_seed(1)
+        layers = [Block(), Block(), last]
+        return sl.Pipeline(layers, loss_fn=functional.mse_loss, schedule="1f1b", microbatches=4, deadline=deadline)
+
+    pipe = pipeline(Frozen(), 0.5)
+    said = []
+    for _ in range(2):
+        with pytest.raises(sl.PipelineError) as caught:
+            pipe.step(*batch())
+        said.append(str(caught.value))
+        (Path(folder) / str(rank)).touch()
+    pipe, plain = pipeline(Block(), 30.0), blocks(3)
+    pipe.load_state_dict(plain.state_dict())
+    pipe.step(*batch())
+    one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
+    assert_same_bits(*owned(pipe, plain))
+    return said
+
+
+def test_a_rank_that_does_nothing_is_given_up_by_all_and_a_new_pipeline_runs(tmp_path: Path) -> None:
+    answers = run_ranks(freezes, 3, str(tmp_path))
+    for first, second in answers:
+        assert "could not end its step" in first
+        assert "this pipeline cannot go on: start the processes again, or, if all of them are alive, make" in first
+        assert first == second
+
+
+DEATH = """
+import os, sys, torch
+import torch.distributed as dist
+from torch.nn import functional
+import stageline as sl
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 3), rank=rank, world_size=3)
+torch.set_num_threads(1)
+layers = [torch.nn.Linear(4, 4) for _ in range(3)]
+if rank == 2:
+    layers[2].forward = lambda x: os._exit(3)
+pipe = sl.Pipeline(layers, loss_fn=functional.mse_loss, schedule="1f1b", microbatches=4, deadline=100)
+try:
+    pipe.step(torch.ones(8, 4), torch.ones(8, 4))
+except sl.PipelineError as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_that_dies_is_an_error_on_all_others_long_before_their_deadline(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(DEATH)
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "script.py"), str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(3)
+    ]
+    try:
+        answers = [process.communicate(timeout=80) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in started] == [0, 0, 3], answers
+    for said, _ in answers[:2]:
+        assert "this pipeline cannot go on" in said, answers
+    assert "rank 2" in answers[1][0]
+
+
+def foreign_default(rank: int, folder: str) -> list[str]:
+    """Train under a default group that moves nothing: what is used must be the pipeline's own."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (it registers the backend)
+
+    dist.destroy_process_group()
+    store = dist.FileStore(str(Path(folder) / "store"), 2)  # type: ignore[attr-defined]
+    dist.init_process_group("fake", store=store, rank=rank, world_size=2)
+    pipe, plain = (
+        sl.Pipeline(blocks(4), loss_fn=functional.mse_loss, schedule="zb-v", ranks=2, microbatches=4),
+        blocks(4),
+    )
+    loss = pipe.step(*batch()).loss
+    assert loss == one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
+    assert_same_bits(*owned(pipe, plain))
+    assert_same_bits(pipe.state_dict(gather=True), plain.state_dict())
+    another = sl.Pipeline(blocks(4), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=4)
+    assert another.step(*batch()).loss == loss
+    return [dist.get_backend(), dist.get_backend(another._world._groups.control)]  # type: ignore[attr-defined]
+
+
+def test_the_users_default_group_is_not_used(tmp_path: Path) -> None:
+    assert run_ranks(foreign_default, 2, str(tmp_path)) == [["fake", "gloo"]] * 2
 
 
 SCRIPT = """

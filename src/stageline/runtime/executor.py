@@ -18,7 +18,7 @@ from stageline.runtime.tree import flatten, unflatten
 from stageline.schedules import action as kinds
 from stageline.schedules.build import PAIRED
 from stageline.schedules.schedule import Schedule
-from stageline.transport.protocol import Header, Leaf, Message, Traffic, Transport
+from stageline.transport.protocol import Header, Leaf, Message, Traffic, Transport, check_gradients
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,8 @@ class Executor:
         self._first = mine.start
         self._tasks = [self._task(index) for index in range(mine.start, mine.stop)]
         self._local: dict[tuple[Traffic, int, int], Message] = {}
+        self._sent: dict[tuple[int, int], Sequence[str]] = {}
+        """What kinds of outputs went to another rank, by stage and microbatch; their gradients must be of the same."""
         self.doing = "before its first action"
         self.device = device_of(stages.values())
         self._stream: Any = torch.cuda.Stream(self.device) if self.device is not None and own_stream else None  # type: ignore[no-untyped-call]
@@ -134,6 +136,7 @@ class Executor:
         clock = self._clock
         result = RankResult(clock)
         self._local.clear()
+        self._sent.clear()
         for position, task in enumerate(self._tasks):
             self.doing = task.words
             arrived = self._input(task, work, deadline, result)
@@ -164,6 +167,8 @@ class Executor:
             return self._local.pop((traffic, task.stage, task.microbatch))
         message = self.transport.receive(self._header(task, work, task.source, self.rank, before), deadline)
         result.arrived[task.index] = time.perf_counter()
+        if traffic == "backward":
+            check_gradients(message, self._sent.pop((task.stage, task.microbatch)))
         return message
 
     def _compute(self, task: _Task, arrived: Message | None, work: Work, result: RankResult) -> Message | None:
@@ -230,6 +235,8 @@ class Executor:
         if task.neighbour is not None:
             self._local[(message.header.traffic, task.neighbour, task.microbatch)] = message
         elif task.target is not None:
+            if message.header.traffic == "forward":
+                self._sent[(task.stage, task.microbatch)] = message.kinds
             self.transport.send(message)
 
     def forget(self) -> None:

@@ -24,6 +24,7 @@ from stageline.runtime.randomness import Generators
 from stageline.runtime.recompute import Choice, Policy, mark, understand
 from stageline.runtime.shadows import gather, place
 from stageline.runtime.stage import Stage, StageOptions
+from stageline.runtime.state import gather_state, watched
 from stageline.runtime.stats import Evaluation, StepStats
 from stageline.runtime.tree import join_batch
 from stageline.runtime.worlds import Crew, Floats, PipelineError, digest, find_world
@@ -112,7 +113,8 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of the stages that are here, each once; gradients add into their `.grad`."""
-        return (parameter for _, parameter in self.named_parameters())
+        own = (parameter for _, parameter in self.named_parameters())
+        return own if len(self._world.here) == self.schedule.ranks else watched(own)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of the stages that are here, by their names in the whole model."""
@@ -127,9 +129,13 @@ class Pipeline:
         """The buffers of the stages that are here, by their names in the whole model."""
         return (named for part in self._own_parts() for named in part.named_buffers())
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the stages that are here, by names of the whole model."""
-        return {name: value for part in self._own_parts() for name, value in part.state_dict().items()}
+    def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
+        """The state of the stages that are here, by names of the whole model.
+
+        With `gather=True`, which all processes must call together, every one gets the whole model's, on the CPU.
+        """
+        own = {name: value for part in self._own_parts() for name, value in part.state_dict().items()}
+        return gather_state(self._world, self.schedule.ranks, own, list(self.model.state_dict())) if gather else own
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state with names of the whole model; what belongs to stages elsewhere is passed over."""

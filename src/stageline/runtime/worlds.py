@@ -6,10 +6,11 @@ knows becomes known to all.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
-import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,9 +23,10 @@ from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError
 from stageline.runtime.executor import Executor, RankResult, Work
+from stageline.runtime.groups import own_groups, several_processes
 from stageline.schedules.schedule import Schedule
 from stageline.transport.process_group import ProcessGroupTransport
-from stageline.transport.protocol import PeerFailed, Traffic, Transport
+from stageline.transport.protocol import PeerFailed, Traffic, Transport, TransportError
 from stageline.transport.threads import ThreadHub
 
 Floats = NDArray[np.float64]
@@ -69,11 +71,7 @@ class World(Protocol):
 
 def find_world(ranks: int) -> World:
     """Threads, unless the environment says that this process is one rank of several."""
-    if not dist.is_available() or not (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1):
-        return ThreadWorld(ranks)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    if dist.get_world_size() == 1:
+    if not several_processes():
         return ThreadWorld(ranks)
     if dist.get_world_size() != ranks:
         raise StagelineError(
@@ -152,11 +150,13 @@ class ThreadWorld:
 
 
 class ProcessWorld:
-    """This process is one rank of a torch.distributed group."""
+    """This process is one rank of a torch.distributed group; the pipeline's own groups join it to the others."""
 
     def __init__(self) -> None:
-        """Use the default group."""
-        self._transport = ProcessGroupTransport()
+        """Make the groups, all processes together, or use those of an earlier pipeline."""
+        self._groups = own_groups()
+        self._transport = ProcessGroupTransport(self._groups.messages, self._groups.payloads)
+        self._lost = ""
         self.here = [self._transport.rank]
 
     def transport(self, rank: int) -> Transport:
@@ -174,44 +174,78 @@ class ProcessWorld:
             if channel.source == executor.rank:
                 owed[(channel.target, channel.traffic)] = len(channel.messages)
         result: RankResult | None = None
-        failed: BaseException | None = None
-        doing = ""
-        self._transport.begin(expected, owed)
+        failed: tuple[float, str, BaseException] | None = None
+        self._transport.begin(expected, owed, _device(executor))
         try:
             result = executor.run(work, deadline)
-        except Exception as error:
-            failed, doing = error, executor.doing
+        except BaseException as error:
+            failed = (time.time(), executor.doing, error)
             executor.forget()
-            self._transport.fail(error, f"rank {executor.rank} failed in {doing}")
-        self._transport.finish(deadline)
-        self._end_together(failed, doing)
+            self._transport.fail(error, f"rank {executor.rank} failed in {executor.doing}")
+            if not isinstance(error, Exception):
+                raise
+        try:
+            self._transport.finish(deadline)
+        except TransportError as error:
+            raise self._lose(str(error)) from (failed[2] if failed else error)
+        self._end_together(failed)
         assert result is not None
         return [result]
 
-    def _end_together(self, failed: BaseException | None, doing: str) -> None:
+    def _end_together(self, failed: tuple[float, str, BaseException] | None) -> None:
         """Let all ranks know whether one failed, and which was the first to."""
-        own = failed is not None and not isinstance(failed, PeerFailed)
-        flags = np.zeros(self._transport.ranks)
-        flags[self.here[0]] = 1.0 if own else 0.0
-        flags = self.add_up(np.append(flags, 0.0 if failed is None else 1.0))
-        if not flags[-1]:
+        flags = np.zeros((2, self._transport.ranks))
+        if failed is not None:
+            flags[int(isinstance(failed[2], PeerFailed)), self.here[0]] = failed[0]
+        flags = self.add_up(flags.reshape(-1)).reshape(flags.shape)
+        if not flags.any():
             return
-        origin = int(np.argmax(flags[:-1]))
-        mine = str(failure(origin, doing, failed)) if failed is not None else ""
-        raise PipelineError(self.tell(mine, origin)) from failed
+        times = flags[0] if flags[0].any() else flags[1]
+        origin = int(np.argmin(np.where(times > 0, times, np.inf)))
+        mine = str(failure(origin, failed[1], failed[2])) if failed is not None else ""
+        raise PipelineError(self.tell(mine, origin)) from (failed[2] if failed else None)
+
+    def _lose(self, text: str) -> PipelineError:
+        """Tell all that this rank cannot go on; they may wait for it."""
+        self._lost = self._groups.lost() or text
+        self._groups.lose(self._lost)
+        return PipelineError(
+            f"{self._lost}; no parameter was changed, and this pipeline cannot go on: start the processes again, or, "
+            "if all of them are alive, make a new Pipeline in each"
+        )
+
+    def _together(self, start: Callable[[], Any]) -> None:
+        """Do what all ranks do together, and wait for it, unless one of them tells that it cannot."""
+        if self._lost:  # and so nothing is started that the others could take for something else
+            raise self._lose(self._lost)
+        work = start()
+        while True:
+            try:
+                work.wait(datetime.timedelta(seconds=0.5))
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    break
+                said = self._groups.lost()
+                if said:
+                    raise self._lose(said) from error
+        try:
+            work.wait()  # done just now, or for the reason why it failed
+        except RuntimeError as error:
+            raise self._lose(f"rank {self.here[0]} lost another rank: {error}") from error
 
     def add_up(self, values: Floats) -> Floats:
         """Add over all processes."""
         tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64).copy())
-        dist.all_reduce(tensor)
+        self._together(lambda: dist.all_reduce(tensor, group=self._groups.control, async_op=True))
         return np.asarray(tensor.numpy())
 
     def agree(self, facts: dict[str, str]) -> None:
         """Compare digests of the facts; where one differs, name it and the first rank that has another."""
         names = sorted(facts)
         mine = torch.tensor([_number(facts[name]) for name in names])
-        found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, mine)
+        found = [torch.empty_like(mine) for _ in range(self._transport.ranks)]
+        self._together(lambda: dist.all_gather(found, mine, group=self._groups.control, async_op=True))
         for index, name in enumerate(names):
             values = [int(each[index]) for each in found]
             for rank, value in enumerate(values):
@@ -222,19 +256,32 @@ class ProcessWorld:
                     )
 
     def share(self, tensor: Tensor, owner: int) -> None:
-        """Broadcast from the owner."""
-        dist.broadcast(tensor, src=owner)
+        """Broadcast from the owner; what is on a GPU goes through the memory of the host."""
+        sent = tensor.detach().cpu().contiguous()
+        # As bytes: gloo does not know all types.
+        whole = sent.reshape(-1).view(torch.uint8)
+        if len(whole):
+            self._together(lambda: dist.broadcast(whole, group_src=owner, group=self._groups.control, async_op=True))
+        if owner != self.here[0]:
+            with torch.no_grad():
+                tensor.copy_(sent)
 
     def tell(self, text: str, owner: int) -> str:
         """Broadcast the text's length and its bytes."""
         size = torch.tensor([len(text.encode())])
-        dist.broadcast(size, src=owner)
+        self.share(size, owner)
         sent = torch.zeros(int(size), dtype=torch.uint8)
         if owner == self.here[0] and text:
             sent = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone()
-        if len(sent):
-            dist.broadcast(sent, src=owner)
+        self.share(sent, owner)
         return bytes(sent.numpy()).decode()
+
+
+def _device(executor: Executor) -> torch.device | None:
+    """Where a rank's stages are, if they have parameters."""
+    parameters = (parameter for stage in executor.stages.values() for parameter in stage.part.parameters())
+    first = next(parameters, None)
+    return None if first is None else first.device
 
 
 def _number(text: str) -> int:

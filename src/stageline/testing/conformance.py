@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stageline.transport.protocol import Header, Leaf, Message, Traffic, Transport, TransportError
+from stageline.transport.protocol import Header, Leaf, Message, PeerFailed, Traffic, Transport, TransportError
 
-Begin = Callable[[Mapping[tuple[int, Traffic], int]], None]
+Counts = Mapping[tuple[int, Traffic], int]
+"""How many messages go over the channel with a rank, by traffic."""
+
+Begin = Callable[[Counts, Counts], None]
+"""Called before a round with the messages that will come, and those that will go."""
 
 PAYLOADS: list[list[Leaf]] = [
     [torch.arange(6, dtype=torch.float32).reshape(2, 3)],
@@ -22,21 +27,43 @@ PAYLOADS: list[list[Leaf]] = [
     [None],
     [torch.arange(10).to(torch.int16)[::2], float("inf"), -0.0],
     ["x" * 20_000, torch.ones(5)],
+    [torch.arange(24.0).reshape(2, 3, 4).transpose(0, 2), torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)],
+    [torch.ones(1).expand(4, 3), torch.arange(12.0).reshape(3, 4)[:, 1:3], torch.tensor([1 + 2j]).conj()],
     [torch.ones(100_000, dtype=torch.float64)],
     [torch.ones(100_000, dtype=torch.float64) * 2],
 ]
-"""All that a message may hold: shapes and types that change from one to the next, nothing, and much."""
+"""All that a message may hold: shapes and types that change from one to the next, layouts, nothing, and much."""
 
 
 def exercise(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
     """Run one rank's side of the suite between ranks 0 and 1; raises AssertionError where the transport falls short.
 
-    `begin` is called before a round with the number of messages each channel will bring, `finish` after it.
+    `begin` is called before a round with the number of messages each channel will bring and carry, `finish` after it.
+    After the last round the transport is not used again: one of its ranks has failed.
+
+    >>> import threading
+    >>> from stageline.transport.threads import ThreadHub
+    >>> hub, passed = ThreadHub(ranks=2), []
+    >>> def side(rank):
+    ...     exercise(hub.end(rank), lambda expected, owed: None, lambda: None)
+    ...     passed.append(rank)
+    >>> threads = [threading.Thread(target=side, args=(rank,)) for rank in range(2)]
+    >>> for thread in threads: thread.start()
+    >>> for thread in threads: thread.join()
+    >>> sorted(passed)
+    [0, 1]
     """
-    _keeps_order_and_content(transport, begin, finish)
-    _keeps_traffic_apart(transport, begin, finish)
-    _refuses_the_wrong_header(transport, begin, finish)
-    _waits_no_longer_than_its_deadline(transport, begin, finish)
+    for check in (
+        _keeps_order_and_content,
+        _keeps_traffic_apart,
+        _refuses_the_wrong_header,
+        _refuses_what_was_not_announced,
+        _waits_no_longer_than_its_deadline,
+        _does_not_wait_for_the_receiver,
+        _takes_much_both_ways_at_once,
+        _wakes_who_waits_for_a_rank_that_fails,
+    ):
+        check(transport, begin, finish)
 
 
 def _header(transport: Transport, traffic: Traffic, microbatch: int, step: int, sending: bool) -> Header:
@@ -46,7 +73,8 @@ def _header(transport: Transport, traffic: Traffic, microbatch: int, step: int, 
 
 
 def _keeps_order_and_content(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
-    begin({(1 - transport.rank, "forward"): len(PAYLOADS)})
+    counts: Counts = {(1 - transport.rank, "forward"): len(PAYLOADS)}
+    begin(counts, counts)
     for number, leaves in enumerate(PAYLOADS):
         wants = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
         transport.send(Message(_header(transport, "forward", number, 0, True), leaves, f"tree {number}", wants))
@@ -65,6 +93,8 @@ def _assert_same(mine: Any, theirs: Any) -> None:
         assert isinstance(theirs, Tensor)
         assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
         assert torch.equal(mine, theirs)
+        if torch.empty_like(mine).stride() == mine.stride():  # without gaps: kernels choose by the layout
+            assert theirs.stride() == mine.stride()
     else:
         assert type(mine) is type(theirs)
         assert repr(mine) == repr(theirs)
@@ -72,7 +102,8 @@ def _assert_same(mine: Any, theirs: Any) -> None:
 
 def _keeps_traffic_apart(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
     """Backward messages can be taken before forward ones that were sent earlier."""
-    begin({(1 - transport.rank, "forward"): 2, (1 - transport.rank, "backward"): 2})
+    counts: Counts = {(1 - transport.rank, "forward"): 2, (1 - transport.rank, "backward"): 2}
+    begin(counts, counts)
     ways: list[Traffic] = ["forward", "backward"]
     for traffic in ways:
         for number in range(2):
@@ -87,20 +118,51 @@ def _keeps_traffic_apart(transport: Transport, begin: Begin, finish: Callable[[]
 
 
 def _refuses_the_wrong_header(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
-    begin({(1 - transport.rank, "forward"): 1})
-    transport.send(Message(_header(transport, "forward", 3, 2, True), [1], "", [False]))
-    try:
-        transport.receive(_header(transport, "forward", 4, 2, False), 30.0)
-    except TransportError as error:
-        assert "microbatch 4" in str(error)
-        assert "microbatch 3" in str(error)
-    else:
-        raise AssertionError("a message with another header than expected was taken")
+    """Another sender, stage, microbatch or step than expected: each is refused, and the next message is not harmed."""
+    wrong = {"source": 7, "stage": 8, "microbatch": 9, "step": 10}
+    counts: Counts = {(1 - transport.rank, "forward"): len(wrong) + 1}
+    begin(counts, counts)
+    honest = _header(transport, "forward", 3, 2, True)
+    for field, value in wrong.items():
+        transport.send(Message(replace(honest, **{field: value}), [1], "", [False]))  # type: ignore[arg-type]
+    transport.send(Message(honest, [1], "", [False]))
+    expected = _header(transport, "forward", 3, 2, False)
+    for field, value in wrong.items():
+        said = _refused(transport, expected, f"a message with another {field} than expected was taken")
+        assert str(expected) in said, said
+        assert str(replace(expected, **{field: value})) in said, said  # type: ignore[arg-type]
+    _assert_same(1, transport.receive(expected, 30.0).leaves[0])
     finish()
 
 
+def _refuses_what_was_not_announced(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
+    """A message whose tensors are of another type or shape than it says."""
+    counts: Counts = {(1 - transport.rank, "backward"): 3}
+    begin(counts, counts)
+    announced = torch.ones(2, 3)
+    others = [announced.to(torch.int32), announced.reshape(3, 2), announced]
+    for number, leaf in enumerate(others):
+        message = Message(_header(transport, "backward", number, 2, True), [announced], "", [True])
+        transport.send(replace(message, leaves=[leaf]))
+    for number, found in enumerate(["int32 of shape (2, 3)", "float32 of shape (3, 2)"]):
+        header = _header(transport, "backward", number, 2, False)
+        said = _refused(transport, header, "a tensor that is not what was announced was taken")
+        assert "float32 of shape (2, 3)" in said, said
+        assert found in said, said
+    _assert_same(announced, transport.receive(_header(transport, "backward", 2, 2, False), 30.0).leaves[0])
+    finish()
+
+
+def _refused(transport: Transport, header: Header, otherwise: str) -> str:
+    try:
+        transport.receive(header, 30.0)
+    except TransportError as error:
+        return str(error)
+    raise AssertionError(otherwise)
+
+
 def _waits_no_longer_than_its_deadline(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
-    begin({})
+    begin({}, {})
     began = time.monotonic()
     try:
         transport.receive(_header(transport, "backward", 0, 3, False), 0.2)
@@ -112,29 +174,102 @@ def _waits_no_longer_than_its_deadline(transport: Transport, begin: Begin, finis
     finish()
 
 
+def _does_not_wait_for_the_receiver(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
+    """Rank 1 takes what rank 0 sends first only after what it sends last."""
+    counts: Counts = {(1 - transport.rank, "forward"): 4, (1 - transport.rank, "backward"): 1}
+    begin(*((counts, {}) if transport.rank else ({}, counts)))
+    if transport.rank == 0:
+        for number in range(4):
+            transport.send(Message(_header(transport, "forward", number, 4, True), [_MUCH + number], "", [True]))
+        transport.send(Message(_header(transport, "backward", 0, 4, True), ["last"], "", [False]))
+    else:
+        assert list(transport.receive(_header(transport, "backward", 0, 4, False), 30.0).leaves) == ["last"]
+        for number in range(4):
+            found = transport.receive(_header(transport, "forward", number, 4, False), 30.0)
+            _assert_same(_MUCH + number, found.leaves[0])
+    finish()
+
+
+def _takes_much_both_ways_at_once(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
+    """More than any buffer on the way holds, sent by both before either takes any."""
+    ways: list[Traffic] = ["forward", "backward"]
+    counts: Counts = {(1 - transport.rank, traffic): 3 for traffic in ways}
+    begin(counts, counts)
+    for number in range(3):
+        for traffic in ways:
+            transport.send(Message(_header(transport, traffic, number, 5, True), [_MUCH * number], "", [True]))
+    for number in range(3):
+        for traffic in ways:
+            found = transport.receive(_header(transport, traffic, number, 5, False), 30.0)
+            _assert_same(_MUCH * number, found.leaves[0])
+    finish()
+
+
+def _wakes_who_waits_for_a_rank_that_fails(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
+    come: Counts = {(1, "forward"): 1} if transport.rank == 0 else {(0, "backward"): 2}
+    go: Counts = {(1, "backward"): 2} if transport.rank == 0 else {(0, "forward"): 1}
+    begin(come, go)
+    if transport.rank == 0:
+        transport.receive(_header(transport, "forward", 0, 6, False), 30.0)
+        transport.fail(ArithmeticError("planted"), "rank 0 failed in a test")
+    else:
+        transport.send(Message(_header(transport, "forward", 0, 6, True), ["all else is done"], "", [False]))
+        try:
+            transport.receive(_header(transport, "backward", 0, 6, False), 30.0)
+        except PeerFailed as error:
+            assert error.origin == 0
+            assert "rank 0 failed in a test: " in str(error)
+            assert "planted" in str(error)
+        else:
+            raise AssertionError("a message of a rank that failed was received")
+    finish()
+
+
+_MUCH = torch.arange(1 << 20, dtype=torch.float32)
+
+
 class FaultyTransport:
-    """A transport that fails on purpose, for tests: it drops, delays or relabels chosen messages as they are sent."""
+    """A transport that fails on purpose, for tests: it spoils chosen messages as they are sent.
+
+    It drops, repeats or delays them, relabels their headers (a field of the wrong type makes one that cannot be read),
+    or replaces what they hold by something that was not announced: another type, another shape.
+
+    >>> import torch
+    >>> from stageline.transport.threads import ThreadHub
+    >>> hub, header = ThreadHub(ranks=2), Header(0, 1, "forward", 0, 0, 0)
+    >>> faulty = FaultyTransport(hub.end(0), replaced=lambda message: [torch.zeros(3, dtype=torch.int32)])
+    >>> faulty.send(Message(header, [torch.zeros(3)], "", [True]))
+    >>> hub.end(1).receive(header, deadline=1.0)
+    Traceback (most recent call last):
+        ...
+    stageline.transport.protocol.TransportError: rank 1 expected the output of stage 0, microbatch 0, step 0, of rank 0
+    as [float32 of shape (3,)], and got [int32 of shape (3,)]
+    """
 
     def __init__(
         self,
         inner: Transport,
         *,
         drop: Callable[[Header], bool] = lambda header: False,
+        repeat: Callable[[Header], bool] = lambda header: False,
         delay: Callable[[Header], float] = lambda header: 0.0,
         relabel: Callable[[Header], Header] = lambda header: header,
+        replaced: Callable[[Message], Sequence[Leaf]] = lambda message: message.leaves,
     ) -> None:
-        """Each fault is told by the message's header."""
+        """Each fault is told by the message's header; `replaced` by the whole message."""
         self.inner = inner
         self.rank, self.ranks = inner.rank, inner.ranks
-        self._drop, self._delay, self._relabel = drop, delay, relabel
+        self._drop, self._repeat, self._delay = drop, repeat, delay
+        self._relabel, self._replaced = relabel, replaced
 
     def send(self, message: Message) -> None:
         """Send it, or do something worse."""
         if self._drop(message.header):
             return
         time.sleep(self._delay(message.header))
-        header = self._relabel(message.header)
-        self.inner.send(Message(header, message.leaves, message.tree, message.wants_gradient))
+        spoiled = replace(message, header=self._relabel(message.header), leaves=self._replaced(message))
+        for _ in range(2 if self._repeat(message.header) else 1):
+            self.inner.send(spoiled)
 
     def receive(self, header: Header, deadline: float) -> Message:
         """Receive faithfully."""

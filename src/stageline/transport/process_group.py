@@ -2,155 +2,140 @@
 
 For the time of a step, every channel has a thread at its receiving end that takes the messages as they come, so
 receives are always posted ahead; sends are handed to the process group, which does not wait for the receiver.
-Nothing on the wire is pickled: a header is a few hundred bytes of JSON, and tensors are their bytes.
 
 A receive is posted for a header and as many bytes of tensors as the message before it on its channel had. If a message
 has just as many, it goes out in one piece; if not, its header goes first and its tensors follow. Both ends know the
 message before, so shapes may change at any time, and while they do not, every message is one transfer.
+
+Every step, each channel carries just as many messages as both ends were told: one more is refused by the sender, and in
+place of those that it cannot send it sends notes. So a step that failed leaves nothing on the way.
+
+```text
+ tensors of the host   header and bytes over gloo
+ tensors of a GPU      the same, through pinned memory (cuda.py); or only the header, and the tensors over NCCL
+                       (payloads.py)
+```
 """
 
 from __future__ import annotations
 
-import datetime
-import json
 import threading
-from collections import deque
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stageline.transport.protocol import Header, Leaf, Message, PeerFailed, Traffic, TransportError
-from stageline.transport.threads import ThreadHub
+from stageline.transport import wire
+from stageline.transport.cuda import Staging, pinned
+from stageline.transport.outbox import Outbox
+from stageline.transport.payloads import PayloadGroups
+from stageline.transport.protocol import Header, Message, PeerFailed, Traffic, TransportError
+from stageline.transport.threads import Arrive, ThreadHub
+from stageline.transport.wire import HEAD, Described, Letter
 
-HEAD = 4096
-"""Bytes of the first part of every message; a longer header announces its length and follows as a second part."""
-
-DTYPES: dict[str, torch.dtype] = {
-    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
-}
 FAILED = -1
 """The stage that a note of failure is from."""
 
 TAGS: dict[Traffic, int] = {"forward": 1, "backward": 2}
 
+GRACE = 10.0
+"""Seconds that the end of a step is waited for at least: ranks whose deadline is short still have to hear of it."""
 
-def pack(message: Message) -> list[Tensor]:
-    """Turn a message into byte tensors: the header (of fixed size, or announced), then all tensors in one piece.
-
-    >>> header = Header(0, 1, "forward", 0, 0, 0)
-    >>> [len(part) for part in pack(Message(header, [torch.zeros(3), 2, None], "*", [True, False, False]))]
-    [4096, 12]
-    """
-    described: list[Any] = []
-    pieces: list[Tensor] = []
-    for leaf in message.leaves:
-        if isinstance(leaf, Tensor):
-            described.append([str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.device.type])
-            pieces.append(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
-        else:
-            described.append(leaf)
-    head = message.header
-    fields = [head.source, head.target, head.traffic, head.stage, head.microbatch, head.step]
-    text = json.dumps([fields, described, message.tree, [bool(want) for want in message.wants_gradient]]).encode()
-    first = torch.zeros(HEAD, dtype=torch.uint8)
-    parts = [first]
-    if len(text) <= HEAD - 8:
-        first[8 : 8 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    else:
-        parts.append(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    first[:8] = torch.tensor([len(text)]).view(torch.uint8)
-    if sum(piece.numel() for piece in pieces):
-        parts.append(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
-    return parts
-
-
-def unpack(text: bytes, payload: Tensor | None) -> Message:
-    """Build the message again, refusing what is not one."""
-    try:
-        fields, described, tree, wants = json.loads(text)
-        header = Header(*fields)
-        leaves: list[Leaf] = []
-        at = 0
-        for item in described:
-            if isinstance(item, list):
-                dtype, shape = DTYPES[item[0]], [int(size) for size in item[1]]
-                size = dtype.itemsize * int(torch.Size(shape).numel())
-                piece = torch.empty(0, dtype=torch.uint8) if payload is None else payload[at : at + size]
-                # A copy of its own, aligned and not kept alive by its neighbours.
-                leaf = piece.clone().view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
-                # What left a GPU arrives on this process's own.
-                leaves.append(leaf if item[2] == "cpu" else leaf.to(str(item[2])))
-                at += size
-            else:
-                leaves.append(item)
-        return Message(header, leaves, str(tree), [bool(want) for want in wants])
-    except (ValueError, TypeError, KeyError, RuntimeError, IndexError) as error:
-        raise TransportError(f"a message that cannot be read arrived: {type(error).__name__}: {error}") from error
-
-
-def payload_bytes(text: bytes) -> int:
-    """How many bytes of tensors follow a header."""
-    _, described, _, _ = json.loads(text)
-    return sum(
-        DTYPES[item[0]].itemsize * int(torch.Size(item[1]).numel()) for item in described if isinstance(item, list)
-    )
+Channel = tuple[int, Traffic]
+"""The rank at the other end, and the traffic."""
 
 
 class ProcessGroupTransport:
     """One process's end. `begin` is told how many messages each channel will bring in this step."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """Use the default group, or one of the caller's."""
+    def __init__(self, group: dist.ProcessGroup | None = None, payloads: PayloadGroups | None = None) -> None:
+        """Send over a group of gloo, the default one unless given; `payloads` carry tensors apart from the headers."""
         self.group = group
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
+        self._payloads = payloads
         self._inbox = ThreadHub(self.ranks)
-        self._sent: deque[tuple[Any, Tensor]] = deque()
-        self._owed: dict[tuple[int, Traffic], int] = {}
-        self._last_out: dict[tuple[int, Traffic], int] = {}
-        self._last_in: dict[tuple[int, Traffic], int] = {}
+        self._outbox = Outbox()
+        self._owed: dict[Channel, int] | None = None
+        self._last_out: dict[Channel, int] = {}
+        self._last_in: dict[Channel, tuple[int, bool]] = {}
+        """How many bytes the last message had, and whether some were of a GPU."""
         self._threads: list[threading.Thread] = []
+        self._turn = 0
+        self._broken = ""
+        self._device: torch.device | None = None
+        self._staging: Staging | None = None
 
     def begin(
-        self, expected: Mapping[tuple[int, Traffic], int], owed: Mapping[tuple[int, Traffic], int] | None = None
+        self,
+        expected: Mapping[Channel, int],
+        owed: Mapping[Channel, int] | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        """Post the receives of a step; `owed` is how many messages each channel from here will carry."""
-        self._owed = dict(owed or {})
+        """Post the receives of a step; `owed` is how many messages each channel from here will carry.
+
+        `device` is where tensors that left a GPU are to arrive, unless this rank sends some of its own.
+        """
+        if self._broken:
+            raise TransportError(
+                f"rank {self.rank} lost touch in an earlier step: {self._broken}; start the processes again"
+            )
+        self._turn += 1
+        self._owed = None if owed is None else dict(owed)
+        self._device = device if device is not None and device.type == "cuda" else self._device
         self._inbox.reset()
         self._threads = [
-            threading.Thread(target=self._receive_all, args=(source, traffic, count), daemon=True)
+            threading.Thread(
+                target=self._receive_all,
+                args=(source, traffic, count),
+                name=f"stageline {traffic} from {source}",
+                daemon=True,
+            )
             for (source, traffic), count in expected.items()
         ]
         for thread in self._threads:
             thread.start()
 
     def finish(self, deadline: float) -> None:
-        """Wait until everything is sent and received."""
-        while self._sent:
-            work, _ = self._sent.popleft()
-            work.wait(datetime.timedelta(seconds=deadline))
-        for thread in self._threads:
-            thread.join(deadline)
-            if thread.is_alive():
-                raise TransportError(f"rank {self.rank} waited {deadline:g} s for its messages to be taken")
+        """Wait until everything is sent and received; a message that was announced and not sent is a failure."""
+        missing = TransportError(f"rank {self.rank} ended its step without sending it")
+        self._send_notes(self.rank, f"rank {self.rank} has no more to send", missing)
+        end = time.monotonic() + max(deadline, GRACE)
+        try:
+            self._outbox.flush(end)
+            for thread in self._threads:
+                thread.join(max(0.0, end - time.monotonic()))
+                if thread.is_alive():
+                    raise TransportError(f"{thread.name.removeprefix('stageline ')}, messages did not come")
+            if self._broken:
+                raise TransportError(self._broken)
+        except TransportError as error:
+            self._broken = self._broken or str(error)
+            raise TransportError(f"rank {self.rank} could not end its step: {error}") from error
         self._threads = []
 
+    @property
+    def kept(self) -> int:
+        """How many pieces of messages are kept because they are still on their way."""
+        return self._outbox.kept
+
     def send(self, message: Message) -> None:
-        """Hand the message to the process group; its bytes are kept until the step is over."""
+        """Hand the message to the process group; its bytes are kept until they are gone."""
         head = message.header
-        channel = (head.target, head.traffic)
-        self._owed[channel] = self._owed.get(channel, 0) - 1
-        parts = pack(message)
-        size = len(parts[-1]) if len(parts) > 1 else 0
-        if len(parts) == 2 and size == self._last_out.get(channel, 0) and not _is_long(parts[0]):
-            parts = [torch.cat(parts)]
-        self._last_out[channel] = 0 if _is_long(parts[0]) else size
-        for part in parts:
-            work = dist.isend(part, group_dst=head.target, group=self.group, tag=TAGS[head.traffic])
-            self._sent.append((work, part))
+        channel: Channel = (head.target, head.traffic)
+        if head.traffic not in TAGS or not 0 <= head.target < self.ranks or head.target == self.rank:
+            raise TransportError(f"rank {self.rank} cannot send {head} to rank {head.target}: there is no such channel")
+        if self._owed is not None:
+            if self._owed.get(channel, 0) <= 0:
+                raise TransportError(
+                    f"rank {self.rank} has sent all {head.traffic} messages that rank {head.target} expects in this "
+                    f"step, and would send one more: {head}"
+                )
+            self._owed[channel] -= 1
+        self._send(message, channel)
 
     def receive(self, header: Header, deadline: float) -> Message:
         """Wait for the next message of the channel."""
@@ -163,53 +148,163 @@ class ProcessGroupTransport:
         on the way that the next step could take for its own.
         """
         self._inbox.set_failure(self.rank, error, where)
-        origin = error.origin if isinstance(error, PeerFailed) else self.rank
-        for (target, traffic), count in self._owed.items():
-            for _ in range(count):
-                header = Header(self.rank, target, traffic, FAILED, FAILED, FAILED)
-                self.send(Message(header, [origin, where, f"{type(error).__name__}: {error}"], "", [False] * 3))
+        self._send_notes(error.origin if isinstance(error, PeerFailed) else self.rank, where, error)
 
     def close(self) -> None:
         """Nothing is left behind between steps."""
 
+    # Sending.
+
+    def _send_notes(self, origin: int, where: str, error: BaseException) -> None:
+        owed, self._owed = self._owed or {}, {}
+        for (target, traffic), count in owed.items():
+            for _ in range(count):
+                header = Header(self.rank, target, traffic, FAILED, FAILED, FAILED)
+                note = Message(header, [origin, where, f"{type(error).__name__}: {error}"], "", [False] * 3)
+                try:
+                    self._send(note, (target, traffic))
+                except (TransportError, RuntimeError) as lost:  # a rank that is gone; the others must hear of it
+                    self._broken = self._broken or f"nothing can be sent to rank {target}: {lost}"
+                    break
+
+    def _send(self, message: Message, channel: Channel) -> None:
+        apart = self._payloads.carries if self._payloads is not None else lambda tensor: False
+        tensors = [leaf for leaf in message.leaves if isinstance(leaf, Tensor)]
+        own = [tensor for tensor in tensors if not apart(tensor)]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in own)
+        text = wire.write_text(message, apart)
+        staged = any(tensor.is_cuda for tensor in own)
+        buffer = pinned(HEAD + size) if staged else torch.empty(HEAD + size, dtype=torch.uint8)
+        prefix = wire.write_prefix(buffer, self._turn, text, size)
+        ready = self._fill(buffer[HEAD:], own)
+        parts = [buffer]
+        if prefix.long or size != self._last_out.get(channel, 0):
+            parts = [buffer[:HEAD], buffer[HEAD:]] if size else [buffer[:HEAD]]
+        if prefix.long:
+            parts.insert(1, torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        self._last_out[channel] = 0 if prefix.long else size
+        for part in parts:
+            self._outbox.send(self._poster(part, channel), ready)
+        if self._payloads is not None:
+            for tensor in (each for each in tensors if apart(each)):
+                sent = self._payloads.send(tensor, self.rank, *channel)
+                if tensor.is_cuda:
+                    self._outbox.keep(sent)
+                else:
+                    self._outbox.send(lambda sent=sent: sent)  # type: ignore[misc]
+
+    def _poster(self, part: Tensor, channel: Channel) -> Callable[[], tuple[Any, object]]:
+        target, traffic = channel
+        return lambda: (dist.isend(part, group_dst=target, group=self.group, tag=TAGS[traffic]), part)
+
+    def _fill(self, payload: Tensor, tensors: Sequence[Tensor]) -> Callable[[], object] | None:
+        """Copy the bytes of tensors one after the other; where some are of a GPU, say how to wait for them."""
+        places = wire.cut(payload, [tensor.numel() * tensor.element_size() for tensor in tensors])
+        from_device: list[tuple[Tensor, Tensor]] = []
+        for tensor, place in zip(tensors, places, strict=True):
+            if tensor.is_cuda and tensor.numel():
+                from_device.append((tensor, place))
+            else:
+                place.copy_(wire.bytes_of(tensor.cpu()))
+        if not from_device:
+            return None
+        staging = self._stage(from_device[0][0].device)
+        event = staging.to_host([tensor for tensor, _ in from_device], [place for _, place in from_device])
+        return event.synchronize
+
+    def _stage(self, device: torch.device | None = None) -> Staging:
+        """The streams beside the compute stream, made when the first tensor of a GPU is sent or received."""
+        if self._staging is None:
+            self._device = device or self._device or torch.device("cuda", torch.cuda.current_device())
+            self._staging = Staging(self._device)
+        return self._staging
+
+    # Receiving: on threads of their own.
+
     def _receive_all(self, source: int, traffic: Traffic, count: int) -> None:
         try:
             for _ in range(count):
-                message = self._receive_one(source, traffic)
-                if message.header.stage == FAILED:
-                    origin, where, said = message.leaves
-                    self._inbox.set_failure(int(origin), RuntimeError(str(said)), str(where))  # type: ignore[arg-type]
-                else:
-                    self._inbox.put(message)
+                self._receive_one(source, traffic)
         except BaseException as error:
+            self._broken = self._broken or f"receiving from rank {source} failed: {error}"
             self._inbox.set_failure(source, error, f"receiving from rank {source} failed")
 
-    def _receive_one(self, source: int, traffic: Traffic) -> Message:
-        tag, channel = TAGS[traffic], (source, traffic)
-        expected = self._last_in.get(channel, 0)
-        buffer = torch.zeros(HEAD + expected, dtype=torch.uint8)
-        dist.recv(buffer, group_src=source, group=self.group, tag=tag)
-        length = int(buffer[:8].view(torch.int64)[0])
-        if not 0 < length < 1 << 30:
-            raise TransportError(f"rank {source} sent a header of {length} bytes")
-        long = _is_long(buffer)
-        if long:
-            longer = torch.empty(length, dtype=torch.uint8)
-            dist.recv(longer, group_src=source, group=self.group, tag=tag)
+    def _receive_one(self, source: int, traffic: Traffic) -> None:
+        channel: Channel = (source, traffic)
+        expected, on_device = self._last_in.get(channel, (0, False))
+        buffer = self._room(HEAD + expected, on_device)
+        self._fetch(buffer, channel)
+        prefix = wire.read_prefix(buffer)
+        if prefix.turn != self._turn:
+            raise TransportError(f"a message of turn {prefix.turn} came in turn {self._turn}")
+        text = wire.text_in(buffer, prefix)
+        if prefix.long:
+            longer = torch.empty(prefix.text, dtype=torch.uint8)
+            self._fetch(longer, channel)
             text = bytes(longer.numpy())
+        in_one_piece = prefix.payload == expected and not prefix.long
+        letter = _read(text, prefix)
+        if isinstance(letter, Letter):
+            on_device = any(each.device == "cuda" and not each.apart for each in letter.described())
+        payload = buffer[HEAD:]
+        if not in_one_piece:
+            payload = self._room(prefix.payload, on_device)
+            if prefix.payload:
+                self._fetch(payload, channel)
+        self._last_in[channel] = (0 if prefix.long else prefix.payload, on_device)
+        if isinstance(letter, TransportError):
+            if self._payloads is not None:
+                raise letter  # what travels apart cannot be taken off the wire without it
+            self._inbox.put((source, self.rank, traffic), letter)
+        elif letter.header.stage == FAILED:
+            origin, where, said = letter.leaves
+            self._inbox.set_failure(int(str(origin)), RuntimeError(str(said)), str(where))
         else:
-            text = bytes(buffer[8 : 8 + length].numpy())
-        size = payload_bytes(text)
-        payload: Tensor | None = None
-        if size and size == expected and not long:
-            payload = buffer[HEAD:]
-        elif size:
-            payload = torch.empty(size, dtype=torch.uint8)
-            dist.recv(payload, group_src=source, group=self.group, tag=tag)
-        self._last_in[channel] = 0 if long else size
-        return unpack(text, payload)
+            tensors, arrive = self._tensors(letter, payload, source, traffic)
+            self._inbox.put((source, self.rank, traffic), letter.message(tensors), arrive)
+
+    def _room(self, size: int, on_device: bool) -> Tensor:
+        return pinned(size) if on_device and size else torch.empty(size, dtype=torch.uint8)
+
+    def _fetch(self, buffer: Tensor, channel: Channel) -> None:
+        dist.recv(buffer, group_src=channel[0], group=self.group, tag=TAGS[channel[1]])
+
+    def _tensors(self, letter: Letter, payload: Tensor, source: int, traffic: Traffic) -> tuple[list[Tensor], Arrive]:
+        """The tensors of a message, and what is to be done when it is taken."""
+        described = letter.described()
+        own = [each for each in described if not each.apart]
+        if sum(each.size for each in own) != len(payload):
+            raise TransportError(f"{len(payload)} bytes arrived, and the header tells of other tensors: {own}")
+        found: dict[int, Tensor] = {}
+        arrivals: list[Arrive] = []
+        staged: list[tuple[int, Tensor, Described]] = []
+        pieces = iter(wire.cut(payload, [each.size for each in own]))
+        for index, each in enumerate(described):
+            if each.apart:
+                assert self._payloads is not None
+                staging = self._stage() if each.device == "cuda" else None
+                found[index], arrive = self._payloads.receive(each, source, self.rank, traffic, staging)
+                arrivals += [] if arrive is None else [arrive]
+            elif each.device == "cuda":
+                staged.append((index, next(pieces), each))
+            else:
+                tensor = wire.fill(wire.room_for(each), next(pieces))
+                found[index] = tensor if each.device == "cpu" else tensor.to(each.device)
+        if staged:
+            copies, landed = self._stage().to_device([place for _, place, _ in staged], [each for _, _, each in staged])
+            found.update(zip((index for index, _, _ in staged), copies, strict=True))
+            arrivals.append(landed)
+
+        def arrive_all() -> None:
+            for arrive in arrivals:
+                arrive()
+
+        return [found[index] for index in range(len(described))], arrive_all
 
 
-def _is_long(head: Tensor) -> bool:
-    """Whether the header does not fit into the first part of the message and follows it."""
-    return int(head[:8].view(torch.int64)[0]) > HEAD - 8
+def _read(text: bytes, prefix: wire.Prefix) -> Letter | TransportError:
+    try:
+        wire.check_text(text, prefix)
+        return wire.read_text(text)
+    except TransportError as error:
+        return error

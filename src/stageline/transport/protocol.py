@@ -34,14 +34,40 @@ class Header:
         )
 
 
+def kind_of(leaf: Leaf) -> str:
+    """What a leaf is, as a message announces it.
+
+    >>> import torch
+    >>> kind_of(torch.zeros(2, 3)), kind_of(1.5), kind_of(None)
+    ('float32 of shape (2, 3)', 'float', 'None')
+    """
+    if isinstance(leaf, Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')} of shape {tuple(leaf.shape)}"
+    return "None" if leaf is None else type(leaf).__name__
+
+
 @dataclass(frozen=True)
 class Message:
-    """A header, the leaves of a tree, its shape as text, and which of the tensors want a gradient back."""
+    """A header, the leaves of a tree, its shape as text, and which of the tensors want a gradient back.
+
+    `kinds` is what the leaves were when the message was made; it is compared with them on arrival.
+    """
 
     header: Header
     leaves: Sequence[Leaf]
     tree: str
     wants_gradient: Sequence[bool]
+    kinds: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        """Note what the leaves are, unless it was noted when they were sent."""
+        if not self.kinds:
+            object.__setattr__(self, "kinds", tuple(kind_of(leaf) for leaf in self.leaves))
+
+    @property
+    def announced(self) -> bool:
+        """Whether the leaves are what was announced."""
+        return list(self.kinds) == [kind_of(leaf) for leaf in self.leaves]
 
 
 class TransportError(StagelineError, RuntimeError):
@@ -76,7 +102,28 @@ class Transport(Protocol):
         """Leave nothing behind."""
 
 
-def check_header(found: Header, expected: Header) -> None:
-    """Refuse a message that is not the one expected on its channel."""
-    if found != expected:
-        raise TransportError(f"rank {expected.target} expected {expected}, and got {found}")
+def check_message(found: Message, expected: Header) -> None:
+    """Refuse a message that is not the one expected on its channel, or does not hold what it announces."""
+    if found.header != expected:
+        raise TransportError(f"rank {expected.target} expected {expected}, and got {found.header}")
+    if not found.announced:
+        raise TransportError(
+            f"rank {expected.target} expected {expected} as {_listed(found.kinds)}, and got "
+            f"{_listed([kind_of(leaf) for leaf in found.leaves])}"
+        )
+
+
+def check_gradients(found: Message, sent: Sequence[str]) -> None:
+    """Refuse gradients that are not, tensor by tensor, of the kind of the output that was sent."""
+    wanted = [kind for kind in sent if " of shape " in kind]
+    fits = len(wanted) == len(found.kinds) and all(
+        got in (want, "None") for got, want in zip(found.kinds, wanted, strict=True)
+    )
+    if not fits:
+        raise TransportError(
+            f"rank {found.header.target} expected {found.header} as {_listed(wanted)}, and got {_listed(found.kinds)}"
+        )
+
+
+def _listed(kinds: Sequence[str]) -> str:
+    return f"[{', '.join(kinds)}]" if len(kinds) < 9 else f"[{', '.join(kinds[:8])}, … {len(kinds)} in all]"

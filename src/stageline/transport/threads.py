@@ -5,11 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from stageline.transport.protocol import Header, Message, PeerFailed, Traffic, TransportError, check_header
+from stageline.transport.protocol import Header, Message, PeerFailed, Traffic, TransportError, check_message
 from stageline.transport.streams import read, written
+
+Arrive = Callable[[], None]
+"""What is still to be done for a message when it is taken, on the thread that takes it."""
+
+
+def _nothing() -> None:
+    """A message that is there is there."""
 
 
 class ThreadHub:
@@ -26,7 +33,7 @@ class ThreadHub:
         """Start with empty channels."""
         self.ranks = ranks
         self._changed = threading.Condition()
-        self._waiting: dict[tuple[int, int, Traffic], deque[tuple[Message, Any]]] = {}
+        self._waiting: dict[tuple[int, int, Traffic], deque[tuple[Message | TransportError, Arrive]]] = {}
         self._failure: tuple[int, str, BaseException] | None = None
 
     def end(self, rank: int) -> ThreadTransport:
@@ -39,13 +46,12 @@ class ThreadHub:
             self._waiting.clear()
             self._failure = None
 
-    def put(self, message: Message) -> None:
-        """Append to the message's channel."""
-        header = message.header
-        event = written(message.leaves)
+    def put(
+        self, channel: tuple[int, int, Traffic], message: Message | TransportError, arrive: Arrive = _nothing
+    ) -> None:
+        """Append to the channel that the message came through, whatever its header says, or that it was unreadable."""
         with self._changed:
-            key = (header.source, header.target, header.traffic)
-            self._waiting.setdefault(key, deque()).append((message, event))
+            self._waiting.setdefault(channel, deque()).append((message, arrive))
             self._changed.notify_all()
 
     def take(self, header: Header, deadline: float) -> Message:
@@ -56,14 +62,19 @@ class ThreadHub:
             while not self._waiting.get(key):
                 if self._failure is not None:
                     origin, where, error = self._failure
-                    raise PeerFailed(f"rank {header.target} stopped: {where}: {_said(error)}", origin) from error
+                    raise PeerFailed(
+                        f"rank {header.target} stopped waiting for {header}: {where}: {_said(error)}", origin
+                    ) from error
                 if not self._changed.wait(timeout=max(0.0, end - time.monotonic())) and time.monotonic() >= end:
                     raise TransportError(
                         f"rank {header.target} waited {deadline:g} s for {header}, and it did not come"
                     )
-            message, event = self._waiting[key].popleft()
-        check_header(message.header, header)
-        return message if event is None else replace(message, leaves=read(message.leaves, event))
+            message, arrive = self._waiting[key].popleft()
+        if isinstance(message, TransportError):
+            raise TransportError(f"rank {header.target} expected {header}: {message}") from message
+        arrive()
+        check_message(message, header)
+        return message
 
     def set_failure(self, rank: int, error: BaseException, where: str) -> None:
         """Keep the first failure and wake everyone."""
@@ -83,8 +94,18 @@ class ThreadTransport:
         self.ranks = hub.ranks
 
     def send(self, message: Message) -> None:
-        """Hand the message over."""
-        self.hub.put(message)
+        """Hand the message over; what a GPU is still writing is waited for by the GPU that reads it."""
+        channel = (self.rank, message.header.target, message.header.traffic)
+        event = written(message.leaves)
+        if event is None:
+            self.hub.put(channel, message)
+            return
+        leaves = list(message.leaves)
+
+        def arrive() -> None:
+            leaves[:] = read(leaves, event)
+
+        self.hub.put(channel, replace(message, leaves=leaves), arrive)
 
     def receive(self, header: Header, deadline: float) -> Message:
         """Wait for the next message of the channel."""

@@ -1,0 +1,126 @@
+"""The process groups that are the pipeline's own, whatever the user's default group is made of.
+
+Messages and what the ranks tell each other travel over gloo; a user's NCCL group is never used, nor kept busy. Where
+every rank of a machine can have a GPU of its own, tensors of GPUs travel over NCCL.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+
+from stageline.errors import StagelineError
+from stageline.transport.payloads import PayloadGroups
+
+PATIENCE = datetime.timedelta(days=7)
+"""The group's own limit for messages. A pipeline's deadline is far shorter; gloo's would close all connections."""
+
+
+class Groups:
+    """What one default group of torch.distributed needs for pipelines; made by all processes together."""
+
+    _number = 0
+
+    def __init__(self) -> None:
+        """Make the groups."""
+        Groups._number += 1
+        self._key = f"stageline/lost/{Groups._number}"
+        self.messages = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="stageline messages")
+        self.control = dist.new_group(backend="gloo", group_desc="stageline control")
+        able = torch.tensor([int(has_own_gpu(os.environ))])
+        dist.all_reduce(able, dist.ReduceOp.MIN, group=self.control)
+        self.payloads = PayloadGroups("nccl", "cuda") if int(able) else None
+
+    def lost(self) -> str:
+        """What a rank told that can go on no more; empty as long as there is none."""
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            return str(store.get(self._key).decode()) if store.check([self._key]) else ""
+        except RuntimeError:  # the store went with the process that kept it
+            return ""
+
+    def lose(self, text: str) -> None:
+        """Tell the others, who may be waiting, and let the next pipeline start with new connections."""
+        for default in [default for default, groups in _made.items() if groups is self]:
+            del _made[default]
+        with suppress(RuntimeError):
+            dist.distributed_c10d._get_default_store().set(self._key, text)
+
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Groups] = weakref.WeakKeyDictionary()
+
+
+def own_groups() -> Groups:
+    """The groups for the default group of this moment: pipelines share them, as they never run at the same time."""
+    default = dist.group.WORLD
+    assert default is not None
+    if default not in _made:
+        _made[default] = Groups()
+    return _made[default]
+
+
+def has_own_gpu(environment: Mapping[str, str]) -> bool:
+    """Whether this machine has as many GPUs as processes of the job, so that NCCL can serve them."""
+    if not (dist.is_nccl_available() and torch.cuda.is_available()):
+        return False
+    here = environment.get("LOCAL_WORLD_SIZE") or str(dist.get_world_size() if dist.is_initialized() else 1)
+    return torch.cuda.device_count() >= int(here)
+
+
+def several_processes() -> bool:
+    """Whether this process is one of several; joins the others if the environment says so."""
+    if not dist.is_available():
+        return False
+    if not dist.is_initialized():
+        if check_environment(os.environ) == 1:
+            return False
+        dist.init_process_group("cpu:gloo,cuda:nccl" if has_own_gpu(os.environ) else "gloo")
+    return dist.get_world_size() > 1
+
+
+def check_environment(environment: Mapping[str, str]) -> int:
+    """How many processes the environment, as torchrun sets it, says there are; refuse one that contradicts itself.
+
+    >>> check_environment({})
+    1
+    >>> check_environment({"WORLD_SIZE": "4", "RANK": "4", "MASTER_ADDR": "host", "MASTER_PORT": "29500"})
+    Traceback (most recent call last):
+        ...
+    stageline.errors.StagelineError: the environment says RANK=4 and WORLD_SIZE=4: the rank must be at least 0 and
+    below 4; start the processes with torchrun, or unset WORLD_SIZE to run in one process
+    """
+    cure = "start the processes with torchrun, or unset WORLD_SIZE to run in one process"
+    size = _number(environment, "WORLD_SIZE", cure)
+    size = 1 if size is None else size
+    if size < 1:
+        raise StagelineError(f"the environment says WORLD_SIZE={size}, and at least 1 process is needed; {cure}")
+    if size == 1:
+        return 1
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    if missing:
+        raise StagelineError(f"the environment says WORLD_SIZE={size} and has no {' and no '.join(missing)}; {cure}")
+    for inner, outer in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        rank, limit = _number(environment, inner, cure), _number(environment, outer, cure)
+        if rank is not None and limit is not None and not 0 <= rank < limit:
+            raise StagelineError(
+                f"the environment says {inner}={rank} and {outer}={limit}: the rank must be at least 0 and below "
+                f"{limit}; {cure}"
+            )
+    local = _number(environment, "LOCAL_WORLD_SIZE", cure)
+    if local is not None and local > size:
+        raise StagelineError(f"the environment says LOCAL_WORLD_SIZE={local} and only WORLD_SIZE={size}; {cure}")
+    return size
+
+
+def _number(environment: Mapping[str, str], name: str, cure: str) -> int | None:
+    text = environment.get(name, "").strip()
+    try:
+        return int(text) if text else None
+    except ValueError:
+        raise StagelineError(f"the environment says {name}={text!r}, which is not a whole number; {cure}") from None
