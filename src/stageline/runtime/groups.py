@@ -46,9 +46,11 @@ class Groups:
             return ""
 
     def lose(self, text: str) -> None:
-        """Tell the others, who may be waiting, and let the next pipeline start with new connections."""
+        """Tell the others, who may be waiting, if none did; let the next pipeline start with new connections."""
         for default in [default for default, groups in _made.items() if groups is self]:
             del _made[default]
+        if self.lost():
+            return
         with suppress(RuntimeError):
             dist.distributed_c10d._get_default_store().set(self._key, text)
 

@@ -207,8 +207,8 @@ class ProcessWorld:
 
     def _lose(self, text: str) -> PipelineError:
         """Tell all that this rank cannot go on; they may wait for it."""
-        self._lost = self._groups.lost() or text
-        self._groups.lose(self._lost)
+        self._lost = text
+        self._groups.lose(text)
         return PipelineError(
             f"{self._lost}; no parameter was changed, and this pipeline cannot go on: start the processes again, or, "
             "if all of them are alive, make a new Pipeline in each"
@@ -232,7 +232,8 @@ class ProcessWorld:
         try:
             work.wait()  # done just now, or for the reason why it failed
         except RuntimeError as error:
-            raise self._lose(f"rank {self.here[0]} lost another rank: {error}") from error
+            time.sleep(0.5)  # who stands next to the rank that is gone can name it
+            raise self._lose(self._groups.lost() or f"rank {self.here[0]} lost another rank: {error}") from error
 
     def add_up(self, values: Floats) -> Floats:
         """Add over all processes."""

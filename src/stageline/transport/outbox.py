@@ -27,11 +27,11 @@ class Outbox:
         """Start with nothing sent."""
         self._changed = threading.Condition()
         self._unposted = self._unfinished = 0
-        self._late: queue.SimpleQueue[tuple[Callable[[], object], Post] | None] = queue.SimpleQueue()
-        self._posted: queue.SimpleQueue[tuple[Any, object] | None] = queue.SimpleQueue()
+        self._late: queue.SimpleQueue[tuple[Callable[[], object], Post, int] | None] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[tuple[Any, object, int] | None] = queue.SimpleQueue()
         self._on_device: deque[tuple[Any, object]] = deque()
         self._threads: dict[str, threading.Thread] = {}
-        self._failure: BaseException | None = None
+        self._failure: TransportError | None = None
 
     @property
     def kept(self) -> int:
@@ -39,18 +39,18 @@ class Outbox:
         with self._changed:
             return self._unposted + self._unfinished + len(self._on_device)
 
-    def send(self, post: Post, ready: Callable[[], object] | None = None) -> None:
+    def send(self, post: Post, target: int, ready: Callable[[], object] | None = None) -> None:
         """Hand over to the process group at once, or, in the order of the calls, after `ready` has returned."""
         with self._changed:
             if self._failure is not None:
-                raise TransportError(f"an earlier message could not be sent: {self._failure}") from self._failure
+                raise TransportError(f"an earlier {self._failure}") from self._failure
             late = ready is not None or self._unposted > 0
             self._unposted += late
         if late:
             self._start("poster", self._post_late)
-            self._late.put((ready or (lambda: None), post))
+            self._late.put((ready or (lambda: None), post, target))
         else:
-            self._finish_later(post())
+            self._finish_later(post(), target)
 
     def keep(self, sent: tuple[Any, object]) -> None:
         """Keep what NCCL is sending."""
@@ -69,7 +69,7 @@ class Outbox:
             time.sleep(0.0002)
         failed, kept = self._failure, self.kept
         if failed is not None:
-            raise TransportError(f"a message could not be sent: {failed}") from failed
+            raise TransportError(f"a {failed}") from failed
         if kept:
             raise TransportError(f"{kept} messages were not taken by their receivers")
         for name, channel in (("poster", self._late), ("reaper", self._posted)):
@@ -86,20 +86,20 @@ class Outbox:
         while self._on_device and self._on_device[0][0].is_completed():
             self._on_device.popleft()
 
-    def _finish_later(self, sent: tuple[Any, object]) -> None:
+    def _finish_later(self, sent: tuple[Any, object], target: int) -> None:
         with self._changed:
             self._unfinished += 1
         self._start("reaper", self._reap)
-        self._posted.put(sent)
+        self._posted.put((*sent, target))
 
     def _post_late(self) -> None:
         while (item := self._late.get()) is not None:
-            ready, post = item
+            ready, post, target = item
             try:
                 ready()
-                self._finish_later(post())
+                self._finish_later(post(), target)
             except BaseException as error:
-                self._fail(error)
+                self._fail(error, target)
                 return
             del item, ready, post
             with self._changed:
@@ -111,14 +111,16 @@ class Outbox:
             try:
                 sent[0].wait()
             except BaseException as error:
-                self._fail(error)
+                self._fail(error, sent[2])
                 return
             del sent
             with self._changed:
                 self._unfinished -= 1
                 self._changed.notify_all()
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException, target: int) -> None:
+        failure = TransportError(f"message to rank {target} could not be sent: {error}")
+        failure.__cause__ = error
         with self._changed:
-            self._failure = self._failure or error
+            self._failure = self._failure or failure
             self._changed.notify_all()

@@ -184,14 +184,14 @@ class ProcessGroupTransport:
             parts.insert(1, torch.frombuffer(bytearray(text), dtype=torch.uint8))
         self._last_out[channel] = 0 if prefix.long else size
         for part in parts:
-            self._outbox.send(self._poster(part, channel), ready)
+            self._outbox.send(self._poster(part, channel), channel[0], ready)
         if self._payloads is not None:
             for tensor in (each for each in tensors if apart(each)):
                 sent = self._payloads.send(tensor, self.rank, *channel)
                 if tensor.is_cuda:
                     self._outbox.keep(sent)
                 else:
-                    self._outbox.send(lambda sent=sent: sent)  # type: ignore[misc]
+                    self._outbox.send(lambda sent=sent: sent, channel[0])  # type: ignore[misc]
 
     def _poster(self, part: Tensor, channel: Channel) -> Callable[[], tuple[Any, object]]:
         target, traffic = channel
