@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import stageline as sl
+from stageline.schedules.build import PAIRED
 from stageline.testing import assert_same_bits, one_process_step
 
 TRAINING = [name for name in sl.families() if name != "forward-only"]
@@ -160,6 +162,12 @@ def test_the_measured_timeline_has_the_schedules_actions_in_its_order(name: str)
     pipe.step(*batch())
     measured, planned = pipe.timeline, sl.simulate(pipe.schedule)
     assert measured.schedule == pipe.schedule
+    for planned_one, measured_one in zip(planned.actions(0), measured.actions(0), strict=True):
+        assert planned_one.action == measured_one.action
+    pairs = np.flatnonzero(pipe.schedule.kinds >= PAIRED)
+    assert len(pairs) == 0 or name == "dualpipe-v"
+    assert (measured.start[pairs] == measured.start[pairs + 1]).all()
+    assert (measured.end[pairs] == measured.end[pairs + 1]).all()
     for rank in range(2):
         times = [timed.start for timed in measured.actions(rank)]
         assert times == sorted(times)

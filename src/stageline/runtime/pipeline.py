@@ -28,6 +28,7 @@ from stageline.runtime.state import gather_state, watched
 from stageline.runtime.stats import Evaluation, StepStats
 from stageline.runtime.tree import join_batch
 from stageline.runtime.worlds import Crew, Floats, PipelineError, digest, find_world
+from stageline.schedules.build import PAIRED
 from stageline.schedules.certificate import verify
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.timeline import Timeline, Transfers
@@ -436,6 +437,9 @@ class _Known:
 
 def _timeline(schedule: Schedule, times: Floats) -> Timeline:
     start, end, came = times - times[0].min()
+    pairs = np.flatnonzero(schedule.kinds >= PAIRED)  # a pair is one entry: its halves have the same times
+    start[pairs + 1] = start[pairs] = np.minimum(start[pairs], start[pairs + 1])
+    end[pairs] = end[pairs + 1] = np.maximum(end[pairs], end[pairs + 1])
     graph = schedule.graph
     receivers = np.flatnonzero((graph.source >= 0) & (graph.rank != graph.rank[graph.source]))
     sent = end[graph.source[receivers]]
