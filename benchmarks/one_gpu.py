@@ -72,9 +72,13 @@ def peer(name: str, parts: list[nn.Sequential], tokens: Tensor) -> Callable[[], 
     return lambda: made.step(tokens, target=tokens, losses=[])
 
 
+def work_of(pipe: sl.Pipeline, tokens: Tensor) -> Any:
+    return pipe._work(tokens, tokens, None, len(tokens), MICROBATCHES, True, True, False, None)
+
+
 def held_by_stage(pipe: sl.Pipeline, tokens: Tensor) -> list[tuple[float, float]]:
     """Bytes that each stage holds for one microbatch after its forward, and between I and W."""
-    work = pipe._work(tokens, tokens, None, training=True)
+    work = work_of(pipe, tokens)
     for parameter in pipe.parameters():
         parameter.grad = torch.zeros_like(parameter)  # so that no gradient is taken for an activation
     stages = {
@@ -201,7 +205,7 @@ def main() -> None:
 def profile_step(name: str, pipe: sl.Pipeline, tokens: Tensor) -> None:
     """The host's time of one step, function by function."""
     profiler = cProfile.Profile()
-    work = pipe._work(tokens, tokens, None, training=True)
+    work = work_of(pipe, tokens)
     (executor,) = pipe._crew(MICROBATCHES, training=True).executors
     make: Any = torch.cuda.Event
     event = make(enable_timing=True)

@@ -21,7 +21,6 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
-from stageline.transport import process_group
 from test_pipeline import Block, batch, blocks, gradients, noisy, sizes, tied_model, token_loss, train_beside_the_loop
 
 TRAINING = [name for name in sl.families() if name != "forward-only"]
@@ -353,43 +352,33 @@ def test_an_environment_that_contradicts_itself_is_refused(
         sl.Pipeline(blocks(2), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
 
 
-def freezes(rank: int, folder: str) -> list[str]:
-    """Rank 2 does nothing until the others have given it up; then all of them start anew."""
-    process_group.GRACE = 0.5
+def is_slow(rank: int) -> None:
+    """Rank 2 takes longer for its first action than the deadline, as a compiler would; rank 1 loads slowly."""
 
-    class Frozen(Block):
+    class Slow(Block):
+        slept = False
+
         def forward(self, x: Tensor) -> Tensor:
-            end = time.monotonic() + 60
-            while not all((Path(folder) / name).exists() for name in "01") and time.monotonic() < end:
-                time.sleep(0.01)
+            if not self.slept:
+                time.sleep(2.5)
+                self.slept = True
             return super().forward(x)
 
-    def pipeline(last: nn.Module, deadline: float) -> sl.Pipeline:
-        torch.manual_seed(1)
-        layers = [Block(), Block(), last]
-        return sl.Pipeline(layers, loss_fn=functional.mse_loss, schedule="1f1b", microbatches=4, deadline=deadline)
-
-    pipe = pipeline(Frozen(), 0.5)
-    said = []
-    for _ in range(2):
-        with pytest.raises(sl.PipelineError) as caught:
-            pipe.step(*batch())
-        said.append(str(caught.value))
-        (Path(folder) / str(rank)).touch()
-    pipe, plain = pipeline(Block(), 30.0), blocks(3)
-    pipe.load_state_dict(plain.state_dict())
-    pipe.step(*batch())
-    one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
+    torch.manual_seed(1)
+    layers = [Block(), Block(), Slow()]
+    plain: Any = copy.deepcopy(nn.Sequential(*layers))
+    plain[2].slept = True
+    pipe = sl.Pipeline(layers, loss_fn=functional.mse_loss, schedule="1f1b", microbatches=4, deadline=0.5)
+    for step in range(2):
+        if step == 1 and rank == 1:
+            time.sleep(2.5)
+        pipe.step(*batch())
+        one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
     assert_same_bits(*owned(pipe, plain))
-    return said
 
 
-def test_a_rank_that_does_nothing_is_given_up_by_all_and_a_new_pipeline_runs(tmp_path: Path) -> None:
-    answers = run_ranks(freezes, 3, str(tmp_path))
-    for first, second in answers:
-        assert "could not end its step" in first
-        assert "this pipeline cannot go on: start the processes again, or, if all of them are alive, make" in first
-        assert first == second
+def test_a_rank_that_is_slow_but_lives_is_waited_for() -> None:
+    run_ranks(is_slow, 3)
 
 
 DEATH = """
@@ -433,7 +422,8 @@ def test_a_rank_that_dies_is_an_error_on_all_others_long_before_their_deadline(t
             process.wait()
     assert [process.returncode for process in started] == [0, 0, 3], answers
     for said, _ in answers[:2]:
-        assert "this pipeline cannot go on" in said, answers
+        assert said.startswith("rank 2 died (its process ended without a word)"), answers
+        assert "start it again" in said
     assert "rank 2" in answers[1][0]
 
 

@@ -14,10 +14,10 @@ Times = np.ndarray[Any, np.dtype[np.float64]]
 class Clock(Protocol):
     """Notes the start and the end of every action of a rank."""
 
-    def start(self, position: int) -> None:
-        """The action at this position begins now."""
+    def start(self, position: int) -> float:
+        """The action at this position begins now; gives back the host's time."""
 
-    def end(self, position: int) -> None:
+    def end(self, position: int) -> float:
         """The action at this position is over."""
 
     def read(self) -> tuple[Times, Times]:
@@ -28,8 +28,8 @@ class HostClock:
     """Reads the host's clock.
 
     >>> clock = HostClock(1)
-    >>> clock.start(0)
-    >>> clock.end(0)
+    >>> clock.start(0) <= clock.end(0)
+    True
     >>> start, end = clock.read()
     >>> bool(start[0] <= end[0])
     True
@@ -39,13 +39,15 @@ class HostClock:
         """For so many actions."""
         self._start, self._end = [0.0] * actions, [0.0] * actions
 
-    def start(self, position: int) -> None:
+    def start(self, position: int) -> float:
         """Note the time."""
-        self._start[position] = time.perf_counter()
+        now = self._start[position] = time.perf_counter()
+        return now
 
-    def end(self, position: int) -> None:
+    def end(self, position: int) -> float:
         """Note the time."""
-        self._end[position] = time.perf_counter()
+        now = self._end[position] = time.perf_counter()
+        return now
 
     def read(self) -> tuple[Times, Times]:
         """The times noted."""
@@ -68,13 +70,15 @@ class DeviceClock:
         """Watch a stream; count from an event that was put into the device's at a moment of the host's clock."""
         self._stream, self._base, self._moment = stream, base, moment
 
-    def start(self, position: int) -> None:
+    def start(self, position: int) -> float:
         """Put an event into the stream."""
         self._start[position].record(self._stream)
+        return time.perf_counter()
 
-    def end(self, position: int) -> None:
+    def end(self, position: int) -> float:
         """Put an event into the stream."""
         self._end[position].record(self._stream)
+        return time.perf_counter()
 
     def read(self) -> tuple[Times, Times]:
         """Wait for the last event, and read all of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +14,15 @@ from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError
 from stageline.runtime.clock import Clock, DeviceClock, HostClock
+from stageline.runtime.control.verdict import Verdict, describe
+from stageline.runtime.flight import Flight
+from stageline.runtime.progress import Notes, Progress
 from stageline.runtime.stage import Stage
 from stageline.runtime.tree import flatten, unflatten
 from stageline.schedules import action as kinds
 from stageline.schedules.build import PAIRED
 from stageline.schedules.schedule import Schedule
-from stageline.transport.protocol import Header, Leaf, Message, Traffic, Transport, check_gradients
+from stageline.transport.protocol import Header, Leaf, Message, Traffic, Transport
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,8 @@ class _Task:
     """The rank its output goes to; None where it goes nowhere or stays on this rank."""
     neighbour: int | None
     """The stage on this rank that takes its output directly."""
-    words: str
-    """What an error calls it."""
+    place: tuple[str, int, int]
+    """What it is called: its letter, stage and microbatch."""
 
 
 class Executor:
@@ -82,8 +86,13 @@ class Executor:
         transport: Transport,
         *,
         own_stream: bool = False,
+        progress: Progress | None = None,
+        flight: Flight | None = None,
     ) -> None:
-        """`stages` are those that this rank holds; on a GPU, they run in a stream of the rank's own if asked for."""
+        """`stages` are those that this rank holds; on a GPU, they run in a stream of the rank's own if asked for.
+
+        `progress` is where the rank says what it is doing, `flight` where it notes what it did.
+        """
         self.schedule = schedule
         self.rank = rank
         self.stages = stages
@@ -92,9 +101,10 @@ class Executor:
         self._first = mine.start
         self._tasks = [self._task(index) for index in range(mine.start, mine.stop)]
         self._local: dict[tuple[Traffic, int, int], Message] = {}
-        self._sent: dict[tuple[int, int], Sequence[str]] = {}
-        """What kinds of outputs went to another rank, by stage and microbatch; their gradients must be of the same."""
-        self.doing = "before its first action"
+        self.awaited: tuple[Header, float] | None = None
+        """The message that this rank waits for, and since when."""
+        self.progress: Progress = Notes() if progress is None else progress
+        self.flight = Flight(rank, schedule.ranks) if flight is None else flight
         self.device = device_of(stages.values())
         self._stream: Any = torch.cuda.Stream(self.device) if self.device is not None and own_stream else None  # type: ignore[no-untyped-call]
         self._clock = HostClock(len(self._tasks)) if self.device is None else DeviceClock(len(self._tasks))
@@ -115,7 +125,7 @@ class Executor:
             None if source == self.rank else source,
             None if target == self.rank else target,
             after if target == self.rank else None,
-            f"{'FBIW'[kind]} of stage {stage}, microbatch {microbatch}",
+            ("FBIW"[kind], stage, microbatch),
         )
 
     def run(self, work: Work, deadline: float) -> RankResult:
@@ -133,19 +143,19 @@ class Executor:
         return result
 
     def _run(self, work: Work, deadline: float) -> RankResult:
-        clock = self._clock
+        clock, progress, flown = self._clock, self.progress, self.flight.actions
         result = RankResult(clock)
         self._local.clear()
-        self._sent.clear()
         for position, task in enumerate(self._tasks):
-            self.doing = task.words
+            progress.doing = task.place
             arrived = self._input(task, work, deadline, result)
-            clock.start(position)
+            began = clock.start(position)
             message = self._compute(task, arrived, work, result)
-            clock.end(position)
+            flown.append((*task.place, work.step, began, clock.end(position)))
             if message is not None:
                 self._pass_on(task, message)
-        self.doing = "after its last action"
+            progress.done += 1
+        progress.doing = "after its last action"
         counts = [stage.take_counts() for stage in self.stages.values()]
         result.split = (sum(total for total, _ in counts), sum(unsplit for _, unsplit in counts))
         return result
@@ -165,10 +175,14 @@ class Executor:
         traffic: Traffic = "forward" if task.kind == kinds.F else "backward"
         if task.source is None:
             return self._local.pop((traffic, task.stage, task.microbatch))
-        message = self.transport.receive(self._header(task, work, task.source, self.rank, before), deadline)
-        result.arrived[task.index] = time.perf_counter()
-        if traffic == "backward":
-            check_gradients(message, self._sent.pop((task.stage, task.microbatch)))
+        header = self._header(task, work, task.source, self.rank, before)
+        self.awaited = (header, time.perf_counter())
+        self.progress.waits = task.source
+        message = self.transport.receive(header, deadline)
+        self.progress.waits = None
+        self.awaited = None
+        came = result.arrived[task.index] = self.transport.arrived
+        self.flight.received.append((task.source, traffic, before, task.microbatch, work.step, came, 0))
         return message
 
     def _compute(self, task: _Task, arrived: Message | None, work: Work, result: RankResult) -> Message | None:
@@ -235,9 +249,31 @@ class Executor:
         if task.neighbour is not None:
             self._local[(message.header.traffic, task.neighbour, task.microbatch)] = message
         elif task.target is not None:
-            if message.header.traffic == "forward":
-                self._sent[(task.stage, task.microbatch)] = message.kinds
             self.transport.send(message)
+            head = message.header
+            size = sum(leaf.nbytes for leaf in message.leaves if isinstance(leaf, Tensor))
+            moment = time.perf_counter()
+            self.flight.sent.append((task.target, head.traffic, head.stage, head.microbatch, head.step, moment, size))
+
+    @property
+    def doing(self) -> str:
+        """What this rank is in, in words."""
+        return describe(self.progress.doing)
+
+    def record(self, verdict: Verdict | None, lost: str | None = None) -> Path | None:
+        """Write the flight record of this rank; None where that cannot be done."""
+        awaited = self.awaited
+        try:
+            return self.flight.write(
+                verdict=verdict,
+                doing=self.progress.doing,
+                waits=self.progress.waits,
+                awaited="" if awaited is None else str(awaited[0]),
+                since=None if awaited is None else awaited[1],
+                lost=lost,
+            )
+        except OSError:
+            return None
 
     def forget(self) -> None:
         """Drop what a failed step left."""

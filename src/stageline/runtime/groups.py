@@ -11,11 +11,16 @@ import os
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from stageline.errors import StagelineError
+from stageline.runtime.control.client import Control
+from stageline.runtime.control.launch import share_by_store
 from stageline.transport.payloads import PayloadGroups
 
 PATIENCE = datetime.timedelta(days=7)
@@ -27,8 +32,10 @@ class Groups:
 
     _number = 0
 
-    def __init__(self) -> None:
-        """Make the groups."""
+    def __init__(self, deadline: float) -> None:
+        """Make the groups, and the channel that tells who fails."""
+        store = dist.distributed_c10d._get_default_store()
+        self.watch = watch_over(store, dist.get_rank(), dist.get_world_size(), deadline)
         Groups._number += 1
         self._key = f"stageline/lost/{Groups._number}"
         self.messages = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="stageline messages")
@@ -58,13 +65,27 @@ class Groups:
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Groups] = weakref.WeakKeyDictionary()
 
 
-def own_groups() -> Groups:
+def own_groups(deadline: float) -> Groups:
     """The groups for the default group of this moment: pipelines share them, as they never run at the same time."""
     default = dist.group.WORLD
     assert default is not None
     if default not in _made:
-        _made[default] = Groups()
+        _made[default] = Groups(deadline)
     return _made[default]
+
+
+_watch: dict[int, Control] = {}
+"""The control channel of this process: one for its life, or until its number of ranks changes."""
+
+
+def watch_over(store: Any, rank: int, ranks: int, deadline: float) -> Control:
+    """Open the control channel, or use the one that is open; rank 0 starts the referee, and tells by the store."""
+    if ranks not in _watch:
+        for other in _watch.values():
+            other.close()
+        _watch.clear()
+        _watch[ranks] = Control.start(rank, ranks, share_by_store(store, rank, str(ranks)), deadline)
+    return _watch[ranks]
 
 
 def has_own_gpu(environment: Mapping[str, str]) -> bool:
@@ -75,15 +96,26 @@ def has_own_gpu(environment: Mapping[str, str]) -> bool:
     return torch.cuda.device_count() >= int(here)
 
 
-def several_processes() -> bool:
+def several_processes(deadline: float) -> bool:
     """Whether this process is one of several; joins the others if the environment says so."""
     if not dist.is_available():
         return False
     if not dist.is_initialized():
         if check_environment(os.environ) == 1:
             return False
-        dist.init_process_group("cpu:gloo,cuda:nccl" if has_own_gpu(os.environ) else "gloo")
+        _join(deadline)
     return dist.get_world_size() > 1
+
+
+def _join(deadline: float) -> None:
+    """Meet the other ranks. One that does not come is named by the control channel, which needs only rank 0."""
+    store, rank, ranks = next(iter(rendezvous("env://", timeout=datetime.timedelta(seconds=max(deadline, 1.0)))))
+    watch = watch_over(PrefixStore("stageline", store), rank, ranks, deadline)
+    verdict = watch.everyone(timeout=2 * deadline + 10)
+    if verdict is not None:
+        raise StagelineError(f"{verdict}; start the job again with all ranks")
+    backend = "cpu:gloo,cuda:nccl" if has_own_gpu(os.environ) else "gloo"
+    dist.init_process_group(backend, store=PrefixStore("default", store), rank=rank, world_size=ranks)
 
 
 def check_environment(environment: Mapping[str, str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,10 +17,24 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import StagelineError
-from stageline.runtime.batch import Keywords, Reduction, check_reduction, keyword_parts, parts_of, samples_of, weights
+from stageline.runtime.batch import (
+    NAMES,
+    Given,
+    Keywords,
+    Reduction,
+    check_reduction,
+    difference,
+    digest,
+    keyword_parts,
+    look_at,
+    parts_of,
+    weights,
+)
 from stageline.runtime.cut import cut, find_schedule, forwards_of, only_microbatches, whole_model
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.garbage import no_collections
+from stageline.runtime.outcome import Measured, Outcome, first_not_finite, metrics_of, sums, times_of
+from stageline.runtime.processes import find_world
 from stageline.runtime.randomness import Generators
 from stageline.runtime.recompute import Choice, Policy, mark, understand
 from stageline.runtime.shadows import gather, place
@@ -27,11 +42,10 @@ from stageline.runtime.stage import Stage, StageOptions
 from stageline.runtime.state import gather_state, watched
 from stageline.runtime.stats import Evaluation, StepStats
 from stageline.runtime.tree import join_batch
-from stageline.runtime.worlds import Crew, Floats, PipelineError, digest, find_world
-from stageline.schedules.build import PAIRED
+from stageline.runtime.worlds import GRADIENTS, Crew, Floats, PipelineError
 from stageline.schedules.certificate import verify
 from stageline.schedules.schedule import Schedule
-from stageline.timeline.timeline import Timeline, Transfers
+from stageline.timeline.timeline import Timeline
 
 
 class Pipeline:
@@ -68,7 +82,8 @@ class Pipeline:
         recompute: Choice = "none",
         recompute_policy: Policy | None = None,
         seed: int | None = None,
-        deadline: float = 60.0,
+        deadline: float | None = None,
+        check_finite: bool = True,
         **options: Any,
     ) -> None:
         """`stages` is one module per stage, or an nn.Sequential that is cut evenly.
@@ -79,28 +94,31 @@ class Pipeline:
         names (`"*.mlp"`), classes or a function of name and module choose modules instead, and `recompute_policy` is
         torch's policy of which operators of them to keep.
         `seed` is what dropout draws from (torch's own seed on rank 0 unless given). `deadline` is how many seconds a
-        rank waits for another. `options` are the family's own, such as `chunks`.
+        rank may be silent, or be waited for while nobody is at work, before the step fails with its name (60, or what
+        the environment says as STAGELINE_DEADLINE). `check_finite` fails a step whose loss is not a finite number.
+        `options` are the family's own, such as `chunks`.
         """
         check_reduction(loss_reduction)
         again = understand(recompute, recompute_policy)
-        if not deadline > 0:
-            raise StagelineError(f"deadline is a number of seconds above 0, got {deadline!r}")
+        self.deadline = find_deadline(deadline)
         self.model = whole_model(stages)
         exact = not isinstance(stages, nn.Sequential)
         self.schedule = find_schedule(schedule, len(self.model), ranks, microbatches, **options)
         self.certificate = verify(self.schedule)
         self.loss_fn = loss_fn
         self.loss_reduction = loss_reduction
-        self.deadline = deadline
+        self.check_finite = check_finite
         self.recomputed = mark(self.model, again, recompute)
         self._parts = cut(self.model, self.schedule.stages, exact)
-        self._world = find_world(self.schedule.ranks)
+        self._world = find_world(self.schedule.ranks, self.deadline)
         self._placed = place(self._parts, self.schedule.placement, self._world.here)
         self._world.agree(self._facts())
-        self._options = StageOptions(loss_fn, self._common_seed(seed), again)
+        self._options = StageOptions(loss_fn, self._common_seed(seed), again, check_finite)
         self._crews: dict[tuple[int, bool], Crew] = {}
         self._steps = 0
-        self._timeline: Timeline | None = None
+        self._agreed: int | None = None
+        """How many samples all ranks had in the last step."""
+        self._measured: Measured | None = None
 
     # What a user of torch expects of a model.
 
@@ -205,27 +223,18 @@ class Pipeline:
         if not self.schedule.training:
             raise StagelineError(f"{self.schedule.name} has no backwards to train with; use predict or evaluate")
         began = time.perf_counter()
-        work = self._work(inputs, targets, stage_kwargs, training=True, count=count)
-        crew = self._crew(len(work.weights), training=True)
-        self._placed.start()
-        versions = [buffer._version for buffer in self.model.buffers()]
-        generators = Generators.now()
-        results = self._run(crew, work)
-        self._check_buffers(versions)
-        self._check_generators(generators, crew)
-        gather(self._placed, self._world.share)
-        known = self._known(crew, results, work.weights)
-        self._timeline = _timeline(crew.schedule, known.times)
+        done = self._run(inputs, targets, stage_kwargs, training=True, count=count)
+        self._measured = Measured(done.crew.schedule, self._world.later(times_of(done.crew, done.results).reshape(-1)))
         self._steps += 1
         return StepStats(
-            loss=sum(known.losses),
-            losses=known.losses,
-            metrics=known.metrics,
+            loss=sum(done.outcome.losses),
+            losses=done.outcome.losses,
+            metrics=done.metrics,
             seconds=time.perf_counter() - began,
-            samples=work.samples,
-            microbatches=len(work.weights),
-            bubble=self._timeline.bubble,
-            unsplit=known.unsplit,
+            samples=done.work.samples,
+            microbatches=len(done.work.weights),
+            unsplit=done.outcome.unsplit,
+            measured=self._measured.timeline,
         )
 
     def evaluate(
@@ -238,20 +247,27 @@ class Pipeline:
         stage_kwargs: Keywords | None = None,
     ) -> Evaluation:
         """Run the forwards alone, with the loss and its metrics; no gradient is touched."""
-        work = self._work(inputs, targets, stage_kwargs, training=False, keep=outputs, count=count)
-        return self._forwards(work, scored=True)
+        began = time.perf_counter()
+        done = self._run(inputs, targets, stage_kwargs, training=False, keep=outputs, count=count)
+        return Evaluation(
+            loss=sum(done.outcome.losses),
+            losses=done.outcome.losses,
+            metrics=done.metrics,
+            outputs=_joined(done.results),
+            seconds=time.perf_counter() - began,
+        )
 
     def predict(self, inputs: Any, *, stage_kwargs: Keywords | None = None) -> Any:
         """Run the forwards alone; give back the outputs of the whole batch."""
-        work = self._work(inputs, None, stage_kwargs, training=False, with_targets=False, keep=True)
-        return self._forwards(work, scored=False).outputs
+        done = self._run(inputs, None, stage_kwargs, training=False, with_targets=False, keep=True)
+        return _joined(done.results)
 
     @property
     def timeline(self) -> Timeline:
         """When every action and transfer of the last step ran, comparable with `stageline.simulate`."""
-        if self._timeline is None:
+        if self._measured is None:
             raise StagelineError("there is no timeline before the first step")
-        return self._timeline
+        return self._measured.timeline()
 
     def _facts(self) -> dict[str, str]:
         """What all ranks must have in common."""
@@ -273,7 +289,7 @@ class Pipeline:
         mine = (torch.initial_seed() if seed is None else int(seed)) & (2**52 - 1)
         return int(self._world.add_up(np.array([float(mine) if 0 in self._world.here else 0.0]))[0])
 
-    def _work(
+    def _run(
         self,
         inputs: Any,
         targets: Any,
@@ -283,24 +299,150 @@ class Pipeline:
         with_targets: bool = True,
         keep: bool = False,
         count: float | None = None,
+    ) -> _Done:
+        """Run a batch on all ranks. If it fails anywhere it fails everywhere, and buffers are as before."""
+        self._world.begin()
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()] if training else []
+        try:
+            samples, rows, refused = self._agree_on(inputs, targets, keywords, with_targets)
+            filled = min(self.schedule.microbatches, samples)  # the parts that are not empty come first
+            crew = self._crew(filled, training=training)
+            work: Work | None = None
+            if refused is None:
+                try:
+                    work = self._work(inputs, targets, keywords, samples, filled, training, with_targets, keep, count)
+                    self._check_keywords(crew, work)
+                except StagelineError as error:
+                    refused = error
+            done = self._run_crew(crew, work, refused, rows, with_targets)
+            self._agreed = samples
+            return done
+        except BaseException:
+            for buffer, before in buffers:
+                buffer.data.copy_(before)
+            raise
+        finally:
+            self._world.end()
+
+    def _agree_on(
+        self, inputs: Any, targets: Any, keywords: Keywords | None, with_targets: bool
+    ) -> tuple[int, Callable[[], Floats], Exception | None]:
+        """How many samples there are; the batches of all ranks, to be compared; and why this process cannot run.
+
+        All is told without waiting. Only a rank that was given nothing, or another number of samples than in the last
+        step, waits until it knows what the others were given.
+        """
+        alone = len(self._world.here) == self.schedule.ranks
+        refused: Exception | None = None
+        try:
+            given = look_at(self.schedule.stages, inputs, targets, keywords, digests=not alone)
+            if alone and (given.samples is None or inputs is None):
+                raise StagelineError("the inputs are None; the first stage needs them")
+            if alone and with_targets and targets is None:
+                raise StagelineError("the targets are None; the loss needs them")
+        except StagelineError as error:
+            if alone:
+                raise
+            refused, given = error, Given(None, np.zeros(len(NAMES)))
+        rows = self._world.announce(given.row)
+        if given.samples is not None and given.samples in (self._agreed, None if not alone else given.samples):
+            return given.samples, rows, refused
+        known = rows()
+        told = set(known[:, 0].tolist()) - {0.0}
+        apart = difference(known, [0])
+        if not told or (apart and self._agreed not in told):  # and every rank knows it
+            raise refused or PipelineError(apart or "no rank was given the inputs")
+        samples = int(self._agreed) if apart and self._agreed is not None else int(told.pop())
+        return samples, rows, refused or (PipelineError(apart) if apart else None)
+
+    def _work(
+        self,
+        inputs: Any,
+        targets: Any,
+        keywords: Keywords | None,
+        samples: int,
+        filled: int,
+        training: bool,
+        with_targets: bool,
+        keep: bool,
+        count: float | None,
     ) -> Work:
-        """Check and cut the batch; parts that would be empty are left out."""
-        schedule = self.schedule
-        samples = samples_of(
-            self._world, schedule.ranks, schedule.stages, inputs, targets, keywords, with_targets=with_targets
-        )
-        parts = schedule.microbatches
-        filled = min(parts, samples)  # the parts that are not empty come first
+        """Cut the batch; parts that would be empty are left out."""
+        parts = self.schedule.microbatches
         return Work(
             step=self._steps,
             samples=samples,
             inputs=parts_of(inputs, parts, filled),
-            targets=parts_of(targets, parts, filled),
+            targets=parts_of(targets, parts, filled) if with_targets else [],
             weights=weights(self.loss_reduction, samples, parts, filled, count, not with_targets),
-            keywords=keyword_parts(keywords, schedule.stages, parts, filled),
+            keywords=keyword_parts(keywords, self.schedule.stages, parts, filled),
             training=training,
             keep_outputs=keep,
         )
+
+    def _check_keywords(self, crew: Crew, work: Work) -> None:
+        for executor in crew.executors:
+            for stage, given in work.keywords.items():
+                if stage in executor.stages:
+                    executor.stages[stage].check_keywords(list(given[0]))
+
+    def _run_crew(
+        self,
+        crew: Crew,
+        work: Work | None,
+        refused: Exception | None,
+        rows: Callable[[], Floats],
+        with_targets: bool,
+    ) -> _Done:
+        """Run the ranks that are here; on GPUs, they begin after, and end before, what the caller's streams hold."""
+        self._placed.start()
+        versions = [buffer._version for buffer in self.model.buffers()]
+        generators = Generators.now()
+        devices = {executor.device for executor in crew.executors if executor.device is not None}
+        began = {device: (_event(device), time.perf_counter()) for device in devices}
+        given = None if work is None else replace(work, began=began)
+        columns = [0, 1, 2, 3] if with_targets else [0, 1, 3]
+        size = Outcome.size(crew.schedule)
+        try:
+            with no_collections():
+                results, totals = self._world.run(
+                    crew, given, self.deadline, lambda found: sums(crew.schedule, found), size, refused
+                )
+        except PipelineError as error:
+            if refused is not None and not isinstance(refused, PipelineError):
+                raise refused from error  # this rank's own mistake, in its own words
+            apart = difference(rows(), columns)
+            raise (PipelineError(apart) if apart else error) from error.__cause__
+        assert work is not None
+        for executor, result in zip(crew.executors, results, strict=True):
+            if result.over is not None:
+                torch.cuda.current_stream(executor.device).wait_event(result.over)
+        self._check_batch(rows, columns)
+        outcome = Outcome.read(totals)
+        if work.training:
+            self._check_losses(outcome)
+            self._check_buffers(versions)
+            self._check_generators(generators, crew)
+            gather(self._placed, self._world.share)
+        metrics = self._metrics(metrics_of(results, work.weights)) if outcome.described else {}
+        return _Done(crew, work, results, outcome, metrics)
+
+    def _check_batch(self, rows: Callable[[], Floats], columns: Sequence[int]) -> None:
+        if len(self._world.here) < self.schedule.ranks:
+            known = rows()
+            apart = difference(known, columns)
+            missing = next((NAMES[column] for column in columns if column in (1, 2) and not known[:, column].any()), "")
+            if apart or missing:
+                raise PipelineError(apart or f"no rank was given {missing}")
+
+    def _check_losses(self, outcome: Outcome) -> None:
+        """On a GPU, a loss that is not finite is found only now; on the host the last stage has found it before."""
+        bad = first_not_finite(outcome.losses) if self.check_finite else None
+        if bad is not None:
+            raise PipelineError(
+                f"the loss of microbatch {bad} is {outcome.losses[bad]} on stage {self.schedule.stages - 1}; "
+                f"{GRADIENTS}; check_finite=False lets such losses pass"
+            )
 
     def _check_buffers(self, versions: list[int]) -> None:
         """With two directions each copy of a stage sees half of the microbatches, so no buffer may change."""
@@ -325,33 +467,6 @@ class Pipeline:
                 "set draws_random_numbers = True on a module that draws",
                 stacklevel=3,
             )
-
-    def _known(self, crew: Crew, results: Sequence[RankResult], weigh: Sequence[float]) -> _Known:
-        """Let every rank know what each of them found out, in one exchange (two where there are metrics)."""
-        schedule = crew.schedule
-        losses = np.zeros(schedule.microbatches)
-        times = np.zeros((3, schedule.num_actions))
-        metrics: dict[str, float] = {}
-        for executor, result in zip(crew.executors, results, strict=True):
-            mine = slice(int(schedule.bounds[executor.rank]), int(schedule.bounds[executor.rank + 1]))
-            times[0, mine], times[1, mine] = result.clock.read()
-            for index, moment in result.arrived.items():
-                times[2, index] = moment
-            for microbatch in sorted(result.losses):
-                losses[microbatch] = float(result.losses[microbatch])
-                for name, value in result.metrics[microbatch].items():
-                    metrics[name] = metrics.get(name, 0.0) + float(value) * weigh[microbatch]
-        counts = np.sum([result.split for result in results], axis=0)
-        own = np.concatenate([losses, counts, [len(metrics)], times.reshape(-1)])
-        every = self._world.add_up(own)
-        first = schedule.microbatches
-        total, unsplit, described = every[first : first + 3].tolist()
-        return _Known(
-            losses=tuple(every[:first].tolist()),
-            metrics=self._metrics(metrics) if described else {},
-            times=every[first + 3 :].reshape(3, -1),
-            unsplit=unsplit / total if total else 0.0,
-        )
 
     def _metrics(self, own: dict[str, float]) -> dict[str, float]:
         """Add up the metrics of the ranks that hold the last stage, of which there may be two."""
@@ -379,42 +494,13 @@ class Pipeline:
                     },
                     self._world.transport(rank),
                     own_stream=len(self._world.here) > 1,
+                    progress=self._world.progress(rank),
+                    flight=self._world.flight(rank),
                 )
                 for rank in self._world.here
             ]
             self._crews[key] = Crew(schedule, executors)
         return self._crews[key]
-
-    def _forwards(self, work: Work, *, scored: bool) -> Evaluation:
-        began = time.perf_counter()
-        self._placed.start()
-        crew = self._crew(len(work.weights), training=False)
-        results = self._run(crew, work)
-        known = self._known(crew, results, work.weights)
-        found = {microbatch: output for result in results for microbatch, output in result.outputs.items()}
-        outputs = join_batch([found[microbatch] for microbatch in sorted(found)]) if found else None
-        return Evaluation(
-            loss=sum(known.losses) if scored else None,
-            losses=known.losses if scored else (),
-            metrics=known.metrics,
-            outputs=outputs,
-            seconds=time.perf_counter() - began,
-        )
-
-    def _run(self, crew: Crew, work: Work) -> list[RankResult]:
-        """Run the ranks that are here; on GPUs, they begin after, and end before, what the caller's streams hold."""
-        for executor in crew.executors:
-            for stage, given in work.keywords.items():
-                if stage in executor.stages:
-                    executor.stages[stage].check_keywords(list(given[0]))
-        devices = {executor.device for executor in crew.executors if executor.device is not None}
-        began = {device: (_event(device), time.perf_counter()) for device in devices}
-        with no_collections():
-            results = self._world.run(crew, replace(work, began=began), self.deadline)
-        for executor, result in zip(crew.executors, results, strict=True):
-            if result.over is not None:
-                torch.cuda.current_stream(executor.device).wait_event(result.over)
-        return results
 
 
 def _event(device: int) -> Any:
@@ -424,25 +510,31 @@ def _event(device: int) -> Any:
     return event
 
 
+def _joined(results: Sequence[RankResult]) -> Any:
+    """The outputs of the whole batch, where the last stage is; None elsewhere."""
+    found = {microbatch: output for result in results for microbatch, output in result.outputs.items()}
+    return join_batch([found[microbatch] for microbatch in sorted(found)]) if found else None
+
+
+def find_deadline(given: float | None) -> float:
+    """The deadline asked for, that of the environment, or a minute."""
+    text = os.environ.get("STAGELINE_DEADLINE", "")
+    try:
+        found = float(given if given is not None else text or 60.0)
+    except (TypeError, ValueError):
+        found = 0.0
+    if not 0 < found < float("inf"):
+        name = "deadline" if given is not None else "STAGELINE_DEADLINE"
+        raise StagelineError(f"{name} is a number of seconds above 0, got {given if given is not None else text!r}")
+    return found
+
+
 @dataclass(frozen=True)
-class _Known:
-    """What all ranks know after a step."""
+class _Done:
+    """A batch that ran."""
 
-    losses: tuple[float, ...]
+    crew: Crew
+    work: Work
+    results: list[RankResult]
+    outcome: Outcome
     metrics: dict[str, float]
-    times: Floats
-    """Start and end of every action, and when its input came."""
-    unsplit: float
-
-
-def _timeline(schedule: Schedule, times: Floats) -> Timeline:
-    start, end, came = times - times[0].min()
-    pairs = np.flatnonzero(schedule.kinds >= PAIRED)  # a pair is one entry: its halves have the same times
-    start[pairs + 1] = start[pairs] = np.minimum(start[pairs], start[pairs + 1])
-    end[pairs] = end[pairs + 1] = np.maximum(end[pairs], end[pairs + 1])
-    graph = schedule.graph
-    receivers = np.flatnonzero((graph.source >= 0) & (graph.rank != graph.rank[graph.source]))
-    sent = end[graph.source[receivers]]
-    # A message that was there before its receiver asked for it had arrived, for the receiver, when it was sent.
-    arrived = np.maximum(np.minimum(came[receivers], start[receivers]), sent)
-    return Timeline(schedule=schedule, start=start, end=end, transfers=Transfers(receivers, sent, arrived))

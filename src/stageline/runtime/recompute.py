@@ -7,11 +7,12 @@ once more. A handle dies with the node that saved it, and its tensor with it.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
 
@@ -39,6 +40,8 @@ class Recompute:
     chosen: Callable[[str, nn.Module], bool] | None = None
     """Or modules of which this is true."""
     policy: Policy | None = None
+    owner: int = field(default_factory=itertools.count().__next__, compare=False, repr=False)
+    """Tells pipelines apart that share a model: each computes only its own choice once more."""
 
 
 def understand(choice: Choice, policy: Policy | None) -> Recompute:
@@ -89,9 +92,10 @@ def _fits(item: Any, name: str, module: nn.Module) -> bool:
 
 
 class _Active(threading.local):
-    """What this thread is doing: whether a step trains here, and the module that runs now with handles."""
+    """What this thread is doing: whose step trains here, and the module that runs now with handles."""
 
-    training = False
+    owner = -1
+    """The pipeline whose step trains in this thread; -1 for none."""
     frame: _Frame | None = None
 
 
@@ -99,13 +103,13 @@ _active = _Active()
 
 
 @contextmanager
-def training() -> Iterator[None]:
+def training(asked: Recompute) -> Iterator[None]:
     """While this lasts, chosen modules that run in this thread are computed once more in their backward."""
-    _active.training = True
+    _active.owner = asked.owner
     try:
         yield
     finally:
-        _active.training = False
+        _active.owner = -1
         if _active.frame is not None:  # the module raised
             _active.frame.leave()
 
@@ -122,7 +126,7 @@ def mark(model: nn.Module, asked: Recompute, choice: Choice) -> list[str]:
     for name, module in model.named_modules():
         if name and asked.chosen(name, module):
             names.append(name)
-            module.register_forward_pre_hook(_Enter(name, asked.policy), prepend=True, with_kwargs=True)
+            module.register_forward_pre_hook(_Enter(name, asked.policy, asked.owner), prepend=True, with_kwargs=True)
             module.register_forward_hook(_leave)
     if not names:
         raise StagelineError(
@@ -138,10 +142,11 @@ class _Enter:
 
     name: str
     policy: Policy | None
+    owner: int
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Of modules inside each other, the outer one is computed once more, with all that is in it.
-        if _active.training and _active.frame is None and torch.is_grad_enabled():
+        if _active.owner == self.owner and _active.frame is None and torch.is_grad_enabled():
             _active.frame = _Frame(self.name, module, args, kwargs, self.policy)
             _active.frame.enter()
 
@@ -211,7 +216,7 @@ class _Frame:
 
         args, kwargs = pytree.tree_map(_detached, self.arguments)
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-        before, _active.training = _active.training, False
+        before, _active.owner = _active.owner, -1
         try:
             with replayed(self.state), ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
@@ -223,7 +228,7 @@ class _Frame:
         except _Enough:
             pass
         finally:
-            _active.training = before
+            _active.owner = before
             for buffer, value in buffers:
                 buffer.data.copy_(value)
         if count != len(waiting):

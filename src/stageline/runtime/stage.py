@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,8 @@ class StageOptions:
     loss_fn: Loss
     seed: int = 0
     recompute: Recompute = field(default_factory=Recompute)
+    check_finite: bool = False
+    """Refuse a loss that is not a finite number, at once where it is on the host."""
 
 
 class Stage:
@@ -96,7 +99,7 @@ class Stage:
             with torch.no_grad():
                 outputs, shape = flatten(self._run(kept, microbatch), f"stage {self.index}")
         else:
-            with training():
+            with training(self.options.recompute):
                 outputs, shape = flatten(self._run(kept, microbatch), f"stage {self.index}")
         if train:
             kept.outputs = outputs
@@ -169,11 +172,22 @@ class Stage:
             scaled, metrics = self._drawing(
                 LOSS, self.part.training, step, microbatch, self._loss, output, target, weight
             )
+        if train and self.options.check_finite and not scaled.is_cuda and not math.isfinite(scaled.detach().item()):
+            self._refuse_loss(microbatch, float(scaled.detach()))
         if train:
             kept = self._kept[microbatch]
             kept.target, kept.weight, kept.loss = target, weight, scaled
             kept.outputs = []  # the loss is all that its backward needs; logits are large
         return scaled.detach(), metrics
+
+    def _refuse_loss(self, microbatch: int, found: float) -> None:
+        given = tensors_of(self._kept[microbatch].inputs)
+        bad = any(not bool(tensor.isfinite().all()) for tensor in given if tensor.is_floating_point())
+        where = "what it was given is not finite either" if bad else "what it was given is finite"
+        raise ArithmeticError(
+            f"the loss of microbatch {microbatch} is {found} on stage {self.index}, and {where}; check_finite=False "
+            "lets such losses pass"
+        )
 
     def _loss(self, output: Any, target: Any, weight: float) -> tuple[Tensor, dict[str, Any]]:
         loss = self.options.loss_fn(output, target)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
+
+from stageline.timeline.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -22,10 +26,15 @@ class StepStats:
     """How many samples it trained on."""
     microbatches: int
     """How many microbatches ran; fewer than asked for where the batch has fewer samples."""
-    bubble: float
-    """The share of the step's makespan that its busiest rank did not compute, measured."""
     unsplit: float
     """The share of the parameters' elements whose gradients could not be split off and came with I, not with W."""
+    measured: Callable[[], Timeline] = field(repr=False, compare=False)
+    """Gives the measured timeline of the step."""
+
+    @cached_property
+    def bubble(self) -> float:
+        """The share of the step's makespan that its busiest rank did not compute, measured."""
+        return self.measured().bubble
 
 
 @dataclass(frozen=True)

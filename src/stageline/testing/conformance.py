@@ -258,7 +258,7 @@ class FaultyTransport:
     ) -> None:
         """Each fault is told by the message's header; `replaced` by the whole message."""
         self.inner = inner
-        self.rank, self.ranks = inner.rank, inner.ranks
+        self.rank, self.ranks, self.arrived = inner.rank, inner.ranks, 0.0
         self._drop, self._repeat, self._delay = drop, repeat, delay
         self._relabel, self._replaced = relabel, replaced
 
@@ -273,7 +273,9 @@ class FaultyTransport:
 
     def receive(self, header: Header, deadline: float) -> Message:
         """Receive faithfully."""
-        return self.inner.receive(header, deadline)
+        message = self.inner.receive(header, deadline)
+        self.arrived = self.inner.arrived
+        return message
 
     def fail(self, error: BaseException, where: str) -> None:
         """Fail faithfully."""

@@ -34,6 +34,11 @@ class Outbox:
         self._failure: TransportError | None = None
 
     @property
+    def failed(self) -> bool:
+        """Whether something could not be sent."""
+        return self._failure is not None
+
+    @property
     def kept(self) -> int:
         """How many pieces are on their way."""
         with self._changed:

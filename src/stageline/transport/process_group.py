@@ -68,6 +68,7 @@ class ProcessGroupTransport:
         self._broken = ""
         self._device: torch.device | None = None
         self._staging: Staging | None = None
+        self.arrived = 0.0
 
     def begin(
         self,
@@ -103,19 +104,29 @@ class ProcessGroupTransport:
         """Wait until everything is sent and received; a message that was announced and not sent is a failure."""
         missing = TransportError(f"rank {self.rank} ended its step without sending it")
         self._send_notes(self.rank, f"rank {self.rank} has no more to send", missing)
-        end = time.monotonic() + max(deadline, GRACE)
         try:
-            self._outbox.flush(end)
-            for thread in self._threads:
-                thread.join(max(0.0, end - time.monotonic()))
-                if thread.is_alive():
-                    raise TransportError(f"{thread.name.removeprefix('stageline ')}, messages did not come")
+            while not self._finished(time.monotonic() + max(deadline, GRACE)):
+                pass  # a rank that is slow, and lives
             if self._broken:
                 raise TransportError(self._broken)
         except TransportError as error:
             self._broken = self._broken or str(error)
             raise TransportError(f"rank {self.rank} could not end its step: {error}") from error
         self._threads = []
+
+    def _finished(self, end: float) -> bool:
+        """Whether everything is sent and received at that moment; raises if there is no reason to go on waiting."""
+        try:
+            self._outbox.flush(end)
+            for thread in self._threads:
+                thread.join(max(0.0, end - time.monotonic()))
+                if thread.is_alive():
+                    raise TransportError(f"{thread.name.removeprefix('stageline ')}, messages did not come")
+        except TransportError:
+            if self._outbox.failed or not any(self.patience(rank) for rank in range(self.ranks) if rank != self.rank):
+                raise
+            return False
+        return True
 
     @property
     def kept(self) -> int:
@@ -139,7 +150,21 @@ class ProcessGroupTransport:
 
     def receive(self, header: Header, deadline: float) -> Message:
         """Wait for the next message of the channel."""
-        return self._inbox.take(header, deadline)
+        message, self.arrived = self._inbox.take(header, deadline)
+        return message
+
+    def interrupt(self, culprit: int, text: str) -> None:
+        """Wake this rank if it waits for a message: another one failed. May be called from any thread."""
+        self._inbox.set_failure(culprit, TransportError(text), f"rank {culprit} failed")
+
+    @property
+    def patience(self) -> Callable[[int], bool]:
+        """Asked when a deadline has passed: whether there is reason to go on waiting for that rank."""
+        return self._inbox.patience
+
+    @patience.setter
+    def patience(self, ask: Callable[[int], bool]) -> None:
+        self._inbox.patience = ask
 
     def fail(self, error: BaseException, where: str) -> None:
         """Stop this rank's own waits, and send a note of failure in place of every message that it still owes.

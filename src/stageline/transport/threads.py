@@ -15,6 +15,10 @@ Arrive = Callable[[], None]
 """What is still to be done for a message when it is taken, on the thread that takes it."""
 
 
+_Waiting = tuple[Message | TransportError, Arrive, float]
+"""A message, what to do when it is taken, and when it came."""
+
+
 def _nothing() -> None:
     """A message that is there is there."""
 
@@ -32,9 +36,12 @@ class ThreadHub:
     def __init__(self, ranks: int) -> None:
         """Start with empty channels."""
         self.ranks = ranks
-        self._changed = threading.Condition()
-        self._waiting: dict[tuple[int, int, Traffic], deque[tuple[Message | TransportError, Arrive]]] = {}
+        # A condition for each receiver: a message wakes the rank that it is for, and no other.
+        self._changed = [threading.Condition() for _ in range(ranks)]
+        self._waiting: dict[tuple[int, int, Traffic], deque[_Waiting]] = {}
         self._failure: tuple[int, str, BaseException] | None = None
+        self.patience: Callable[[int], bool] = lambda rank: False
+        """Asked when a deadline has passed: whether there is reason to go on waiting for that rank."""
 
     def end(self, rank: int) -> ThreadTransport:
         """One rank's end."""
@@ -42,46 +49,52 @@ class ThreadHub:
 
     def reset(self) -> None:
         """Forget messages and failures, before a new step after a failed one."""
-        with self._changed:
-            self._waiting.clear()
-            self._failure = None
+        self._waiting = {}
+        self._failure = None
 
     def put(
         self, channel: tuple[int, int, Traffic], message: Message | TransportError, arrive: Arrive = _nothing
     ) -> None:
         """Append to the channel that the message came through, whatever its header says, or that it was unreadable."""
-        with self._changed:
-            self._waiting.setdefault(channel, deque()).append((message, arrive))
-            self._changed.notify_all()
+        came = time.perf_counter()
+        changed = self._changed[channel[1]]
+        with changed:
+            self._waiting.setdefault(channel, deque()).append((message, arrive, came))
+            changed.notify_all()
 
-    def take(self, header: Header, deadline: float) -> Message:
-        """Take the first message of a channel, or fail with the name of who was waited for."""
-        key = (header.source, header.target, header.traffic)
-        end = time.monotonic() + deadline
-        with self._changed:
-            while not self._waiting.get(key):
-                if self._failure is not None:
-                    origin, where, error = self._failure
-                    raise PeerFailed(
-                        f"rank {header.target} stopped waiting for {header}: {where}: {_said(error)}", origin
-                    ) from error
-                if not self._changed.wait(timeout=max(0.0, end - time.monotonic())) and time.monotonic() >= end:
-                    raise TransportError(
-                        f"rank {header.target} waited {deadline:g} s for {header}, and it did not come"
-                    )
-            message, arrive = self._waiting[key].popleft()
+    def take(self, header: Header, deadline: float) -> tuple[Message, float]:
+        """Take the first message of a channel, and when it came; or fail with the name of who was waited for."""
+        message, arrive, came = self._wait(header, deadline)
         if isinstance(message, TransportError):
             raise TransportError(f"rank {header.target} expected {header}: {message}") from message
         arrive()
         check_message(message, header)
-        return message
+        return message, came
+
+    def _wait(self, header: Header, deadline: float) -> _Waiting:
+        key = (header.source, header.target, header.traffic)
+        changed = self._changed[header.target]
+        while True:
+            with changed:
+                changed.wait_for(lambda: self._waiting.get(key) or self._failure is not None, deadline)
+                if self._waiting.get(key):
+                    return self._waiting[key].popleft()
+                failure = self._failure
+            if failure is not None:
+                origin, where, error = failure
+                raise PeerFailed(
+                    f"rank {header.target} stopped waiting for {header}: {where}: {_said(error)}", origin
+                ) from error
+            if not self.patience(header.source):
+                raise TransportError(f"rank {header.target} waited {deadline:g} s for {header}, and it did not come")
 
     def set_failure(self, rank: int, error: BaseException, where: str) -> None:
         """Keep the first failure and wake everyone."""
-        with self._changed:
-            if self._failure is None:
-                self._failure = (rank, where, error)
-            self._changed.notify_all()
+        if self._failure is None:
+            self._failure = (rank, where, error)
+        for changed in self._changed:
+            with changed:
+                changed.notify_all()
 
 
 class ThreadTransport:
@@ -92,6 +105,7 @@ class ThreadTransport:
         self.hub = hub
         self.rank = rank
         self.ranks = hub.ranks
+        self.arrived = 0.0
 
     def send(self, message: Message) -> None:
         """Hand the message over; what a GPU is still writing is waited for by the GPU that reads it."""
@@ -109,7 +123,8 @@ class ThreadTransport:
 
     def receive(self, header: Header, deadline: float) -> Message:
         """Wait for the next message of the channel."""
-        return self.hub.take(header, deadline)
+        message, self.arrived = self.hub.take(header, deadline)
+        return message
 
     def fail(self, error: BaseException, where: str) -> None:
         """Tell all ranks."""

@@ -83,6 +83,7 @@ class Control:
         self._final: Verdict | None = None
         self._final_since = 0.0
         self._complete = self._nobody = False
+        self._answers: dict[int, bool] = {}
         self._on_verdict: list[Callable[[Verdict], None]] = []
         self._on_end: list[Callable[[Verdict | None], None]] = []
         self._changed = threading.Condition()
@@ -159,6 +160,29 @@ class Control:
     def end(self) -> None:
         """End a step: nothing is being done, and nobody is waited for."""
         self.doing = self.waits = None
+
+    @property
+    def round(self) -> int:
+        """How many steps were begun."""
+        return self._round
+
+    def set_deadline(self, deadline: float) -> None:
+        """From now on, a rank that is silent for so long is taken for frozen."""
+        if deadline != self.deadline:
+            self.deadline = deadline
+            self.interval = min(max(0.2, self.ranks / 500), deadline / 5)
+            self._send({"deadline": deadline})
+
+    def busy(self, rank: int, timeout: float = 5.0) -> bool:
+        """Ask whether there is reason to go on waiting for a rank: it, or whom it waits for in turn, is at work."""
+        if self.lost is not None or self._link is None:
+            return False
+        with self._changed:
+            self._answers.pop(rank, None)
+        self._send({"ask": rank})
+        with self._changed:
+            self._changed.wait_for(lambda: rank in self._answers or self.lost is not None, timeout)
+            return self._answers.get(rank, False)
 
     def report(self, failure: Failure) -> None:
         """Tell all ranks that this one failed."""
@@ -307,6 +331,8 @@ class Control:
         with self._changed:
             self._complete = self._complete or "all" in said
             self._nobody = self._nobody or "nobody" in said
+            if "answer" in said:
+                self._answers[int(said["answer"])] = bool(said.get("busy"))
             if "verdict" in said:
                 found = Verdict.from_json(said["verdict"])
                 if found.final and self._final is None:

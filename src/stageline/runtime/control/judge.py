@@ -95,6 +95,21 @@ class Judge:
         else:
             self._raised(rank, report, now)
 
+    def busy(self, rank: int) -> bool:
+        """Whether who waits for this rank has reason to go on: it, or the one it waits for in turn, is at work."""
+        seen: set[int] = set()
+        while rank not in seen:
+            seen.add(rank)
+            seat = self.seats[rank]
+            if seat.state != "here":
+                return False
+            if seat.waits is None:
+                return True
+            if seat.waits == EVERYONE:  # it waits for those who have not come to that point yet
+                return any(each.state == "here" and each.waits is None for each in self.seats)
+            rank = seat.waits
+        return False
+
     def terminated(self, rank: int, now: float) -> None:
         """A rank was told by a signal to end, and asks whom to blame."""
         self.seats[rank].heard = self.seats[rank].terminated = now

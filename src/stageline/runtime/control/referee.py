@@ -177,6 +177,12 @@ class Server:
             self.judge.beat(peer.rank, doing, None if waits is None else int(waits), int(said.get("done", 0)), now)
         elif "failed" in said:
             self.judge.failed(peer.rank, said["failed"], now)
+        elif "ask" in said:
+            asked = int(said["ask"])
+            known = 0 <= asked < len(self.judge.seats)
+            self._send(peer, _line({"answer": asked, "busy": known and self.judge.busy(asked)}))
+        elif "deadline" in said:
+            self.judge.deadline = max(0.1, float(said["deadline"]))
         elif "terminated" in said:
             self.judge.terminated(peer.rank, now)
         elif "bye" in said:

@@ -1,0 +1,107 @@
+"""What a step's ranks found out, as numbers that are added up over all of them, and read again by each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from stageline.runtime.executor import RankResult
+from stageline.runtime.worlds import Crew, Floats
+from stageline.schedules.build import PAIRED
+from stageline.schedules.schedule import Schedule
+from stageline.timeline.timeline import Timeline, Transfers
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What all ranks know when a step is over."""
+
+    losses: tuple[float, ...]
+    """Each microbatch's part of the loss."""
+    unsplit: float
+    """The share of parameters whose gradients came with I."""
+    described: bool
+    """Whether there are metrics."""
+
+    @staticmethod
+    def size(schedule: Schedule) -> int:
+        """How many numbers it takes."""
+        return schedule.microbatches + 3
+
+    @classmethod
+    def read(cls, totals: Floats) -> Outcome:
+        """Read what `sums` wrote, added up over all ranks."""
+        *losses, total, unsplit, described = totals.tolist()
+        return cls(tuple(losses), unsplit / total if total else 0.0, described > 0)
+
+
+def sums(schedule: Schedule, results: Sequence[RankResult]) -> Floats:
+    """The numbers of the ranks that are here."""
+    found = np.zeros(Outcome.size(schedule))
+    for result in results:
+        if result.losses:
+            order = sorted(result.losses)
+            # In one piece: on a GPU, every single number would be waited for.
+            found[order] = torch.stack([result.losses[each].reshape(()).double() for each in order]).cpu().numpy()
+        found[-3:-1] += result.split
+        found[-1] += any(result.metrics.values())
+    return found
+
+
+def metrics_of(results: Sequence[RankResult], weights: Sequence[float]) -> dict[str, float]:
+    """The metrics of the ranks that are here, weighed and added as the loss is."""
+    found: dict[str, float] = {}
+    for result in results:
+        for microbatch in sorted(result.metrics):
+            for name, value in result.metrics[microbatch].items():
+                found[name] = found.get(name, 0.0) + float(value) * weights[microbatch]
+    return found
+
+
+def first_not_finite(losses: Sequence[float]) -> int | None:
+    """The first microbatch whose loss is not a finite number."""
+    return next((index for index, loss in enumerate(losses) if not math.isfinite(loss)), None)
+
+
+def times_of(crew: Crew, results: Sequence[RankResult]) -> Floats:
+    """Start, end and arrival of every action of the ranks that are here; 0 for those of others."""
+    schedule = crew.schedule
+    times = np.zeros((3, schedule.num_actions))
+    for executor, result in zip(crew.executors, results, strict=True):
+        mine = slice(int(schedule.bounds[executor.rank]), int(schedule.bounds[executor.rank + 1]))
+        times[0, mine], times[1, mine] = result.clock.read()
+        for index, moment in result.arrived.items():
+            times[2, index] = moment
+    return times
+
+
+class Measured:
+    """The timeline of a step, built when someone asks for it."""
+
+    def __init__(self, schedule: Schedule, times: Callable[[], Floats]) -> None:
+        """`times` gives those of all ranks, waiting for them if they are still on their way."""
+        self._schedule, self._times = schedule, times
+        self._timeline: Timeline | None = None
+
+    def timeline(self) -> Timeline:
+        """Build it, once."""
+        if self._timeline is None:
+            self._timeline = timeline_of(self._schedule, self._times().reshape(3, -1))
+        return self._timeline
+
+
+def timeline_of(schedule: Schedule, times: Floats) -> Timeline:
+    """A measured timeline from starts, ends and arrivals."""
+    start, end, came = times - times[0].min()
+    pairs = np.flatnonzero(schedule.kinds >= PAIRED)  # a pair is one entry: its halves have the same times
+    start[pairs + 1] = start[pairs] = np.minimum(start[pairs], start[pairs + 1])
+    end[pairs] = end[pairs + 1] = np.maximum(end[pairs], end[pairs + 1])
+    graph = schedule.graph
+    receivers = np.flatnonzero((graph.source >= 0) & (graph.rank != graph.rank[graph.source]))
+    sent = end[graph.source[receivers]]
+    arrived = np.maximum(np.minimum(came[receivers], start[receivers]), sent)
+    return Timeline(schedule=schedule, start=start, end=end, transfers=Transfers(receivers, sent, arrived))

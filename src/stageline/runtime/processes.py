@@ -1,0 +1,297 @@
+"""This process as one rank among others: messages over torch.distributed, blame over a channel of its own."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stageline.errors import StagelineError
+from stageline.runtime.control.client import Control
+from stageline.runtime.control.judge import EVERYONE
+from stageline.runtime.control.verdict import Failure, Verdict
+from stageline.runtime.executor import Executor, RankResult, Work
+from stageline.runtime.flight import Flight
+from stageline.runtime.groups import own_groups, several_processes
+from stageline.runtime.progress import Progress
+from stageline.runtime.worlds import (
+    GRADIENTS,
+    Crew,
+    Floats,
+    PipelineError,
+    SumUp,
+    ThreadWorld,
+    World,
+    failure,
+    note_record,
+)
+from stageline.transport.process_group import ProcessGroupTransport
+from stageline.transport.protocol import PeerFailed, Traffic, Transport, TransportError
+
+BLAME = 2.0
+"""Seconds that a rank which failed waits to learn who failed first."""
+
+
+def find_world(ranks: int, deadline: float) -> World:
+    """Threads, unless the environment says that this process is one rank of several."""
+    if not several_processes(deadline):
+        return ThreadWorld(ranks)
+    if dist.get_world_size() != ranks:
+        raise StagelineError(
+            f"the schedule has {ranks} ranks and {dist.get_world_size()} processes were started; start {ranks}, "
+            f"or give ranks={dist.get_world_size()}"
+        )
+    return ProcessWorld(deadline)
+
+
+class ProcessWorld:
+    """This process is one rank of a torch.distributed group; the pipeline's own groups join it to the others."""
+
+    def __init__(self, deadline: float = 60.0) -> None:
+        """Make the groups, all processes together, or use those of an earlier pipeline."""
+        self._groups = own_groups(deadline)
+        self._control: Control = self._groups.watch
+        self._control.set_deadline(deadline)
+        self._transport = ProcessGroupTransport(self._groups.messages, self._groups.payloads)
+        self._transport.patience = self._control.busy
+        self._flight = Flight(self._transport.rank, self._transport.ranks, self._control.job)
+        self._running: Executor | None = None
+        self._lost = ""
+        self.here = [self._transport.rank]
+        self._control.on_verdict(self._hear)
+        self._control.on_end(self._last_words)
+
+    def transport(self, rank: int) -> Transport:
+        """This process's end."""
+        return self._transport
+
+    def progress(self, rank: int) -> Progress:
+        """The control channel reads it with every beat."""
+        return self._control
+
+    def flight(self, rank: int) -> Flight:
+        """Where this rank notes what it did."""
+        return self._flight
+
+    def begin(self) -> None:
+        """Begin a step; a job that lost a rank cannot."""
+        self._control.begin()
+        verdict = self._control.verdict()
+        if verdict is not None and verdict.final:
+            raise self._over(verdict)
+
+    def end(self) -> None:
+        """End a step."""
+        self._running = None
+        self._control.end()
+
+    def announce(self, row: Floats) -> Callable[[], Floats]:
+        """Gather the rows of all ranks, without waiting."""
+        mine = torch.from_numpy(np.ascontiguousarray(row, dtype=np.float64))
+        found = [torch.empty_like(mine) for _ in range(self._transport.ranks)]
+        wait = self._start(lambda: dist.all_gather(found, mine, group=self._groups.control, async_op=True))
+
+        def rows() -> Floats:
+            wait()
+            return np.stack([each.numpy() for each in found])
+
+        return rows
+
+    def run(
+        self, crew: Crew, work: Work | None, deadline: float, sum_up: SumUp, size: int, refused: Exception | None = None
+    ) -> tuple[list[RankResult], Floats]:
+        """Run this rank's program in this thread; all ranks come to the end of the step together, failed or not."""
+        (executor,) = crew.executors
+        self._running = executor
+        expected: dict[tuple[int, Traffic], int] = {}
+        owed: dict[tuple[int, Traffic], int] = {}
+        for channel in crew.schedule.channels:
+            if channel.target == executor.rank:
+                expected[(channel.source, channel.traffic)] = len(channel.messages)
+            if channel.source == executor.rank:
+                owed[(channel.target, channel.traffic)] = len(channel.messages)
+        results: list[RankResult] = []
+        failed: tuple[float, str, BaseException] | None = None
+        device = None if executor.device is None else torch.device("cuda", executor.device)
+        self._transport.begin(expected, owed, device)
+        try:
+            if refused is not None or work is None:
+                raise refused or StagelineError("there is nothing to run")
+            results = [executor.run(work, deadline)]
+            own = sum_up(results)
+        except BaseException as error:
+            failed = (time.time(), executor.doing, error)
+            own = np.zeros(size)
+            self._report(executor, error)
+        try:
+            self._transport.finish(deadline)
+        except TransportError as error:
+            raise self._lose(str(error)) from (failed[2] if failed else error)
+        return results, self._end_together(failed, own)
+
+    def _report(self, executor: Executor, error: BaseException) -> None:
+        """Tell all ranks of this one's failure, and learn whether another's was the cause of it."""
+        told = Failure.of(error, self._control.doing, secondary=isinstance(error, TransportError))
+        self._control.report(told)
+        self._transport.fail(error, f"rank {executor.rank} failed in {executor.doing}")
+        self._control.waits = EVERYONE
+        verdict = self._control.verdict(timeout=BLAME)
+        executor.record(verdict, self._control.lost)
+        executor.forget()
+        if not isinstance(error, Exception):
+            raise error
+        if verdict is not None and verdict.final:
+            raise self._over(verdict) from error
+
+    def _end_together(self, failed: tuple[float, str, BaseException] | None, own: Floats) -> Floats:
+        """Add up what all know; or let all ranks know that one failed, and which was the first to."""
+        flags = np.zeros((2, self._transport.ranks))
+        if failed is not None:
+            flags[int(isinstance(failed[2], PeerFailed)), self.here[0]] = failed[0]
+        every = self.add_up(np.concatenate([flags.reshape(-1), own]))
+        flags, totals = every[: flags.size].reshape(flags.shape), every[flags.size :]
+        if not flags.any():
+            return totals
+        times = flags[0] if flags[0].any() else flags[1]
+        origin = int(np.argmin(np.where(times > 0, times, np.inf)))
+        mine = str(failure(origin, failed[1], failed[2])) if failed is not None else ""
+        error = PipelineError(self.tell(mine, origin))
+        verdict = self._control.verdict()
+        if verdict is not None and verdict.traceback and verdict.culprit != self.here[0]:
+            error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
+        if self._running is not None:
+            note_record(error, [self._running.record(verdict, self._control.lost)])
+        raise error from (failed[2] if failed else None)
+
+    # What the control channel says.
+
+    def _hear(self, verdict: Verdict) -> None:
+        """Wake this rank, if it waits for a message that will not come."""
+        if verdict.final or verdict.round == self._control.round:
+            self._transport.interrupt(verdict.culprit, str(verdict))
+
+    def _last_words(self, verdict: Verdict | None) -> None:
+        running = self._running
+        if running is not None:
+            running.record(verdict, self._control.lost)
+
+    def _over(self, verdict: Verdict) -> PipelineError:
+        """The job lost a rank."""
+        self._lost = str(verdict)
+        error = PipelineError(f"{verdict}; {GRADIENTS.split(':')[0]}; this job cannot go on: start it again")
+        if verdict.traceback:
+            error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
+        if self._running is not None:
+            note_record(error, [self._running.record(verdict, self._control.lost)])
+        return error
+
+    def _lose(self, text: str) -> PipelineError:
+        """This rank cannot go on; tell all, who may wait for it."""
+        verdict = self._control.verdict(timeout=BLAME)
+        if verdict is not None and verdict.final:
+            return self._over(verdict)
+        self._lost = self._groups.lost() or text
+        self._groups.lose(self._lost)
+        return PipelineError(
+            f"{self._lost}; no parameter was changed, and this pipeline cannot go on: start the processes again, or, "
+            "if all of them are alive, make a new Pipeline in each"
+        )
+
+    # What all ranks do together.
+
+    def _start(self, start: Callable[[], Any]) -> Callable[[], None]:
+        """Begin what all ranks do together; what is given back waits for it, unless a rank is lost."""
+        if self._lost:  # and so nothing is started that the others could take for something else
+            raise self._lose(self._lost)
+        work = start()
+
+        def wait() -> None:
+            before, self._control.waits = self._control.waits, EVERYONE
+            try:
+                self._wait(work)
+            finally:
+                self._control.waits = before
+
+        return wait
+
+    def _wait(self, work: Any) -> None:
+        while True:
+            try:
+                work.wait(datetime.timedelta(seconds=0.2))
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    break
+                verdict = self._control.verdict()
+                if verdict is not None and verdict.final:
+                    raise self._over(verdict) from error
+                said = self._groups.lost()
+                if said:
+                    raise self._lose(said) from error
+        try:
+            work.wait()  # done just now, or for the reason why it failed
+        except RuntimeError as error:
+            raise self._lose(f"rank {self.here[0]} lost another rank: {error}") from error
+
+    def add_up(self, values: Floats) -> Floats:
+        """Add over all processes."""
+        return self.later(values)()
+
+    def later(self, values: Floats) -> Callable[[], Floats]:
+        """Add over all processes, without waiting."""
+        tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64).copy())
+        wait = self._start(lambda: dist.all_reduce(tensor, group=self._groups.control, async_op=True))
+
+        def total() -> Floats:
+            wait()
+            return np.asarray(tensor.numpy())
+
+        return total
+
+    def agree(self, facts: dict[str, str]) -> None:
+        """Compare digests of the facts; where one differs, name it and the first rank that has another."""
+        names = sorted(facts)
+        mine = torch.tensor([_number(facts[name]) for name in names])
+        found = [torch.empty_like(mine) for _ in range(self._transport.ranks)]
+        self._start(lambda: dist.all_gather(found, mine, group=self._groups.control, async_op=True))()
+        for index, name in enumerate(names):
+            values = [int(each[index]) for each in found]
+            for rank, value in enumerate(values):
+                if value != values[0]:
+                    raise PipelineError(
+                        f"rank {rank} and rank 0 differ in {name}; rank {self.here[0]} has {facts[name][:80]!r}: "
+                        "all ranks must be given the same"
+                    )
+
+    def share(self, tensor: Tensor, owner: int) -> None:
+        """Broadcast from the owner; what is on a GPU goes through the memory of the host."""
+        sent = tensor.detach().cpu().contiguous()
+        # As bytes: gloo does not know all types.
+        whole = sent.reshape(-1).view(torch.uint8)
+        if len(whole):
+            self._start(lambda: dist.broadcast(whole, group_src=owner, group=self._groups.control, async_op=True))()
+        if owner != self.here[0]:
+            with torch.no_grad():
+                tensor.copy_(sent)
+
+    def tell(self, text: str, owner: int) -> str:
+        """Broadcast the text's length and its bytes."""
+        size = torch.tensor([len(text.encode())])
+        self.share(size, owner)
+        sent = torch.zeros(int(size), dtype=torch.uint8)
+        if owner == self.here[0] and text:
+            sent = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone()
+        self.share(sent, owner)
+        return bytes(sent.numpy()).decode()
+
+
+def _number(text: str) -> int:
+    """A number of 63 bits that tells texts apart."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
