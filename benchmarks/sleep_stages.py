@@ -47,14 +47,8 @@ def stages_of(schedule: sl.Schedule) -> list[SleepStage]:
     return [SleepStage(part, part, part, width=WIDTH) for _ in range(schedule.stages)]
 
 
-def costs_of(slept: dict[str, float], stages: int, transfer: float) -> sl.Costs:
-    """The first stage has no input to give a gradient to: it sleeps I with W."""
-    return sl.Costs(
-        forward=slept["F"],
-        backward_input=[0.0] + [slept["I"]] * (stages - 1),
-        backward_weight=[slept["I"] + slept["W"]] + [slept["W"]] * (stages - 1),
-        transfer=transfer,
-    )
+def costs_of(slept: dict[str, float], transfer: float) -> sl.Costs:
+    return sl.Costs(forward=slept["F"], backward_input=slept["I"], backward_weight=slept["W"], transfer=transfer)
 
 
 def ping_pong(transport: Transport) -> float:
@@ -201,8 +195,8 @@ def row_of(name: str, where: str, ranks: int, microbatches: int, seen: list[dict
             if name != "1f1b":
                 made = sl.Schedule.from_programs([line.split() for line in seen[0]["order"]], name="torch")
             row["same order"] = made == schedule
-        costs = costs_of(slept, schedule.stages, transfer)
-        nominal = costs_of(dict.fromkeys("FIW", NOMINAL * ranks / schedule.stages), schedule.stages, 0.0)
+        costs = costs_of(slept, transfer)
+        nominal = costs_of(dict.fromkeys("FIW", NOMINAL * ranks / schedule.stages), 0.0)
         row[f"{who} s"] = taken
         row[f"{who} makespan"] = sl.simulate(made, costs).makespan
         row[f"{who} ratio"] = taken / row[f"{who} makespan"]

@@ -310,6 +310,24 @@ def test_a_plan_is_made_once_and_a_graph_of_another_form_gets_its_own() -> None:
         assert len(plans) == [1, 1, 2, 3, 3, 4][turn]
 
 
+def test_a_leaf_that_every_forward_makes_anew_is_no_new_form_and_is_not_kept() -> None:
+    linear = nn.Linear(8, 8)
+    plans: list[Any] = []
+    made: list[Any] = []
+    for _ in range(3):
+        x, leaf = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+        made.append(weakref.ref(leaf))
+        output = linear(x) * leaf
+        split = SplitBackward([output], [torch.ones_like(output)], [x], plans)
+        split.input_gradients()
+        split.weight_gradients()
+        assert torch.equal(torch.as_tensor(leaf.grad), linear(x).sum(0))
+        del split, output, leaf
+    gc.collect()
+    assert len(plans) == 1
+    assert all(each() is None for each in made)
+
+
 @pytest.mark.parametrize("name", ["a custom function", "linear", "a layer used twice", "attention"])
 def test_hooks_of_parameters_fire_once(name: str) -> None:
     counts: Counter[str] = Counter()

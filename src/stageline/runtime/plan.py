@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
@@ -63,9 +63,11 @@ class Plan:
     roots: list[Edge]
     inputs: list[int]
     """The node of each input; -1 where the outputs do not depend on it."""
-    parameters: dict[int, Any]
-    """The nodes where parameters gather their gradients, and those parameters. The nodes themselves are not kept from
-    one graph to the next: on a GPU they belong to the stream in which they were made."""
+    leaves: dict[int, int]
+    """The nodes where leaves other than the inputs gather their gradients, and how many elements these have."""
+    parameters: dict[int, nn.Parameter]
+    """Those of them that are parameters. The nodes themselves are not kept from one graph to the next: on a GPU they
+    belong to the stream in which they were made; and a leaf that is no parameter may be made anew in every forward."""
     hooked: tuple[int, ...] = ()
     """Of each node that saves tensors for its weight half: who holds them."""
     onward: list[int] = field(default_factory=list)
@@ -85,12 +87,12 @@ class Plan:
     @cached_property
     def total(self) -> int:
         """How many elements of parameters get a gradient."""
-        return sum(self.parameter(leaf).numel() for leaf in self.parameters)
+        return sum(self.leaves.values())
 
     @cached_property
     def unsplit(self) -> int:
         """How many of them get it with I."""
-        return sum(self.parameter(leaf).numel() for leaf in self.together)
+        return sum(self.leaves[leaf] for leaf in self.together)
 
     @cached_property
     def late(self) -> bool:
@@ -101,10 +103,6 @@ class Plan:
     def keeps_graph(self) -> bool:
         """Whether some fork must run again, for which the graph has to stay."""
         return any(fork.half is None for fork in self.forks)
-
-    def parameter(self, leaf: int) -> Any:
-        """The parameter that gathers its gradients in a node."""
-        return self.parameters[leaf]
 
     @cached_property
     def _types(self) -> list[type]:
@@ -209,9 +207,14 @@ def make_plan(roots: Sequence[GradientEdge], ends: Sequence[Node]) -> tuple[Plan
         found = nodes[len(children)].next_functions
         children.append(tuple(None if child is None else (number_of(child), output) for child, output in found))
     inputs = [numbers.get(end, -1) for end in ends]
-    leaves: list[tuple[int, Any]] = [(number, node) for number, node in enumerate(nodes) if hasattr(node, "variable")]
-    parameters = {number: node.variable for number, node in leaves if number not in inputs}
-    plan = Plan([(type(node), node.name()) for node in nodes], children, starts, inputs, parameters)
+    found_leaves: list[tuple[int, Any]] = [
+        (number, node.variable)
+        for number, node in enumerate(nodes)
+        if hasattr(node, "variable") and number not in inputs
+    ]
+    leaves = {number: leaf.numel() for number, leaf in found_leaves}
+    parameters = {number: leaf for number, leaf in found_leaves if isinstance(leaf, nn.Parameter)}
+    plan = Plan([(type(node), node.name()) for node in nodes], children, starts, inputs, leaves, parameters)
     _Analysis(plan, nodes).decide()
     return plan, nodes
 
@@ -253,9 +256,7 @@ class _Analysis:
         plain: set[int] = set()  # parameters, and mere views of them
         for number in self.order:
             below = list(self.below(number))
-            if number in self.plan.parameters or (
-                self.names[number] in VIEWS and all(child in plain for child in below)
-            ):
+            if number in self.plan.leaves or (self.names[number] in VIEWS and all(child in plain for child in below)):
                 plain.add(number)
         entries: set[int] = set()
         seen: set[int] = set()
@@ -295,7 +296,7 @@ class _Analysis:
         for number in self.order:
             below = list(self.below(number))
             self.leads_on[number] = number in self.stops or any(self.leads_on[child] for child in below)
-            if number in self.plan.parameters:
+            if number in self.plan.leaves:
                 self.behind[number] = frozenset([number])
             else:
                 sides = [self.behind[child] for child in below if not self.leads_on[child]]
@@ -328,7 +329,7 @@ class _Analysis:
         self._settle(found)
 
     def _by_hand(self, half: Half, number: int, edges: Sequence[int], leaves: Sequence[int]) -> bool:
-        usual = not any(self.plan.parameter(leaf).is_complex() for leaf in leaves)
+        usual = not any(self.nodes[leaf].variable.is_complex() for leaf in leaves)  # type: ignore[attr-defined]
         apart = half.data == {0, 1} or not half.data & set(edges)
         return usual and apart and half.fits(self.nodes[number])
 
@@ -340,7 +341,7 @@ class _Analysis:
             for leaf in fork.leaves:
                 uses.setdefault(leaf, []).append(fork)
         outside = {leaf for index in plan.rest for leaf in self.behind[plan.roots[index][0]]}
-        outside |= {leaf for stop in self.stops for leaf in self._all_below(stop) if leaf in plan.parameters}
+        outside |= {leaf for stop in self.stops for leaf in self._all_below(stop) if leaf in plan.leaves}
         self.outside = outside
         held = dict(zip((number for number, _ in plan.savers), plan.hooked, strict=True))
         together: set[int] = set()
@@ -379,7 +380,7 @@ class _Analysis:
         turned = self.names[child] == "TBackward0"
         leaf = next(self.below(child), child) if turned else child
         parameter = self.plan.parameters.get(leaf)
-        plain = parameter is not None and type(parameter) in (nn.Parameter, Tensor)
+        plain = type(parameter) is nn.Parameter
         return (parameter, turned) if plain else (None, False)
 
 

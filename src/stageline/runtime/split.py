@@ -83,7 +83,6 @@ class SplitBackward:
     """How many elements of parameters get a gradient."""
     _noted: list[_Noted] = field(default_factory=list)
     _nodes: list[Node] = field(default_factory=list)
-    _plan: Plan | None = None
     _together: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
     _last: tuple[list[GradientEdge], list[Tensor | None]] = field(default_factory=lambda: ([], []))
     """The roots of W's last run: where the data enters, and outputs that depend on parameters alone."""
@@ -104,11 +103,11 @@ class SplitBackward:
 
     def input_gradients(self) -> list[Tensor | None]:
         """Run I: the gradients of the inputs, None where there is none."""
-        plan = self._plan = self._find_plan()
+        plan = self._find_plan()
         self.total = plan.total
         if plan.whole:
             return self._whole()
-        parameters = [plan.parameter(leaf) for leaf in plan.together]
+        parameters = [self._leaf(leaf) for leaf in plan.together]
         self.unsplit = plan.unsplit
         ends = [GradientEdge(self._nodes[number], output) for number, output in plan.ends]
         self._last = (
@@ -156,6 +155,10 @@ class SplitBackward:
         """Let go of what only I needed."""
         self.outputs = self.grads = self.inputs = ()
         return found
+
+    def _leaf(self, number: int) -> Tensor:
+        node: Any = self._nodes[number]
+        return torch.as_tensor(node.variable)
 
     def _root_gradient(self, index: int) -> Tensor:
         grad = self.grads[index]
@@ -246,14 +249,13 @@ class SplitBackward:
 
     def _run_again(self, noted: _Noted) -> None:
         """Run a node towards its parameters alone."""
-        assert self._plan is not None
         node = self._nodes[noted.fork.node]
         there = [(GradientEdge(node, index), grad) for index, grad in enumerate(noted.grads) if grad is not None]
         if there:
             torch.autograd.backward(
                 [edge for edge, _ in there],
                 [grad for _, grad in there],
-                inputs=[self._plan.parameter(leaf) for leaf in noted.fork.leaves],
+                inputs=[self._leaf(leaf) for leaf in noted.fork.leaves],
                 retain_graph=True,
             )
 

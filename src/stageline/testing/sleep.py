@@ -24,7 +24,7 @@ class SleepStage(nn.Module):
                    sleeps W ── weight
 
     The output has the shape of the input, so stages chain. Sleeping lets other threads run. A first stage, whose input
-    wants no gradient, sleeps I all the same, in B or with W, so that every stage costs the same.
+    wants no gradient, sleeps I all the same, so that every stage costs the same.
 
     >>> import stageline as sl
     >>> stages = [SleepStage(0.0, 0.0, 0.0, width=2) for _ in range(2)]
@@ -49,7 +49,7 @@ class SleepStage(nn.Module):
         """Sleep F, and prepare to sleep I and W."""
         self.sleep("F")
         if torch.is_grad_enabled() and not x.requires_grad:
-            x = x.detach().requires_grad_()  # nobody asks for its gradient, and still it is computed
+            x = x.detach().requires_grad_() * 1  # nobody asks for its gradient, and still it is computed
         slow: Any = _SleepInBackward.apply
         return torch.as_tensor(slow(x, self, "I") + slow(self.weight, self, "W"))
 
