@@ -242,11 +242,11 @@ class ProcessWorld:
 
     def add_up(self, values: Floats) -> Floats:
         """Add over all processes."""
-        return self.later(values)()
+        return self.later(lambda: values)()
 
-    def later(self, values: Floats) -> Callable[[], Floats]:
+    def later(self, values: Callable[[], Floats]) -> Callable[[], Floats]:
         """Add over all processes, without waiting."""
-        tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64).copy())
+        tensor = torch.from_numpy(np.ascontiguousarray(values(), dtype=np.float64).copy())
         wait = self._start(lambda: dist.all_reduce(tensor, group=self._groups.control, async_op=True))
 
         def total() -> Floats:

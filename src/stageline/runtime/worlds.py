@@ -72,7 +72,7 @@ class World(Protocol):
         Comes back when all ranks have finished. With `refused`, this process takes part only to say why it cannot.
         """
 
-    def later(self, values: Floats) -> Callable[[], Floats]:
+    def later(self, values: Callable[[], Floats]) -> Callable[[], Floats]:
         """Add up over all processes as `add_up` does, without waiting; when called, give back the sum."""
 
     def end(self) -> None:
@@ -203,9 +203,9 @@ class ThreadWorld:
             each.forget()
         raise error from first
 
-    def later(self, values: Floats) -> Callable[[], Floats]:
-        """All is known here already."""
-        return lambda: values
+    def later(self, values: Callable[[], Floats]) -> Callable[[], Floats]:
+        """All is known here already, and is asked for when it is wanted."""
+        return values
 
     def end(self) -> None:
         """Nobody is doing anything."""
