@@ -41,6 +41,8 @@ NAMES = ("the number of samples", "the inputs", "the targets", "the keyword inpu
 def look_at(stages: int, inputs: Any, targets: Any, keywords: Keywords | None, digests: bool) -> Given:
     """Make sure that everything given has as many samples; take digests of it if they are to be compared."""
     named = [(what, part) for what, part in (("inputs", inputs), ("targets", targets)) if part is not None]
+    if keywords is not None and not isinstance(keywords, Mapping):
+        raise StagelineError(f"stage_kwargs is a dict by stage, got {shorten(keywords)}")
     for stage, given in (keywords or {}).items():
         if stage != "all" and not (isinstance(stage, int) and 0 <= stage < stages):
             raise StagelineError(f"stage_kwargs has the key {stage!r}; give a stage from 0 to {stages - 1}, or 'all'")

@@ -50,16 +50,23 @@ def find_schedule(
     if ranks is not None:
         return schedule(str(given), ranks, microbatches, **options)
     # Without a number of ranks, every layer is a stage, and the family says how many of them a rank holds.
-    refused = ""
-    for count in (count for count in range(layers, 0, -1) if layers % count == 0):
+    refused: list[ScheduleError] = []
+    for count in _divisors(layers):
         try:
             made = schedule(str(given), count, microbatches, **options)
         except ScheduleError as error:
-            refused = f": {error}"
+            refused.append(error)
             continue
         if made.stages == layers:
             return made
-    raise ScheduleError(f"{family.name} does not fit {layers} stages on any number of ranks{refused}; give ranks=")
+    if refused and len({str(error) for error in refused}) == 1 and len(refused) == len(_divisors(layers)):
+        raise refused[0]  # it has nothing to do with the number of ranks
+    last = f": {refused[-1]}" if refused else ""
+    raise ScheduleError(f"{family.name} does not fit {layers} stages on any number of ranks{last}; give ranks=")
+
+
+def _divisors(number: int) -> list[int]:
+    return [count for count in range(number, 0, -1) if number % count == 0]
 
 
 def layers_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:

@@ -199,6 +199,8 @@ class Executor:
     ) -> Message | None:
         if arrived is None:
             leaves, tree = flatten(self._here(work.inputs[task.microbatch]), "the batch")
+            # Through .data: microbatches are parts of one tensor, and a change of one in place is no change of another.
+            leaves = [leaf.data if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             wants = [False] * len(leaves)
         else:
             leaves, tree, wants = list(arrived.leaves), arrived.tree, list(arrived.wants_gradient)

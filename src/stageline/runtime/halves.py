@@ -54,10 +54,11 @@ def _second_factor(first: Tensor, grad: Tensor, sizes: Sequence[int], strides: S
 
 def _reduced(grad: Tensor, wanted: Wanted) -> Tensor:
     """Sum over what was broadcast, then take the type of what it is the gradient of."""
-    if grad.dim() == 2 and len(wanted.shape) == 1 and grad.shape[1] == wanted.shape[0]:
+    shape = wanted.shape[::-1] if wanted.turned else wanted.shape
+    if grad.dim() == 2 and len(shape) == 1 and grad.shape[1] == shape[0]:
         found = grad.sum(0)  # a bias: the same kernel as below, in one call
     else:
-        found = grad if grad.shape == wanted.shape else grad.sum_to_size(wanted.shape)
+        found = grad if grad.shape == shape else grad.sum_to_size(shape)
     found = found if found.dtype == wanted.dtype else found.to(wanted.dtype)
     return found.t() if wanted.turned else found
 

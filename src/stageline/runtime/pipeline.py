@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stageline.errors import StagelineError
+from stageline.errors import StagelineError, shorten
 from stageline.runtime.batch import (
     NAMES,
     Given,
@@ -99,10 +99,12 @@ class Pipeline:
         `options` are the family's own, such as `chunks`.
         """
         check_reduction(loss_reduction)
+        if not callable(loss_fn):
+            raise StagelineError(f"loss_fn is a function of output and target, got {shorten(loss_fn)}")
         again = understand(recompute, recompute_policy)
         self.deadline = find_deadline(deadline)
         self.model = whole_model(stages)
-        exact = not isinstance(stages, nn.Sequential)
+        exact = self._exact = not isinstance(stages, nn.Sequential)
         self.schedule = find_schedule(schedule, len(self.model), ranks, microbatches, **options)
         self.certificate = verify(self.schedule)
         self.loss_fn = loss_fn
@@ -120,6 +122,15 @@ class Pipeline:
         """How many samples all ranks had in the last step."""
         self._measured: Measured | None = None
 
+    @property
+    def _alone(self) -> bool:
+        """Whether all ranks are in this process."""
+        return len(self._world.here) == self.schedule.ranks
+
+    def __reduce__(self) -> Any:
+        """Refuse to be copied or pickled: threads, connections and measured times belong to this one."""
+        raise StagelineError("a Pipeline cannot be copied or pickled; copy its model, and make a new Pipeline of that")
+
     # What a user of torch expects of a model.
 
     @cached_property
@@ -133,7 +144,7 @@ class Pipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of the stages that are here, each once; gradients add into their `.grad`."""
         own = (parameter for _, parameter in self.named_parameters())
-        return own if len(self._world.here) == self.schedule.ranks else watched(own)
+        return own if self._alone else watched(own)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of the stages that are here, by their names in the whole model."""
@@ -158,9 +169,12 @@ class Pipeline:
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state with names of the whole model; what belongs to stages elsewhere is passed over."""
-        known = set(self.model.state_dict())
+        if not isinstance(state, Mapping):
+            raise StagelineError(f"a state is a dict of tensors by name, got {shorten(state)}")
+        known, own = set(self.model.state_dict()), set(self.state_dict())
         unknown = sorted(set(state) - known)
-        missing = sorted(set(self.state_dict()) - set(state))
+        # A state that has more than this rank's part is the whole one, and then all of it must be there.
+        missing = sorted((known if set(state) & known - own else own) - set(state))
         if strict and (unknown or missing):
             raise StagelineError(
                 f"the state does not fit the model: {len(missing)} names are missing (first: {missing[:1]}), "
@@ -185,7 +199,7 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip by the norm over all stages and ranks, tied weights counted once; give back the norm before it."""
-        if len(self._world.here) == self.schedule.ranks:
+        if self._alone:
             return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
         return self._clip_together(max_norm, norm_type)
 
@@ -220,6 +234,8 @@ class Pipeline:
         `stage_kwargs` holds keyword inputs of single stages, `{2: {"mask": mask}}`, or of every stage that takes them,
         `{"all": {"mask": mask}}`; they are cut into microbatches as the batch is.
         """
+        if torch.is_inference_mode_enabled():
+            raise StagelineError("step cannot train inside of torch.inference_mode(); call it outside")
         if not self.schedule.training:
             raise StagelineError(f"{self.schedule.name} has no backwards to train with; use predict or evaluate")
         began = time.perf_counter()
@@ -287,7 +303,9 @@ class Pipeline:
 
     def _common_seed(self, seed: int | None) -> int:
         """The seed of rank 0, known to all; it must be exact in a float, so its last 52 bits count."""
-        mine = (torch.initial_seed() if seed is None else int(seed)) & (2**52 - 1)
+        if seed is not None and not isinstance(seed, int):
+            raise StagelineError(f"seed is a whole number, got {shorten(seed)}")
+        mine = (torch.initial_seed() if seed is None else seed) & (2**52 - 1)
         return int(self._world.add_up(np.array([float(mine) if 0 in self._world.here else 0.0]))[0])
 
     def _run(
@@ -333,7 +351,7 @@ class Pipeline:
         All is told without waiting. Only a rank that was given nothing, or another number of samples than in the last
         step, waits until it knows what the others were given.
         """
-        alone = len(self._world.here) == self.schedule.ranks
+        alone = self._alone
         refused: Exception | None = None
         try:
             given = look_at(self.schedule.stages, inputs, targets, keywords, digests=not alone)
@@ -421,7 +439,7 @@ class Pipeline:
             self._check_losses(outcome)
             self._check_buffers(versions)
             self._check_generators(generators, crew)
-            gather(self._placed, self._world.share)
+            gather(self._placed, self._world.share, self._alone)
         metrics = self._metrics(metrics_of(results, work.weights)) if outcome.described else {}
         return _Done(crew, work, results, outcome, metrics)
 
@@ -433,7 +451,7 @@ class Pipeline:
         return sums(crew.schedule, results)
 
     def _check_batch(self, rows: Callable[[], Floats], columns: Sequence[int]) -> None:
-        if len(self._world.here) < self.schedule.ranks:
+        if not self._alone:
             known = rows()
             apart = difference(known, columns)
             missing = next((NAMES[column] for column in columns if column in (1, 2) and not known[:, column].any()), "")
@@ -476,7 +494,7 @@ class Pipeline:
     def _metrics(self, own: dict[str, float]) -> dict[str, float]:
         """Add up the metrics of the ranks that hold the last stage, of which there may be two."""
         owners = sorted({int(rank) for rank in self.schedule.placement.table[:, -1]})
-        if len(self._world.here) == self.schedule.ranks:
+        if self._alone:
             return own
         total: dict[str, float] = {}
         for rank in owners:
@@ -494,7 +512,7 @@ class Pipeline:
                     schedule,
                     rank,
                     {
-                        stage: Stage(stage, module, self._options)
+                        stage: Stage(stage, module, self._options, spread=self._exact)
                         for stage, module in self._placed.modules[rank].items()
                     },
                     self._world.transport(rank),

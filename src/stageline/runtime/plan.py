@@ -68,6 +68,8 @@ class Plan:
     parameters: dict[int, nn.Parameter]
     """Those of them that are parameters. The nodes themselves are not kept from one graph to the next: on a GPU they
     belong to the stream in which they were made; and a leaf that is no parameter may be made anew in every forward."""
+    dtypes: list[Any] = field(default_factory=list)
+    """Of the outputs and inputs of the graph."""
     hooked: list[int] = field(default_factory=list)
     """Of each node that saves tensors for its weight half: who holds them."""
     onward: list[int] = field(default_factory=list)
@@ -161,6 +163,30 @@ def _holder(hook: Any) -> int:
     return CHECKPOINT if "checkpoint" in (getattr(hook, "__module__", None) or "") else HOOKS
 
 
+def checkpointed(outputs: Sequence[Any]) -> bool:
+    """Whether torch's checkpointing holds something of the graph that led to these tensors."""
+    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        names = _names.get(type(node))
+        if names is None:
+            names = _names[type(node)] = _saved_names(node)
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        if names and _hooked([node], [(0, names[0])]) == [CHECKPOINT]:
+            return True
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                waiting.append(child)
+    return False
+
+
+_names: dict[type, list[str]] = {}
+"""What nodes of a class save."""
+
+
 def make_plan(roots: Sequence[GradientEdge], ends: Sequence[Node]) -> tuple[Plan, list[Node]]:
     """Walk a graph, and find out how to split its backward."""
     numbers: dict[Node, int] = {}
@@ -208,7 +234,10 @@ class _Analysis:
         if plan.whole:
             return
         if not self.stops:
-            self.stops = self._entries()
+            entries = self._entries()
+            savers = [(number, name) for number in entries for name in _saved_names(self.nodes[number])[:1]]
+            # What torch's checkpointing holds it gives out once in every run, so I and W cannot both have of it.
+            self.stops = set() if CHECKPOINT in _hooked(self.nodes, savers) else entries
             plan.ends = sorted({edge for edges in plan.children for edge in edges if edge and edge[0] in self.stops})
             plan.ends += sorted({root for root in plan.roots if root[0] in self.stops} - set(plan.ends))
         self._spread()
@@ -300,7 +329,8 @@ class _Analysis:
         self._settle(found)
 
     def _by_hand(self, half: Half, number: int, edges: Sequence[int], leaves: Sequence[int]) -> bool:
-        usual = not any(self.nodes[leaf].variable.is_complex() for leaf in leaves)  # type: ignore[attr-defined]
+        leads_to_complex = any(self.nodes[leaf].variable.is_complex() for leaf in leaves)  # type: ignore[attr-defined]
+        usual = not (leads_to_complex or self.nodes[number]._input_metadata[0].dtype.is_complex)
         apart = half.data == {0, 1} or not half.data & set(edges)
         return usual and apart and half.fits(self.nodes[number])
 
@@ -321,7 +351,7 @@ class _Analysis:
                 together.update(fork.leaves)
         for leaf, forks in uses.items():
             # Parts of one gradient are added in the order of a whole backward only if W computes them all in one go.
-            by_hand = all(fork.half is not None for fork in forks)
+            by_hand = all(fork.half is not None and self._directly(fork, leaf) for fork in forks)
             if (len(forks) > 1 and not by_hand) or (leaf in outside and not (by_hand and len(forks) == 1)):
                 together.add(leaf)
         before = -1
@@ -349,6 +379,13 @@ class _Analysis:
                     each = zip(edges, targets, turned, strict=True)
                     wanted = tuple(Wanted(edge, target.shape, target.dtype, turn) for edge, target, turn in each)
                 plan.forks.append(Fork(fork.node, leaves, fork.half, edges, children, targets, turned, alone, wanted))
+
+    def _directly(self, fork: Fork, leaf: int) -> bool:
+        """Whether a fork leads to a leaf by one edge, and through a transposition at most."""
+        ways = [child for child, _ in fork.children if leaf in self.behind[child]]
+        first = ways[0]
+        through = [first, *self.below(first)] if self.names[first] == "TBackward0" else [first]
+        return len(ways) == 1 and leaf in through
 
     def _target(self, child: int) -> tuple[Any, bool]:
         """The plain parameter that an edge leads to, and whether through a transposition."""

@@ -64,6 +64,7 @@ class ProcessWorld:
         self._flight = Flight(self._transport.rank, self._transport.ranks, self._control.job)
         self._running: Executor | None = None
         self._lost = ""
+        self._deadline = deadline
         self.here = [self._transport.rank]
         self._control.on_verdict(self._hear)
         self._control.on_end(self._last_words)
@@ -222,6 +223,7 @@ class ProcessWorld:
         return wait
 
     def _wait(self, work: Any) -> None:
+        began = time.monotonic()
         while True:
             try:
                 work.wait(datetime.timedelta(seconds=0.2))
@@ -235,6 +237,14 @@ class ProcessWorld:
                 said = self._groups.lost()
                 if said:
                     raise self._lose(said) from error
+                if time.monotonic() - began > self._deadline:
+                    others = (rank for rank in range(self._transport.ranks) if rank != self.here[0])
+                    if self._control.lost is not None or not any(map(self._control.busy, others)):
+                        raise self._lose(
+                            f"rank {self.here[0]} waited {self._deadline:g} s for all ranks to come to the same point, "
+                            "and none of them is at work"
+                        ) from error
+                    began = time.monotonic()
         try:
             work.wait()  # done just now, or for the reason why it failed
         except RuntimeError as error:

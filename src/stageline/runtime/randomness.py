@@ -36,6 +36,13 @@ def draws(layer: nn.Module) -> bool:
     return False
 
 
+@contextmanager
+def generator_alone() -> Iterator[None]:
+    """While this lasts, no other thread of the runtime draws."""
+    with _generator:
+        yield
+
+
 class _Inside(threading.local):
     """Whether this thread draws from a generator of a layer's own."""
 

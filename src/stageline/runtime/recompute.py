@@ -22,7 +22,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from stageline.errors import StagelineError, shorten
+from stageline.runtime.buffers import Buffers
 from stageline.runtime.randomness import generator_state, replayed
+from stageline.runtime.surroundings import autocasts
 
 Choice: TypeAlias = Literal["none", "stage"] | str | type[nn.Module] | Callable[[str, nn.Module], bool] | Sequence[Any]
 """What to compute once more: nothing, every stage whole, or modules by name, class or a function of both."""
@@ -125,6 +127,11 @@ def mark(model: nn.Module, asked: Recompute, choice: Choice) -> list[str]:
     names = []
     for name, module in model.named_modules():
         if name and asked.chosen(name, module):
+            if getattr(module, "_compiled_call_impl", None) is not None:
+                raise StagelineError(
+                    f"module {name} is compiled by module.compile(), and recompute={shorten(choice)} chose it; leave "
+                    "it out, or compile a module inside or around it"
+                )
             names.append(name)
             module.register_forward_pre_hook(_Enter(name, asked.policy, asked.owner), prepend=True, with_kwargs=True)
             module.register_forward_hook(_leave)
@@ -146,14 +153,25 @@ class _Enter:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Of modules inside each other, the outer one is computed once more, with all that is in it.
+        if torch.compiler.is_dynamo_compiling():
+            return  # a compiler decides by itself what to keep
         if _active.owner == self.owner and _active.frame is None and torch.is_grad_enabled():
             _active.frame = _Frame(self.name, module, args, kwargs, self.policy)
             _active.frame.enter()
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        return
     if _active.frame is not None and _active.frame.module is module:
         _active.frame.leave()
+
+
+_buffers: weakref.WeakKeyDictionary[nn.Module, Buffers] = weakref.WeakKeyDictionary()
+
+
+def _versions(tree: Any) -> list[int]:
+    return [leaf._version for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 class _Handle:
@@ -180,7 +198,10 @@ class _Frame:
         self.arguments = (args, kwargs)
         self.handles: list[weakref.ref[_Handle]] = []
         self.state = generator_state()
-        self.autocast = _autocasts()
+        self.versions = _versions(self.arguments)
+        self.buffers = _buffers.setdefault(module, Buffers(module))
+        self.before = self.buffers.before()
+        self.autocast = autocasts()
         if policy is None:
             self.first, self.second = nullcontext(), nullcontext()
         else:
@@ -194,6 +215,7 @@ class _Frame:
     def leave(self) -> None:
         _active.frame = None
         self._stack.close()
+        self.buffers.after(self.before)
 
     def _pack(self, tensor: Tensor) -> _Handle:
         handle = _Handle(self)
@@ -214,11 +236,15 @@ class _Frame:
                 raise _Enough
             return tensor
 
+        if self.versions != _versions(self.arguments):
+            raise StagelineError(
+                f"an input of module {self.name} was changed in place after the module was given it, so it cannot be "
+                "computed once more from it; leave the module out of recompute=, or let the change work on a copy"
+            )
         args, kwargs = pytree.tree_map(_detached, self.arguments)
-        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         before, _active.owner = _active.owner, -1
         try:
-            with replayed(self.state), ExitStack() as stack:
+            with replayed(self.state), self.buffers.as_before(self.before), ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
                 for autocast in self.autocast:
                     stack.enter_context(autocast)
@@ -229,8 +255,6 @@ class _Frame:
             pass
         finally:
             _active.owner = before
-            for buffer, value in buffers:
-                buffer.data.copy_(value)
         if count != len(waiting):
             raise StagelineError(
                 f"module {self.name} saved {len(waiting)} tensors in its forward and {count} when it was computed once "
@@ -248,12 +272,3 @@ def _unpack(handle: _Handle) -> Tensor:
 
 def _detached(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-
-
-def _autocasts() -> list[Any]:
-    """Contexts that bring the mixed precision of now back later."""
-    kinds = ["cpu", "cuda"] if torch.cuda.is_initialized() else ["cpu"]  # type: ignore[no-untyped-call]
-    return [
-        torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
-        for kind in kinds
-    ]

@@ -90,12 +90,12 @@ def shadow_of(
     return copy.deepcopy(module, memo), aliases
 
 
-def gather(placed: Placed, share: Callable[[Tensor, int], None]) -> None:
+def gather(placed: Placed, share: Callable[[Tensor, int], None], everywhere: bool) -> None:
     """Add the uses of every shared parameter in their order, and give all ranks that use it the sum.
 
-    `share` gives all processes the tensor of the rank that owns it.
+    `share` gives all processes the tensor of the rank that owns it; `everywhere` says that all ranks are here, and
+    there is nobody to give it to.
     """
-    everywhere = all(use.own is not None for uses in placed.uses.values() for use in uses)
     for parameter, uses in placed.uses.items():
         if not parameter.requires_grad:
             continue

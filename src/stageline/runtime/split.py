@@ -16,7 +16,8 @@ checkpointing, which compute all their gradients at once. Theirs are computed wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,34 @@ class _Noted:
     fork: Fork
     grads: tuple[Tensor | None, ...] = ()
     saved: tuple[Any, ...] = ()
+
+
+@contextmanager
+def arriving(leaves: Sequence[Tensor]) -> Iterator[Callable[[], list[Tensor | None]]]:
+    """Take the gradients that come to leaves in a backward, just as they come.
+
+    Gathered in `.grad`, one that is transposed or expanded would be copied into the layout of its leaf, and the kernels
+    that take it next could choose another way to compute.
+    """
+    found: list[Tensor | None] = [None] * len(leaves)
+
+    def take(index: int) -> Callable[[tuple[Tensor | None, ...]], tuple[None]]:
+        def hook(grads: tuple[Tensor | None, ...]) -> tuple[None]:
+            found[index] = grads[0]
+            return (None,)
+
+        return hook
+
+    hooks = [
+        get_gradient_edge(leaf).node.register_prehook(take(index))
+        for index, leaf in enumerate(leaves)
+        if leaf.requires_grad
+    ]
+    try:
+        yield lambda: found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass
@@ -90,13 +119,15 @@ class SplitBackward:
     def _find_plan(self) -> Plan:
         roots = [get_gradient_edge(output) for output in self.outputs]
         ends = [get_gradient_edge(tensor).node for tensor in self.inputs]
+        dtypes = [tensor.dtype for tensor in (*self.outputs, *self.inputs)]
         for place, plan in enumerate(self.plans):
-            nodes = plan.match(roots, ends)
+            nodes = plan.match(roots, ends) if plan.dtypes == dtypes else None
             if nodes is not None:
                 self._nodes = nodes
                 self.plans.insert(0, self.plans.pop(place))
                 return plan
         plan, self._nodes = make_plan(roots, ends)
+        plan.dtypes = dtypes
         self.plans.insert(0, plan)
         del self.plans[PLANS:]
         return plan
@@ -167,11 +198,9 @@ class SplitBackward:
     def _whole(self) -> list[Tensor | None]:
         """Run a backward that cannot be split, all of it."""
         self.unsplit = self.total
-        torch.autograd.backward(list(self.outputs), list(self.grads))
-        found = [tensor.grad for tensor in self.inputs]
-        for tensor in self.inputs:
-            tensor.grad = None
-        return self._done(found)
+        with arriving(self.inputs) as found:
+            torch.autograd.backward(list(self.outputs), list(self.grads))
+        return self._done(found())
 
     def _noting(self, noted: _Noted) -> Any:
         node, half = self._nodes[noted.fork.node], noted.fork.half
@@ -240,7 +269,7 @@ class SplitBackward:
             elif parameter.grad is not None:
                 parameter.grad.add_(found)
             else:
-                parameter.grad = found.clone() if found is grad else found
+                parameter.grad = found.clone() if _shares(found, grad) else found
         return left
 
     def _wanted(self, fork: Fork, index: int, plain: bool) -> Wanted:
@@ -262,6 +291,11 @@ class SplitBackward:
                 inputs=[self._leaf(leaf) for leaf in noted.fork.leaves],
                 retain_graph=True,
             )
+
+
+def _shares(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors lie in the same memory: one may be the other, or a view of it."""
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
 def _has_hooks(parameter: Any) -> bool:

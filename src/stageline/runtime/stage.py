@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stageline.errors import StagelineError
+from stageline.errors import StagelineError, shorten
+from stageline.runtime.buffers import Buffers, Snapshot
 from stageline.runtime.cut import layers_of
-from stageline.runtime.plan import Plan
-from stageline.runtime.randomness import Generators, draws, random_numbers
+from stageline.runtime.plan import Plan, checkpointed
+from stageline.runtime.randomness import Generators, draws, generator_alone, random_numbers
 from stageline.runtime.recompute import Recompute, training
-from stageline.runtime.split import SplitBackward
+from stageline.runtime.split import SplitBackward, arriving
 from stageline.runtime.tree import flatten, tensors_of, unflatten
 from stageline.transport.protocol import Leaf, TransportError
 
@@ -42,6 +44,12 @@ class _Kept:
     """Of the loss; None where there is no loss."""
     loss: Tensor | None = None
     split: SplitBackward | None = None
+    draws_again: bool = False
+    """Whether its backward draws random numbers."""
+    before: Snapshot = ()
+    """Buffers as they were before the forward, where it is to be run once more."""
+    versions: list[int] = field(default_factory=list)
+    """Of the inputs: they grow with every change in place."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +70,8 @@ class Stage:
     the stage before waits for.
     """
 
-    def __init__(self, index: int, part: nn.Sequential, options: StageOptions) -> None:
-        """`part` holds the layers by their names in the whole model."""
+    def __init__(self, index: int, part: nn.Sequential, options: StageOptions, *, spread: bool = True) -> None:
+        """`part` holds the layers by their names in the whole model; `spread` as below."""
         self.index = index
         self.part = part
         self.options = options
@@ -71,8 +79,11 @@ class Stage:
         self._takes = {name: _Takes.of(layer) for name, layer in self._layers}
         self._random = {name for name, layer in self._layers if draws(layer)}
         self._watched: set[tuple[str, bool]] = set()
-        # A stage of one layer is called as that layer is; several are chained, as nn.Sequential chains them.
-        self._spreads = len(self._layers) == 1 and not self._takes[self._layers[0][0]].one
+        # A stage that the user gave as such is called as that module is: a tuple is its arguments. The layers of an
+        # nn.Sequential are chained as it chains them, wherever it is cut.
+        self._spreads = spread and len(self._layers) == 1 and not self._takes[self._layers[0][0]].one
+        self._changes_input = bool(self._layers) and _begins_in_place(self._layers[0][1])
+        self._buffers = Buffers(part)
         self._kept: dict[int, _Kept] = {}
         self._plans: list[Plan] = []
         # Data-parallel wrappers learn of gradients from autograd alone.
@@ -95,32 +106,45 @@ class Stage:
             for leaf, want in zip(leaves, wants, strict=True)
         ]
         kept = _Kept(inputs, tree, step, keywords)
-        if not train or self.options.recompute.stages:
-            with torch.no_grad():
-                outputs, shape = flatten(self._run(kept, microbatch), f"stage {self.index}")
-        else:
-            with training(self.options.recompute):
-                outputs, shape = flatten(self._run(kept, microbatch), f"stage {self.index}")
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(train))
+            if train and self.options.recompute.stages:
+                kept.before = self._buffers.before()
+                kept.versions = [leaf._version for leaf in tensors_of(inputs)]
+                # With a graph, so that kernels choose as they will when it runs again, and outputs say whether they
+                # want a gradient; what the graph would keep is dropped.
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _gone))
+            elif train:
+                stack.enter_context(training(self.options.recompute))
+            outputs, shape = flatten(self._guarded(kept, microbatch), f"stage {self.index}")
         if train:
             kept.outputs = outputs
             self._kept[microbatch] = kept
             if self.options.recompute.stages:
-                outputs = self._announce(kept, outputs)
+                self._buffers.after(kept.before)
+                outputs = kept.outputs = [
+                    leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+                    for leaf in outputs
+                ]
         return outputs, shape
 
-    def _announce(self, kept: _Kept, outputs: list[Leaf]) -> list[Leaf]:
-        """Say which outputs will want a gradient: without a graph, all that can have one if anything here can."""
-        wants = any(parameter.requires_grad for parameter in self.part.parameters()) or any(
-            leaf.requires_grad for leaf in tensors_of(kept.inputs)
-        )
-        return [
-            leaf.detach().requires_grad_(wants) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-            for leaf in outputs
-        ]
+    def _guarded(self, kept: _Kept, microbatch: int) -> Any:
+        try:
+            return self._run(kept, microbatch)
+        except RuntimeError as error:
+            if "leaf Variable" in str(error) and "in-place" in str(error):
+                raise StagelineError(
+                    f"stage {self.index} changes its input in place, which what came before it still needs; let it "
+                    "work on a copy (x = x.clone()), or cut the model at another place"
+                ) from error
+            raise
 
     def _run(self, kept: _Kept, microbatch: int) -> Any:
         """Run the layers; those that draw random numbers draw what step, microbatch and their name say."""
-        value = unflatten(kept.inputs, kept.tree)
+        given = kept.inputs
+        if self._changes_input:
+            given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given]
+        value = unflatten(given, kept.tree)
         for number, (name, layer) in enumerate(self._layers):
             keywords = self._takes[name].chosen(kept.keywords) if kept.keywords else {}
             value = self._drawing(
@@ -168,7 +192,10 @@ class Stage:
         self, microbatch: int, step: int, output: Any, target: Any, weight: float, train: bool
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute the loss of the last stage, and its metrics; the backward starts from loss × weight."""
-        with torch.set_grad_enabled(train and not self.options.recompute.stages):
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(train))
+            if train and self.options.recompute.stages:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _gone))
             scaled, metrics = self._drawing(
                 LOSS, self.part.training, step, microbatch, self._loss, output, target, weight
             )
@@ -176,7 +203,8 @@ class Stage:
             self._refuse_loss(microbatch, float(scaled.detach()))
         if train:
             kept = self._kept[microbatch]
-            kept.target, kept.weight, kept.loss = target, weight, scaled
+            kept.target, kept.weight = target, weight
+            kept.loss = None if self.options.recompute.stages else scaled
             kept.outputs = []  # the loss is all that its backward needs; logits are large
         return scaled.detach(), metrics
 
@@ -201,20 +229,25 @@ class Stage:
             )
         # A metric on a GPU stays there until the step is over: to ask for it now would stop the host.
         plain = {str(name): value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        for name, value in plain.items():
+            if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)):
+                raise StagelineError(f"the metric {name!r} is {shorten(value)}; a metric is one number")
         return loss * weight, plain
 
     def _recompute(self, kept: _Kept, microbatch: int) -> None:
-        """Run the forward once more, with a graph; buffers stay as the first run left them."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.part.buffers()]
-        with torch.enable_grad():
+        """Run the forward once more, with a graph and the buffers of then; they stay as the first run left them."""
+        if kept.versions != [leaf._version for leaf in tensors_of(kept.inputs)]:
+            raise StagelineError(
+                f"stage {self.index} changed what it was given in place, so it cannot be run once more from it; let it "
+                "work on a copy (x = x.clone()), or use another recompute="
+            )
+        with self._buffers.as_before(kept.before), torch.enable_grad():
             kept.outputs, shape = flatten(self._run(kept, microbatch), f"stage {self.index}")
             if kept.weight is not None:
                 output = unflatten(kept.outputs, shape)
                 kept.loss, _ = self._drawing(
                     LOSS, self.part.training, kept.step, microbatch, self._loss, output, kept.target, kept.weight
                 )
-        for buffer, before in buffers:
-            buffer.data.copy_(before)  # through .data: to the graph, which may have saved it, it has not changed
 
     def backward(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
         """Run B; give back the gradients of the inputs."""
@@ -222,9 +255,21 @@ class Stage:
         if self.options.recompute.stages:
             self._recompute(kept, microbatch)
         outputs, given = self._roots(kept, grads)
-        if outputs:
-            torch.autograd.backward(outputs, given)
-        return [_take_gradient(leaf) for leaf in tensors_of(kept.inputs)]
+        arrived = tensors_of(kept.inputs)
+        kept.outputs, kept.loss = [], None
+        with self._drawing_alone(self._draws_again(outputs)), arriving(arrived) as found:
+            if outputs:
+                torch.autograd.backward(outputs, given)
+        return found()
+
+    def _draws_again(self, outputs: Sequence[Tensor]) -> bool:
+        """Whether a backward will draw: torch's checkpointing sets the generator that all threads share."""
+        own = self.options.recompute.chosen is not None
+        return bool(self._random) and not own and checkpointed(outputs)
+
+    @staticmethod
+    def _drawing_alone(draws_again: bool) -> AbstractContextManager[Any]:
+        return generator_alone() if draws_again else nullcontext()
 
     def backward_input(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
         """Run I; give back the gradients of the inputs."""
@@ -236,14 +281,18 @@ class Stage:
         wanted = [leaf for leaf in arrived if leaf.requires_grad]
         kept.split = SplitBackward(outputs, given, wanted, self._plans, self._direct)
         kept.inputs, kept.outputs, kept.loss, kept.target, kept.keywords = [], [], None, None, {}
-        found = iter(kept.split.input_gradients()) if outputs else iter([None] * len(wanted))
+        kept.draws_again = self._draws_again(outputs)
+        with self._drawing_alone(kept.draws_again):
+            found = iter(kept.split.input_gradients()) if outputs else iter([None] * len(wanted))
         return [next(found) if leaf.requires_grad else None for leaf in arrived]
 
     def backward_weight(self, microbatch: int) -> None:
         """Run W."""
-        split = self._kept.pop(microbatch).split
+        kept = self._kept.pop(microbatch)
+        split = kept.split
         assert split is not None
-        split.weight_gradients()
+        with self._drawing_alone(kept.draws_again):
+            split.weight_gradients()
         self._unsplit += split.unsplit
         self._total += split.total
 
@@ -286,9 +335,15 @@ class Stage:
         return len(self._kept)
 
 
-def _take_gradient(leaf: Tensor) -> Tensor | None:
-    grad, leaf.grad = leaf.grad, None
-    return grad
+def _gone(nothing: None) -> Tensor:
+    raise AssertionError("a graph that was only asked what it is was run")
+
+
+def _begins_in_place(layer: nn.Module) -> bool:
+    """Whether the first thing that a layer does is to change its input, as `nn.ReLU(inplace=True)` does."""
+    while isinstance(layer, nn.Sequential) and len(layer):
+        layer = layer[0]
+    return bool(getattr(layer, "inplace", False))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,13 @@ def flatten(tree: Any, where: str) -> tuple[list[Leaf], str]:
                 f"{where} passes on a {type(leaf).__name__}, {shorten(leaf)}; stages can pass tensors, numbers, "
                 "strings and None, in tuples, lists and dicts"
             )
-    return leaves, _text_of(spec)
+    try:
+        return leaves, _text_of(spec)
+    except NotImplementedError as error:
+        raise StagelineError(
+            f"{where} passes on a {type(tree).__name__} or something in it that cannot be told to another process; "
+            "stages can pass tuples, lists and dicts"
+        ) from error
 
 
 def unflatten(leaves: Sequence[Any], text: str) -> Any:

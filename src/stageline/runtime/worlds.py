@@ -22,6 +22,7 @@ from stageline.runtime.control.verdict import Failure, Verdict
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.flight import Flight
 from stageline.runtime.progress import Notes, Progress, busy
+from stageline.runtime.surroundings import Surroundings
 from stageline.schedules.schedule import Schedule
 from stageline.transport.protocol import PeerFailed, Transport
 from stageline.transport.threads import ThreadHub
@@ -153,10 +154,11 @@ class ThreadWorld:
         self._hub.reset()
         results: dict[int, RankResult] = {}
         failures: dict[int, BaseException] = {}
+        around = Surroundings()
 
         def run(executor: Executor) -> None:
             try:
-                results[executor.rank] = executor.run(work, deadline)
+                results[executor.rank] = around.run(lambda: executor.run(work, deadline))
                 executor.progress.doing = None
             except BaseException as error:
                 failures[executor.rank] = error
@@ -181,8 +183,16 @@ class ThreadWorld:
         ]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException as error:  # Ctrl-C: no rank goes on in the background
+            crew.executors[0].transport.fail(error, "the step was interrupted")
+            for thread in threads:
+                thread.join()
+            for executor in crew.executors:
+                executor.forget()
+            raise
 
     @staticmethod
     def _stop(crew: Crew, failures: dict[int, BaseException]) -> None:
@@ -196,11 +206,11 @@ class ThreadWorld:
             action=told.action, stage=told.stage, microbatch=told.microbatch,
         )  # fmt: skip
         error = failure(origin, executor.doing, first)
-        if not isinstance(first, Exception):
-            raise first  # a KeyboardInterrupt stays what it is
         note_record(error, [each.record(verdict) for each in crew.executors])
         for each in crew.executors:
             each.forget()
+        if not isinstance(first, Exception):
+            raise first  # a KeyboardInterrupt stays what it is
         raise error from first
 
     def later(self, values: Callable[[], Floats]) -> Callable[[], Floats]:

@@ -194,7 +194,7 @@ class ProcessGroupTransport:
 
     def _send(self, message: Message, channel: Channel) -> None:
         apart = self._payloads.carries if self._payloads is not None else lambda tensor: False
-        tensors = [leaf for leaf in message.leaves if isinstance(leaf, Tensor)]
+        tensors = [wire.base_of(leaf) for leaf in message.leaves if isinstance(leaf, Tensor)]
         own = [tensor for tensor in tensors if not apart(tensor)]
         size = sum(tensor.numel() * tensor.element_size() for tensor in own)
         text = wire.write_text(message, apart)
@@ -324,7 +324,11 @@ class ProcessGroupTransport:
             for arrive in arrivals:
                 arrive()
 
-        return [found[index] for index in range(len(described))], arrive_all
+        tensors = [found[index] for index in range(len(described))]
+        return [
+            tensor if each.expanded is None else tensor.expand(each.expanded)
+            for tensor, each in zip(tensors, described, strict=True)
+        ], arrive_all
 
 
 def _read(text: bytes, prefix: wire.Prefix) -> Letter | TransportError:

@@ -57,6 +57,8 @@ class Described(NamedTuple):
     """Whether it travels on a group of its own, and not with the header."""
     strides: tuple[int, ...] | None = None
     """How it lies in memory, where it is not contiguous: kernels choose by it, and so it decides bits."""
+    expanded: tuple[int, ...] | None = None
+    """The shape that it is expanded to when it has arrived."""
 
     @property
     def size(self) -> int:
@@ -97,6 +99,20 @@ def bytes_of(tensor: Tensor) -> Tensor:
     if _extent(plain.shape, plain.stride()) == plain.numel():
         return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
     return plain.contiguous().reshape(-1).view(torch.uint8)
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """A tensor without the repetitions of an expanded one, which need not travel.
+
+    >>> base_of(torch.ones(2, 1).expand(2, 5)).shape
+    torch.Size([2, 1])
+    """
+    if 0 not in tensor.stride() or not tensor.numel():
+        return tensor
+    for dimension, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int | None:
@@ -140,7 +156,7 @@ def write_text(message: Message, apart: Callable[[Tensor], bool] = lambda tensor
 
     >>> header = Header(0, 1, "forward", 0, 0, 0)
     >>> read_text(write_text(Message(header, [torch.zeros(3), 2, None], "*", [True, False, False]))).leaves
-    [Described(dtype=torch.float32, shape=(3,), device='cpu', apart=False, strides=None), 2, None]
+    [Described(dtype=torch.float32, shape=(3,), device='cpu', apart=False, strides=None, expanded=None), 2, None]
     """
     head = message.header
     fields = [head.source, head.target, head.traffic, head.stage, head.microbatch, head.step]
@@ -164,7 +180,9 @@ def _rest_of(described: tuple[Any, ...], tree: str, wants: tuple[bool, ...], kin
 
 def _form(tensor: Tensor, apart: bool) -> tuple[Any, ...]:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return (dtype, tuple(tensor.shape), tensor.device.type, apart, _strides(tensor, apart))
+    base = base_of(tensor)
+    expanded = None if base is tensor else tuple(tensor.shape)
+    return (dtype, tuple(base.shape), tensor.device.type, apart, _strides(base, apart), expanded)
 
 
 def read_text(text: bytes) -> Letter:
@@ -195,12 +213,18 @@ def _read_rest(rest: bytes) -> tuple[list[Leaf | Described], str, list[bool], li
 
 
 def _described(item: list[Any]) -> Described:
-    dtype, shape, device, apart, strides = item
-    if not all(type(size) is int and size >= 0 for size in [*shape, *(strides or [])]):
+    dtype, shape, device, apart, strides, expanded = item
+    if not all(type(size) is int and size >= 0 for size in [*shape, *(strides or []), *(expanded or [])]):
         raise ValueError(f"a tensor of shape {shorten(shape)} and strides {shorten(strides)}")
+    if expanded is not None and not (
+        len(expanded) == len(shape) and all(one in (1, other) for one, other in zip(shape, expanded, strict=True))
+    ):
+        raise ValueError(f"a tensor of shape {shorten(shape)} that is to be expanded to {shorten(expanded)}")
     if strides is not None and len(strides) != len(shape):
         raise ValueError(f"a tensor of shape {shorten(shape)} and strides {shorten(strides)}")
-    return Described(DTYPES[dtype], tuple(shape), str(device), bool(apart), None if strides is None else tuple(strides))
+    layout = None if strides is None else tuple(strides)
+    widened = None if expanded is None else tuple(expanded)
+    return Described(DTYPES[dtype], tuple(shape), str(device), bool(apart), layout, widened)
 
 
 def _plain(item: Any) -> Leaf:

@@ -1,0 +1,77 @@
+"""Buffers of a module that is to run once more: as they were for the second run, and untouched by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+Snapshot = tuple[tuple[nn.Module, str, Tensor, int, Tensor | None], ...]
+"""Where each buffer is, the tensor and its version, and a copy of those that a forward changes."""
+
+
+def _same(buffer: Tensor, copy: Tensor | None) -> bool:
+    """By value: the kernels of some norms change their buffers without a new version."""
+    return copy is None or torch.equal(buffer, copy)
+
+
+class Buffers:
+    """Finds out in the first forward which buffers it changes; from then on, only those are copied before one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Of a module and all modules in it."""
+        self._module = module
+        self._changing: set[tuple[int, str]] | None = None
+
+    def before(self) -> Snapshot:
+        """Take the buffers as they are before a forward."""
+        return tuple(
+            (owner, name, buffer, buffer._version, self._copy(owner, name, buffer))
+            for owner in self._module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        )
+
+    def _copy(self, owner: nn.Module, name: str, buffer: Tensor) -> Tensor | None:
+        wanted = self._changing is None or (id(owner), name) in self._changing
+        return buffer.detach().clone() if wanted else None
+
+    def after(self, before: Snapshot) -> None:
+        """See which buffers the forward changed."""
+        known = self._changing or set()
+        changed = {
+            (id(owner), name)
+            for owner, name, buffer, version, copy in before
+            if (id(owner), name) not in known
+            and (owner._buffers.get(name) is not buffer or buffer._version != version or not _same(buffer, copy))
+        }
+        self._changing = changed | known
+
+    @contextmanager
+    def as_before(self, before: Snapshot) -> Iterator[None]:
+        """Let what runs inside find the buffers as they were, and leave them as they are.
+
+        The tensors are changed through .data: to a graph that has saved them, they have not changed.
+        """
+        touched = [
+            (owner, name, buffer, copy)
+            for owner, name, buffer, _, copy in before
+            if (id(owner), name) in (self._changing or set())
+        ]
+        now = [(owner, name, owner._buffers[name]) for owner, name, _, _ in touched]
+        values = [None if tensor is None else tensor.detach().clone() for _, _, tensor in now]
+        with torch.no_grad():
+            for owner, name, buffer, copy in touched:
+                owner._buffers[name] = buffer
+                if copy is not None:
+                    buffer.data.copy_(copy)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for (owner, name, tensor), value in zip(now, values, strict=True):
+                    owner._buffers[name] = tensor
+                    if tensor is not None and value is not None:
+                        tensor.data.copy_(value)

@@ -1,0 +1,58 @@
+"""What surrounds a call of `step` in the thread of the caller, brought into the threads of the ranks.
+
+Mixed precision, hooks for saved tensors, context variables and, in part, the number of threads belong to a thread: a
+fresh one knows nothing of them, and a step would silently compute something else with them than without.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+
+def autocasts() -> list[Any]:
+    """Contexts that bring the mixed precision of now back later."""
+    return [
+        torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
+        for kind in _kinds()
+    ]
+
+
+def _kinds() -> list[str]:
+    return ["cpu", "cuda"] if torch.cuda.is_initialized() else ["cpu"]  # type: ignore[no-untyped-call]
+
+
+class Surroundings:
+    """What the calling thread has, taken when this is made.
+
+    >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+    ...     here = Surroundings()
+    >>> here.run(lambda: torch.is_autocast_enabled("cpu"))
+    True
+    """
+
+    def __init__(self) -> None:
+        """Take it."""
+        self._context = contextvars.copy_context()
+        self._threads = torch.get_num_threads()
+        self._autocast = {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _kinds()}
+        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(True)
+        self._hooks = None if top is None else tuple(top)
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Call something in another thread, once, as if it were in the one where this was made."""
+        return self._context.copy().run(self._run, call)
+
+    def _run(self, call: Callable[[], Any]) -> Any:
+        # Some libraries read their own count of the thread before torch gets to set it.
+        torch.set_num_threads(self._threads)
+        with ExitStack() as stack:
+            for kind, (dtype, enabled) in self._autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            if self._hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._hooks))
+            return call()
