@@ -313,7 +313,10 @@ class ProcessGroupTransport:
             elif each.device == "cuda":
                 staged.append((index, next(pieces), each))
             else:
-                tensor = wire.fill(wire.room_for(each), next(pieces))
+                piece = next(pieces)
+                alone = len(described) == 1 and each.strides is None and each.size > 0
+                # A single tensor stays where it arrived; of several, each gets memory that the others do not keep.
+                tensor = piece.view(each.dtype).view(each.shape) if alone else wire.fill(wire.room_for(each), piece)
                 found[index] = tensor if each.device == "cpu" else tensor.to(each.device)
         if staged:
             copies, landed = self._stage().to_device([place for _, place, _ in staged], [each for _, _, each in staged])
