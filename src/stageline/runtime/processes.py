@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from stageline.runtime.control.judge import EVERYONE
 from stageline.runtime.control.verdict import Failure, Verdict
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.flight import Flight
-from stageline.runtime.groups import own_groups, several_processes
+from stageline.runtime.groups import BLAME, own_groups, several_processes
 from stageline.runtime.progress import Progress
 from stageline.runtime.worlds import (
     GRADIENTS,
@@ -34,10 +36,6 @@ from stageline.runtime.worlds import (
 )
 from stageline.transport.process_group import ProcessGroupTransport
 from stageline.transport.protocol import PeerFailed, Traffic, Transport, TransportError
-
-BLAME = 2.0
-"""Seconds that a rank which failed waits to learn who failed first."""
-
 
 def find_world(ranks: int, deadline: float) -> World:
     """Threads, unless the environment says that this process is one rank of several."""
@@ -139,6 +137,8 @@ class ProcessWorld:
     def _report(self, executor: Executor, error: BaseException) -> None:
         """Tell all ranks of this one's failure, and learn whether another's was the cause of it."""
         told = Failure.of(error, self._control.doing, secondary=isinstance(error, TransportError))
+        if not isinstance(error, Exception):  # this rank leaves the step, and does not come to its end with the others
+            told = replace(told, final=True)
         self._control.report(told)
         self._transport.fail(error, f"rank {executor.rank} failed in {executor.doing}")
         self._control.waits = EVERYONE
@@ -163,7 +163,7 @@ class ProcessWorld:
         origin = int(np.argmin(np.where(times > 0, times, np.inf)))
         mine = str(failure(origin, failed[1], failed[2])) if failed is not None else ""
         error = PipelineError(self.tell(mine, origin))
-        verdict = self._control.verdict()
+        verdict = self._control.verdict(timeout=BLAME)
         if verdict is not None and verdict.traceback and verdict.culprit != self.here[0]:
             error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
         if self._running is not None:
@@ -190,6 +190,8 @@ class ProcessWorld:
             error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
         if self._running is not None:
             note_record(error, [self._running.record(verdict, self._control.lost)])
+        self._groups.abort()
+        self._transport.close()
         return error
 
     def _lose(self, text: str) -> PipelineError:
@@ -197,12 +199,17 @@ class ProcessWorld:
         verdict = self._control.verdict(timeout=BLAME)
         if verdict is not None and verdict.final:
             return self._over(verdict)
-        self._lost = self._groups.lost() or text
+        self._lost = self._groups.lost() or (text if verdict is None else f"{verdict} ({text})")
         self._groups.lose(self._lost)
-        return PipelineError(
+        error = PipelineError(
             f"{self._lost}; no parameter was changed, and this pipeline cannot go on: start the processes again, or, "
             "if all of them are alive, make a new Pipeline in each"
         )
+        if verdict is not None and verdict.traceback and verdict.culprit != self.here[0]:
+            error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
+        if self._running is not None:
+            note_record(error, [self._running.record(verdict, self._control.lost)])
+        return error
 
     # What all ranks do together.
 
@@ -263,12 +270,13 @@ class ProcessWorld:
         self._start(lambda: dist.all_gather(found, mine, group=self._groups.control, async_op=True))()
         for index, name in enumerate(names):
             values = [int(each[index]) for each in found]
-            for rank, value in enumerate(values):
-                if value != values[0]:
-                    raise PipelineError(
-                        f"rank {rank} and rank 0 differ in {name}; rank {self.here[0]} has {facts[name][:80]!r}: "
-                        "all ranks must be given the same"
-                    )
+            usual = Counter(values).most_common(1)[0][0]  # of the most ranks; of rank 0 where they are as many
+            odd = next((rank for rank, value in enumerate(values) if value != usual), None)
+            if odd is not None:
+                raise PipelineError(
+                    f"rank {odd} and rank {values.index(usual)} differ in {name}; rank {self.here[0]} has "
+                    f"{facts[name][:80]!r}: all ranks must be given the same"
+                )
 
     def share(self, tensor: Tensor, owner: int) -> None:
         """Broadcast from the owner; what is on a GPU goes through the memory of the host."""

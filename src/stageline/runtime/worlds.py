@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stageline.errors import StagelineError
-from stageline.runtime.control.verdict import Failure, Verdict
+from stageline.runtime.control.verdict import Failure, Verdict, place
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.flight import Flight
 from stageline.runtime.progress import Notes, Progress, busy
@@ -95,7 +95,7 @@ GRADIENTS = "no parameter was changed, and gradients may hold part of this step:
 
 def failure(rank: int, doing: str, error: BaseException) -> PipelineError:
     """The one error that a failed step raises."""
-    return PipelineError(f"rank {rank} failed in {doing}: {type(error).__name__}: {error}; {GRADIENTS}")
+    return PipelineError(f"rank {rank} failed {place(doing)}: {type(error).__name__}: {error}; {GRADIENTS}")
 
 
 def note_record(error: PipelineError, paths: Sequence[Path | None]) -> None:

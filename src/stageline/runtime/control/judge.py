@@ -201,7 +201,8 @@ class Judge:
         said = {key: str(report.get(key) or "") for key in ("text", "traceback")}
         seat = self.seats[rank]
         seat.doing = str(report.get("doing") or seat.doing)
-        self._settle(rank, "raised", now, final=False, round=int(report.get("round", 0)), **said, **places)
+        final, round = bool(report.get("final")), int(report.get("round", 0))
+        self._settle(rank, "raised", now, final=final, round=round, **said, **places)
 
     def _settle(self, rank: int, kind: str, now: float, **more: Any) -> None:
         seat = self.seats[rank]
