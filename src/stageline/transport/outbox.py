@@ -14,24 +14,28 @@ from stageline.transport.protocol import TransportError
 Post = Callable[[], tuple[Any, object]]
 """Hands something to the process group: gives back its work, and what must be kept until that is done."""
 
+UNDER_WAY = 4
+"""How many sends may be under way before the oldest is waited for. Receivers take what comes whatever they compute, so
+that wait is short; gloo does not tell whether a send is done in any other way."""
+
 
 class Outbox:
     """Sends in order and keeps what is on its way, for the time of a step.
 
-    gloo does not tell whether a send is done unless it is waited for, so a thread waits for one after the other and
-    drops it. What must first come from a GPU is handed over by a second thread, when its event has come. Sends of NCCL
-    are asked whether they are done whenever another message is sent: waiting for one would make a stream wait.
+    A thread hands messages to the process group, so that the rank's own thread goes on computing: handing one over
+    can take as long as writing it to the network. What must first come from a GPU is waited for by that thread too.
+    Sends of NCCL are asked whether they are done whenever another message is sent: waiting for one would make a stream
+    wait.
     """
 
     def __init__(self) -> None:
         """Start with nothing sent."""
         self._changed = threading.Condition()
-        self._unposted = self._unfinished = 0
-        self._late: queue.SimpleQueue[tuple[Callable[[], object], Post, int] | None] = queue.SimpleQueue()
-        self._posted: queue.SimpleQueue[tuple[Any, object, int] | None] = queue.SimpleQueue()
+        self._unfinished = 0
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], object] | None, Post, int] | None] = queue.SimpleQueue()
         self._on_device: deque[tuple[Any, object]] = deque()
-        self._threads: dict[str, threading.Thread] = {}
-        self._failure: TransportError | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: tuple[int, BaseException] | None = None
 
     @property
     def failed(self) -> bool:
@@ -41,21 +45,18 @@ class Outbox:
     @property
     def kept(self) -> int:
         """How many pieces are on their way."""
-        with self._changed:
-            return self._unposted + self._unfinished + len(self._on_device)
+        return self._unfinished + len(self._on_device)
 
     def send(self, post: Post, target: int, ready: Callable[[], object] | None = None) -> None:
-        """Hand over to the process group at once, or, in the order of the calls, after `ready` has returned."""
+        """Hand over to the process group soon, in the order of the calls, each after its `ready` has returned."""
+        if self._failure is not None:
+            raise TransportError(f"an earlier message could not be sent: {self._said()}") from self._failure[1]
         with self._changed:
-            if self._failure is not None:
-                raise TransportError(f"an earlier {self._failure}") from self._failure
-            late = ready is not None or self._unposted > 0
-            self._unposted += late
-        if late:
-            self._start("poster", self._post_late)
-            self._late.put((ready or (lambda: None), post, target))
-        else:
-            self._finish_later(post(), target)
+            self._unfinished += 1
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._send_all, name="stageline sender", daemon=True)
+            self._thread.start()
+        self._jobs.put((ready, post, target))
 
     def keep(self, sent: tuple[Any, object]) -> None:
         """Keep what NCCL is sending."""
@@ -64,68 +65,45 @@ class Outbox:
 
     def flush(self, end: float) -> None:
         """Wait, at most until that moment of `time.monotonic`, until nothing is on its way; leave no thread."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure is not None or not (self._unposted or self._unfinished),
-                max(0.0, end - time.monotonic()),
-            )
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(max(0.0, end - time.monotonic()))
         while self._on_device and self._failure is None and time.monotonic() < end:
             self._drop_done()
             time.sleep(0.0002)
-        failed, kept = self._failure, self.kept
-        if failed is not None:
-            raise TransportError(f"a {failed}") from failed
-        if kept:
-            raise TransportError(f"{kept} messages were not taken by their receivers")
-        for name, channel in (("poster", self._late), ("reaper", self._posted)):
-            if name in self._threads:
-                channel.put(None)
-                self._threads.pop(name).join()
+        if self._failure is not None:
+            raise TransportError(f"a message could not be sent: {self._said()}") from self._failure[1]
+        if self.kept:
+            raise TransportError(f"{self.kept} messages were not taken by their receivers")
+        self._thread = None
 
-    def _start(self, name: str, target: Callable[[], None]) -> None:
-        if name not in self._threads:
-            self._threads[name] = threading.Thread(target=target, name=f"stageline {name}", daemon=True)
-            self._threads[name].start()
+    def _said(self) -> str:
+        target, error = self._failure or (-1, None)
+        return f"to rank {target}: {error}"
 
     def _drop_done(self) -> None:
         while self._on_device and self._on_device[0][0].is_completed():
             self._on_device.popleft()
 
-    def _finish_later(self, sent: tuple[Any, object], target: int) -> None:
+    def _send_all(self) -> None:
+        under_way: deque[tuple[Any, object, int]] = deque()
+        target = -1
+        try:
+            while (job := self._jobs.get()) is not None:
+                ready, post, target = job
+                if ready is not None:
+                    ready()
+                under_way.append((*post(), target))
+                del job, ready, post
+                if len(under_way) > UNDER_WAY:
+                    self._wait_for(under_way)
+            while under_way:
+                self._wait_for(under_way)
+        except BaseException as error:
+            self._failure = (under_way[0][2] if under_way else target, error)
+
+    def _wait_for(self, under_way: deque[tuple[Any, object, int]]) -> None:
+        under_way[0][0].wait()
+        under_way.popleft()
         with self._changed:
-            self._unfinished += 1
-        self._start("reaper", self._reap)
-        self._posted.put((*sent, target))
-
-    def _post_late(self) -> None:
-        while (item := self._late.get()) is not None:
-            ready, post, target = item
-            try:
-                ready()
-                self._finish_later(post(), target)
-            except BaseException as error:
-                self._fail(error, target)
-                return
-            del item, ready, post
-            with self._changed:
-                self._unposted -= 1
-                self._changed.notify_all()
-
-    def _reap(self) -> None:
-        while (sent := self._posted.get()) is not None:
-            try:
-                sent[0].wait()
-            except BaseException as error:
-                self._fail(error, sent[2])
-                return
-            del sent
-            with self._changed:
-                self._unfinished -= 1
-                self._changed.notify_all()
-
-    def _fail(self, error: BaseException, target: int) -> None:
-        failure = TransportError(f"message to rank {target} could not be sent: {error}")
-        failure.__cause__ = error
-        with self._changed:
-            self._failure = self._failure or failure
-            self._changed.notify_all()
+            self._unfinished -= 1

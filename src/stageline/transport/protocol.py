@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from stageline.errors import StagelineError
@@ -42,8 +44,13 @@ def kind_of(leaf: Leaf) -> str:
     ('float32 of shape (2, 3)', 'float', 'None')
     """
     if isinstance(leaf, Tensor):
-        return f"{str(leaf.dtype).removeprefix('torch.')} of shape {tuple(leaf.shape)}"
+        return _kind(leaf.dtype, leaf.shape)
     return "None" if leaf is None else type(leaf).__name__
+
+
+@lru_cache(maxsize=4096)
+def _kind(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
 
 
 @dataclass(frozen=True)

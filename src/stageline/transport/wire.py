@@ -11,6 +11,7 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -108,13 +109,13 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int | None:
     return span
 
 
-def _strides(tensor: Tensor, apart: bool) -> list[int] | None:
+def _strides(tensor: Tensor, apart: bool) -> tuple[int, ...] | None:
     """The layout to be kept: any without gaps, and those with gaps that do not blow the tensor up."""
     if tensor.is_contiguous() or not tensor.numel():
         return None
     span = _extent(tensor.shape, tensor.stride())
     kept = span is not None and span <= (1 if apart else 4) * tensor.numel()
-    return list(tensor.stride()) if kept else None
+    return tuple(tensor.stride()) if kept else None
 
 
 def room_for(described: Described, device: str | torch.device = "cpu") -> Tensor:
@@ -141,39 +142,56 @@ def write_text(message: Message, apart: Callable[[Tensor], bool] = lambda tensor
     >>> read_text(write_text(Message(header, [torch.zeros(3), 2, None], "*", [True, False, False]))).leaves
     [Described(dtype=torch.float32, shape=(3,), device='cpu', apart=False, strides=None), 2, None]
     """
-    described: list[Any] = [
-        _described_as(leaf, apart(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in message.leaves
-    ]
     head = message.header
     fields = [head.source, head.target, head.traffic, head.stage, head.microbatch, head.step]
-    # What was announced goes along only where it is not what is sent, which is a fault that the receiver will name.
-    kinds = None if message.announced else list(message.kinds)
-    wants = [bool(want) for want in message.wants_gradient]
-    return json.dumps([fields, described, message.tree, wants, kinds]).encode()
+    if all(isinstance(leaf, Tensor) for leaf in message.leaves):
+        # From one microbatch to the next only the header changes, so the rest is written once.
+        described = tuple(_form(leaf, apart(leaf)) for leaf in message.leaves)  # type: ignore[arg-type]
+        kinds = None if message.announced else tuple(message.kinds)
+        rest = _rest_of(described, message.tree, tuple(map(bool, message.wants_gradient)), kinds)
+    else:
+        leaves: list[Any] = [_form(leaf, apart(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in message.leaves]
+        # What was announced goes along only where it is not what is sent, which is a fault that the receiver will name.
+        announced = None if message.announced else list(message.kinds)
+        rest = json.dumps([leaves, message.tree, [bool(want) for want in message.wants_gradient], announced])
+    return f"{json.dumps(fields)}\n{rest}".encode()
 
 
-def _described_as(tensor: Tensor, apart: bool) -> list[Any]:
+@lru_cache(maxsize=4096)
+def _rest_of(described: tuple[Any, ...], tree: str, wants: tuple[bool, ...], kinds: tuple[str, ...] | None) -> str:
+    return json.dumps([described, tree, wants, kinds])
+
+
+def _form(tensor: Tensor, apart: bool) -> tuple[Any, ...]:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return [dtype, list(tensor.shape), tensor.device.type, apart, _strides(tensor, apart)]
+    return (dtype, tuple(tensor.shape), tensor.device.type, apart, _strides(tensor, apart))
 
 
 def read_text(text: bytes) -> Letter:
     """Read a header again, refusing what is not one."""
     try:
-        fields, described, tree, wants, kinds = json.loads(text)
+        first, rest = text.split(b"\n", 1)
+        fields = json.loads(first)
         source, target, traffic, stage, microbatch, step = fields
         numbers = [source, target, stage, microbatch, step]
         if traffic not in TRAFFIC or not all(type(number) is int for number in numbers):
             raise ValueError(f"its fields are {shorten(fields)}")
-        return Letter(
-            Header(source, target, traffic, stage, microbatch, step),
-            [_described(item) if isinstance(item, list) else _plain(item) for item in described],
-            str(tree),
-            [bool(want) for want in wants],
-            None if kinds is None else [str(kind) for kind in kinds],
-        )
+        leaves, tree, wants, kinds = _read_rest(rest)
+        return Letter(Header(source, target, traffic, stage, microbatch, step), leaves, tree, wants, kinds)
     except (ValueError, TypeError, KeyError) as error:
         raise TransportError(f"a header that cannot be read arrived: {type(error).__name__}: {error}") from error
+
+
+@lru_cache(maxsize=4096)
+def _read_rest(rest: bytes) -> tuple[list[Leaf | Described], str, list[bool], list[str] | None]:
+    """All but the fields; it is the same from one microbatch to the next, and is not changed by who reads it."""
+    described, tree, wants, kinds = json.loads(rest)
+    return (
+        [_described(item) if isinstance(item, list) else _plain(item) for item in described],
+        str(tree),
+        [bool(want) for want in wants],
+        None if kinds is None else [str(kind) for kind in kinds],
+    )
 
 
 def _described(item: list[Any]) -> Described:
