@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from stageline.errors import StagelineError
@@ -46,6 +47,7 @@ class Groups:
         self.watch = watch_over(store, dist.get_rank(), dist.get_world_size(), deadline)
         Groups._number += 1
         self._key = f"stageline/lost/{Groups._number}"
+        self._asking: threading.Thread | None = None
         together(self.watch, self._make)
 
     def _make(self) -> None:
@@ -55,28 +57,30 @@ class Groups:
         dist.all_reduce(able, dist.ReduceOp.MIN, group=self.control)
         self.payloads = PayloadGroups("nccl", "cuda") if int(able) else None
 
-    def abort(self) -> None:
-        """A rank is lost: close the connections, so that no thread waits in them for ever."""
-        for group in (self.messages, self.control):
-            with suppress(RuntimeError):
-                group.abort()
-
     def lost(self) -> str:
         """What a rank told that can go on no more; empty as long as there is none."""
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            return str(store.get(self._key).decode()) if store.check([self._key]) else ""
-        except RuntimeError:  # the store went with the process that kept it
-            return ""
+        return self._ask(lambda store: str(store.get(self._key).decode()) if store.check([self._key]) else "")
 
     def lose(self, text: str) -> None:
         """Tell the others, who may be waiting, if none did; let the next pipeline start with new connections."""
         for default in [default for default, groups in _made.items() if groups is self]:
             del _made[default]
-        if self.lost():
-            return
-        with suppress(RuntimeError):
-            dist.distributed_c10d._get_default_store().set(self._key, text)
+        if not self.lost():
+            self._ask(lambda store: str(store.set(self._key, text)))
+
+    def _ask(self, what: Callable[[Any], str]) -> str:
+        """Ask the store, on a thread: it may be kept by a process that froze, and then nothing comes back."""
+        answer: list[str] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # the store went with the process that kept it
+                answer.append(what(dist.distributed_c10d._get_default_store()))
+
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=ask, name="stageline store", daemon=True)
+            self._asking.start()
+            self._asking.join(1.0)
+        return answer[0] if answer else ""
 
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Groups] = weakref.WeakKeyDictionary()
@@ -143,7 +147,8 @@ def _meet(deadline: float) -> tuple[Any, int, int]:
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     try:
         if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return next(iter(rendezvous("env://", timeout=timeout)))
+            store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
+            return store, rank, ranks
         store = TCPStore(host, port, ranks, rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, OSError) as error:
         if rank == 0:

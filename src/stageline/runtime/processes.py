@@ -37,6 +37,7 @@ from stageline.runtime.worlds import (
 from stageline.transport.process_group import ProcessGroupTransport
 from stageline.transport.protocol import PeerFailed, Traffic, Transport, TransportError
 
+
 def find_world(ranks: int, deadline: float) -> World:
     """Threads, unless the environment says that this process is one rank of several."""
     if not several_processes(deadline):
@@ -107,6 +108,7 @@ class ProcessWorld:
     ) -> tuple[list[RankResult], Floats]:
         """Run this rank's program in this thread; all ranks come to the end of the step together, failed or not."""
         (executor,) = crew.executors
+        executor.stopped = None
         self._running = executor
         expected: dict[tuple[int, Traffic], int] = {}
         owed: dict[tuple[int, Traffic], int] = {}
@@ -119,6 +121,9 @@ class ProcessWorld:
         failed: tuple[float, str, BaseException] | None = None
         device = None if executor.device is None else torch.device("cuda", executor.device)
         self._transport.begin(expected, owed, device)
+        known = self._control.verdict()
+        if known is not None:  # it came while this step was being prepared
+            self._hear(known)
         try:
             if refused is not None or work is None:
                 raise refused or StagelineError("there is nothing to run")
@@ -173,9 +178,12 @@ class ProcessWorld:
     # What the control channel says.
 
     def _hear(self, verdict: Verdict) -> None:
-        """Wake this rank, if it waits for a message that will not come."""
+        """Wake this rank, if it waits for a message that will not come, and let it begin no other action."""
         if verdict.final or verdict.round == self._control.round:
-            self._transport.interrupt(verdict.culprit, str(verdict))
+            running = self._running
+            if running is not None:
+                running.stopped = PeerFailed(f"rank {self.here[0]} stopped: {verdict}", verdict.culprit)
+            self._transport.interrupt(verdict.culprit, str(verdict), final=verdict.final)
 
     def _last_words(self, verdict: Verdict | None) -> None:
         running = self._running
@@ -190,7 +198,6 @@ class ProcessWorld:
             error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
         if self._running is not None:
             note_record(error, [self._running.record(verdict, self._control.lost)])
-        self._groups.abort()
         self._transport.close()
         return error
 
@@ -217,7 +224,10 @@ class ProcessWorld:
         """Begin what all ranks do together; what is given back waits for it, unless a rank is lost."""
         if self._lost:  # and so nothing is started that the others could take for something else
             raise self._lose(self._lost)
-        work = start()
+        try:
+            work = start()
+        except RuntimeError as error:
+            raise self._lose(f"rank {self.here[0]} lost another rank: {error}") from error
 
         def wait() -> None:
             before, self._control.waits = self._control.waits, EVERYONE

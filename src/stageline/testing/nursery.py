@@ -135,6 +135,7 @@ class Nursery:
 
 def main() -> None:
     """Serve: a line for every process to start; a line back when it has started and when it has ended."""
+    importlib.import_module("stageline.runtime.pipeline")  # what every rank will need
     ear, rope = socket.socketpair()
     rope.setblocking(False)
     ear.setblocking(False)

@@ -75,7 +75,13 @@ class Outbox:
             raise TransportError(f"a message could not be sent: {self._said()}") from self._failure[1]
         if self.kept:
             raise TransportError(f"{self.kept} messages were not taken by their receivers")
-        self._thread = None
+        self._thread, self._jobs = None, queue.SimpleQueue()  # asked twice, it would end the next thread too
+
+    def close(self) -> None:
+        """End the thread, unless it waits for a rank that is lost."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(0.1)
 
     def _said(self) -> str:
         target, error = self._failure or (-1, None)

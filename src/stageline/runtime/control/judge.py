@@ -98,7 +98,7 @@ class Judge:
     def busy(self, rank: int) -> bool:
         """Whether who waits for this rank has reason to go on: it, or the one it waits for in turn, is at work."""
         seen: set[int] = set()
-        while rank not in seen:
+        while rank not in seen and not self._over(None):
             seen.add(rank)
             seat = self.seats[rank]
             if seat.state != "here":
