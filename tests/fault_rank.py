@@ -101,7 +101,7 @@ class Job:
     """One process's side of it: all ranks as threads, or one rank."""
 
     def __init__(self, rank: int, folder: Path, deadline: float, width: int = 4) -> None:
-        self.rank, self.faults, self.wire, self.width = rank, Faults(folder), Wire(), width
+        self.rank, self.faults, self.wire, self.width, self.steps = rank, Faults(folder), Wire(), width, 0
         self.model = stages(width)
         self.plain = copy.deepcopy(nn.Sequential(*self.model))
         self.pipe = self.pipeline("1f1b", deadline)
@@ -121,6 +121,8 @@ class Job:
 
     def step(self, plant: list[Any] | None = None, wire: list[Any] | None = None) -> dict[str, Any]:
         """A step with a fault: what was raised, and what became of parameters, buffers and threads."""
+        self.steps += 1
+        os.environ["STAGELINE_FLIGHT_DIR"] = str(self.faults.folder / f"flights-{self.steps}")
         if plant is not None:
             fault, stage, action, microbatch = plant
             if stage in self.pipe._owned:
@@ -156,8 +158,8 @@ class Job:
         assert_same_bits(dict(buffers), {name: plain[name] for name in buffers}, "buffers")
         return {"right": True, "threads": self.threads()}
 
-    def another_schedule(self, odd: int, deadline: float) -> dict[str, Any]:
-        """One rank is given another schedule than the others."""
+    def odd_one(self, odd: int, deadline: float) -> dict[str, Any]:
+        """One rank is given another schedule than the others; what the step before left is still right."""
         try:
             self.pipeline("gpipe" if self.rank == odd else "1f1b", deadline)
         except sl.PipelineError as error:
@@ -186,6 +188,7 @@ def main(rank: int, folder: str, plan: list[dict[str, Any]], deadline: float, wi
         with path.open("a") as file:
             file.write(json.dumps({"pid": os.getpid(), **value}) + "\n")
 
+    os.environ["STAGELINE_FLIGHT_DIR"] = str(Path(folder) / "flights-0")
     try:
         job = Job(rank, Path(folder), deadline, width)
     except sl.StagelineError as error:

@@ -182,8 +182,10 @@ class Judge:
                 for each in here
                 if each.waits in (seat.rank, EVERYONE) and each.heard - max(each.since, seat.heard) > WAITED
             ]
-            echoes = any(now - at > GRACE for at, _, _ in self._echoes)
-            blamed = seat.how != BY_SIGNAL and (ended or echoes)
+            echoes = [self.seats[rank] for at, rank, _ in self._echoes if now - at > GRACE]
+            # Who was ended by a signal is to blame only for those who were not.
+            by_signal = seat.how == BY_SIGNAL
+            blamed = any(not each.terminated for each in echoes) if by_signal else bool(ended or echoes)
             if blamed or any(not each.terminated for each in waiters):
                 waiter = next((each.rank for each in waiters), None)
                 self._settle(seat.rank, "left", now, text=seat.how, waiter=waiter)
