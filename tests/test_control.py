@@ -672,3 +672,21 @@ def test_of_many_ranks_only_the_neighbours_are_told_of() -> None:
     assert len(told) == 64
     assert 500 in told
     assert told == sorted(told)
+
+
+def test_who_waits_goes_on_while_someone_down_the_line_is_at_work() -> None:
+    judge = Judge(ranks=3, deadline=5.0, start_deadline=5.0, now=0.0)
+    for rank in range(3):
+        judge.hello(rank, 0.0)
+    judge.beat(0, "B of stage 0, microbatch 0", 1, 3, 1.0)
+    judge.beat(1, "F of stage 1, microbatch 4", None, 3, 1.0)
+    assert judge.busy(0, 20.0), "rank 0 waits for rank 1, which computes, however long"
+    judge.beat(1, "B of stage 1, microbatch 0", 2, 4, 20.0)
+    assert judge.busy(0, 30.0), "rank 2 is outside of a step: it loads its batch"
+    judge.beat(2, "B of stage 2, microbatch 0", 0, 4, 30.0)
+    assert judge.busy(0, 31.0), "they seem to wait for each other, and may have come out of it since"
+    assert not judge.busy(0, 36.0), "nobody has done anything for the deadline"
+    judge.beat(2, "after its last action", -1, 4, 36.0)
+    assert not judge.busy(0, 42.0)
+    judge.bye(2, "", True, 43.0)
+    assert not judge.busy(2, 43.0)

@@ -271,7 +271,7 @@ def test_frozen_ranks_are_named_within_the_deadline_and_a_slow_one_is_not(
     """Jobs side by side: most of their time is the deadline's. The end of a step is a place to freeze in, too."""
     cases = [(0, "F", 1), (1, "F", 2), (2, "B", 3), (0, "B", 3)]
     jobs = [start([{"do": "right"}, {**STEP, "plant": ["stop", *case]}], SHORT) for case in cases]
-    slow = start([{"do": "right"}, {**STEP, "plant": ["slow", 1, "B", 1]}, {"do": "right"}], 1.0)
+    slow = start([{"do": "right"}, {**STEP, "plant": ["slow", 1, "B", 1]}], 1.0)
     for job, (victim, _, _) in zip(jobs, cases, strict=True):
         job.planted()
         lost(job, victim, capsys, "frozen", "froze: no sign of life for")

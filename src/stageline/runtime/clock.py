@@ -55,19 +55,13 @@ class HostClock:
 
 
 class DeviceClock:
-    """Puts events into the stream of a GPU; they are reused from step to step."""
+    """Puts events into a stream of a GPU; they are read when someone asks."""
 
-    def __init__(self, actions: int) -> None:
-        """For so many actions."""
+    def __init__(self, actions: int, stream: Any, base: Any, moment: float) -> None:
+        """For so many actions, counted from an event that was put into a stream at a moment of the host's clock."""
         make: Any = torch.cuda.Event
         self._start = [make(enable_timing=True) for _ in range(actions)]
         self._end = [make(enable_timing=True) for _ in range(actions)]
-        self._base: Any = None
-        self._stream: Any = None
-        self._moment = 0.0
-
-    def begin(self, stream: Any, base: Any, moment: float) -> None:
-        """Watch a stream; count from an event that was put into the device's at a moment of the host's clock."""
         self._stream, self._base, self._moment = stream, base, moment
 
     def start(self, position: int) -> float:

@@ -109,7 +109,6 @@ class Executor:
         self.flight = Flight(rank, schedule.ranks) if flight is None else flight
         self.device = device_of(stages.values())
         self._stream: Any = torch.cuda.Stream(self.device) if self.device is not None and own_stream else None  # type: ignore[no-untyped-call]
-        self._clock = HostClock(len(self._tasks)) if self.device is None else DeviceClock(len(self._tasks))
 
     def _task(self, index: int) -> _Task:
         schedule, rank_of = self.schedule, self.schedule.placement.rank_of
@@ -133,19 +132,17 @@ class Executor:
     def run(self, work: Work, deadline: float) -> RankResult:
         """Run the whole program once."""
         if self.device is None:
-            return self._run(work, deadline)
+            return self._run(work, deadline, HostClock(len(self._tasks)))
         event, moment = work.began[self.device]
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             stream = torch.cuda.current_stream()
             stream.wait_event(event)
-            assert isinstance(self._clock, DeviceClock)
-            self._clock.begin(stream, event, moment)
-            result = self._run(work, deadline)
+            result = self._run(work, deadline, DeviceClock(len(self._tasks), stream, event, moment))
             result.over = stream.record_event()
         return result
 
-    def _run(self, work: Work, deadline: float) -> RankResult:
-        clock, progress, flown = self._clock, self.progress, self.flight.actions
+    def _run(self, work: Work, deadline: float, clock: Clock) -> RankResult:
+        progress, flown = self.progress, self.flight.actions
         result = RankResult(clock)
         self._local.clear()
         for position, task in enumerate(self._tasks):

@@ -224,7 +224,8 @@ class Pipeline:
             raise StagelineError(f"{self.schedule.name} has no backwards to train with; use predict or evaluate")
         began = time.perf_counter()
         done = self._run(inputs, targets, stage_kwargs, training=True, count=count)
-        self._measured = Measured(done.crew.schedule, self._world.later(times_of(done.crew, done.results).reshape(-1)))
+        crew, results = done.crew, done.results
+        self._measured = Measured(crew.schedule, self._world.later(lambda: times_of(crew, results).reshape(-1)))
         self._steps += 1
         return StepStats(
             loss=sum(done.outcome.losses),
@@ -406,7 +407,7 @@ class Pipeline:
         try:
             with no_collections():
                 results, totals = self._world.run(
-                    crew, given, self.deadline, lambda found: sums(crew.schedule, found), size, refused
+                    crew, given, self.deadline, lambda found: self._sum_up(crew, found), size, refused
                 )
         except PipelineError as error:
             if refused is not None and not isinstance(refused, PipelineError):
@@ -414,9 +415,6 @@ class Pipeline:
             apart = difference(rows(), columns)
             raise (PipelineError(apart) if apart else error) from error.__cause__
         assert work is not None
-        for executor, result in zip(crew.executors, results, strict=True):
-            if result.over is not None:
-                torch.cuda.current_stream(executor.device).wait_event(result.over)
         self._check_batch(rows, columns)
         outcome = Outcome.read(totals)
         if work.training:
@@ -426,6 +424,13 @@ class Pipeline:
             gather(self._placed, self._world.share)
         metrics = self._metrics(metrics_of(results, work.weights)) if outcome.described else {}
         return _Done(crew, work, results, outcome, metrics)
+
+    @staticmethod
+    def _sum_up(crew: Crew, results: list[RankResult]) -> Floats:
+        for executor, result in zip(crew.executors, results, strict=True):
+            if result.over is not None:  # the caller's streams go on after this rank's
+                torch.cuda.current_stream(executor.device).wait_event(result.over)
+        return sums(crew.schedule, results)
 
     def _check_batch(self, rows: Callable[[], Floats], columns: Sequence[int]) -> None:
         if len(self._world.here) < self.schedule.ranks:

@@ -22,10 +22,8 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from stageline.runtime.halves import HALVES, Half
-
-Edge = tuple[int, int]
-"""A node, by its number in the graph, and which of its outputs."""
+from stageline.runtime.halves import HALVES, Half, Wanted
+from stageline.runtime.walk import Edge, Walk, compile_walk
 
 VIEWS = frozenset(
     ["TBackward0", "ToCopyBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "AliasBackward0"]
@@ -51,6 +49,8 @@ class Fork(NamedTuple):
     """Whether there is a transposition in between."""
     alone: bool
     """Whether no other fork has a part in these parameters' gradients."""
+    wanted: tuple[Wanted, ...] | None = None
+    """The gradients of its edges, where all lead to parameters directly and nobody else has a part in them."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Plan:
     parameters: dict[int, nn.Parameter]
     """Those of them that are parameters. The nodes themselves are not kept from one graph to the next: on a GPU they
     belong to the stream in which they were made; and a leaf that is no parameter may be made anew in every forward."""
-    hooked: tuple[int, ...] = ()
+    hooked: list[int] = field(default_factory=list)
     """Of each node that saves tensors for its weight half: who holds them."""
     onward: list[int] = field(default_factory=list)
     """The roots that lead to an end."""
@@ -81,8 +81,8 @@ class Plan:
     """The parameters whose gradients must come with I."""
     whole: bool = False
     """Whether nothing can be split, and the backward runs as one."""
-    savers: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
-    """The forks' nodes and the names of what they save."""
+    savers: list[tuple[int, str]] = field(default_factory=list)
+    """The forks' nodes and the names of what each saves first."""
 
     @cached_property
     def total(self) -> int:
@@ -114,39 +114,25 @@ class Plan:
         return [(number, name) for number, (kind, name) in enumerate(self.kinds) if kind.__name__ == "CppFunction"]
 
     @cached_property
-    def _walk(self) -> list[tuple[Edge | None, ...] | int]:
-        """How to go on from each node: 0 for a node that leads nowhere, 1 for one that leads to a single node not yet
-        met, and otherwise where each of its edges leads. New nodes are met in the order of their numbers."""
-        met = len({number for number, _ in self.roots})
-        steps: list[tuple[Edge | None, ...] | int] = []
-        for edges in self.children:
-            single = edges == ((met, 0),)
-            steps.append(0 if not edges else 1 if single else edges)
-            met += len({edge[0] for edge in edges if edge is not None and edge[0] >= met})
-        return steps
+    def _walk(self) -> Walk:
+        return compile_walk(len({number for number, _ in self.roots}), self.children)
 
     def match(self, roots: Sequence[GradientEdge], ends: Sequence[Node]) -> list[Node] | None:
         """The nodes of a graph by their numbers here, or None if the graph has another form."""
         if len(roots) != len(self.roots) or len(ends) != len(self.inputs):
             return None
-        nodes: list[Any] = []
+        starts: list[Any] = []
         for edge, (number, output) in zip(roots, self.roots, strict=True):
-            if number == len(nodes):
-                nodes.append(edge.node)
-            if edge.output_nr != output or number >= len(nodes) or nodes[number] is not edge.node:
+            if number == len(starts):
+                starts.append(edge.node)
+            if edge.output_nr != output or number >= len(starts) or starts[number] is not edge.node:
                 return None
-        for place, step in enumerate(self._walk):  # this runs for every microbatch: nothing here that can be spared
-            if step == 0:
-                continue
-            if place >= len(nodes):
-                return None
-            found = nodes[place].next_functions
-            if step == 1:
-                if len(found) != 1 or found[0][1] or found[0][0] is None:
-                    return None
-                nodes.append(found[0][0])
-            elif not self._go_on(nodes, found, step):  # type: ignore[arg-type]
-                return None
+        try:
+            nodes = self._walk(*starts)
+        except (ValueError, AttributeError):  # a node with more edges, fewer, or none
+            return None
+        if nodes is None:
+            return None
         if len(nodes) != len(self.kinds) or len(set(map(id, nodes))) != len(nodes):
             return None
         if list(map(type, nodes)) != self._types or any(nodes[number].name() != name for number, name in self._names):
@@ -158,35 +144,20 @@ class Plan:
         usual = all(fork.half is None or fork.half.fits(nodes[fork.node]) for fork in self.forks)
         return nodes if usual and _hooked(nodes, self.savers) == self.hooked else None
 
-    @staticmethod
-    def _go_on(nodes: list[Any], found: Sequence[tuple[Any, int]], expected: Sequence[Edge | None]) -> bool:
-        """Take the nodes that a node with several edges leads to; whether they are where they should be."""
-        if len(found) != len(expected):
-            return False
-        for (child, output), edge in zip(found, expected, strict=True):
-            if child is None or edge is None:
-                if child is not edge:
-                    return False
-                continue
-            if edge[0] == len(nodes):
-                nodes.append(child)
-            if output != edge[1] or edge[0] >= len(nodes) or nodes[edge[0]] is not child:
-                return False
-        return True
 
+def _hooked(nodes: Sequence[Any], savers: Iterable[tuple[int, str]]) -> list[int]:
+    """Who holds what these nodes saved: autograd itself, torch's checkpointing, or someone else's hooks.
 
-def _hooked(nodes: Sequence[Any], savers: Iterable[tuple[int, tuple[str, ...]]]) -> tuple[int, ...]:
-    """Who holds what these nodes saved: autograd itself, torch's checkpointing, or someone else's hooks."""
-    return tuple([max([_holder(nodes[number], name) for name in names], default=0) for number, names in savers])
+    A node saves all its tensors in one moment, so the first tells of all.
+    """
+    hooks = [getattr(nodes[number], name).unpack_hook for number, name in savers]
+    return [0 if hook is None else _holder(hook) for hook in hooks]
 
 
 HOOKS, CHECKPOINT = 1, 2
 
 
-def _holder(node: Any, name: str) -> int:
-    hook = getattr(node, name).unpack_hook
-    if hook is None:
-        return 0
+def _holder(hook: Any) -> int:
     return CHECKPOINT if "checkpoint" in (getattr(hook, "__module__", None) or "") else HOOKS
 
 
@@ -305,7 +276,7 @@ class _Analysis:
     def _find_forks(self) -> None:
         plan = self.plan
         found: list[Fork] = []
-        savers: list[tuple[int, tuple[str, ...]]] = []
+        savers: list[tuple[int, str]] = []
         for number in self.order:
             if not self.leads_on[number] or number in self.stops:
                 continue
@@ -319,8 +290,8 @@ class _Analysis:
             leaves = tuple(dict.fromkeys(leaf for _, (child, _) in sides for leaf in sorted(self.behind[child])))
             edges = tuple(index for index, _ in sides)
             half = HALVES.get(self.names[number])
-            names = tuple(f"_raw_saved_{name}" for name in half.tensors) if half else _saved_names(self.nodes[number])
-            savers.append((number, names))
+            names = [f"_raw_saved_{name}" for name in half.tensors] if half else _saved_names(self.nodes[number])
+            savers += [(number, name) for name in names[:1]]
             if half is not None and not self._by_hand(half, number, edges, leaves):
                 half = None
             children = tuple(edge for _, edge in sides)
@@ -346,7 +317,7 @@ class _Analysis:
         held = dict(zip((number for number, _ in plan.savers), plan.hooked, strict=True))
         together: set[int] = set()
         for fork in found:
-            if held[fork.node] == CHECKPOINT or BackwardCFunction in type(self.nodes[fork.node]).__mro__:
+            if held.get(fork.node) == CHECKPOINT or BackwardCFunction in type(self.nodes[fork.node]).__mro__:
                 together.update(fork.leaves)
         for leaf, forks in uses.items():
             # Parts of one gradient are added in the order of a whole backward only if W computes them all in one go.
@@ -373,7 +344,11 @@ class _Analysis:
                 alone = alone and sum(len(self.behind[child]) for _, (child, _) in kept) == len(leaves)
                 edges, children = zip(*kept, strict=True)
                 targets, turned = zip(*(self._target(child) for child, _ in children), strict=True)
-                plan.forks.append(Fork(fork.node, leaves, fork.half, edges, children, targets, turned, alone))
+                wanted = None
+                if alone and all(target is not None for target in targets):
+                    each = zip(edges, targets, turned, strict=True)
+                    wanted = tuple(Wanted(edge, target.shape, target.dtype, turn) for edge, target, turn in each)
+                plan.forks.append(Fork(fork.node, leaves, fork.half, edges, children, targets, turned, alone, wanted))
 
     def _target(self, child: int) -> tuple[Any, bool]:
         """The plain parameter that an edge leads to, and whether through a transposition."""
@@ -384,10 +359,8 @@ class _Analysis:
         return (parameter, turned) if plain else (None, False)
 
 
-def _saved_names(node: Node) -> tuple[str, ...]:
-    return tuple(
-        name for name in dir(node) if name.startswith("_raw_saved_") and not isinstance(getattr(node, name), tuple)
-    )
+def _saved_names(node: Node) -> list[str]:
+    return [name for name in dir(node) if name.startswith("_raw_saved_") and not isinstance(getattr(node, name), tuple)]
 
 
 def _children_first(plan: Plan) -> Iterator[int]:

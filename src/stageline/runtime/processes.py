@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import hashlib
 import time
@@ -151,6 +152,7 @@ class ProcessWorld:
         executor.record(verdict, self._control.lost)
         executor.forget()
         if not isinstance(error, Exception):
+            self._let_go()
             raise error
         if verdict is not None and verdict.final:
             raise self._over(verdict) from error
@@ -198,8 +200,13 @@ class ProcessWorld:
             error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
         if self._running is not None:
             note_record(error, [self._running.record(verdict, self._control.lost)])
-        self._transport.close()
+        self._let_go()
         return error
+
+    def _let_go(self) -> None:
+        """End the threads; one that comes back from native code while Python ends would take the process down."""
+        self._transport.close()
+        atexit.register(self._transport.close, 1.0)
 
     def _lose(self, text: str) -> PipelineError:
         """This rank cannot go on; tell all, who may wait for it."""
@@ -259,11 +266,11 @@ class ProcessWorld:
 
     def add_up(self, values: Floats) -> Floats:
         """Add over all processes."""
-        return self.later(values)()
+        return self.later(lambda: values)()
 
-    def later(self, values: Floats) -> Callable[[], Floats]:
+    def later(self, values: Callable[[], Floats]) -> Callable[[], Floats]:
         """Add over all processes, without waiting."""
-        tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64).copy())
+        tensor = torch.from_numpy(np.ascontiguousarray(values(), dtype=np.float64).copy())
         wait = self._start(lambda: dist.all_reduce(tensor, group=self._groups.control, async_op=True))
 
         def total() -> Floats:

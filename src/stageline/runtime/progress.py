@@ -33,6 +33,7 @@ def busy(rank: int, ranks: Mapping[int, Progress]) -> bool:
     """Whether who waits for a rank has reason to go on: it, or the one it waits for in turn, is at work.
 
     >>> first, second = Notes(), Notes()
+    >>> first.doing = second.doing = "B of stage 0, microbatch 0"
     >>> first.waits = 1
     >>> busy(0, {0: first, 1: second})
     True

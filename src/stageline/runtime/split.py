@@ -220,10 +220,14 @@ class SplitBackward:
         grad = noted.grads[0] if noted.grads else None
         if grad is None or fork.half is None:
             return []
-        plain = [
-            self.direct and fork.alone and target is not None and not _has_hooks(target) for target in fork.targets
-        ]
-        wanted = [self._wanted(fork, index, plain[index]) for index in range(len(fork.edges))]
+        wanted: Sequence[Wanted]
+        if fork.wanted is not None and self.direct and not any(map(_has_hooks, fork.targets)):
+            wanted, plain = fork.wanted, [True] * len(fork.wanted)
+        else:
+            plain = [
+                self.direct and fork.alone and target is not None and not _has_hooks(target) for target in fork.targets
+            ]
+            wanted = [self._wanted(fork, index, plain[index]) for index in range(len(fork.edges))]
         left = []
         for index, found in enumerate(fork.half.give(noted.saved, grad, wanted)):
             if not plain[index]:

@@ -7,6 +7,7 @@ knows becomes known to all.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ class World(Protocol):
         Comes back when all ranks have finished. With `refused`, this process takes part only to say why it cannot.
         """
 
-    def later(self, values: Floats) -> Callable[[], Floats]:
+    def later(self, values: Callable[[], Floats]) -> Callable[[], Floats]:
         """Add up over all processes as `add_up` does, without waiting; when called, give back the sum."""
 
     def end(self) -> None:
@@ -115,7 +116,15 @@ class ThreadWorld:
         self._hub = ThreadHub(ranks)
         self._progress = {rank: Notes() for rank in self.here}
         self._flights = {rank: Flight(rank, ranks) for rank in self.here}
-        self._hub.patience = lambda rank: busy(rank, self._progress)
+        self._hub.patience = self._busy
+
+    def _busy(self, rank: int) -> bool:
+        """Whether there is reason to go on waiting for a rank; one that takes a message just now seems to wait too."""
+        done = [notes.done for notes in self._progress.values()]
+        if busy(rank, self._progress):
+            return True
+        time.sleep(0.2)
+        return busy(rank, self._progress) or done != [notes.done for notes in self._progress.values()]
 
     def transport(self, rank: int) -> Transport:
         """The end of a rank."""
@@ -210,9 +219,9 @@ class ThreadWorld:
             raise first  # a KeyboardInterrupt stays what it is
         raise error from first
 
-    def later(self, values: Floats) -> Callable[[], Floats]:
-        """All is known here already."""
-        return lambda: values
+    def later(self, values: Callable[[], Floats]) -> Callable[[], Floats]:
+        """All is known here already, and is asked for when it is wanted."""
+        return values
 
     def end(self) -> None:
         """Nobody is doing anything."""

@@ -77,11 +77,11 @@ class Outbox:
             raise TransportError(f"{self.kept} messages were not taken by their receivers")
         self._thread, self._jobs = None, queue.SimpleQueue()  # asked twice, it would end the next thread too
 
-    def close(self) -> None:
+    def close(self, patience: float) -> None:
         """End the thread, unless it waits for a rank that is lost."""
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join(0.1)
+            self._thread.join(patience)
 
     def _said(self) -> str:
         target, error = self._failure or (-1, None)

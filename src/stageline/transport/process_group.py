@@ -186,11 +186,12 @@ class ProcessGroupTransport:
         self._inbox.set_failure(self.rank, error, where)
         self._send_notes(error.origin if isinstance(error, PeerFailed) else self.rank, where, error)
 
-    def close(self) -> None:
+    def close(self, patience: float = 0.1) -> None:
         """After a rank was lost: end the threads that do not wait for just that one. Between steps there is none."""
-        self._outbox.close()
+        end = time.monotonic() + patience
+        self._outbox.close(patience)
         for thread in self._threads:
-            thread.join(0.1)
+            thread.join(max(0.0, end - time.monotonic()))
 
     # Sending.
 

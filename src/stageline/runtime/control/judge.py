@@ -95,20 +95,25 @@ class Judge:
         else:
             self._raised(rank, report, now)
 
-    def busy(self, rank: int) -> bool:
-        """Whether who waits for this rank has reason to go on: it, or the one it waits for in turn, is at work."""
-        seen: set[int] = set()
+    def busy(self, rank: int, now: float) -> bool:
+        """Whether who waits for this rank has reason to go on: it, or the one it waits for in turn, is at work.
+
+        What is known of a rank is as old as its last beat, so ranks that seem to wait for each other are given the
+        deadline to come out of it.
+        """
+        seen: dict[int, Seat] = {}
         while rank not in seen and not self._over(None):
-            seen.add(rank)
-            seat = self.seats[rank]
+            seat = seen[rank] = self.seats[rank]
             if seat.state != "here":
                 return False
             if seat.waits is None:
                 return True
             if seat.waits == EVERYONE:  # it waits for those who have not come to that point yet
-                return any(each.state == "here" and each.waits is None for each in self.seats)
+                if any(each.state == "here" and each.waits is None for each in self.seats):
+                    return True
+                break
             rank = seat.waits
-        return False
+        return any(now - seat.since < self.deadline for seat in seen.values())
 
     def terminated(self, rank: int, now: float) -> None:
         """A rank was told by a signal to end, and asks whom to blame."""

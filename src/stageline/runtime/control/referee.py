@@ -180,7 +180,7 @@ class Server:
         elif "ask" in said:
             asked = int(said["ask"])
             known = 0 <= asked < len(self.judge.seats)
-            self._send(peer, _line({"answer": asked, "busy": known and self.judge.busy(asked)}))
+            self._send(peer, _line({"answer": asked, "busy": known and self.judge.busy(asked, now)}))
         elif "deadline" in said:
             self.judge.deadline = max(0.1, float(said["deadline"]))
         elif "terminated" in said:
