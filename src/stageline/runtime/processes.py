@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -173,8 +174,7 @@ class ProcessWorld:
         verdict = self._control.verdict(timeout=BLAME)
         if verdict is not None and verdict.traceback and verdict.culprit != self.here[0]:
             error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
-        if self._running is not None:
-            note_record(error, [self._running.record(verdict, self._control.lost)])
+        note_record(error, [self._record(verdict)])
         raise error from (failed[2] if failed else None)
 
     # What the control channel says.
@@ -188,9 +188,18 @@ class ProcessWorld:
             self._transport.interrupt(verdict.culprit, str(verdict), final=verdict.final)
 
     def _last_words(self, verdict: Verdict | None) -> None:
+        self._record(verdict)
+
+    def _record(self, verdict: Verdict | None) -> Path | None:
+        """Write the flight record, also where the step had not come to its first action."""
         running = self._running
         if running is not None:
-            running.record(verdict, self._control.lost)
+            return running.record(verdict, self._control.lost)
+        try:
+            control = self._control
+            return self._flight.write(verdict=verdict, doing=control.doing, waits=control.waits, lost=control.lost)
+        except OSError:
+            return None
 
     def _over(self, verdict: Verdict) -> PipelineError:
         """The job lost a rank."""
@@ -198,8 +207,7 @@ class ProcessWorld:
         error = PipelineError(f"{verdict}; {GRADIENTS.split(':')[0]}; this job cannot go on: start it again")
         if verdict.traceback:
             error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
-        if self._running is not None:
-            note_record(error, [self._running.record(verdict, self._control.lost)])
+        note_record(error, [self._record(verdict)])
         self._let_go()
         return error
 
@@ -221,8 +229,7 @@ class ProcessWorld:
         )
         if verdict is not None and verdict.traceback and verdict.culprit != self.here[0]:
             error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
-        if self._running is not None:
-            note_record(error, [self._running.record(verdict, self._control.lost)])
+        note_record(error, [self._record(verdict)])
         return error
 
     # What all ranks do together.
