@@ -149,7 +149,8 @@ class Judge:
             return
         here = [seat for seat in self.seats if seat.state == "here"]
         silent = max(here, key=lambda seat: now - seat.heard, default=None)
-        if silent is not None and now - silent.heard > self.deadline:
+        # A little before the deadline, so that all ranks know it by then.
+        if silent is not None and now - silent.heard > self.deadline - min(0.3, self.deadline / 10):
             self._settle(silent.rank, "frozen", now)
             return
         if now - self.started > self.start_deadline:
