@@ -298,6 +298,14 @@ def test_a_rank_that_never_starts_is_named_by_the_others(
         assert doctor(job.folder / "flights-0", capsys)["verdict"]["culprit"] == victim
 
 
+def test_a_rank_that_dies_while_all_start_is_named(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    job = start([{"dies_at_start": 1}])
+    for told in job.wait(1).values():
+        assert told["error"] == "PipelineError"
+        assert told["text"].startswith("rank 1 died (its process ended without a word)"), told["text"]
+    assert doctor(job.folder / "flights-0", capsys)["verdict"]["culprit"] == 1
+
+
 def test_an_interrupted_rank_is_named(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     job = start([{"do": "right"}, {**STEP, "plant": ["interrupt", 1, "F", 2]}])
     lost(job, 1, capsys, "raised", "failed in F of stage 1, microbatch 2: KeyboardInterrupt")

@@ -6,6 +6,7 @@ every rank of a machine can have a GPU of its own, tensors of GPUs travel over N
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 import threading
@@ -181,6 +182,8 @@ def together(watch: Control, make: Callable[[], object]) -> None:
         if failed:
             verdict = watch.verdict(timeout=BLAME)
         if verdict is not None and verdict.final:
+            # A thread that comes back while Python ends would take the process down; it does when rank 0's store goes.
+            atexit.register(thread.join, 3.0 if watch.rank else 0.2)
             raise _not_started(watch, verdict) from (failed[0] if failed else None)
         if failed:
             raise failed[0]
