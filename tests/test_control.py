@@ -168,7 +168,7 @@ def test_a_frozen_rank_is_named_and_a_slow_one_is_not(jobs: Any) -> None:
     for rank in (0, 1):
         told = job.ranks[rank].do(ASK)
         assert (told["culprit"], told["kind"]) == (2, "frozen")
-        assert told["silence"] >= 3.0
+        assert told["silence"] > 2.5  # of 3: all ranks know it within the deadline
         assert "rank 1 waits for rank 2" in told["sentence"]
         assert "in F of stage 2, microbatch 0" in told["sentence"]
     os.kill(job.ranks[2].process.pid, signal.SIGCONT)
@@ -610,7 +610,7 @@ def test_silence_is_judged_by_its_deadline_and_not_while_the_referee_slept() -> 
     for second in range(1, 5):
         for rank in (0, 1, 3):
             found.beat(rank, "F", 2, second, 100.0 + second)
-    found.tick(104.9)
+    found.tick(104.6)
     assert blamed(found) is None
     found.forgive(60.0, 165.0)
     found.tick(165.2)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stageline.runtime.control.judge import EVERYONE
-from stageline.runtime.control.verdict import Standing, Verdict
+from stageline.runtime.control.verdict import Standing, Verdict, place
 from stageline.runtime.flight import Passed, Record
 
 MOST_CHAINS = 4
@@ -163,7 +163,7 @@ def _last_link(row: Row, verdict: Verdict | None) -> str:
     if verdict is not None and verdict.culprit == row.rank:
         kinds = {"died": "died", "frozen": "froze", "raised": "failed", "absent": "never started", "left": "left"}
         return f"rank {row.rank} {kinds[verdict.kind]}"
-    return f"rank {row.rank} was in {row.doing}" if row.doing else f"rank {row.rank}, which waits for nobody"
+    return f"rank {row.rank} was {place(row.doing)}" if row.doing else f"rank {row.rank}, which waits for nobody"
 
 
 def _underway(records: Mapping[int, Record]) -> tuple[Underway, ...]:

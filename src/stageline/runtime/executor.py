@@ -22,7 +22,7 @@ from stageline.runtime.tree import flatten, unflatten
 from stageline.schedules import action as kinds
 from stageline.schedules.build import PAIRED
 from stageline.schedules.schedule import Schedule
-from stageline.transport.protocol import Header, Leaf, Message, Traffic, Transport
+from stageline.transport.protocol import Header, Leaf, Message, PeerFailed, Traffic, Transport
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,8 @@ class Executor:
         self._local: dict[tuple[Traffic, int, int], Message] = {}
         self.awaited: tuple[Header, float] | None = None
         """The message that this rank waits for, and since when."""
+        self.stopped: PeerFailed | None = None
+        """Another rank's failure, told from another thread: no action is begun after it."""
         self.progress: Progress = Notes() if progress is None else progress
         self.flight = Flight(rank, schedule.ranks) if flight is None else flight
         self.device = device_of(stages.values())
@@ -144,6 +146,8 @@ class Executor:
         result = RankResult(clock)
         self._local.clear()
         for position, task in enumerate(self._tasks):
+            if self.stopped is not None:
+                raise self.stopped
             progress.doing = task.place
             arrived = self._input(task, work, deadline, result)
             began = clock.start(position)

@@ -6,22 +6,32 @@ every rank of a machine can have a GPU of its own, tensors of GPUs travel over N
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
+import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from stageline.errors import StagelineError
 from stageline.runtime.control.client import Control
+from stageline.runtime.control.judge import EVERYONE
 from stageline.runtime.control.launch import share_by_store
+from stageline.runtime.control.verdict import Verdict
+from stageline.runtime.flight import Flight
+from stageline.runtime.worlds import PipelineError, note_record
 from stageline.transport.payloads import PayloadGroups
+
+BLAME = 2.0
+"""Seconds that a rank which failed waits to learn who failed first."""
 
 PATIENCE = datetime.timedelta(days=7)
 """The group's own limit for messages. A pipeline's deadline is far shorter; gloo's would close all connections."""
@@ -38,6 +48,10 @@ class Groups:
         self.watch = watch_over(store, dist.get_rank(), dist.get_world_size(), deadline)
         Groups._number += 1
         self._key = f"stageline/lost/{Groups._number}"
+        self._asking: threading.Thread | None = None
+        together(self.watch, self._make)
+
+    def _make(self) -> None:
         self.messages = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="stageline messages")
         self.control = dist.new_group(backend="gloo", group_desc="stageline control")
         able = torch.tensor([int(has_own_gpu(os.environ))])
@@ -46,20 +60,28 @@ class Groups:
 
     def lost(self) -> str:
         """What a rank told that can go on no more; empty as long as there is none."""
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            return str(store.get(self._key).decode()) if store.check([self._key]) else ""
-        except RuntimeError:  # the store went with the process that kept it
-            return ""
+        return self._ask(lambda store: str(store.get(self._key).decode()) if store.check([self._key]) else "")
 
     def lose(self, text: str) -> None:
         """Tell the others, who may be waiting, if none did; let the next pipeline start with new connections."""
         for default in [default for default, groups in _made.items() if groups is self]:
             del _made[default]
-        if self.lost():
-            return
-        with suppress(RuntimeError):
-            dist.distributed_c10d._get_default_store().set(self._key, text)
+        if not self.lost():
+            self._ask(lambda store: str(store.set(self._key, text)))
+
+    def _ask(self, what: Callable[[Any], str]) -> str:
+        """Ask the store, on a thread: it may be kept by a process that froze, and then nothing comes back."""
+        answer: list[str] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # the store went with the process that kept it
+                answer.append(what(dist.distributed_c10d._get_default_store()))
+
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=ask, name="stageline store", daemon=True)
+            self._asking.start()
+            self._asking.join(1.0)
+        return answer[0] if answer else ""
 
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Groups] = weakref.WeakKeyDictionary()
@@ -109,13 +131,72 @@ def several_processes(deadline: float) -> bool:
 
 def _join(deadline: float) -> None:
     """Meet the other ranks. One that does not come is named by the control channel, which needs only rank 0."""
-    store, rank, ranks = next(iter(rendezvous("env://", timeout=datetime.timedelta(seconds=max(deadline, 1.0)))))
+    store, rank, ranks = _meet(deadline)
     watch = watch_over(PrefixStore("stageline", store), rank, ranks, deadline)
     verdict = watch.everyone(timeout=2 * deadline + 10)
     if verdict is not None:
-        raise StagelineError(f"{verdict}; start the job again with all ranks")
+        raise _not_started(watch, verdict)
     backend = "cpu:gloo,cuda:nccl" if has_own_gpu(os.environ) else "gloo"
-    dist.init_process_group(backend, store=PrefixStore("default", store), rank=rank, world_size=ranks)
+    ours = PrefixStore("default", store)
+    together(watch, lambda: dist.init_process_group(backend, store=ours, rank=rank, world_size=ranks))
+
+
+def _meet(deadline: float) -> tuple[Any, int, int]:
+    """The store of the environment's address; torchrun keeps one, else rank 0 does, and waits for nobody."""
+    environment, timeout = os.environ, datetime.timedelta(seconds=max(deadline, 1.0))
+    rank, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    try:
+        if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
+            return store, rank, ranks
+        store = TCPStore(host, port, ranks, rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
+    except (RuntimeError, OSError) as error:
+        if rank == 0:
+            raise StagelineError(f"rank 0 cannot listen at MASTER_ADDR={host}, MASTER_PORT={port}: {error}") from error
+        raise PipelineError(
+            f"rank 0 never started: nothing answers at MASTER_ADDR={host}, MASTER_PORT={port} within {deadline:g} s; "
+            "start the job again with all ranks"
+        ) from error
+    return store, rank, ranks
+
+
+def together(watch: Control, make: Callable[[], object]) -> None:
+    """Do what all ranks do at the start, and what nothing can wake them from: on a thread, which a lost rank ends."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            make()
+        except BaseException as error:
+            failed.append(error)
+
+    before, watch.doing, watch.waits = (watch.doing, watch.waits), "starting", EVERYONE
+    thread = threading.Thread(target=run, name="stageline start", daemon=True)
+    thread.start()
+    try:
+        verdict = None
+        while thread.is_alive() and (verdict is None or not verdict.final):
+            thread.join(0.05)
+            verdict = watch.verdict()
+        if failed:
+            verdict = watch.verdict(timeout=BLAME)
+        if verdict is not None and verdict.final:
+            # A thread that comes back while Python ends would take the process down; it does when rank 0's store goes.
+            atexit.register(thread.join, 3.0 if watch.rank else 0.2)
+            raise _not_started(watch, verdict) from (failed[0] if failed else None)
+        if failed:
+            raise failed[0]
+    finally:
+        watch.doing, watch.waits = before
+
+
+def _not_started(watch: Control, verdict: Verdict) -> PipelineError:
+    error = PipelineError(f"{verdict}; start the job again with all ranks")
+    with suppress(OSError):
+        flight = Flight(watch.rank, watch.ranks, watch.job)
+        note_record(error, [flight.write(verdict=verdict, doing="starting", lost=watch.lost)])
+    return error
 
 
 def check_environment(environment: Mapping[str, str]) -> int:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +23,7 @@ from stageline.runtime.control.judge import EVERYONE
 from stageline.runtime.control.verdict import Failure, Verdict
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.flight import Flight
-from stageline.runtime.groups import own_groups, several_processes
+from stageline.runtime.groups import BLAME, own_groups, several_processes
 from stageline.runtime.progress import Progress
 from stageline.runtime.worlds import (
     GRADIENTS,
@@ -34,9 +38,6 @@ from stageline.runtime.worlds import (
 )
 from stageline.transport.process_group import ProcessGroupTransport
 from stageline.transport.protocol import PeerFailed, Traffic, Transport, TransportError
-
-BLAME = 2.0
-"""Seconds that a rank which failed waits to learn who failed first."""
 
 
 def find_world(ranks: int, deadline: float) -> World:
@@ -110,6 +111,7 @@ class ProcessWorld:
     ) -> tuple[list[RankResult], Floats]:
         """Run this rank's program in this thread; all ranks come to the end of the step together, failed or not."""
         (executor,) = crew.executors
+        executor.stopped = None
         self._running = executor
         expected: dict[tuple[int, Traffic], int] = {}
         owed: dict[tuple[int, Traffic], int] = {}
@@ -122,6 +124,9 @@ class ProcessWorld:
         failed: tuple[float, str, BaseException] | None = None
         device = None if executor.device is None else torch.device("cuda", executor.device)
         self._transport.begin(expected, owed, device)
+        known = self._control.verdict()
+        if known is not None:  # it came while this step was being prepared
+            self._hear(known)
         try:
             if refused is not None or work is None:
                 raise refused or StagelineError("there is nothing to run")
@@ -140,6 +145,8 @@ class ProcessWorld:
     def _report(self, executor: Executor, error: BaseException) -> None:
         """Tell all ranks of this one's failure, and learn whether another's was the cause of it."""
         told = Failure.of(error, self._control.doing, secondary=isinstance(error, TransportError))
+        if not isinstance(error, Exception):  # this rank leaves the step, and does not come to its end with the others
+            told = replace(told, final=True)
         self._control.report(told)
         self._transport.fail(error, f"rank {executor.rank} failed in {executor.doing}")
         self._control.waits = EVERYONE
@@ -147,6 +154,7 @@ class ProcessWorld:
         executor.record(verdict, self._control.lost)
         executor.forget()
         if not isinstance(error, Exception):
+            self._let_go()
             raise error
         if verdict is not None and verdict.final:
             raise self._over(verdict) from error
@@ -164,24 +172,35 @@ class ProcessWorld:
         origin = int(np.argmin(np.where(times > 0, times, np.inf)))
         mine = str(failure(origin, failed[1], failed[2])) if failed is not None else ""
         error = PipelineError(self.tell(mine, origin))
-        verdict = self._control.verdict()
+        verdict = self._control.verdict(timeout=BLAME)
         if verdict is not None and verdict.traceback and verdict.culprit != self.here[0]:
             error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
-        if self._running is not None:
-            note_record(error, [self._running.record(verdict, self._control.lost)])
+        note_record(error, [self._record(verdict)])
         raise error from (failed[2] if failed else None)
 
     # What the control channel says.
 
     def _hear(self, verdict: Verdict) -> None:
-        """Wake this rank, if it waits for a message that will not come."""
+        """Wake this rank, if it waits for a message that will not come, and let it begin no other action."""
         if verdict.final or verdict.round == self._control.round:
-            self._transport.interrupt(verdict.culprit, str(verdict))
+            running = self._running
+            if running is not None:
+                running.stopped = PeerFailed(f"rank {self.here[0]} stopped: {verdict}", verdict.culprit)
+            self._transport.interrupt(verdict.culprit, str(verdict), final=verdict.final)
 
     def _last_words(self, verdict: Verdict | None) -> None:
+        self._record(verdict)
+
+    def _record(self, verdict: Verdict | None) -> Path | None:
+        """Write the flight record, also where the step had not come to its first action."""
         running = self._running
         if running is not None:
-            running.record(verdict, self._control.lost)
+            return running.record(verdict, self._control.lost)
+        try:
+            control = self._control
+            return self._flight.write(verdict=verdict, doing=control.doing, waits=control.waits, lost=control.lost)
+        except OSError:
+            return None
 
     def _over(self, verdict: Verdict) -> PipelineError:
         """The job lost a rank."""
@@ -189,21 +208,30 @@ class ProcessWorld:
         error = PipelineError(f"{verdict}; {GRADIENTS.split(':')[0]}; this job cannot go on: start it again")
         if verdict.traceback:
             error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
-        if self._running is not None:
-            note_record(error, [self._running.record(verdict, self._control.lost)])
+        note_record(error, [self._record(verdict)])
+        self._let_go()
         return error
+
+    def _let_go(self) -> None:
+        """End the threads; one that comes back from native code while Python ends would take the process down."""
+        self._transport.close()
+        atexit.register(self._transport.close, 1.0)
 
     def _lose(self, text: str) -> PipelineError:
         """This rank cannot go on; tell all, who may wait for it."""
         verdict = self._control.verdict(timeout=BLAME)
         if verdict is not None and verdict.final:
             return self._over(verdict)
-        self._lost = self._groups.lost() or text
+        self._lost = self._groups.lost() or (text if verdict is None else f"{verdict} ({text})")
         self._groups.lose(self._lost)
-        return PipelineError(
+        error = PipelineError(
             f"{self._lost}; no parameter was changed, and this pipeline cannot go on: start the processes again, or, "
             "if all of them are alive, make a new Pipeline in each"
         )
+        if verdict is not None and verdict.traceback and verdict.culprit != self.here[0]:
+            error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
+        note_record(error, [self._record(verdict)])
+        return error
 
     # What all ranks do together.
 
@@ -211,7 +239,10 @@ class ProcessWorld:
         """Begin what all ranks do together; what is given back waits for it, unless a rank is lost."""
         if self._lost:  # and so nothing is started that the others could take for something else
             raise self._lose(self._lost)
-        work = start()
+        try:
+            work = start()
+        except RuntimeError as error:
+            raise self._lose(f"rank {self.here[0]} lost another rank: {error}") from error
 
         def wait() -> None:
             before, self._control.waits = self._control.waits, EVERYONE
@@ -273,12 +304,13 @@ class ProcessWorld:
         self._start(lambda: dist.all_gather(found, mine, group=self._groups.control, async_op=True))()
         for index, name in enumerate(names):
             values = [int(each[index]) for each in found]
-            for rank, value in enumerate(values):
-                if value != values[0]:
-                    raise PipelineError(
-                        f"rank {rank} and rank 0 differ in {name}; rank {self.here[0]} has {facts[name][:80]!r}: "
-                        "all ranks must be given the same"
-                    )
+            usual = Counter(values).most_common(1)[0][0]  # of the most ranks; of rank 0 where they are as many
+            odd = next((rank for rank, value in enumerate(values) if value != usual), None)
+            if odd is not None:
+                raise PipelineError(
+                    f"rank {odd} and rank {values.index(usual)} differ in {name}; rank {self.here[0]} has "
+                    f"{facts[name][:80]!r}: all ranks must be given the same"
+                )
 
     def share(self, tensor: Tensor, owner: int) -> None:
         """Broadcast from the owner; what is on a GPU goes through the memory of the host."""

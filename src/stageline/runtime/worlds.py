@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stageline.errors import StagelineError
-from stageline.runtime.control.verdict import Failure, Verdict
+from stageline.runtime.control.judge import EVERYONE
+from stageline.runtime.control.verdict import Failure, Verdict, place
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.flight import Flight
 from stageline.runtime.progress import Notes, Progress, busy
@@ -97,7 +98,7 @@ GRADIENTS = "no parameter was changed, and gradients may hold part of this step:
 
 def failure(rank: int, doing: str, error: BaseException) -> PipelineError:
     """The one error that a failed step raises."""
-    return PipelineError(f"rank {rank} failed in {doing}: {type(error).__name__}: {error}; {GRADIENTS}")
+    return PipelineError(f"rank {rank} failed {place(doing)}: {type(error).__name__}: {error}; {GRADIENTS}")
 
 
 def note_record(error: PipelineError, paths: Sequence[Path | None]) -> None:
@@ -162,9 +163,10 @@ class ThreadWorld:
                 executor.progress.doing = None
             except BaseException as error:
                 failures[executor.rank] = error
-                executor.transport.fail(error, f"rank {executor.rank} failed in {executor.doing}")
+                self._tell(crew, executor.rank, error, f"rank {executor.rank} failed {place(executor.doing)}")
 
         for executor in crew.executors:
+            executor.stopped = None
             executor.progress.doing, executor.progress.waits = "before its first action", None
         if len(crew.executors) == 1:
             run(crew.executors[0])  # a single rank needs no thread; on a GPU, a fresh thread is a third slower
@@ -175,23 +177,29 @@ class ThreadWorld:
         found = [results[rank] for rank in self.here]
         return found, sum_up(found)
 
-    @staticmethod
-    def _on_threads(crew: Crew, run: Callable[[Executor], None]) -> None:
+    def _tell(self, crew: Crew, rank: int, error: BaseException, where: str) -> None:
+        """Wake all ranks, and let none begin another action."""
+        for each in crew.executors:
+            each.stopped = each.stopped or PeerFailed(f"rank {each.rank} stopped: {where}", rank)
+        self._hub.set_failure(rank, error, where)
+
+    def _on_threads(self, crew: Crew, run: Callable[[Executor], None]) -> None:
         threads = [
             threading.Thread(target=run, args=(executor,), name=f"stageline rank {executor.rank}", daemon=True)
             for executor in crew.executors
         ]
-        for thread in threads:
-            thread.start()
         try:
             for thread in threads:
-                thread.join()
-        except BaseException as error:  # Ctrl-C: no rank goes on in the background
-            crew.executors[0].transport.fail(error, "the step was interrupted")
+                thread.start()
             for thread in threads:
                 thread.join()
-            for executor in crew.executors:
-                executor.forget()
+        except BaseException as error:  # a KeyboardInterrupt comes to this thread, and the ranks must hear of it
+            self._tell(crew, EVERYONE, error, "the step was interrupted")
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+            for each in crew.executors:
+                each.forget()
             raise
 
     @staticmethod

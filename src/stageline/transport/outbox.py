@@ -36,6 +36,8 @@ class Outbox:
         self._on_device: deque[tuple[Any, object]] = deque()
         self._thread: threading.Thread | None = None
         self._failure: tuple[int, BaseException] | None = None
+        self._gone: set[int] = set()
+        """Ranks that a message could not be sent to; the others still get theirs."""
 
     @property
     def failed(self) -> bool:
@@ -49,7 +51,7 @@ class Outbox:
 
     def send(self, post: Post, target: int, ready: Callable[[], object] | None = None) -> None:
         """Hand over to the process group soon, in the order of the calls, each after its `ready` has returned."""
-        if self._failure is not None:
+        if self._failure is not None and target in self._gone:
             raise TransportError(f"an earlier message could not be sent: {self._said()}") from self._failure[1]
         with self._changed:
             self._unfinished += 1
@@ -75,7 +77,13 @@ class Outbox:
             raise TransportError(f"a message could not be sent: {self._said()}") from self._failure[1]
         if self.kept:
             raise TransportError(f"{self.kept} messages were not taken by their receivers")
-        self._thread = None
+        self._thread, self._jobs = None, queue.SimpleQueue()  # asked twice, it would end the next thread too
+
+    def close(self, patience: float) -> None:
+        """End the thread, unless it waits for a rank that is lost."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(patience)
 
     def _said(self) -> str:
         target, error = self._failure or (-1, None)
@@ -87,23 +95,30 @@ class Outbox:
 
     def _send_all(self) -> None:
         under_way: deque[tuple[Any, object, int]] = deque()
-        target = -1
-        try:
-            while (job := self._jobs.get()) is not None:
-                ready, post, target = job
+        while (job := self._jobs.get()) is not None:
+            ready, post, target = job
+            try:
                 if ready is not None:
                     ready()
-                under_way.append((*post(), target))
-                del job, ready, post
-                if len(under_way) > UNDER_WAY:
-                    self._wait_for(under_way)
-            while under_way:
+                if target not in self._gone:
+                    under_way.append((*post(), target))
+            except BaseException as error:
+                self._fail(target, error)
+            del job, ready, post
+            if len(under_way) > UNDER_WAY:
                 self._wait_for(under_way)
-        except BaseException as error:
-            self._failure = (under_way[0][2] if under_way else target, error)
+        while under_way:
+            self._wait_for(under_way)
 
     def _wait_for(self, under_way: deque[tuple[Any, object, int]]) -> None:
-        under_way[0][0].wait()
+        try:
+            under_way[0][0].wait()
+        except BaseException as error:
+            self._fail(under_way[0][2], error)
         under_way.popleft()
         with self._changed:
             self._unfinished -= 1
+
+    def _fail(self, target: int, error: BaseException) -> None:
+        self._gone.add(target)
+        self._failure = self._failure or (target, error)

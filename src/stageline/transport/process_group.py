@@ -65,7 +65,7 @@ class ProcessGroupTransport:
         """How many bytes the last message had, and whether some were of a GPU."""
         self._threads: list[threading.Thread] = []
         self._turn = 0
-        self._broken = ""
+        self._broken = self._lost = ""
         self._device: torch.device | None = None
         self._staging: Staging | None = None
         self.arrived = 0.0
@@ -105,8 +105,16 @@ class ProcessGroupTransport:
         missing = TransportError(f"rank {self.rank} ended its step without sending it")
         self._send_notes(self.rank, f"rank {self.rank} has no more to send", missing)
         try:
-            while not self._finished(time.monotonic() + max(deadline, GRACE)):
-                pass  # a rank that is slow, and lives
+            end = time.monotonic() + max(deadline, GRACE)
+            while (late := self._late(time.monotonic() + 0.1)) is not None:
+                if self._outbox.failed:
+                    raise late
+                if self._lost:
+                    raise TransportError(self._lost)
+                if time.monotonic() > end:
+                    if not any(self.patience(rank) for rank in range(self.ranks) if rank != self.rank):
+                        raise late
+                    end = time.monotonic() + max(deadline, GRACE)  # a rank that is slow, and lives
             if self._broken:
                 raise TransportError(self._broken)
         except TransportError as error:
@@ -114,19 +122,17 @@ class ProcessGroupTransport:
             raise TransportError(f"rank {self.rank} could not end its step: {error}") from error
         self._threads = []
 
-    def _finished(self, end: float) -> bool:
-        """Whether everything is sent and received at that moment; raises if there is no reason to go on waiting."""
+    def _late(self, end: float) -> TransportError | None:
+        """What is not sent or not received at that moment; None if everything is."""
         try:
             self._outbox.flush(end)
-            for thread in self._threads:
-                thread.join(max(0.0, end - time.monotonic()))
-                if thread.is_alive():
-                    raise TransportError(f"{thread.name.removeprefix('stageline ')}, messages did not come")
-        except TransportError:
-            if self._outbox.failed or not any(self.patience(rank) for rank in range(self.ranks) if rank != self.rank):
-                raise
-            return False
-        return True
+        except TransportError as error:
+            return error
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+            if thread.is_alive():
+                return TransportError(f"{thread.name.removeprefix('stageline ')}, messages did not come")
+        return None
 
     @property
     def kept(self) -> int:
@@ -153,8 +159,13 @@ class ProcessGroupTransport:
         message, self.arrived = self._inbox.take(header, deadline)
         return message
 
-    def interrupt(self, culprit: int, text: str) -> None:
-        """Wake this rank if it waits for a message: another one failed. May be called from any thread."""
+    def interrupt(self, culprit: int, text: str, *, final: bool = False) -> None:
+        """Wake this rank if it waits for a message: another one failed. May be called from any thread.
+
+        If that one is lost, the end of the step, which all ranks come to together otherwise, is not waited for.
+        """
+        if final:
+            self._lost = text
         self._inbox.set_failure(culprit, TransportError(text), f"rank {culprit} failed")
 
     @property
@@ -175,8 +186,12 @@ class ProcessGroupTransport:
         self._inbox.set_failure(self.rank, error, where)
         self._send_notes(error.origin if isinstance(error, PeerFailed) else self.rank, where, error)
 
-    def close(self) -> None:
-        """Nothing is left behind between steps."""
+    def close(self, patience: float = 0.1) -> None:
+        """After a rank was lost: end the threads that do not wait for just that one. Between steps there is none."""
+        end = time.monotonic() + patience
+        self._outbox.close(patience)
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
     # Sending.
 

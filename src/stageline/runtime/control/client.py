@@ -282,6 +282,9 @@ class Control:
                 now = time.monotonic()
                 if now - due > 1.0:
                     heard = now  # this process did not run; the referee is not to blame for that
+                    # What it said meanwhile comes first: a beat to one that is gone would wipe it out.
+                    if any(key.fileobj is self._link for key, _ in selector.select(0)) and not self._hear():
+                        break
                 if self._final and self.doing is not None and now - self._final_since > self.patience:
                     self._give_up()
                 if now >= due:

@@ -102,7 +102,7 @@ class Judge:
         deadline to come out of it.
         """
         seen: dict[int, Seat] = {}
-        while rank not in seen:
+        while rank not in seen and not self._over(None):
             seat = seen[rank] = self.seats[rank]
             if seat.state != "here":
                 return False
@@ -149,7 +149,8 @@ class Judge:
             return
         here = [seat for seat in self.seats if seat.state == "here"]
         silent = max(here, key=lambda seat: now - seat.heard, default=None)
-        if silent is not None and now - silent.heard > self.deadline:
+        # A little before the deadline, so that all ranks know it by then.
+        if silent is not None and now - silent.heard > self.deadline - min(0.3, self.deadline / 10):
             self._settle(silent.rank, "frozen", now)
             return
         if now - self.started > self.start_deadline:
@@ -187,8 +188,10 @@ class Judge:
                 for each in here
                 if each.waits in (seat.rank, EVERYONE) and each.heard - max(each.since, seat.heard) > WAITED
             ]
-            echoes = any(now - at > GRACE for at, _, _ in self._echoes)
-            blamed = seat.how != BY_SIGNAL and (ended or echoes)
+            echoes = [self.seats[rank] for at, rank, _ in self._echoes if now - at > GRACE]
+            # Who was ended by a signal is to blame only for those who were not.
+            by_signal = seat.how == BY_SIGNAL
+            blamed = any(not each.terminated for each in echoes) if by_signal else bool(ended or echoes)
             if blamed or any(not each.terminated for each in waiters):
                 waiter = next((each.rank for each in waiters), None)
                 self._settle(seat.rank, "left", now, text=seat.how, waiter=waiter)
@@ -206,7 +209,8 @@ class Judge:
         said = {key: str(report.get(key) or "") for key in ("text", "traceback")}
         seat = self.seats[rank]
         seat.doing = str(report.get("doing") or seat.doing)
-        self._settle(rank, "raised", now, final=False, round=int(report.get("round", 0)), **said, **places)
+        final, round = bool(report.get("final")), int(report.get("round", 0))
+        self._settle(rank, "raised", now, final=final, round=round, **said, **places)
 
     def _settle(self, rank: int, kind: str, now: float, **more: Any) -> None:
         seat = self.seats[rank]

@@ -35,6 +35,8 @@ class Failure:
     stage: int | None = None
     microbatch: int | None = None
     secondary: bool = False
+    final: bool = False
+    """Whether the rank leaves the job by it, as by a KeyboardInterrupt."""
 
     @classmethod
     def of(cls, error: BaseException, doing: object = "", *, secondary: bool = False) -> Failure:
@@ -172,8 +174,17 @@ def waiting(ranks: tuple[Standing, ...]) -> str:
     return ", ".join(told[:8]) + (f" and {len(told) - 8} more" if len(told) > 8 else "")
 
 
+def place(doing: str) -> str:
+    """What a rank was doing, as a part of a sentence.
+
+    >>> place("F of stage 1, microbatch 3"), place("after its last action")
+    ('in F of stage 1, microbatch 3', 'after its last action')
+    """
+    return doing if doing.startswith(("before its", "after its", "starting")) else f"in {doing}"
+
+
 def _where(verdict: Verdict) -> str:
-    return f" while it was in {verdict.doing}" if verdict.doing else ""
+    return f" while it was {place(verdict.doing)}" if verdict.doing else ""
 
 
 def _died(verdict: Verdict) -> str:
@@ -190,8 +201,8 @@ def _frozen(verdict: Verdict) -> str:
 
 
 def _raised(verdict: Verdict) -> str:
-    place = f" in {verdict.doing}" if verdict.doing else ""
-    return f"rank {verdict.culprit} failed{place}: {verdict.text}"
+    where = f" {place(verdict.doing)}" if verdict.doing else ""
+    return f"rank {verdict.culprit} failed{where}: {verdict.text}"
 
 
 def _absent(verdict: Verdict) -> str:
