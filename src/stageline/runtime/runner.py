@@ -1,0 +1,294 @@
+"""Running a batch on all ranks: agreeing on it, cutting it, running it, and finding out together what came of it."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from stageline.errors import StagelineError
+from stageline.runtime.batch import (
+    NAMES,
+    Given,
+    Keywords,
+    Reduction,
+    difference,
+    keyword_parts,
+    look_at,
+    parts_of,
+    weights,
+)
+from stageline.runtime.cut import forwards_of, only_microbatches
+from stageline.runtime.executor import Executor, RankResult, Work
+from stageline.runtime.garbage import no_collections
+from stageline.runtime.outcome import Outcome, first_not_finite, metrics_of, sums
+from stageline.runtime.randomness import Generators
+from stageline.runtime.shadows import Placed, gather
+from stageline.runtime.stage import Stage, StageOptions
+from stageline.runtime.worlds import GRADIENTS, Crew, Floats, PipelineError, World
+from stageline.schedules.schedule import Schedule
+
+
+class Runner:
+    """What a pipeline runs batches with; all ranks of it do the same, wherever they live."""
+
+    model: nn.Sequential
+    schedule: Schedule
+    loss_reduction: Reduction
+    deadline: float
+    check_finite: bool
+    _world: World
+    _placed: Placed
+    _options: StageOptions
+    _exact: bool
+    _steps: int
+    _agreed: int | None
+    """How many samples all ranks had in the last step."""
+    _crews: dict[tuple[int, bool], Crew]
+
+    @property
+    def _alone(self) -> bool:
+        """Whether all ranks are in this process."""
+        return len(self._world.here) == self.schedule.ranks
+
+    def _run(
+        self,
+        inputs: Any,
+        targets: Any,
+        keywords: Keywords | None,
+        *,
+        training: bool,
+        with_targets: bool = True,
+        keep: bool = False,
+        count: float | None = None,
+    ) -> Done:
+        """Run a batch on all ranks. If it fails anywhere it fails everywhere, and buffers are as before."""
+        self._world.begin()
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()] if training else []
+        try:
+            samples, rows, refused = self._agree_on(inputs, targets, keywords, with_targets)
+            filled = min(self.schedule.microbatches, samples)  # the parts that are not empty come first
+            crew = self._crew(filled, training=training)
+            work: Work | None = None
+            if refused is None:
+                try:
+                    work = self._work(inputs, targets, keywords, samples, filled, training, with_targets, keep, count)
+                    self._check_keywords(crew, work)
+                except StagelineError as error:
+                    refused = error
+            done = self._run_crew(crew, work, refused, rows, with_targets)
+            self._agreed = samples
+            return done
+        except BaseException:
+            for buffer, before in buffers:
+                buffer.data.copy_(before)
+            raise
+        finally:
+            self._world.end()
+
+    def _agree_on(
+        self, inputs: Any, targets: Any, keywords: Keywords | None, with_targets: bool
+    ) -> tuple[int, Callable[[], Floats], Exception | None]:
+        """How many samples there are; the batches of all ranks, to be compared; and why this process cannot run.
+
+        All is told without waiting. Only a rank that was given nothing, or another number of samples than in the last
+        step, waits until it knows what the others were given.
+        """
+        alone = self._alone
+        refused: Exception | None = None
+        try:
+            given = look_at(self.schedule.stages, inputs, targets, keywords, digests=not alone)
+            if alone and (given.samples is None or inputs is None):
+                raise StagelineError("the inputs are None; the first stage needs them")
+            if alone and with_targets and targets is None:
+                raise StagelineError("the targets are None; the loss needs them")
+        except StagelineError as error:
+            if alone:
+                raise
+            refused, given = error, Given(None, np.zeros(len(NAMES)))
+        rows = self._world.announce(given.row)
+        if given.samples is not None and given.samples in (self._agreed, None if not alone else given.samples):
+            return given.samples, rows, refused
+        known = rows()
+        told = set(known[:, 0].tolist()) - {0.0}
+        apart = difference(known, [0])
+        if not told or (apart and self._agreed not in told):  # and every rank knows it
+            raise refused or PipelineError(apart or "no rank was given the inputs")
+        samples = int(self._agreed) if apart and self._agreed is not None else int(told.pop())
+        return samples, rows, refused or (PipelineError(apart) if apart else None)
+
+    def _work(
+        self,
+        inputs: Any,
+        targets: Any,
+        keywords: Keywords | None,
+        samples: int,
+        filled: int,
+        training: bool,
+        with_targets: bool,
+        keep: bool,
+        count: float | None,
+    ) -> Work:
+        """Cut the batch; parts that would be empty are left out."""
+        parts = self.schedule.microbatches
+        return Work(
+            step=self._steps,
+            samples=samples,
+            inputs=parts_of(inputs, parts, filled),
+            targets=parts_of(targets, parts, filled) if with_targets else [],
+            weights=weights(self.loss_reduction, samples, parts, filled, count, not with_targets),
+            keywords=keyword_parts(keywords, self.schedule.stages, parts, filled),
+            training=training,
+            keep_outputs=keep,
+        )
+
+    def _check_keywords(self, crew: Crew, work: Work) -> None:
+        for executor in crew.executors:
+            for stage, given in work.keywords.items():
+                if stage in executor.stages:
+                    executor.stages[stage].check_keywords(list(given[0]))
+
+    def _run_crew(
+        self,
+        crew: Crew,
+        work: Work | None,
+        refused: Exception | None,
+        rows: Callable[[], Floats],
+        with_targets: bool,
+    ) -> Done:
+        """Run the ranks that are here; on GPUs, they begin after, and end before, what the caller's streams hold."""
+        self._placed.start()
+        versions = [buffer._version for buffer in self.model.buffers()]
+        generators = Generators.now()
+        devices = {executor.device for executor in crew.executors if executor.device is not None}
+        began = {device: (_event(device), time.perf_counter()) for device in devices}
+        given = None if work is None else replace(work, began=began)
+        columns = [0, 1, 2, 3] if with_targets else [0, 1, 3]
+        size = Outcome.size(crew.schedule)
+        try:
+            with no_collections():
+                results, totals = self._world.run(
+                    crew, given, self.deadline, lambda found: self._sum_up(crew, found), size, refused
+                )
+        except PipelineError as error:
+            if refused is not None and not isinstance(refused, PipelineError):
+                raise refused from error  # this rank's own mistake, in its own words
+            apart = difference(rows(), columns)
+            raise (PipelineError(apart) if apart else error) from error.__cause__
+        assert work is not None
+        self._check_batch(rows, columns)
+        outcome = Outcome.read(totals)
+        if work.training:
+            self._check_losses(outcome)
+            self._check_buffers(versions)
+            self._check_generators(generators, crew)
+            gather(self._placed, self._world.share, self._alone)
+        metrics = self._metrics(metrics_of(results, work.weights)) if outcome.described else {}
+        return Done(crew, work, results, outcome, metrics)
+
+    @staticmethod
+    def _sum_up(crew: Crew, results: list[RankResult]) -> Floats:
+        for executor, result in zip(crew.executors, results, strict=True):
+            if result.over is not None:  # the caller's streams go on after this rank's
+                torch.cuda.current_stream(executor.device).wait_event(result.over)
+        return sums(crew.schedule, results)
+
+    def _check_batch(self, rows: Callable[[], Floats], columns: Sequence[int]) -> None:
+        if not self._alone:
+            known = rows()
+            apart = difference(known, columns)
+            missing = next((NAMES[column] for column in columns if column in (1, 2) and not known[:, column].any()), "")
+            if apart or missing:
+                raise PipelineError(apart or f"no rank was given {missing}")
+
+    def _check_losses(self, outcome: Outcome) -> None:
+        """On a GPU, a loss that is not finite is found only now; on the host the last stage has found it before."""
+        bad = first_not_finite(outcome.losses) if self.check_finite else None
+        if bad is not None:
+            raise PipelineError(
+                f"the loss of microbatch {bad} is {outcome.losses[bad]} on stage {self.schedule.stages - 1}; "
+                f"{GRADIENTS}; check_finite=False lets such losses pass"
+            )
+
+    def _check_buffers(self, versions: list[int]) -> None:
+        """With two directions each copy of a stage sees half of the microbatches, so no buffer may change."""
+        if self.schedule.placement.directions == 1:
+            return
+        for (name, buffer), before in zip(self.model.named_buffers(), versions, strict=True):
+            if buffer._version != before:
+                raise PipelineError(
+                    f"the buffer {name} changed in training, and {self.schedule.name} runs every stage on two ranks "
+                    "that each see half of the microbatches; use a family with one direction, or evaluation mode for it"
+                )
+
+    def _check_generators(self, before: Generators, crew: Crew) -> None:
+        """Every layer that draws was seen to in its first microbatch; one that began later is found in the next."""
+        if before.moved():
+            for executor in crew.executors:
+                for stage in executor.stages.values():
+                    stage.watch_again()
+            warnings.warn(
+                f"something drew from torch's own random numbers during step {self._steps}: a layer that did not draw "
+                "in its first microbatch, or another thread of yours; layers are looked at again in the next step, or "
+                "set draws_random_numbers = True on a module that draws",
+                stacklevel=3,
+            )
+
+    def _metrics(self, own: dict[str, float]) -> dict[str, float]:
+        """Add up the metrics of the ranks that hold the last stage, of which there may be two."""
+        owners = sorted({int(rank) for rank in self.schedule.placement.table[:, -1]})
+        if self._alone:
+            return own
+        total: dict[str, float] = {}
+        for rank in owners:
+            for name, value in json.loads(self._world.tell(json.dumps(own), rank)).items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+    def _crew(self, microbatches: int, *, training: bool) -> Crew:
+        """The executors of all ranks for so many microbatches, made once."""
+        key = (microbatches, training)
+        if key not in self._crews:
+            schedule = only_microbatches(self.schedule if training else forwards_of(self.schedule), microbatches)
+            executors = [
+                Executor(
+                    schedule,
+                    rank,
+                    {
+                        stage: Stage(stage, module, self._options, spread=self._exact)
+                        for stage, module in self._placed.modules[rank].items()
+                    },
+                    self._world.transport(rank),
+                    own_stream=len(self._world.here) > 1,
+                    progress=self._world.progress(rank),
+                    flight=self._world.flight(rank),
+                )
+                for rank in self._world.here
+            ]
+            self._crews[key] = Crew(schedule, executors)
+        return self._crews[key]
+
+
+def _event(device: int) -> Any:
+    make: Any = torch.cuda.Event
+    event = make(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+@dataclass(frozen=True)
+class Done:
+    """A batch that ran."""
+
+    crew: Crew
+    work: Work
+    results: list[RankResult]
+    outcome: Outcome
+    metrics: dict[str, float]
