@@ -185,6 +185,15 @@ def test_buffers_of_a_recomputed_module_are_those_of_its_first_run(schedule: str
     assert_same_bits(dict(model.named_buffers()), dict(plain.named_buffers()))
 
 
+def test_a_failed_step_puts_back_buffers_that_were_assigned_anew() -> None:
+    model: Any = nn.Sequential(Average(), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    pipe = sl.Pipeline(model, loss_fn=lambda o, t: o.mean() * float("nan"), ranks=3, microbatches=2)
+    with pytest.raises(sl.PipelineError, match="is nan on stage 2"):
+        pipe.step(torch.randn(8, 4), torch.randn(8, 4))
+    assert_same_bits(dict(model.named_buffers()), dict(before))
+
+
 class Spoils(nn.Module):
     """Changes what a module inside of it was given."""
 

@@ -12,6 +12,23 @@ Snapshot = tuple[tuple[nn.Module, str, Tensor, int, Tensor | None], ...]
 """Where each buffer is, the tensor and its version, and a copy of those that a forward changes."""
 
 
+def all_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
+    """Where each buffer is, the tensor, and a copy of it."""
+    return [
+        (owner, name, buffer, buffer.detach().clone())
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+
+
+def put_back(taken: list[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
+    """Make the buffers what they were when they were taken, also those that were assigned anew since."""
+    for owner, name, buffer, copy in taken:
+        owner._buffers[name] = buffer
+        buffer.data.copy_(copy)
+
+
 def _same(buffer: Tensor, copy: Tensor | None) -> bool:
     """By value: the kernels of some norms change their buffers without a new version."""
     return copy is None or torch.equal(buffer, copy)

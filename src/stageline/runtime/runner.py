@@ -25,6 +25,7 @@ from stageline.runtime.batch import (
     parts_of,
     weights,
 )
+from stageline.runtime.buffers import all_buffers, put_back
 from stageline.runtime.cut import forwards_of, only_microbatches
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.garbage import no_collections
@@ -71,7 +72,7 @@ class Runner:
     ) -> Done:
         """Run a batch on all ranks. If it fails anywhere it fails everywhere, and buffers are as before."""
         self._world.begin()
-        buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()] if training else []
+        buffers = all_buffers(self.model) if training else []
         try:
             samples, rows, refused = self._agree_on(inputs, targets, keywords, with_targets)
             filled = min(self.schedule.microbatches, samples)  # the parts that are not empty come first
@@ -87,8 +88,7 @@ class Runner:
             self._agreed = samples
             return done
         except BaseException:
-            for buffer, before in buffers:
-                buffer.data.copy_(before)
+            put_back(buffers)
             raise
         finally:
             self._world.end()
