@@ -192,7 +192,8 @@ class Case:
             child.signal(signal.SIGKILL)
             child.signal(signal.SIGCONT)
             path = self.folder / f"left-{rank}"
-            victim = rank == self.stage and FAULTS[self.name][1] in ("kill", "stop", "interrupt", "exit")
+            alone = self.world == "threads"
+            victim = not alone and rank == self.stage and FAULTS[self.name][1] in ("kill", "stop", "interrupt", "exit")
             if path.exists():
                 found = json.loads(path.read_text())
                 said[rank] = found["said"]

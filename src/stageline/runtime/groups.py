@@ -9,7 +9,9 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
+import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -150,6 +152,8 @@ def _meet(deadline: float) -> tuple[Any, int, int]:
         if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
             return store, rank, ranks
+        if rank and not _answers(host, port, deadline):  # the store itself would try for twice as long
+            raise TimeoutError(f"no connection within {deadline:g} s")
         store = TCPStore(host, port, ranks, rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, OSError) as error:
         if rank == 0:
@@ -159,6 +163,17 @@ def _meet(deadline: float) -> tuple[Any, int, int]:
             "start the job again with all ranks"
         ) from error
     return store, rank, ranks
+
+
+def _answers(host: str, port: int, patience: float) -> bool:
+    """Whether someone listens there within so many seconds."""
+    end = time.monotonic() + patience
+    while True:
+        with suppress(OSError), socket.create_connection((host, port), timeout=min(1.0, patience)):
+            return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
 
 
 def together(watch: Control, make: Callable[[], object]) -> None:

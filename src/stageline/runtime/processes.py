@@ -64,7 +64,7 @@ class ProcessWorld:
         self._transport.patience = self._control.busy
         self._flight = Flight(self._transport.rank, self._transport.ranks, self._control.job)
         self._running: Executor | None = None
-        self._lost = ""
+        self._lost, self._left = "", False
         self._deadline = deadline
         self.here = [self._transport.rank]
         self._control.on_verdict(self._hear)
@@ -214,8 +214,10 @@ class ProcessWorld:
 
     def _let_go(self) -> None:
         """End the threads; one that comes back from native code while Python ends would take the process down."""
-        self._transport.close()
-        atexit.register(self._transport.close, 1.0)
+        if not self._left:
+            self._left = True
+            self._transport.close()
+            atexit.register(self._transport.close, 1.0)
 
     def _lose(self, text: str) -> PipelineError:
         """This rank cannot go on; tell all, who may wait for it."""
@@ -257,7 +259,7 @@ class ProcessWorld:
         began = time.monotonic()
         while True:
             try:
-                work.wait(datetime.timedelta(seconds=0.2))
+                work.wait(datetime.timedelta(seconds=0.01 if self._lost else 0.2))
                 return
             except RuntimeError as error:
                 if work.is_completed():
