@@ -5,9 +5,13 @@ from __future__ import annotations
 import atexit
 import datetime
 import hashlib
+import logging
+import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,7 +221,7 @@ class ProcessWorld:
         if not self._left:
             self._left = True
             self._transport.close()
-            atexit.register(self._transport.close, 1.0)
+            _left.append(self._transport)
 
     def _lose(self, text: str) -> PipelineError:
         """This rank cannot go on; tell all, who may wait for it."""
@@ -334,6 +338,25 @@ class ProcessWorld:
             sent = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone()
         self.share(sent, owner)
         return bytes(sent.numpy()).decode()
+
+
+_left: list[ProcessGroupTransport] = []
+"""The ends of jobs that lost a rank."""
+
+
+@atexit.register
+def _end() -> None:
+    """End the process, where threads wait for a lost rank in native code: one that came back while Python ends would
+    abort it. Registered when this is imported, so that what a script registers later runs before."""
+    for transport in _left:
+        transport.close(1.0)
+    if any(transport.stuck for transport in _left):
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        os._exit(0 if uncaught is None else 1)
 
 
 def _number(text: str) -> int:

@@ -79,6 +79,11 @@ class Outbox:
             raise TransportError(f"{self.kept} messages were not taken by their receivers")
         self._thread, self._jobs = None, queue.SimpleQueue()  # asked twice, it would end the next thread too
 
+    @property
+    def busy(self) -> bool:
+        """Whether the thread that sends is at work, or waits for a receiver."""
+        return self._thread is not None and self._thread.is_alive()
+
     def close(self, patience: float) -> None:
         """End the thread, unless it waits for a rank that is lost."""
         if self._thread is not None:

@@ -193,6 +193,11 @@ class ProcessGroupTransport:
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
 
+    @property
+    def stuck(self) -> bool:
+        """Whether a thread waits for a rank that was lost, where nothing can stop it."""
+        return self._outbox.busy or any(thread.is_alive() for thread in self._threads)
+
     # Sending.
 
     def _send_notes(self, origin: int, where: str, error: BaseException) -> None:
