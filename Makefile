@@ -39,6 +39,10 @@ bench: install
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/runtime_speed.py
 	$(BIN)/python benchmarks/sleep_stages.py
+	$(BIN)/python benchmarks/tracing.py
+	$(BIN)/python benchmarks/endurance.py
+	$(BIN)/python benchmarks/faults.py
+	$(BIN)/python benchmarks/kills.py --kills 20
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stageline._version import __version__
 from stageline.errors import StagelineError, shorten
 from stageline.runtime.batch import (
     Keywords,
@@ -103,7 +104,7 @@ class Pipeline(Runner):
         self._parts = cut(self.model, self.schedule.stages, exact)
         self._world = find_world(self.schedule.ranks, self.deadline)
         self._placed = place(self._parts, self.schedule.placement, self._world.here)
-        self._world.agree(self._facts())
+        self._world.agree(self._facts(seed))
         self._options = StageOptions(loss_fn, self._common_seed(seed), again, check_finite)
         self._crews: dict[tuple[int, bool], Crew] = {}
         self._steps = 0
@@ -269,7 +270,7 @@ class Pipeline(Runner):
             raise StagelineError("there is no timeline before the first step")
         return self._measured.timeline()
 
-    def _facts(self) -> dict[str, str]:
+    def _facts(self, seed: int | None) -> dict[str, str]:
         """What all ranks must have in common."""
         schedule = self.schedule
         order = digest(
@@ -281,6 +282,8 @@ class Pipeline(Runner):
             "the names and shapes of the model": repr(shapes),
             "the number of threads (torch.get_num_threads)": str(torch.get_num_threads()),
             "the version of torch": str(torch.__version__),
+            "the version of stageline": __version__,
+            "the seed that was given": repr(seed),
             "loss_reduction": self.loss_reduction,
         }
 
