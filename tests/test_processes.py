@@ -370,7 +370,7 @@ def is_slow(rank: int) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             if not self.slept:
-                time.sleep(2.5)
+                time.sleep(3.0)
                 self.slept = True
             return super().forward(x)
 
@@ -378,10 +378,10 @@ def is_slow(rank: int) -> None:
     layers = [Block(), Block(), Slow()]
     plain: Any = copy.deepcopy(nn.Sequential(*layers))
     plain[2].slept = True
-    pipe = sl.Pipeline(layers, loss_fn=functional.mse_loss, schedule="1f1b", microbatches=4, deadline=0.5)
+    pipe = sl.Pipeline(layers, loss_fn=functional.mse_loss, schedule="1f1b", microbatches=4, deadline=2.0)
     for step in range(2):
         if step == 1 and rank == 1:
-            time.sleep(2.5)
+            time.sleep(3.0)
         pipe.step(*batch())
         one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
     assert_same_bits(*owned(pipe, plain))

@@ -243,7 +243,7 @@ FAULTS: dict[str, tuple[dict[str, Callable[[Any], Any]], list[str]]] = {
     ),
     "lost": (
         {"drop": lambda header: header.microbatch == 3},
-        ["waited 1 s for the ", "microbatch ", "it did not come"],
+        ["waited 2 s for the ", "microbatch ", "it did not come"],
     ),
     "lost before another": (
         {"drop": lambda header: header.microbatch == 1},
@@ -281,7 +281,7 @@ def suffers(rank: int, names: list[str], apart: bool) -> dict[str, list[str]]:
     for name in names:
         active = [True]
         pipe = sl.Pipeline(
-            blocks(3), loss_fn=functional.mse_loss, schedule="1f1b", ranks=3, microbatches=4, deadline=1.0
+            blocks(3), loss_fn=functional.mse_loss, schedule="1f1b", ranks=3, microbatches=4, deadline=2.0
         )
         world: Any = pipe._world
         if apart:
