@@ -3,7 +3,8 @@
 python benchmarks/runtime_speed.py [--repeats 7] [--microbatches 8] [--json]
 
 Both run the same stages on the same batch in the same processes, in turns; every number is a median of this run.
-Throughput is tokens a second, and the last column is how many times torch's throughput ours is.
+Throughput is tokens a second. The limit is what two processes would do that run plain loops side by side, less the
+bubble of the family's schedule. The last column is how many times torch's throughput ours is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.nn import functional
 import stageline as sl
 from stageline.testing import run_ranks
 
-WIDTH, LENGTH, VOCABULARY, BLOCKS, BATCH = 192, 96, 512, 6, 16
+WIDTH, LENGTH, VOCABULARY, BLOCKS, BATCH = 192, 96, 512, 8, 16
 CASES = {
     "1f1b": "Schedule1F1B",
     "interleaved": "ScheduleInterleaved1F1B",
@@ -48,11 +49,13 @@ class Block(nn.Module):
         return torch.as_tensor(x + self.down(functional.gelu(self.up(self.second(x)))))
 
 
-def model() -> nn.Sequential:
+def model(stages: int) -> list[nn.Sequential]:
+    """As many blocks in every stage, the embedding with the first ones and the head with the last."""
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Embedding(VOCABULARY, WIDTH), *(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, VOCABULARY)
-    )
+    blocks = [nn.Sequential(*(Block() for _ in range(BLOCKS // stages))) for _ in range(stages)]
+    blocks[0].insert(0, nn.Embedding(VOCABULARY, WIDTH))
+    blocks[-1].append(nn.Linear(WIDTH, VOCABULARY))
+    return blocks
 
 
 def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
@@ -72,20 +75,40 @@ def torchs(name: str, parts: list[nn.Sequential], placement: list[int], microbat
     return made, 0 in mine, len(parts) - 1 in mine
 
 
+def plain(rank: int, microbatches: int, repeats: int) -> float:
+    """Seconds of the whole batch without any pipeline, on both processes at once, so that both cores are as busy."""
+    torch.set_num_threads(1)
+    whole, tokens, taken = nn.Sequential(*model(1)), torch.randint(0, VOCABULARY, (BATCH, LENGTH)), []
+    for _ in range(repeats + 2):
+        began = time.perf_counter()
+        for part in tokens.chunk(microbatches):
+            (loss_fn(whole(part), part) / microbatches).backward()  # type: ignore[no-untyped-call]
+        taken.append(time.perf_counter() - began)
+        whole.zero_grad()
+    return statistics.median(taken[2:])
+
+
+def limit(name: str, microbatches: int, alone: float) -> float:
+    """Seconds of a step of two processes without any overhead: equal stages, B = I + W = 2F, the family's bubble."""
+    schedule = sl.schedule(name, 2, microbatches)
+    costs = sl.Costs(forward=1.0, backward_input=1.0, backward_weight=1.0, transfer=0.0)
+    return alone * sl.simulate(schedule, costs).makespan / (3 * schedule.stages * microbatches)
+
+
 def measure(rank: int, name: str, microbatches: int, repeats: int) -> dict[str, list[float]]:
     """Seconds of a step, of both, in turns."""
     warnings.simplefilter("ignore")
-    whole = model()
-    twin = copy.deepcopy(whole)
-    pipe = sl.Pipeline(whole, loss_fn=loss_fn, schedule=name, ranks=2, microbatches=microbatches)
-    parts = sl.Pipeline(twin, loss_fn=loss_fn, schedule=name, ranks=2, microbatches=microbatches)._parts
+    schedule = sl.schedule(name, 2, microbatches)
+    whole = model(schedule.stages)
+    parts = copy.deepcopy(whole)
+    pipe = sl.Pipeline(whole, loss_fn=loss_fn, schedule=schedule)
     theirs, first, last = torchs(name, parts, pipe.schedule.placement.table[0].tolist(), microbatches)
     tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH))
     taken: dict[str, list[float]] = {"stageline": [], "torch": []}
     for turn in range(repeats + 2):
         for who in taken:
-            whole.zero_grad()
-            twin.zero_grad()
+            for part in (*whole, *parts):
+                part.zero_grad()
             dist.barrier()
             began = time.perf_counter()
             if who == "stageline":
@@ -109,19 +132,21 @@ def main() -> None:
     for name, theirs in CASES.items():
         taken = run_ranks(measure, 2, name, given.microbatches, given.repeats, timeout=300)[0]
         ours, torchs_own = (statistics.median(taken[who]) for who in ("stageline", "torch"))
-        tokens = BATCH * LENGTH
+        alone = statistics.mean(run_ranks(plain, 2, given.microbatches, given.repeats, timeout=300))
+        tokens, least = BATCH * LENGTH, limit(name, given.microbatches, alone)
         rows.append(
             {"family": name, "torch": theirs, "tokens/s": tokens / ours, "torch tokens/s": tokens / torchs_own,
-             "times torch": torchs_own / ours}
+             "times torch": torchs_own / ours, "of the limit": least / ours, "torch of the limit": least / torchs_own}
         )  # fmt: skip
     if given.json:
         print(json.dumps(rows, indent=2))
         return
     print(f"torch {torch.__version__}, {BLOCKS} blocks of width {WIDTH}, {BATCH} × {LENGTH} tokens, two processes")
     for row in rows:
-        ours, torchs_own, ratio = row["tokens/s"], row["torch tokens/s"], row["times torch"]
         print(
-            f"{row['family']:15} {ours:9.0f} tokens/s   {row['torch']:31} {torchs_own:9.0f}   {ratio:.2f} times torch"
+            f"{row['family']:15} {row['tokens/s']:6.0f} tokens/s, {row['of the limit']:.2f} of the limit   "
+            f"{row['torch']:31} {row['torch tokens/s']:6.0f}, {row['torch of the limit']:.2f}   "
+            f"{row['times torch']:.2f} times torch"
         )
 
 
