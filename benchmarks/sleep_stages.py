@@ -4,8 +4,10 @@ python benchmarks/sleep_stages.py [--ranks 4 8] [--microbatches 16] [--families 
 
 Every rank sleeps 10 ms in F, in I and in W of every microbatch; where it holds V chunks, each sleeps a V-th of that.
 A ratio is the median of the measured steps over the makespan that `sl.simulate` gives for the same order, with what
-the sleeps really took and half of a ping-pong through the same transport, both measured in the same run ("nominal":
-with 10 ms, and transfers that take nothing). torch runs the same stages in the same processes, in turns; its ratio is
+F, I and W of a stage really take and half of a ping-pong through the same transport, all measured in the same run. The
+first ratio takes for F, I and W what a stage needs when plain autograd runs it alone in a loop, its few tensors beside
+the sleep included; the second one the sleeps alone; the third, "nominal", 10 ms, and transfers that take nothing.
+torch runs the same stages in the same processes, in turns; its ratio is
 over the makespan of its own order, which is the same as ours where the column says so.
 Where our excess went is said by `sl.explain`, in milliseconds, on average over the ranks; "transfer" is what it took
 beyond the plan, and "outside" is rank 0's time before the first action and after the last one of the step.
@@ -29,8 +31,9 @@ from torch import nn
 
 import stageline as sl
 from stageline.testing import SleepStage, run_ranks
-from stageline.transport.process_group import ProcessGroupTransport
+from stageline.transport.links import Links
 from stageline.transport.protocol import Header, Message, Transport
+from stageline.transport.sockets import SocketTransport
 from stageline.transport.threads import ThreadHub
 
 TORCH = {
@@ -47,8 +50,36 @@ def stages_of(schedule: sl.Schedule) -> list[SleepStage]:
     return [SleepStage(part, part, part, width=WIDTH) for _ in range(schedule.stages)]
 
 
-def costs_of(slept: dict[str, float], transfer: float) -> sl.Costs:
-    return sl.Costs(forward=slept["F"], backward_input=slept["I"], backward_weight=slept["W"], transfer=transfer)
+def costs_of(parts: dict[str, float], transfer: float) -> sl.Costs:
+    return sl.Costs(
+        forward=parts["F"],
+        backward_input=parts["I"],
+        backward_weight=parts["W"],
+        backward=parts.get("B"),
+        transfer=transfer,
+    )
+
+
+def alone(schedule: sl.Schedule, repeats: int = 12) -> dict[str, float]:
+    """What F, I, W and a whole backward of a stage take by plain autograd, with nothing around it."""
+    stage = stages_of(schedule)[0]
+    taken: dict[str, list[float]] = {kind: [] for kind in "FIWB"}
+
+    def timed(kind: str, call: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        found = call()
+        taken[kind].append(time.perf_counter() - began)
+        return found
+
+    gradient = torch.ones(1, WIDTH)
+    for _ in range(repeats):
+        x = torch.ones(1, WIDTH).requires_grad_()
+        y = timed("F", lambda x=x: stage(x))  # type: ignore[misc]
+        timed("I", lambda x=x, y=y: torch.autograd.grad(y, x, gradient, retain_graph=True))  # type: ignore[misc]
+        timed("W", lambda y=y: y.backward(gradient, inputs=[stage.weight]))  # type: ignore[misc]
+        y = stage(x)
+        timed("B", lambda y=y: y.backward(gradient))  # type: ignore[misc]
+    return {kind: statistics.median(times) for kind, times in taken.items()}
 
 
 def ping_pong(transport: Transport) -> float:
@@ -123,7 +154,7 @@ def measure(pipe: sl.Pipeline, step: Callable[[Any, Any], Any], stages: list[Sle
 def in_process(rank: int, ranks: int, microbatches: int, families: list[str], repeats: int) -> list[dict[str, Any]]:
     """All families on this rank: ours and torch's in turns."""
     warnings.simplefilter("ignore")
-    transport = ProcessGroupTransport()
+    transport = SocketTransport(Links.join())
     transfer = 0.0
     if rank < 2:
         # The shortest of several: gloo on a busy machine has slow spells, and a long transfer would flatter the ratio.
@@ -140,6 +171,8 @@ def in_process(rank: int, ranks: int, microbatches: int, families: list[str], re
         ours, twins = stages_of(schedule), stages_of(schedule)
         pipe = sl.Pipeline(ours, loss_fn=nn.functional.mse_loss, schedule=schedule)
         row: dict[str, Any] = {"transfer": transfer, "stageline": [], "torch": [], "order": None}
+        row["alone"] = alone(schedule) if rank == 0 else None
+        dist.barrier()
         runs: dict[str, tuple[Callable[[Any, Any], Any], list[SleepStage]]] = {"stageline": (pipe.step, ours)}
         try:
             theirs, row["order"] = torchs(name, twins, schedule)
@@ -169,7 +202,8 @@ def on_threads(ranks: int, microbatches: int, families: list[str], repeats: int)
         pipe = sl.Pipeline(ours, loss_fn=nn.functional.mse_loss, schedule=schedule)
         measure(pipe, pipe.step, ours, 1)
         steps = [measure(pipe, pipe.step, ours, 1) for _ in range(repeats)]
-        found.append({"transfer": min(taken), "stageline": steps, "torch": [], "order": None})
+        own = alone(schedule)
+        found.append({"transfer": min(taken), "stageline": steps, "torch": [], "order": None, "alone": own})
     return found
 
 
@@ -181,7 +215,7 @@ def row_of(name: str, where: str, ranks: int, microbatches: int, seen: list[dict
     for who in ("stageline", "torch"):
         steps = list(zip(*(each[who] for each in seen), strict=True))
         if not steps:
-            row |= {f"{who} s": None, f"{who} ratio": None, f"{who} nominal": None}
+            row |= {f"{who} s": None, f"{who} ratio": None, f"{who} over sleeps": None, f"{who} nominal": None}
             continue
         taken = statistics.median(max(part["seconds"][0] for part in parts) for parts in steps)
         slept = {
@@ -195,14 +229,16 @@ def row_of(name: str, where: str, ranks: int, microbatches: int, seen: list[dict
             if name != "1f1b":
                 made = sl.Schedule.from_programs([line.split() for line in seen[0]["order"]], name="torch")
             row["same order"] = made == schedule
-        costs = costs_of(slept, transfer)
+        costs = costs_of(seen[0]["alone"], transfer)
         nominal = costs_of(dict.fromkeys("FIW", NOMINAL * ranks / schedule.stages), 0.0)
         row[f"{who} s"] = taken
         row[f"{who} makespan"] = sl.simulate(made, costs).makespan
         row[f"{who} ratio"] = taken / row[f"{who} makespan"]
+        row[f"{who} over sleeps"] = taken / sl.simulate(made, costs_of(slept, transfer)).makespan
         row[f"{who} nominal"] = taken / sl.simulate(made, nominal).makespan
         if who == "stageline":
             row["slept ms"] = {kind: 1e3 * value for kind, value in slept.items()}
+            row["alone ms"] = {kind: 1e3 * value for kind, value in seen[0]["alone"].items()}
             row["excess ms"] = excess(schedule, costs, [parts[0] for parts in steps])
     return row
 
@@ -223,12 +259,16 @@ def excess(schedule: sl.Schedule, costs: sl.Costs, steps: list[dict[str, Any]]) 
 
 
 def show(row: dict[str, Any]) -> str:
-    torchs = "-" if row["torch ratio"] is None else f"{row['torch ratio']:.3f} ({row['torch nominal']:.3f})"
+    def ratios(who: str) -> str:
+        if row[f"{who} ratio"] is None:
+            return "-"
+        return f"{row[f'{who} ratio']:.3f} ({row[f'{who} over sleeps']:.3f}, {row[f'{who} nominal']:.3f})"
+
     order = {True: "same order", False: "own order", None: ""}[row.get("same order")]
     parts = " ".join(f"{name} {value:.1f}" for name, value in row["excess ms"].items())
-    ours = f"{row['stageline s']:.3f} s  ratio {row['stageline ratio']:.3f} ({row['stageline nominal']:.3f})"
+    ours = f"{row['stageline s']:.3f} s  ratio {ratios('stageline')}"
     where = f"{row['where']:9} P={row['ranks']} {row['family']:12}"
-    return f"{where} {ours}  torch {torchs} {order}  transfer {row['transfer ms']:.2f} ms | {parts}"
+    return f"{where} {ours}  torch {ratios('torch')} {order}  transfer {row['transfer ms']:.2f} ms | {parts}"
 
 
 def main() -> None:
@@ -246,7 +286,10 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     if not given.json:
-        print(f"torch {torch.__version__}, {given.microbatches} microbatches; ratio (nominal), excess in ms")
+        print(
+            f"torch {torch.__version__}, {given.microbatches} microbatches; ratio over what the stages take alone "
+            "(over their sleeps, nominal); excess over the first in ms"
+        )
     for ranks in given.ranks:
         for where in given.where:
             sizes = (ranks, given.microbatches, given.families, given.repeats)

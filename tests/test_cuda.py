@@ -12,8 +12,9 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.testing import FaultyTransport, assert_same_bits, exercise, one_process_step, run_ranks
-from stageline.transport.process_group import ProcessGroupTransport
+from stageline.transport.links import Links
 from stageline.transport.protocol import Header, Message
+from stageline.transport.sockets import SocketTransport
 from test_pipeline import batch, blocks, gradients, tied_model, token_loss
 
 pytestmark = [
@@ -27,7 +28,7 @@ FAMILIES = ["1f1b", "gpipe", "zb-h1", "zb-v", "interleaved", "dualpipe"]
 
 def suite(rank: int) -> int:
     """The suite of all transports, in a process that has a GPU."""
-    transport = ProcessGroupTransport()
+    transport = SocketTransport(Links.join())
     exercise(transport, transport.begin, lambda: transport.finish(60.0))
     return threading.active_count()
 
@@ -38,7 +39,7 @@ def test_processes_with_a_gpu_pass_the_suite() -> None:
 
 def exchanges(rank: int) -> int:
     """Messages of every kind from GPU to GPU, while the GPU is kept busy, so that nothing is there by luck."""
-    transport = ProcessGroupTransport()
+    transport = SocketTransport(Links.join())
     other = 1 - rank
     sizes = [(64, 64), (64, 64), (3,), (512, 1024), (512, 1024), (0, 4), (1,)]
     counts: Any = {(other, "forward"): len(sizes), (other, "backward"): len(sizes)}

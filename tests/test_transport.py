@@ -15,9 +15,10 @@ from torch.nn import functional
 import stageline as sl
 from stageline.testing import FaultyTransport, assert_same_bits, exercise, one_process_step, run_ranks
 from stageline.transport import wire
+from stageline.transport.links import Links
 from stageline.transport.payloads import PayloadGroups
-from stageline.transport.process_group import ProcessGroupTransport
 from stageline.transport.protocol import Header, Message, PeerFailed, TransportError
+from stageline.transport.sockets import SocketTransport
 from stageline.transport.threads import ThreadHub
 from test_pipeline import batch, blocks
 
@@ -41,7 +42,7 @@ def test_threads_pass_the_suite() -> None:
 
 
 def process_side(rank: int, apart: bool) -> tuple[str, int]:
-    transport = ProcessGroupTransport(payloads=PayloadGroups("gloo", "cpu") if apart else None)
+    transport = SocketTransport(Links.join(), payloads=PayloadGroups("gloo", "cpu") if apart else None)
     exercise(transport, transport.begin, lambda: transport.finish(30.0))
     return "passed", threading.active_count()
 
@@ -127,20 +128,21 @@ def test_a_header_that_cannot_be_read_is_refused(text: bytes) -> None:
 
 
 def test_bytes_that_are_no_message_are_refused() -> None:
-    buffer = torch.zeros(wire.HEAD, dtype=torch.uint8)
     with pytest.raises(TransportError, match="no message"):
-        wire.read_prefix(buffer)
-    prefix = wire.write_prefix(buffer, 1, b"[]", 0)
-    assert wire.read_prefix(buffer) == prefix
+        wire.read_head(bytes(wire.HEAD))
+    prefix, text = wire.read_head(wire.write_head(1, b"[]", 7))
+    assert (prefix.turn, prefix.payload, text) == (1, 7, b"[]")
     with pytest.raises(TransportError, match="check sum"):
         wire.check_text(b"{}", prefix)
 
 
 def garbage(rank: int) -> str:
     """Rank 0 sends bytes that are no message."""
-    transport = ProcessGroupTransport()
+    links = Links.join()
+    transport = SocketTransport(links)
     if rank == 0:
-        dist.send(torch.zeros(wire.HEAD, dtype=torch.uint8), group_dst=1, tag=1)
+        links.outbound(1, "forward").link.sendall(bytes(wire.HEAD))
+        dist.barrier()
         return ""
     transport.begin({(0, "forward"): 1}, {})
     with pytest.raises(PeerFailed, match="bytes that are no message"):
@@ -149,6 +151,7 @@ def garbage(rank: int) -> str:
         transport.finish(1.0)
     with pytest.raises(TransportError, match=r"lost touch in an earlier step: .*start the processes again") as caught:
         transport.begin({}, {})
+    dist.barrier()
     return str(caught.value)
 
 
@@ -157,7 +160,7 @@ def test_garbage_on_the_wire_ends_the_channel_and_not_the_process() -> None:
 
 
 def too_many(rank: int) -> None:
-    transport = ProcessGroupTransport()
+    transport = SocketTransport(Links.join())
     counts = {(1 - rank, "forward"): 1}
     transport.begin(counts, counts)  # type: ignore[arg-type]
     mine, other = Header(rank, 1 - rank, "forward", 0, 0, 0), Header(1 - rank, rank, "forward", 0, 0, 0)
@@ -196,7 +199,7 @@ def test_what_is_kept_of_sent_messages_does_not_grow_with_the_microbatches() -> 
     """1F1B is never more than two microbatches ahead; the rest is what the thread that lets go has not yet seen."""
     for sent, kept, loss, plain in run_ranks(keeps, 2):
         assert sent == 64
-        assert 1 <= kept <= 16
+        assert kept <= 16
         assert loss == plain
 
 

@@ -1,7 +1,7 @@
-"""The process groups that are the pipeline's own, whatever the user's default group is made of.
+"""The connections and process groups that are the pipeline's own, whatever the user's default group is made of.
 
-Messages and what the ranks tell each other travel over gloo; a user's NCCL group is never used, nor kept busy. Where
-every rank of a machine can have a GPU of its own, tensors of GPUs travel over NCCL.
+Messages travel over sockets, and what the ranks tell each other now and then over gloo; a user's NCCL group is never
+used, nor kept busy. Where every rank of a machine can have a GPU of its own, tensors of GPUs travel over NCCL.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ from stageline.runtime.control.launch import share_by_store
 from stageline.runtime.control.verdict import Verdict
 from stageline.runtime.flight import Flight
 from stageline.runtime.worlds import PipelineError, note_record
+from stageline.transport.links import Links
 from stageline.transport.payloads import PayloadGroups
 
 BLAME = 2.0
 """Seconds that a rank which failed waits to learn who failed first."""
-
-PATIENCE = datetime.timedelta(days=7)
-"""The group's own limit for messages. A pipeline's deadline is far shorter; gloo's would close all connections."""
 
 
 class Groups:
@@ -54,7 +52,7 @@ class Groups:
         together(self.watch, self._make)
 
     def _make(self) -> None:
-        self.messages = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="stageline messages")
+        self.links = Links.join(own_host(os.environ, self.watch.host))
         self.control = dist.new_group(backend="gloo", group_desc="stageline control")
         able = torch.tensor([int(has_own_gpu(os.environ))])
         dist.all_reduce(able, dist.ReduceOp.MIN, group=self.control)
@@ -110,6 +108,26 @@ def watch_over(store: Any, rank: int, ranks: int, deadline: float) -> Control:
         _watch.clear()
         _watch[ranks] = Control.start(rank, ranks, share_by_store(store, rank, str(ranks)), deadline)
     return _watch[ranks]
+
+
+def own_host(environment: Mapping[str, str], reached: str) -> str:
+    """The address at which other ranks reach this machine: as asked for, or as the control channel was reached from.
+
+    Where there is no control channel, it is loopback if all ranks are here, and else the address of the interface that
+    leads to rank 0.
+
+    >>> own_host({"STAGELINE_HOST": "10.0.0.7"}, "127.0.0.1"), own_host({}, "10.0.0.5"), own_host({}, "")
+    ('10.0.0.7', '10.0.0.5', '127.0.0.1')
+    """
+    asked = environment.get("STAGELINE_HOST", "") or reached
+    if asked or environment.get("LOCAL_WORLD_SIZE", "") == environment.get("WORLD_SIZE", ""):
+        return asked or "127.0.0.1"
+    with suppress(OSError):
+        found = socket.getaddrinfo(environment.get("MASTER_ADDR", ""), 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(found[0], socket.SOCK_DGRAM) as way:
+            way.connect(found[4])  # sends nothing
+            return str(way.getsockname()[0])
+    return "127.0.0.1"
 
 
 def has_own_gpu(environment: Mapping[str, str]) -> bool:

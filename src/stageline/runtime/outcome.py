@@ -26,17 +26,21 @@ class Outcome:
     """The share of parameters whose gradients came with I."""
     described: bool
     """Whether there are metrics."""
+    times: Floats | None = None
+    """Start, end and arrival of every action, where all ranks could tell them."""
 
     @staticmethod
-    def size(schedule: Schedule) -> int:
+    def size(schedule: Schedule, with_times: bool = False) -> int:
         """How many numbers it takes."""
-        return schedule.microbatches + 3
+        return schedule.microbatches + 3 + (3 * schedule.num_actions + 1 if with_times else 0)
 
     @classmethod
-    def read(cls, totals: Floats) -> Outcome:
-        """Read what `sums` wrote, added up over all ranks."""
-        *losses, total, unsplit, described = totals.tolist()
-        return cls(tuple(losses), unsplit / total if total else 0.0, described > 0)
+    def read(cls, totals: Floats, schedule: Schedule) -> Outcome:
+        """Read what `sums` wrote, and the times of all actions if every rank told them, added up over all ranks."""
+        size = cls.size(schedule)
+        *losses, total, unsplit, described = totals[:size].tolist()
+        times = totals[size:-1] if len(totals) > size and totals[-1] == schedule.ranks else None
+        return cls(tuple(losses), unsplit / total if total else 0.0, described > 0, times)
 
 
 def sums(schedule: Schedule, results: Sequence[RankResult]) -> Floats:

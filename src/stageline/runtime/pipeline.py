@@ -225,7 +225,9 @@ class Pipeline(Runner):
         began = time.perf_counter()
         done = self._run(inputs, targets, stage_kwargs, training=True, count=count)
         crew, results = done.crew, done.results
-        self._measured = Measured(crew.schedule, self._world.later(lambda: times_of(crew, results).reshape(-1)))
+        times = done.outcome.times
+        later = self._world.later(lambda: times_of(crew, results).reshape(-1)) if times is None else lambda: times
+        self._measured = Measured(crew.schedule, later)
         self._steps += 1
         return StepStats(
             loss=sum(done.outcome.losses),

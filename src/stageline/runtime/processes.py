@@ -40,8 +40,11 @@ from stageline.runtime.worlds import (
     failure,
     note_record,
 )
-from stageline.transport.process_group import ProcessGroupTransport
 from stageline.transport.protocol import PeerFailed, Traffic, Transport, TransportError
+from stageline.transport.sockets import SocketTransport
+
+SMALL = 1 << 17
+"""Up to how many numbers of all ranks together are told to everyone as they are, and not added up on the way."""
 
 
 def find_world(ranks: int, deadline: float) -> World:
@@ -64,12 +67,13 @@ class ProcessWorld:
         self._groups = own_groups(deadline)
         self._control: Control = self._groups.watch
         self._control.set_deadline(deadline)
-        self._transport = ProcessGroupTransport(self._groups.messages, self._groups.payloads)
+        self._transport = SocketTransport(self._groups.links, self._groups.payloads)
         self._transport.patience = self._control.busy
         self._flight = Flight(self._transport.rank, self._transport.ranks, self._control.job)
         self._running: Executor | None = None
         self._lost, self._left = "", False
         self._deadline = deadline
+        self._asked = 0.0
         self.here = [self._transport.rank]
         self._control.on_verdict(self._hear)
         self._control.on_end(self._last_words)
@@ -165,11 +169,10 @@ class ProcessWorld:
 
     def _end_together(self, failed: tuple[float, str, BaseException] | None, own: Floats) -> Floats:
         """Add up what all know; or let all ranks know that one failed, and which was the first to."""
-        flags = np.zeros((2, self._transport.ranks))
+        own_flags = np.zeros(2)
         if failed is not None:
-            flags[int(isinstance(failed[2], PeerFailed)), self.here[0]] = failed[0]
-        every = self.add_up(np.concatenate([flags.reshape(-1), own]))
-        flags, totals = every[: flags.size].reshape(flags.shape), every[flags.size :]
+            own_flags[int(isinstance(failed[2], PeerFailed))] = failed[0]
+        flags, totals = self._gather_sums(own_flags, own)
         if not flags.any():
             return totals
         times = flags[0] if flags[0].any() else flags[1]
@@ -181,6 +184,27 @@ class ProcessWorld:
             error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
         note_record(error, [self._record(verdict)])
         raise error from (failed[2] if failed else None)
+
+    def _gather_sums(self, flags: Floats, own: Floats) -> tuple[Floats, Floats]:
+        """The flags of all ranks, a column for each, and the sums of what each knows."""
+        small = own.size * self._transport.ranks <= SMALL
+        before, self._control.waits = self._control.waits, EVERYONE
+        began = time.monotonic()
+
+        def check() -> None:
+            nonlocal began
+            began = self._check_on_others(began)
+
+        try:
+            rows = self._transport.gather(np.concatenate([flags, own]) if small else flags, check)
+        except TransportError as error:
+            raise self._lose(f"rank {self.here[0]} lost another rank: {error}") from error
+        finally:
+            self._control.waits = before
+        known = rows[:, : flags.size].T
+        if known.any():
+            return known, np.zeros(0)
+        return known, rows[:, flags.size :].sum(axis=0) if small else self.add_up(own)
 
     # What the control channel says.
 
@@ -265,27 +289,33 @@ class ProcessWorld:
             try:
                 work.wait(datetime.timedelta(seconds=0.01 if self._lost else 0.2))
                 return
-            except RuntimeError as error:
+            except RuntimeError:
                 if work.is_completed():
                     break
-                verdict = self._control.verdict()
-                if verdict is not None and verdict.final:
-                    raise self._over(verdict) from error
-                said = self._groups.lost()
-                if said:
-                    raise self._lose(said) from error
-                if time.monotonic() - began > self._deadline:
-                    others = (rank for rank in range(self._transport.ranks) if rank != self.here[0])
-                    if self._control.lost is not None or not any(map(self._control.busy, others)):
-                        raise self._lose(
-                            f"rank {self.here[0]} waited {self._deadline:g} s for all ranks to come to the same point, "
-                            "and none of them is at work"
-                        ) from error
-                    began = time.monotonic()
+                began = self._check_on_others(began)
         try:
             work.wait()  # done just now, or for the reason why it failed
         except RuntimeError as error:
             raise self._lose(f"rank {self.here[0]} lost another rank: {error}") from error
+
+    def _check_on_others(self, began: float) -> float:
+        """While this rank waits for all others, since then: raise if one is lost, or if all of them wait in vain."""
+        verdict = self._control.verdict()
+        if verdict is not None and verdict.final:
+            raise self._over(verdict)
+        if time.monotonic() - self._asked > 0.2:
+            said, self._asked = self._groups.lost(), time.monotonic()
+            if said:
+                raise self._lose(said)
+        if time.monotonic() - began > self._deadline:
+            others = (rank for rank in range(self._transport.ranks) if rank != self.here[0])
+            if self._control.lost is not None or not any(map(self._control.busy, others)):
+                raise self._lose(
+                    f"rank {self.here[0]} waited {self._deadline:g} s for all ranks to come to the same point, "
+                    "and none of them is at work"
+                )
+            return time.monotonic()
+        return began
 
     def add_up(self, values: Floats) -> Floats:
         """Add over all processes."""
@@ -340,7 +370,7 @@ class ProcessWorld:
         return bytes(sent.numpy()).decode()
 
 
-_left: list[ProcessGroupTransport] = []
+_left: list[SocketTransport] = []
 """The ends of jobs that lost a rank."""
 
 

@@ -29,12 +29,15 @@ from stageline.runtime.buffers import all_buffers, put_back
 from stageline.runtime.cut import forwards_of, only_microbatches
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.garbage import no_collections
-from stageline.runtime.outcome import Outcome, first_not_finite, metrics_of, sums
+from stageline.runtime.outcome import Outcome, first_not_finite, metrics_of, sums, times_of
 from stageline.runtime.randomness import Generators
 from stageline.runtime.shadows import Placed, gather
 from stageline.runtime.stage import Stage, StageOptions
 from stageline.runtime.worlds import GRADIENTS, Crew, Floats, PipelineError, World
 from stageline.schedules.schedule import Schedule
+
+FEW = 1 << 16
+"""How many numbers all ranks together tell at the end of a step without thinking twice."""
 
 
 class Runner:
@@ -114,7 +117,7 @@ class Runner:
                 raise
             refused, given = error, Given(None, np.zeros(len(NAMES)))
         rows = self._world.announce(given.row)
-        if given.samples is not None and given.samples in (self._agreed, None if not alone else given.samples):
+        if given.samples is not None and (alone or given.samples == self._agreed):
             return given.samples, rows, refused
         known = rows()
         told = set(known[:, 0].tolist()) - {0.0}
@@ -171,7 +174,7 @@ class Runner:
         began = {device: (_event(device), time.perf_counter()) for device in devices}
         given = None if work is None else replace(work, began=began)
         columns = [0, 1, 2, 3] if with_targets else [0, 1, 3]
-        size = Outcome.size(crew.schedule)
+        size = Outcome.size(crew.schedule, with_times=self._tells_times(crew))
         try:
             with no_collections():
                 results, totals = self._world.run(
@@ -184,7 +187,7 @@ class Runner:
             raise (PipelineError(apart) if apart else error) from error.__cause__
         assert work is not None
         self._check_batch(rows, columns)
-        outcome = Outcome.read(totals)
+        outcome = Outcome.read(totals, crew.schedule)
         if work.training:
             self._check_losses(outcome)
             self._check_buffers(versions)
@@ -193,12 +196,21 @@ class Runner:
         metrics = self._metrics(metrics_of(results, work.weights)) if outcome.described else {}
         return Done(crew, work, results, outcome, metrics)
 
-    @staticmethod
-    def _sum_up(crew: Crew, results: list[RankResult]) -> Floats:
+    def _sum_up(self, crew: Crew, results: list[RankResult]) -> Floats:
         for executor, result in zip(crew.executors, results, strict=True):
             if result.over is not None:  # the caller's streams go on after this rank's
                 torch.cuda.current_stream(executor.device).wait_event(result.over)
-        return sums(crew.schedule, results)
+        found = sums(crew.schedule, results)
+        if not self._tells_times(crew):
+            return found
+        # Those of a GPU are not known yet, and are told later.
+        known = all(executor.device is None for executor in crew.executors)
+        times = times_of(crew, results).reshape(-1) if known else np.zeros(3 * crew.schedule.num_actions)
+        return np.concatenate([found, times, [float(known)]])
+
+    def _tells_times(self, crew: Crew) -> bool:
+        """Whether the times of all actions are few enough to be told with everything else at the end of a step."""
+        return not self._alone and 3 * crew.schedule.num_actions * crew.schedule.ranks <= FEW
 
     def _check_batch(self, rows: Callable[[], Floats], columns: Sequence[int]) -> None:
         if not self._alone:

@@ -16,8 +16,7 @@ checkpointing, which compute all their gradients at once. Theirs are computed wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,32 +47,38 @@ class _Noted:
     saved: tuple[Any, ...] = ()
 
 
-@contextmanager
-def arriving(leaves: Sequence[Tensor]) -> Iterator[Callable[[], list[Tensor | None]]]:
-    """Take the gradients that come to leaves in a backward, just as they come.
+class Arriving:
+    """Takes the gradients that come to leaves in a backward, just as they come.
 
     Gathered in `.grad`, one that is transposed or expanded would be copied into the layout of its leaf, and the kernels
     that take it next could choose another way to compute.
     """
-    found: list[Tensor | None] = [None] * len(leaves)
 
-    def take(index: int) -> Callable[[tuple[Tensor | None, ...]], tuple[None]]:
-        def hook(grads: tuple[Tensor | None, ...]) -> tuple[None]:
-            found[index] = grads[0]
-            return (None,)
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        """`leaves` are those of the graph that the data came in by."""
+        self._leaves = leaves
+        self._hooks: list[Any] = []
 
-        return hook
+    def __enter__(self) -> list[Tensor | None]:
+        """Give back the list that is filled: a gradient for each leaf, None where none came."""
+        found: list[Tensor | None] = [None] * len(self._leaves)
+        for index, leaf in enumerate(self._leaves):
+            if leaf.requires_grad:
+                self._hooks.append(get_gradient_edge(leaf).node.register_prehook(_taking(found, index)))
+        return found
 
-    hooks = [
-        get_gradient_edge(leaf).node.register_prehook(take(index))
-        for index, leaf in enumerate(leaves)
-        if leaf.requires_grad
-    ]
-    try:
-        yield lambda: found
-    finally:
-        for hook in hooks:
+    def __exit__(self, *error: object) -> None:
+        """Leave the graph as it was."""
+        for hook in self._hooks:
             hook.remove()
+
+
+def _taking(found: list[Tensor | None], index: int) -> Callable[[tuple[Tensor | None, ...]], tuple[None]]:
+    def hook(grads: tuple[Tensor | None, ...]) -> tuple[None]:
+        found[index] = grads[0]
+        return (None,)
+
+    return hook
 
 
 @dataclass
@@ -198,9 +203,9 @@ class SplitBackward:
     def _whole(self) -> list[Tensor | None]:
         """Run a backward that cannot be split, all of it."""
         self.unsplit = self.total
-        with arriving(self.inputs) as found:
+        with Arriving(self.inputs) as found:
             torch.autograd.backward(list(self.outputs), list(self.grads))
-        return self._done(found())
+        return self._done(found)
 
     def _noting(self, noted: _Noted) -> Any:
         node, half = self._nodes[noted.fork.node], noted.fork.half

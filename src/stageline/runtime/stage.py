@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,14 @@ from stageline.runtime.cut import layers_of
 from stageline.runtime.plan import Plan, checkpointed
 from stageline.runtime.randomness import Generators, draws, generator_alone, random_numbers
 from stageline.runtime.recompute import Recompute, training
-from stageline.runtime.split import SplitBackward, arriving
+from stageline.runtime.split import Arriving, SplitBackward
 from stageline.runtime.tree import flatten, tensors_of, unflatten
 from stageline.transport.protocol import Leaf, TransportError
 
 Loss = Callable[[Any, Any], Any]
 """Of output and target: one number as a tensor, or that and a dict of metrics."""
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 LOSS = "loss_fn"
 """The name under which a loss function draws random numbers."""
@@ -73,6 +75,7 @@ class Stage:
     def __init__(self, index: int, part: nn.Sequential, options: StageOptions, *, spread: bool = True) -> None:
         """`part` holds the layers by their names in the whole model; `spread` as below."""
         self.index = index
+        self._name = f"stage {index}"
         self.part = part
         self.options = options
         self._layers = layers_of(part)
@@ -106,17 +109,11 @@ class Stage:
             for leaf, want in zip(leaves, wants, strict=True)
         ]
         kept = _Kept(inputs, tree, step, keywords)
-        with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(train))
-            if train and self.options.recompute.stages:
-                kept.before = self._buffers.before()
-                kept.versions = [leaf._version for leaf in tensors_of(inputs)]
-                # With a graph, so that kernels choose as they will when it runs again, and outputs say whether they
-                # want a gradient; what the graph would keep is dropped.
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _gone))
-            elif train:
-                stack.enter_context(training(self.options.recompute))
-            outputs, shape = flatten(self._guarded(kept, microbatch), f"stage {self.index}")
+        if train and self.options.recompute.stages:
+            kept.before = self._buffers.before()
+            kept.versions = [leaf._version for leaf in tensors_of(inputs)]
+        with torch.set_grad_enabled(train), self._around(train):
+            outputs, shape = flatten(self._guarded(kept, microbatch), self._name)
         if train:
             kept.outputs = outputs
             self._kept[microbatch] = kept
@@ -127,6 +124,16 @@ class Stage:
                     for leaf in outputs
                 ]
         return outputs, shape
+
+    def _around(self, train: bool) -> AbstractContextManager[Any]:
+        """What a forward runs in."""
+        if train and self.options.recompute.stages:
+            # With a graph, so that kernels choose as they will when it runs again, and outputs say whether they want
+            # a gradient; what the graph would keep is dropped.
+            return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _gone)
+        if train and self.options.recompute.chosen is not None:
+            return training(self.options.recompute)
+        return _NOTHING
 
     def _guarded(self, kept: _Kept, microbatch: int) -> Any:
         try:
@@ -192,10 +199,8 @@ class Stage:
         self, microbatch: int, step: int, output: Any, target: Any, weight: float, train: bool
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute the loss of the last stage, and its metrics; the backward starts from loss × weight."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(train))
-            if train and self.options.recompute.stages:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _gone))
+        dropped = train and self.options.recompute.stages
+        with torch.set_grad_enabled(train), self._around(train) if dropped else _NOTHING:
             scaled, metrics = self._drawing(
                 LOSS, self.part.training, step, microbatch, self._loss, output, target, weight
             )
@@ -257,10 +262,10 @@ class Stage:
         outputs, given = self._roots(kept, grads)
         arrived = tensors_of(kept.inputs)
         kept.outputs, kept.loss = [], None
-        with self._drawing_alone(self._draws_again(outputs)), arriving(arrived) as found:
+        with self._drawing_alone(self._draws_again(outputs)), Arriving(arrived) as found:
             if outputs:
                 torch.autograd.backward(outputs, given)
-        return found()
+        return found
 
     def _draws_again(self, outputs: Sequence[Tensor]) -> bool:
         """Whether a backward will draw: torch's checkpointing sets the generator that all threads share."""
@@ -269,7 +274,7 @@ class Stage:
 
     @staticmethod
     def _drawing_alone(draws_again: bool) -> AbstractContextManager[Any]:
-        return generator_alone() if draws_again else nullcontext()
+        return generator_alone() if draws_again else _NOTHING
 
     def backward_input(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
         """Run I; give back the gradients of the inputs."""

@@ -1,6 +1,6 @@
 """Tensors on groups of their own, beside the headers: how messages travel between GPUs.
 
-A header goes over gloo and is read by the host, which runs ahead of its GPU: by the time the GPU comes to the
+A header goes from host to host and is read by the host, which runs ahead of its GPU: by the time the GPU comes to the
 message, the header is long there and the receive is posted, with just the size that the header told.
 
 On one communicator a send could stand in line behind a receive, and two ranks could wait for each other. So there is
@@ -12,6 +12,7 @@ NCCL itself was not run by the tests, which have no two GPUs: they run this file
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -43,7 +44,8 @@ class PayloadGroups:
     def send(self, tensor: Tensor, source: int, target: int, traffic: Traffic) -> tuple[Any, Tensor]:
         """Send once the compute stream has come to here; the bytes must be kept until the work is done."""
         sent = bytes_of(tensor)
-        return dist.isend(sent, group_dst=target, group=self._groups[(traffic, source < target)]), sent
+        work = dist.isend(sent, group_dst=target, group=self._groups[(traffic, source < target)])
+        return (work if tensor.is_cuda else _Awaited(work)), sent
 
     def receive(
         self, described: Described, source: int, target: int, traffic: Traffic, staging: Staging | None
@@ -59,3 +61,16 @@ class PayloadGroups:
             work.wait()
             return tensor, None
         return tensor, lambda: staging.take([tensor], work.wait)
+
+
+class _Awaited:
+    """A send of gloo, which tells that it is done only to who waits for it."""
+
+    def __init__(self, work: Any) -> None:
+        """Wait on a thread."""
+        self._thread = threading.Thread(target=work.wait, name="stageline payload", daemon=True)
+        self._thread.start()
+
+    def is_completed(self) -> bool:
+        """As a send of NCCL says it."""
+        return not self._thread.is_alive()

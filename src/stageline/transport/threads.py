@@ -15,6 +15,9 @@ Arrive = Callable[[], None]
 """What is still to be done for a message when it is taken, on the thread that takes it."""
 
 
+Failed = tuple[int, str, BaseException]
+"""The rank that failed, where it did, and its error."""
+
 _Waiting = tuple[Message | TransportError, Arrive, float]
 """A message, what to do when it is taken, and when it came."""
 
@@ -39,7 +42,7 @@ class ThreadHub:
         # A condition for each receiver: a message wakes the rank that it is for, and no other.
         self._changed = [threading.Condition() for _ in range(ranks)]
         self._waiting: dict[tuple[int, int, Traffic], deque[_Waiting]] = {}
-        self._failure: tuple[int, str, BaseException] | None = None
+        self._failure: Failed | None = None
         self.patience: Callable[[int], bool] = lambda rank: False
         """Asked when a deadline has passed: whether there is reason to go on waiting for that rank."""
 
@@ -81,12 +84,14 @@ class ThreadHub:
                     return self._waiting[key].popleft()
                 failure = self._failure
             if failure is not None:
-                origin, where, error = failure
-                raise PeerFailed(
-                    f"rank {header.target} stopped waiting for {header}: {where}: {_said(error)}", origin
-                ) from error
+                raise stopped_waiting(header, failure)
             if not self.patience(header.source):
-                raise TransportError(f"rank {header.target} waited {deadline:g} s for {header}, and it did not come")
+                raise waited_in_vain(header, deadline)
+
+    @property
+    def failure(self) -> Failed | None:
+        """The first failure, if there was one."""
+        return self._failure
 
     def set_failure(self, rank: int, error: BaseException, where: str) -> None:
         """Keep the first failure and wake everyone."""
@@ -134,5 +139,15 @@ class ThreadTransport:
         """Nothing is left behind."""
 
 
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def stopped_waiting(header: Header, failure: Failed) -> PeerFailed:
+    """The error of a rank that waits for a message when another one fails."""
+    origin, where, error = failure
+    said = f"rank {header.target} stopped waiting for {header}: {where}: {type(error).__name__}: {error}"
+    stopped = PeerFailed(said, origin)
+    stopped.__cause__ = error
+    return stopped
+
+
+def waited_in_vain(header: Header, deadline: float) -> TransportError:
+    """The error of a rank that waited for too long."""
+    return TransportError(f"rank {header.target} waited {deadline:g} s for {header}, and it did not come")

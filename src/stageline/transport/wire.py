@@ -6,12 +6,13 @@ belongs to it is taken off the wire, and the next message starts where it should
 
 from __future__ import annotations
 
+import ctypes
 import json
 import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -21,16 +22,16 @@ from torch import Tensor
 from stageline.errors import shorten
 from stageline.transport.protocol import Header, Leaf, Message, Traffic, TransportError
 
-HEAD = 4096
-"""Bytes of the first part of every message; a header that does not fit into it follows as a second part."""
-
 DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
 TRAFFIC: tuple[Traffic, ...] = ("forward", "backward")
 _PREFIX = struct.Struct("<5q")
+HEAD = 512
+"""Bytes that every message starts with: the prefix, and the header as far as it has room beside it."""
+ROOM = HEAD - _PREFIX.size
 _MAGIC = 0x7374_6167_656C_696E
-_LONGEST = 1 << 40
+_LONGEST, _LONGEST_TEXT = 1 << 40, 1 << 30
 
 
 class Prefix(NamedTuple):
@@ -40,11 +41,6 @@ class Prefix(NamedTuple):
     text: int
     payload: int
     check: int
-
-    @property
-    def long(self) -> bool:
-        """Whether the header does not fit into the first part and follows it."""
-        return self.text > HEAD - _PREFIX.size
 
 
 class Described(NamedTuple):
@@ -65,26 +61,49 @@ class Described(NamedTuple):
         """How many bytes it has."""
         return self.dtype.itemsize * int(torch.Size(self.shape).numel())
 
+    @property
+    def simple(self) -> bool:
+        """Whether its bytes can be read straight into its memory."""
+        dense = self.strides is None or _extent(self.shape, self.strides) == torch.Size(self.shape).numel()
+        return dense and self.device == "cpu" and not self.apart
+
 
 @dataclass(frozen=True)
-class Letter:
-    """A header that was read: the message without the contents of its tensors."""
+class Contents:
+    """What a header tells but for who sends what when; it is the same from one microbatch to the next."""
 
-    header: Header
     leaves: list[Leaf | Described]
     tree: str
     wants_gradient: list[bool]
     kinds: list[str] | None
 
+    @cached_property
     def described(self) -> list[Described]:
         """The tensors, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Described)]
 
+    @cached_property
+    def size(self) -> int:
+        """How many bytes of tensors travel with the header."""
+        return sum(each.size for each in self.described if not each.apart)
+
+    @cached_property
+    def simple(self) -> bool:
+        """Whether all tensors are of the host and without gaps, so that each can be read into its own memory."""
+        return all(each.simple for each in self.described)
+
+
+class Letter(NamedTuple):
+    """A header that was read: the message without the contents of its tensors."""
+
+    header: Header
+    contents: Contents
+
     def message(self, tensors: Sequence[Tensor]) -> Message:
         """Put the tensors in their places."""
-        found = iter(tensors)
-        leaves = [next(found) if isinstance(leaf, Described) else leaf for leaf in self.leaves]
-        return Message(self.header, leaves, self.tree, self.wants_gradient, tuple(self.kinds or ()))
+        found, told = iter(tensors), self.contents
+        leaves = [next(found) if isinstance(leaf, Described) else leaf for leaf in told.leaves]
+        return Message(self.header, leaves, told.tree, told.wants_gradient, tuple(told.kinds or ()))
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -99,6 +118,26 @@ def bytes_of(tensor: Tensor) -> Tensor:
     if _extent(plain.shape, plain.stride()) == plain.numel():
         return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
     return plain.contiguous().reshape(-1).view(torch.uint8)
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The memory of a tensor of the host that has no gaps, for as long as the tensor lives.
+
+    >>> t = torch.zeros(2, dtype=torch.int16)
+    >>> memory_of(t)[2] = 7
+    >>> t.tolist()
+    [0, 7]
+    """
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def pieces_of(tensor: Tensor) -> tuple[Tensor, memoryview]:
+    """The bytes of a tensor of the host as they lie in memory, and the tensor that keeps them."""
+    form = _form(tensor.dtype, tensor.shape, tensor.stride(), "cpu", False)
+    plain = form.dense and not tensor.is_neg() and not tensor.is_conj()
+    kept = tensor if plain else bytes_of(tensor)
+    return kept, memory_of(kept)
 
 
 def base_of(tensor: Tensor) -> Tensor:
@@ -125,15 +164,6 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int | None:
     return span
 
 
-def _strides(tensor: Tensor, apart: bool) -> tuple[int, ...] | None:
-    """The layout to be kept: any without gaps, and those with gaps that do not blow the tensor up."""
-    if tensor.is_contiguous() or not tensor.numel():
-        return None
-    span = _extent(tensor.shape, tensor.stride())
-    kept = span is not None and span <= (1 if apart else 4) * tensor.numel()
-    return tuple(tensor.stride()) if kept else None
-
-
 def room_for(described: Described, device: str | torch.device = "cpu") -> Tensor:
     """Memory for a tensor, laid out as the sender's is."""
     if described.strides is None:
@@ -155,34 +185,64 @@ def write_text(message: Message, apart: Callable[[Tensor], bool] = lambda tensor
     """Describe a message: all that it is, but for the contents of its tensors.
 
     >>> header = Header(0, 1, "forward", 0, 0, 0)
-    >>> read_text(write_text(Message(header, [torch.zeros(3), 2, None], "*", [True, False, False]))).leaves
+    >>> read_text(write_text(Message(header, [torch.zeros(3), 2, None], "*", [True, False, False]))).contents.leaves
     [Described(dtype=torch.float32, shape=(3,), device='cpu', apart=False, strides=None, expanded=None), 2, None]
     """
-    head = message.header
-    fields = [head.source, head.target, head.traffic, head.stage, head.microbatch, head.step]
-    if all(isinstance(leaf, Tensor) for leaf in message.leaves):
+    # What was announced goes along only where it is not what is sent, which is a fault that the receiver will name.
+    kinds = None if message.announced else tuple(message.kinds)
+    described = [_described(leaf, apart(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in message.leaves]
+    if len(described) == sum(isinstance(leaf, tuple) for leaf in described):
         # From one microbatch to the next only the header changes, so the rest is written once.
-        described = tuple(_form(leaf, apart(leaf)) for leaf in message.leaves)  # type: ignore[arg-type]
-        kinds = None if message.announced else tuple(message.kinds)
-        rest = _rest_of(described, message.tree, tuple(map(bool, message.wants_gradient)), kinds)
+        rest = _written(tuple(described), message.tree, tuple(map(bool, message.wants_gradient)), kinds)
     else:
-        leaves: list[Any] = [_form(leaf, apart(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in message.leaves]
-        # What was announced goes along only where it is not what is sent, which is a fault that the receiver will name.
-        announced = None if message.announced else list(message.kinds)
-        rest = json.dumps([leaves, message.tree, [bool(want) for want in message.wants_gradient], announced])
-    return f"{json.dumps(fields)}\n{rest}".encode()
+        rest = json.dumps([described, message.tree, list(map(bool, message.wants_gradient)), kinds]).encode()
+    return write_fields(message.header) + b"\n" + rest
+
+
+def write_fields(head: Header) -> bytes:
+    """The first line of a header: who sends what when."""
+    numbers = (head.source, head.target, head.stage, head.microbatch, head.step)
+    if all(type(number) is int for number in numbers):
+        fields = f'[{head.source}, {head.target}, "{head.traffic}", {head.stage}, {head.microbatch}, {head.step}]'
+    else:  # a fault that the receiver will name
+        fields = json.dumps([head.source, head.target, head.traffic, head.stage, head.microbatch, head.step])
+    return fields.encode()
 
 
 @lru_cache(maxsize=4096)
-def _rest_of(described: tuple[Any, ...], tree: str, wants: tuple[bool, ...], kinds: tuple[str, ...] | None) -> str:
-    return json.dumps([described, tree, wants, kinds])
+def _written(described: tuple[Any, ...], tree: str, wants: tuple[bool, ...], kinds: tuple[str, ...] | None) -> bytes:
+    return json.dumps([described, tree, wants, kinds]).encode()
 
 
-def _form(tensor: Tensor, apart: bool) -> tuple[Any, ...]:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    base = base_of(tensor)
-    expanded = None if base is tensor else tuple(tensor.shape)
-    return (dtype, tuple(base.shape), tensor.device.type, apart, _strides(base, apart), expanded)
+class _Form(NamedTuple):
+    """How a tensor of some type, shape and layout travels."""
+
+    dense: bool
+    """Whether there are no gaps in its memory."""
+    told: tuple[Any, ...]
+    """What its header tells."""
+
+
+@lru_cache(maxsize=4096)
+def _form(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], device: str, apart: bool) -> _Form:
+    base = tuple(1 if stride == 0 else size for stride, size in zip(strides, shape, strict=True))
+    expanded = tuple(shape) if 0 in strides and shape.numel() and base != tuple(shape) else None
+    shape = shape if expanded is None else torch.Size(base)
+    span = _extent(shape, strides) if shape.numel() else None
+    kept: tuple[int, ...] | None = None
+    if shape.numel() and strides != _contiguous(shape):
+        # Any layout without gaps, and those with gaps that do not blow the tensor up.
+        kept = strides if span is not None and span <= (1 if apart else 4) * shape.numel() else None
+    told = (str(dtype).removeprefix("torch."), tuple(shape), device, apart, kept, expanded)
+    return _Form(expanded is None and span == shape.numel(), told)
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(torch.empty(shape, device="meta").stride())
+
+
+def _described(tensor: Tensor, apart: bool) -> tuple[Any, ...]:
+    return _form(tensor.dtype, tensor.shape, tensor.stride(), tensor.device.type, apart).told
 
 
 def read_text(text: bytes) -> Letter:
@@ -194,25 +254,24 @@ def read_text(text: bytes) -> Letter:
         numbers = [source, target, stage, microbatch, step]
         if traffic not in TRAFFIC or not all(type(number) is int for number in numbers):
             raise ValueError(f"its fields are {shorten(fields)}")
-        leaves, tree, wants, kinds = _read_rest(rest)
-        return Letter(Header(source, target, traffic, stage, microbatch, step), leaves, tree, wants, kinds)
+        return Letter(Header(source, target, traffic, stage, microbatch, step), _read_rest(rest))
     except (ValueError, TypeError, KeyError) as error:
         raise TransportError(f"a header that cannot be read arrived: {type(error).__name__}: {error}") from error
 
 
 @lru_cache(maxsize=4096)
-def _read_rest(rest: bytes) -> tuple[list[Leaf | Described], str, list[bool], list[str] | None]:
-    """All but the fields; it is the same from one microbatch to the next, and is not changed by who reads it."""
+def _read_rest(rest: bytes) -> Contents:
+    """All but the fields; not changed by who reads it."""
     described, tree, wants, kinds = json.loads(rest)
-    return (
-        [_described(item) if isinstance(item, list) else _plain(item) for item in described],
+    return Contents(
+        [_tensor(item) if isinstance(item, list) else _plain(item) for item in described],
         str(tree),
         [bool(want) for want in wants],
         None if kinds is None else [str(kind) for kind in kinds],
     )
 
 
-def _described(item: list[Any]) -> Described:
+def _tensor(item: list[Any]) -> Described:
     dtype, shape, device, apart, strides, expanded = item
     if not all(type(size) is int and size >= 0 for size in [*shape, *(strides or []), *(expanded or [])]):
         raise ValueError(f"a tensor of shape {shorten(shape)} and strides {shorten(strides)}")
@@ -233,31 +292,21 @@ def _plain(item: Any) -> Leaf:
     raise ValueError(f"a leaf that is {shorten(item)}")
 
 
-def write_prefix(buffer: Tensor, turn: int, text: bytes, payload: int) -> Prefix:
-    """Fill the first part of a message: the prefix, and the header if it fits."""
-    prefix = Prefix(turn, len(text), payload, zlib.crc32(text))
-    head = bytearray(HEAD)
-    _PREFIX.pack_into(head, 0, _MAGIC, *prefix)
-    if not prefix.long:
-        head[_PREFIX.size : _PREFIX.size + len(text)] = text
-    buffer[:HEAD] = torch.frombuffer(head, dtype=torch.uint8)
-    return prefix
+def write_head(turn: int, text: bytes, payload: int) -> bytes:
+    """What a message starts with, so many bytes of tensors coming after its header; all but those."""
+    prefix = _PREFIX.pack(_MAGIC, turn, len(text), payload, zlib.crc32(text))
+    return (prefix + text).ljust(HEAD, b"\0")
 
 
-def read_prefix(buffer: Tensor) -> Prefix:
-    """Read the prefix; where there is none, nothing that follows can be understood."""
-    magic, *numbers = _PREFIX.unpack(buffer[: _PREFIX.size].numpy().tobytes())
+def read_head(found: bytes) -> tuple[Prefix, bytes]:
+    """Read the prefix, and the header as far as it is there; without a prefix, nothing can be understood."""
+    magic, *numbers = _PREFIX.unpack_from(found)
     prefix = Prefix(*numbers)
-    if magic != _MAGIC or not 0 < prefix.text < _LONGEST or not 0 <= prefix.payload < _LONGEST:
+    if magic != _MAGIC or not 0 < prefix.text < _LONGEST_TEXT or not 0 <= prefix.payload < _LONGEST:
         raise TransportError(
             f"bytes that are no message arrived (they start with {magic:#x}, and {_MAGIC:#x} was expected)"
         )
-    return prefix
-
-
-def text_in(buffer: Tensor, prefix: Prefix) -> bytes:
-    """The header that fitted into the first part."""
-    return bytes(buffer[_PREFIX.size : _PREFIX.size + prefix.text].numpy())
+    return prefix, found[_PREFIX.size : _PREFIX.size + prefix.text]
 
 
 def check_text(text: bytes, prefix: Prefix) -> None:

@@ -162,6 +162,11 @@ class Control:
         self.doing = self.waits = None
 
     @property
+    def host(self) -> str:
+        """The address of this machine from which the referee was reached; empty where there is none."""
+        return str(self._link.getsockname()[0]) if self._link is not None and self.lost is None else ""
+
+    @property
     def round(self) -> int:
         """How many steps were begun."""
         return self._round

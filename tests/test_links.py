@@ -1,0 +1,171 @@
+"""The connections between processes: who may connect, what wakes a wait, and messages that come in any pieces."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from stageline.runtime.groups import own_host
+from stageline.transport.links import Links
+from stageline.transport.protocol import Header, Message, PeerFailed, TransportError
+from stageline.transport.sockets import LARGE, SocketTransport
+
+TOKEN = "0" * 32
+Pair = tuple[SocketTransport, SocketTransport]
+
+
+def connect() -> tuple[Links, Links]:
+    ends = Links(0, 2), Links(1, 2)
+    for end in ends:
+        end.meet([each.address for each in ends], TOKEN)
+    return ends
+
+
+@pytest.fixture
+def links() -> Iterator[tuple[Links, Links]]:
+    ends = connect()
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def header(number: int) -> Header:
+    return Header(0, 1, "forward", 0, number, 0)
+
+
+def message(number: int, size: int) -> Message:
+    return Message(header(number), [torch.full((size,), float(number))], "*", [True])
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 7, 1000, 1024, LARGE // 4 + 1, 3 * LARGE]), min_size=1, max_size=8),
+    waits=st.lists(st.booleans(), min_size=8, max_size=8),
+)
+def test_messages_of_changing_sizes_arrive_whether_they_were_waited_for_or_not(
+    sizes: list[int], waits: list[bool]
+) -> None:
+    """A rank that waits prepares for a message like the one before; the next may be larger, smaller or empty."""
+    ends = connect()
+    sender, receiver = SocketTransport(ends[0]), SocketTransport(ends[1])
+    for _ in range(2):  # a channel that had large messages is read by a thread in the next step
+        sender.begin({}, {(1, "forward"): len(sizes)})
+        receiver.begin({(0, "forward"): len(sizes)}, {})
+        for number, (size, wait) in enumerate(zip(sizes, waits, strict=False)):
+            if wait:
+                threading.Timer(0.005, sender.send, (message(number, size),)).start()
+            else:
+                sender.send(message(number, size))
+            found = receiver.receive(header(number), 20.0)
+            assert torch.equal(torch.as_tensor(found.leaves[0]), torch.full((size,), float(number)))
+            assert found.header == header(number)
+        sender.finish(20.0)
+        receiver.finish(20.0)
+    for end in ends:
+        end.close()
+
+
+def test_several_messages_at_once_are_taken_one_by_one_although_another_was_expected(
+    links: tuple[Links, Links],
+) -> None:
+    """What was read beyond a message that is smaller than expected belongs to the next one."""
+    sender, receiver = (SocketTransport(end) for end in links)
+    sender.begin({}, {(1, "forward"): 4})
+    receiver.begin({(0, "forward"): 4}, {})
+    sender.send(message(0, 1000))
+    receiver.receive(header(0), 20.0)
+
+    def send_at_once() -> None:
+        time.sleep(0.05)
+        out = links[0].outbound(1, "forward")
+        pieces: list[bytes] = []
+        real, out.write = out.write, lambda some: pieces.extend(map(bytes, some)) or []  # type: ignore
+        for number, size in ((1, 3), (2, 5), (3, 1000)):
+            sender.send(message(number, size))
+        real([memoryview(b"".join(pieces))])
+
+    thread = threading.Thread(target=send_at_once)
+    thread.start()
+    for number, size in ((1, 3), (2, 5), (3, 1000)):
+        found = receiver.receive(header(number), 20.0)
+        assert torch.equal(torch.as_tensor(found.leaves[0]), torch.full((size,), float(number)))
+    thread.join()
+
+
+@pytest.mark.parametrize("token", [b"1" * 32, TOKEN.encode()])
+def test_a_stranger_is_not_heard(links: tuple[Links, Links], token: bytes) -> None:
+    """Another token, a rank or a channel that there is not; or nothing at all."""
+    host, port = links[1].address.split("|")
+    strangers = [socket.create_connection((host, int(port))) for _ in range(4)]
+    numbers = (0, 0) if token != TOKEN.encode() else (7, 0)
+    strangers[0].sendall(struct.pack("<8s32sii", b"stagelin", token, *numbers))
+    strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100)
+    strangers[2].close()
+    sender, receiver = (SocketTransport(end) for end in links)
+    sender.begin({}, {(1, "forward"): 1})
+    receiver.begin({(0, "forward"): 1}, {})
+    sender.send(message(0, 3))
+    assert torch.as_tensor(receiver.receive(header(0), 20.0).leaves[0]).tolist() == [0.0] * 3
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_wait_ends_when_another_rank_fails_or_its_connection_does(links: tuple[Links, Links]) -> None:
+    sender, receiver = (SocketTransport(end) for end in links)
+    sender.begin({}, {(1, "forward"): 2})
+    receiver.begin({(0, "forward"): 2}, {})
+    sender.send(message(0, 3))
+    receiver.receive(header(0), 20.0)
+    threading.Timer(0.05, receiver.interrupt, (5, "rank 5 died")).start()
+    began = time.monotonic()
+    with pytest.raises(PeerFailed, match="rank 5 died"):
+        receiver.receive(header(1), 20.0)
+    links[0].hang_up()
+    with pytest.raises(TransportError, match=r"receiving from rank 0 failed: it closed the connection"):
+        receiver.finish(20.0)
+    assert time.monotonic() - began < 10
+
+
+def test_a_receiver_that_takes_nothing_does_not_hold_up_others() -> None:
+    """What the network does not take waits for its receiver alone."""
+    ends = [Links(rank, 3) for rank in range(3)]
+    for end in ends:
+        end.meet([each.address for each in ends], TOKEN)
+    sender, second, third = (SocketTransport(end) for end in ends)
+    sender.begin({}, {(1, "forward"): 1, (2, "forward"): 1})
+    third.begin({(0, "forward"): 1}, {})
+    large = torch.zeros(64 << 20, dtype=torch.uint8)
+    sender.send(Message(header(0), [large], "*", [True]))
+    assert sender.kept == 1
+    large.fill_(9)  # what is on its way is not what was sent any more: it must have been copied
+    to_third = Header(0, 2, "forward", 0, 0, 0)
+    sender.send(Message(to_third, [torch.ones(3)], "*", [True]))
+    assert torch.as_tensor(third.receive(to_third, 20.0).leaves[0]).tolist() == [1.0] * 3
+    second.begin({(0, "forward"): 1}, {})
+    found = torch.as_tensor(second.receive(header(0), 20.0).leaves[0])
+    assert not found.any()
+    for transport in (sender, second, third):
+        transport.finish(20.0)
+    assert sender.kept == 0
+    for end in ends:
+        end.close()
+
+
+def test_the_address_of_this_machine_is_the_one_that_leads_to_rank_0() -> None:
+    several = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    assert own_host(several, "") == "127.0.0.1"
+    assert own_host({**several, "STAGELINE_HOST": "::1"}, "10.0.0.1") == "::1"
+    assert own_host({**several, "MASTER_ADDR": "no such host"}, "") == "127.0.0.1"
+
+
+def test_an_address_that_is_not_of_this_machine_is_refused() -> None:
+    with pytest.raises(TransportError, match=r"rank 0 cannot listen at 203\.0\.113\.7"):
+        Links(0, 1, "203.0.113.7")
