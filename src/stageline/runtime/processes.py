@@ -376,11 +376,11 @@ _left: list[SocketTransport] = []
 
 @atexit.register
 def _end() -> None:
-    """End the process, where threads wait for a lost rank in native code: one that came back while Python ends would
-    abort it. Registered when this is imported, so that what a script registers later runs before."""
+    """End the process of a job that lost a rank: a collective of gloo that waits for it would hold Python's own end up.
+    Registered when this is imported, so that what a script registers later runs before."""
     for transport in _left:
         transport.close(1.0)
-    if any(transport.stuck for transport in _left):
+    if _left:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):

@@ -162,7 +162,8 @@ def _refused(transport: Transport, header: Header, otherwise: str) -> str:
 
 
 def _waits_no_longer_than_its_deadline(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
-    begin({}, {})
+    counts: Counts = {(1 - transport.rank, "forward"): 1}
+    begin(counts, counts)
     began = time.monotonic()
     try:
         transport.receive(_header(transport, "backward", 0, 3, False), 0.2)
@@ -171,6 +172,9 @@ def _waits_no_longer_than_its_deadline(transport: Transport, begin: Begin, finis
         assert time.monotonic() - began < 20
     else:
         raise AssertionError("a message that nobody sent was received")
+    # The other may still wait; what comes next must not be taken for what it waits for.
+    transport.send(Message(_header(transport, "forward", 0, 3, True), ["waited"], "", [False]))
+    transport.receive(_header(transport, "forward", 0, 3, False), 30.0)
     finish()
 
 

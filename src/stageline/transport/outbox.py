@@ -104,11 +104,6 @@ class Outbox:
             raise TransportError(f"{late + len(self._apart)} messages were not taken by their receivers")
         self.close(max(0.1, end - time.monotonic()))
 
-    @property
-    def busy(self) -> bool:
-        """Whether the thread that sends is at work, or waits for a receiver."""
-        return self._thread is not None and self._thread.is_alive()
-
     def close(self, patience: float) -> None:
         """End the thread."""
         if self._thread is not None:

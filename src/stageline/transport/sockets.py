@@ -247,11 +247,6 @@ class SocketTransport:
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
 
-    @property
-    def stuck(self) -> bool:
-        """Whether a thread is left that waits where nothing can stop it."""
-        return self._outbox.busy or any(thread.is_alive() for thread in self._threads)
-
     # What all ranks tell each other.
 
     def gather(self, row: NDArray[np.float64], check: Callable[[], None]) -> NDArray[np.float64]:
