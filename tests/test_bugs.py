@@ -475,3 +475,32 @@ def test_the_layers_of_a_sequential_are_chained_as_it_chains_them_wherever_it_is
     x = (torch.randn(4, 4), torch.randn(4, 4))
     parts = zip(torch.split(x[0], 2), torch.split(x[1], 2), strict=True)
     assert torch.equal(pipe.predict(x)[0], torch.cat([model(part)[0] for part in parts]))
+
+
+class PassesOn(nn.Module):
+    """Adds what it was given first to what it was given second, only at the end; on the way it is passed on."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(4, 4), last
+
+    def forward(self, x: Tensor, first: Tensor | None = None) -> Any:
+        y = self.linear(x)
+        first = y * 2 if first is None else first
+        return y + first if self.last else (y, first)
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-h1"])
+def test_the_gradient_of_what_a_stage_only_passes_on_is_not_lost(family: str) -> None:
+    torch.manual_seed(0)
+    stages = [PassesOn(False), PassesOn(False), PassesOn(True)]
+    twins = copy.deepcopy(stages)
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    pipe = sl.Pipeline(stages, loss_fn=functional.mse_loss, schedule=family, microbatches=2)
+    pipe.step(x, y)
+    for xi, yi in zip(x.chunk(2), y.chunk(2), strict=True):
+        passed = twins[1](*twins[0](xi))
+        (functional.mse_loss(twins[2](*passed), yi) / 2).backward()  # type: ignore[no-untyped-call]
+    for stage, twin in zip(stages, twins, strict=True):
+        assert stage.linear.weight.grad is not None
+        assert torch.equal(stage.linear.weight.grad, torch.as_tensor(twin.linear.weight.grad))

@@ -57,19 +57,21 @@ class Arriving:
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         """`leaves` are those of the graph that the data came in by."""
         self._leaves = leaves
-        self._hooks: list[Any] = []
+        # Nodes are kept: one of a leaf that is only passed on is held by no graph, and would be made anew without hook.
+        self._hooks: list[tuple[Node, Any]] = []
 
     def __enter__(self) -> list[Tensor | None]:
         """Give back the list that is filled: a gradient for each leaf, None where none came."""
         found: list[Tensor | None] = [None] * len(self._leaves)
         for index, leaf in enumerate(self._leaves):
             if leaf.requires_grad:
-                self._hooks.append(get_gradient_edge(leaf).node.register_prehook(_taking(found, index)))
+                node = get_gradient_edge(leaf).node
+                self._hooks.append((node, node.register_prehook(_taking(found, index))))
         return found
 
     def __exit__(self, *error: object) -> None:
         """Leave the graph as it was."""
-        for hook in self._hooks:
+        for _, hook in self._hooks:
             hook.remove()
 
 
