@@ -30,6 +30,7 @@ from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
+    from stageline.model.staged import Staged, split
     from stageline.runtime.pipeline import Pipeline
     from stageline.runtime.stats import Evaluation, StepStats
     from stageline.runtime.worlds import PipelineError
@@ -51,6 +52,7 @@ __all__ = [
     "Program",
     "Schedule",
     "ScheduleError",
+    "Staged",
     "StagelineError",
     "StepStats",
     "Timeline",
@@ -63,11 +65,14 @@ __all__ = [
     "read_timeline",
     "schedule",
     "simulate",
+    "split",
     "verify",
 ]
 
 _NEEDS_TORCH = {
     "Evaluation": "stageline.runtime.stats",
+    "Staged": "stageline.model.staged",
+    "split": "stageline.model.staged",
     "Pipeline": "stageline.runtime.pipeline",
     "PipelineError": "stageline.runtime.worlds",
     "StepStats": "stageline.runtime.stats",

@@ -11,25 +11,27 @@ import numpy as np
 from torch import nn
 
 from stageline.errors import ScheduleError, StagelineError, shorten
+from stageline.model.frame import StagePart
+from stageline.model.staged import Staged, split
+from stageline.model.units import find_units
 from stageline.schedules.files import read_schedule
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import find_family, schedule
 from stageline.schedules.schedule import Schedule
 
 
-def whole_model(stages: nn.Module | Sequence[nn.Module]) -> nn.Sequential:
+def whole_model(stages: nn.Module | Staged | Sequence[nn.Module]) -> nn.Module:
     """One model of all stages, whose names are those that checkpoints and optimizers see."""
-    if isinstance(stages, nn.Sequential):
-        return stages
+    if isinstance(stages, Staged):
+        return stages.model
     if isinstance(stages, nn.Module):
-        raise StagelineError(
-            f"stages must be a list of modules or an nn.Sequential, got a {type(stages).__name__}; "
-            "give its parts as a list, in the order in which data passes them"
-        )
+        return stages
     found = list(stages)
     wrong = [stage for stage in found if not isinstance(stage, nn.Module)]
     if wrong or not found:
-        raise StagelineError(f"stages must be one or more modules, got {shorten(wrong[0] if wrong else found)}")
+        raise StagelineError(
+            f"stages must be a model or a list of modules, got {shorten(wrong[0] if wrong else found)}"
+        )
     return nn.Sequential(*found)
 
 
@@ -70,13 +72,32 @@ def _divisors(number: int) -> list[int]:
 
 
 def layers_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """The layers by name; a layer that stands in several places is listed in each, unlike in `named_children`."""
+    """The layers by name; a layer that stands in several places is listed in each, unlike in `named_children`.
+
+    A stage of a model with a forward of its own is one layer.
+    """
+    if isinstance(model, StagePart):
+        return [("", model)]
     return [(name, layer) for name, layer in model._modules.items() if layer is not None]
 
 
-def cut(model: nn.Sequential, stages: int, exact: bool) -> list[nn.Sequential]:
+def count_layers(given: nn.Module | Staged | Sequence[nn.Module]) -> int:
+    """How many stages there are, or how many layers or blocks to cut into stages."""
+    if isinstance(given, nn.Module) and not isinstance(given, nn.Sequential):
+        units = find_units(given)
+        return sum(unit.block for unit in units) or len(units)
+    return len(given)
+
+
+def cut(given: Any, model: nn.Module, stages: int, example: Any = None) -> list[nn.Sequential]:
     """Cut the layers evenly, the larger parts first; every part keeps the names of its layers."""
-    layers = layers_of(model)
+    if isinstance(given, Staged):
+        if len(given) != stages:
+            raise StagelineError(f"the schedule has {stages} stages and the model was split into {len(given)}")
+        return given.parts()
+    if not isinstance(model, nn.Sequential):
+        return split(model, stages, example=example).parts()
+    layers, exact = layers_of(model), not isinstance(given, nn.Sequential)
     if exact and stages != len(layers):
         raise StagelineError(
             f"the schedule has {stages} stages and {len(layers)} were given; give as many, or an nn.Sequential to cut"

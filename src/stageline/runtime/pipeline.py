@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from stageline._version import __version__
 from stageline.errors import StagelineError, shorten
+from stageline.model.staged import Staged
 from stageline.runtime.batch import (
     Keywords,
     Reduction,
     check_reduction,
     digest,
 )
-from stageline.runtime.cut import cut, find_schedule, whole_model
+from stageline.runtime.cut import count_layers, cut, find_schedule, whole_model
 from stageline.runtime.executor import RankResult
 from stageline.runtime.outcome import Measured, times_of
 from stageline.runtime.processes import find_world
@@ -62,7 +63,7 @@ class Pipeline(Runner):
 
     def __init__(
         self,
-        stages: nn.Sequential | Sequence[nn.Module],
+        stages: nn.Module | Staged | Sequence[nn.Module],
         *,
         loss_fn: Callable[[Any, Any], Any],
         schedule: str | Path | Schedule = "1f1b",
@@ -74,9 +75,10 @@ class Pipeline(Runner):
         seed: int | None = None,
         deadline: float | None = None,
         check_finite: bool = True,
+        example: Any = None,
         **options: Any,
     ) -> None:
-        """`stages` is one module per stage, or an nn.Sequential that is cut evenly.
+        """`stages` is a model, which is cut evenly (see `sl.split` for other cuts), or one module per stage.
 
         `loss_reduction` says how microbatches weigh: "mean", each by its share of the samples; "sum", each once;
         "count", each divided by the `count` that `step` is given, for sums over targets, such as padded text.
@@ -86,6 +88,7 @@ class Pipeline(Runner):
         `seed` is what dropout draws from (torch's own seed on rank 0 unless given). `deadline` is how many seconds a
         rank may be silent, or be waited for while nobody is at work, before the step fails with its name (60, or what
         the environment says as STAGELINE_DEADLINE). `check_finite` fails a step whose loss is not a finite number.
+        `example` is a batch by which a model shows the order in which it calls its parts (see `sl.split`).
         `options` are the family's own, such as `chunks`.
         """
         check_reduction(loss_reduction)
@@ -94,14 +97,14 @@ class Pipeline(Runner):
         again = understand(recompute, recompute_policy)
         self.deadline = find_deadline(deadline)
         self.model = whole_model(stages)
-        exact = self._exact = not isinstance(stages, nn.Sequential)
-        self.schedule = find_schedule(schedule, len(self.model), ranks, microbatches, **options)
+        self._exact = not isinstance(stages, nn.Module | Staged)
+        self.schedule = find_schedule(schedule, count_layers(stages), ranks, microbatches, **options)
         self.certificate = verify(self.schedule)
         self.loss_fn = loss_fn
         self.loss_reduction = loss_reduction
         self.check_finite = check_finite
         self.recomputed = mark(self.model, again, recompute)
-        self._parts = cut(self.model, self.schedule.stages, exact)
+        self._parts = cut(stages, self.model, self.schedule.stages, example)
         self._world = find_world(self.schedule.ranks, self.deadline)
         self._placed = place(self._parts, self.schedule.placement, self._world.here)
         self._world.agree(self._facts(seed))
@@ -141,7 +144,8 @@ class Pipeline(Runner):
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers of the stages that are here, by their names in the whole model."""
-        return (named for part in self._own_parts() for named in part.named_buffers())
+        found = {name: buffer for part in self._own_parts() for name, buffer in part.named_buffers()}
+        return iter(found.items())
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """The state of the stages that are here, by names of the whole model.

@@ -43,7 +43,7 @@ FEW = 1 << 16
 class Runner:
     """What a pipeline runs batches with; all ranks of it do the same, wherever they live."""
 
-    model: nn.Sequential
+    model: nn.Module
     schedule: Schedule
     loss_reduction: Reduction
     deadline: float

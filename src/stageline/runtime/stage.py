@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stageline.errors import StagelineError, shorten
+from stageline.model.frame import StagePart
 from stageline.runtime.buffers import Buffers, Snapshot
 from stageline.runtime.cut import layers_of
 from stageline.runtime.plan import Plan, checkpointed
@@ -80,12 +81,13 @@ class Stage:
         self.options = options
         self._layers = layers_of(part)
         self._takes = {name: _Takes.of(layer) for name, layer in self._layers}
-        self._random = {name for name, layer in self._layers if draws(layer)}
+        self._random = {name for name, layer in units_of(part) if draws(layer)}
         self._watched: set[tuple[str, bool]] = set()
         # A stage that the user gave as such is called as that module is: a tuple is its arguments. The layers of an
         # nn.Sequential are chained as it chains them, wherever it is cut.
         self._spreads = spread and len(self._layers) == 1 and not self._takes[self._layers[0][0]].one
         self._changes_input = bool(self._layers) and _begins_in_place(self._layers[0][1])
+        self._replay = part.replay if isinstance(part, StagePart) else None
         self._buffers = Buffers(part)
         self._kept: dict[int, _Kept] = {}
         self._plans: list[Plan] = []
@@ -152,6 +154,9 @@ class Stage:
         if self._changes_input:
             given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given]
         value = unflatten(given, kept.tree)
+        if self._replay is not None:
+            mode = self.part.training
+            self._replay.draw = lambda name, call: self._drawing(name, mode, kept.step, microbatch, call)
         for number, (name, layer) in enumerate(self._layers):
             keywords = self._takes[name].chosen(kept.keywords) if kept.keywords else {}
             value = self._drawing(
@@ -344,8 +349,15 @@ def _gone(nothing: None) -> Tensor:
     raise AssertionError("a graph that was only asked what it is was run")
 
 
+def units_of(part: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    """What draws random numbers by a name of its own: the layers, or the units of a model with its own forward."""
+    return part.drawn() if isinstance(part, StagePart) else layers_of(part)
+
+
 def _begins_in_place(layer: nn.Module) -> bool:
     """Whether the first thing that a layer does is to change its input, as `nn.ReLU(inplace=True)` does."""
+    if isinstance(layer, StagePart):
+        return False
     while isinstance(layer, nn.Sequential) and len(layer):
         layer = layer[0]
     return bool(getattr(layer, "inplace", False))

@@ -1,0 +1,135 @@
+"""Tensors that are not there: they have a shape, a type and a device, and remember which values they stand for.
+
+A stage runs the whole forward of a model, and only its own units compute. What the others would give is absent: what is
+computed from it is absent too, without memory or time, up to the units that stand still. If one of the stage's own
+units is given something absent, it is an error that names it, and never a wrong number.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from stageline.errors import StagelineError
+
+Keys = frozenset[str]
+"""The names of the values that a tensor was computed from."""
+
+
+class _Written(threading.local):
+    keys: set[str] | None = None
+
+
+_written = _Written()
+
+
+@contextmanager
+def writes_allowed() -> Iterator[set[str]]:
+    """While this lasts, absent values may be written into tensors that are there; gives the names of those values.
+
+    What is computed from such a tensor does not know of it, so all that comes later has to be taken to need them.
+    """
+    found: set[str] = set()
+    _written.keys = found
+    try:
+        yield found
+    finally:
+        _written.keys = None
+
+
+class Absent(Tensor):
+    """A tensor without contents.
+
+    >>> x = Absent.of(torch.empty(2, 3, device="meta"), "cpu", frozenset({"blocks.0"}))
+    >>> y = x.float() * torch.ones(3) + 1
+    >>> y.shape, y.device.type, sorted(keys_of(y)), torch.zeros_like(x).tolist()
+    (torch.Size([2, 3]), 'cpu', ['blocks.0'], [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    """
+
+    _meta: Tensor
+    _keys: Keys
+
+    @staticmethod
+    def of(meta: Tensor, device: torch.device | str, keys: Keys) -> Absent:
+        """A tensor like one on the meta device, said to be on another one."""
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            Absent, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=torch.device(device)
+        )
+        made._meta, made._keys = meta, keys
+        return made  # type: ignore[no-any-return]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Say what it stands for."""
+        return f"Absent({tuple(self.shape)}, {self.dtype}, of {', '.join(sorted(self._keys)) or 'nothing'})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Compute shapes and types alone."""
+        kwargs = dict(kwargs or {})
+        name = func.name().split("::")[-1].split(".")[0]
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        keys: Keys = frozenset().union(*(leaf._keys for leaf in given if isinstance(leaf, Absent)))
+        device = next(leaf.device for leaf in given if isinstance(leaf, Absent))
+        if name in ("_local_scalar_dense", "is_nonzero", "equal", "item"):
+            raise StagelineError(
+                f"the model looks into a value of {', '.join(sorted(keys))} outside of its blocks ({name}), and that "
+                "value is on another stage"
+            )
+        if name.endswith("_like") or name.startswith("new_"):
+            return func(*_map(_real, args), **_map(_real, kwargs))
+        if kwargs.get("device") is not None:
+            device, kwargs["device"] = torch.device(kwargs["device"]), torch.device("meta")
+        found = _shapes(name, func, _map(_meta, args), _map(_meta, kwargs))
+        changed = args[0] if name.endswith("_") and not name.startswith("__") and args else None
+        if isinstance(changed, Tensor):
+            if isinstance(changed, Absent):
+                changed._keys = keys
+                return changed
+            if _written.keys is not None:
+                _written.keys |= keys
+                return changed
+            raise StagelineError(
+                f"the model writes a value of {', '.join(sorted(keys))}, which is on another stage, into a tensor "
+                f"outside of its blocks ({name})"
+            )
+        return pytree.tree_map(lambda leaf: Absent.of(leaf, device, keys) if isinstance(leaf, Tensor) else leaf, found)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def _shapes(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a function gives on the meta device, also where torch has no rule for it."""
+    if name == "bincount":  # as long as is asked for; longer ones are known only from the contents
+        least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
+        return torch.empty(max(int(least), 1), dtype=torch.int64, device="meta")
+    return func(*args, **kwargs)
+
+
+def _map(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    return pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, Absent):
+        return tensor._meta
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Something of the same shape that costs no memory, for functions that only look at that."""
+    if isinstance(tensor, Absent):
+        return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    return tensor
+
+
+def keys_of(tree: Any) -> Keys:
+    """The names of all absent values that a tree was computed from."""
+    return frozenset().union(*(leaf._keys for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Absent)))

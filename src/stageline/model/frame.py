@@ -1,0 +1,140 @@
+"""One stage of a model: the model's own forward, in which only the stage's units compute.
+
+A stage holds its units themselves and a copy of the frame around them, so every name is as in the whole model, and
+hooks, buffers and whatever the forward does between the units stay what they are. Where the forward calls a unit of an
+earlier stage, it gets what that stage sent, or something absent where it sent nothing; where it calls the first unit of
+a later stage, it ends, and what later stages need goes on to the next one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from stageline.model.replay import Replay
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+class _Called:
+    """A unit as a frame sees it: when it is called, the replay of the stage decides what comes of it."""
+
+    _stageline_name: str
+    _stageline_replay: Replay
+    _stageline_own: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        real: Callable[..., Any] = super().__call__  # type: ignore[misc]
+        return self._stageline_replay.visit(self._stageline_name, real, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            if self.__dict__.get("_stageline_own", True):
+                raise
+            return getattr(self.__dict__["_stageline_of"].module, name)
+
+
+class Original:
+    """A module of the whole model that a stage looks at and does not hold."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Keep it."""
+        self.module = module
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> Original:
+        """Stay the same where the stage is copied."""
+        return self
+
+
+def copy_of(module: nn.Module) -> nn.Module:
+    """A module of the same class and state, whose children can be replaced without changing the original's."""
+    made = module.__class__.__new__(module.__class__)
+    made.__dict__ = dict(module.__dict__)
+    for name in ("_modules", "_parameters", "_buffers"):
+        made.__dict__[name] = dict(module.__dict__[name])
+    return made
+
+
+def called(module: nn.Module, name: str, replay: Replay, own: bool) -> nn.Module:
+    """A unit that asks the replay when it is called; where it is not the stage's own, it holds nothing."""
+    kind = type(module)
+    if kind not in _classes:
+        _classes[kind] = type(kind.__name__, (_Called, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    made: Any = kind.__new__(_classes[kind])
+    made.__dict__ = dict(module.__dict__)
+    if not own:
+        for held in ("_modules", "_parameters", "_buffers"):
+            made.__dict__[held] = {}
+    made.__dict__.update(
+        _stageline_name=name, _stageline_replay=replay, _stageline_own=own, _stageline_of=Original(module)
+    )
+    return made  # type: ignore[no-any-return]
+
+
+class StagePart(nn.Sequential):
+    """What a rank holds of a model for one stage, by the names of the whole model; called with what arrives."""
+
+    replay: Replay
+    _copies: list[tuple[Original, nn.Module]]
+    _frame: tuple[nn.Module]
+
+    def __init__(self, model: nn.Module, units: Sequence[str], own: frozenset[str], replay: Replay) -> None:
+        """`units` are the names of all units, `own` those of this stage."""
+        super().__init__()
+        object.__setattr__(self, "replay", replay)
+        self.__dict__["_copies"] = []
+        marked = {**dict.fromkeys(units, False), **dict.fromkeys(own, True)}
+        frame = self._framed(model, "", marked)
+        self.__dict__["_frame"] = (frame,)  # in a tuple: its children are this module's, under their own names
+        self.__dict__["_modules"] = frame._modules
+        self.__dict__["_parameters"] = frame._parameters
+        self.__dict__["_buffers"] = frame._buffers
+        self.__dict__["_non_persistent_buffers_set"] = frame._non_persistent_buffers_set
+
+    def _framed(self, module: nn.Module, at: str, marked: Mapping[str, bool]) -> nn.Module:
+        if at in marked:
+            made = called(module, at, self.replay, marked[at])
+        elif at and not any(name.startswith(f"{at}.") for name in marked) and not self.replay.draws(module):
+            made = module if not any(True for _ in module.children()) else copy_of(module)
+        elif at and not any(name.startswith(f"{at}.") for name in marked):
+            made = called(module, at, self.replay, True)
+        else:
+            made = copy_of(module)
+            for name, child in module._modules.items():
+                if child is not None:
+                    made._modules[name] = self._framed(child, f"{at}.{name}" if at else name, marked)
+        if made is not module:
+            self._copies.append((Original(module), made))
+        return made
+
+    @property
+    def frame(self) -> nn.Module:
+        """The copy of the model around the stage's units."""
+        return self._frame[0]
+
+    def drawn(self) -> list[tuple[str, nn.Module]]:
+        """What may draw random numbers by a name of its own: the stage's units, and what runs on every stage."""
+        made: list[Any] = [each for _, each in self._copies if isinstance(each, _Called) and each._stageline_own]
+        return [(each._stageline_name, each) for each in made]
+
+    def forward(self, value: Any) -> Any:
+        """Run the model's forward as far as this stage goes."""
+        for original, made in self._copies:
+            made.training = original.module.training
+        return self.replay.run(self._frame[0], value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StagePart:
+        """Copy the frame with what it holds; tensors that are in the memo stay the same."""
+        made = StagePart.__new__(StagePart)
+        memo[id(self)] = made
+        made.__dict__ = {key: copy.deepcopy(value, memo) for key, value in self.__dict__.items() if key != "_frame"}
+        frame = copy.deepcopy(self._frame[0], memo)
+        made.__dict__["_frame"] = (frame,)
+        for name in ("_modules", "_parameters", "_buffers"):
+            made.__dict__[name] = frame.__dict__[name]
+        return made

@@ -1,0 +1,85 @@
+"""What models of Hugging Face's transformers need beside what any model does; nothing here imports the library itself.
+
+They collect router logits, hidden states and attentions by hooks while their forward runs. What a unit collects on its
+stage belongs to what the unit gives, and is collected again where a later stage runs the same forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def pretrained(model: nn.Module) -> nn.Module | None:
+    """The model of the library inside of a model: itself, or what an adapter wraps."""
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    if library is None:
+        return None
+    return next((module for module in model.modules() if isinstance(module, library.PreTrainedModel)), None)
+
+
+def prepare(model: nn.Module) -> None:
+    """Let every part that is able to collect outputs do so with one set of hooks, before frames are made of it."""
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    capturing: Any = sys.modules.get("transformers.utils.output_capturing")
+    if library is None or capturing is None:
+        return
+    for module in model.modules():
+        if isinstance(module, library.PreTrainedModel):
+            capturing.maybe_install_capturing_hooks(module)
+
+
+def defaults_of(model: nn.Module) -> dict[str, Any]:
+    """Keywords that a stage needs unless a batch has them: no cache is filled, and so none is sent."""
+    inner = pretrained(model)
+    if inner is None or "use_cache" not in inspect.signature(inner.forward).parameters:
+        return {}
+    return {"use_cache": False}
+
+
+def example_of(model: nn.Module) -> Any:
+    """A small batch that a model of the library can be looked at with; None for others."""
+    inner = pretrained(model)
+    given = getattr(inner, "dummy_inputs", None)
+    if not isinstance(given, dict):
+        return None
+    return {name: value for name, value in given.items() if isinstance(value, torch.Tensor)} | defaults_of(model)
+
+
+Collected = dict[str, list[Any]]
+
+
+def collected() -> Collected:
+    """The lists that outputs are collected in at this moment, by name."""
+    capturing: Any = sys.modules.get("transformers.utils.output_capturing")
+    if capturing is None:
+        return {}
+    found = capturing._active_collector.get()
+    return {} if not found else {name: items for name, items in found.items() if isinstance(items, list)}
+
+
+def collects(hook: Any) -> bool:
+    """Whether a hook is one that collects outputs."""
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+
+
+def lengths(lists: Collected) -> dict[str, int]:
+    """How much is collected so far."""
+    return {name: len(items) for name, items in lists.items()}
+
+
+def since(before: dict[str, int]) -> dict[str, tuple[Any, ...]]:
+    """What was collected since then."""
+    return {name: tuple(items[before[name] :]) for name, items in collected().items() if len(items) > before[name]}
+
+
+def collect(more: dict[str, tuple[Any, ...]]) -> None:
+    """Collect what a unit of another stage did."""
+    lists = collected()
+    for name, items in more.items():
+        if name in lists:
+            lists[name].extend(items)

@@ -1,0 +1,139 @@
+"""The units that a model is cut between: its blocks, and the modules with parameters before, between and after them.
+
+A model whose body is a stack of blocks needs no tracing. Its blocks are found as the children of a `ModuleList` or
+`Sequential` of like modules; every other module with parameters beside the stack is a unit of its own. What holds
+units is a *frame*, and runs on every stage; so does what has no parameters, such as rotary tables and dropout.
+
+```text
+ LlamaForCausalLM            frame
+   model                     frame
+     embed_tokens            unit, before
+     layers.0 … layers.31    units, the blocks
+     norm                    unit, after
+     rotary_emb              no parameters: runs on every stage
+   lm_head                   unit, after
+```
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from stageline.errors import StagelineError, nearest
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module that is never cut, by its name in the model."""
+
+    name: str
+    module: nn.Module
+    block: bool
+    """Whether it belongs to a stack of like modules."""
+
+    @property
+    def size(self) -> int:
+        """How many elements its parameters have."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+
+def find_units(model: nn.Module, stacks: Sequence[str] = (), kind: str = "") -> list[Unit]:
+    """The units of a model, in the order in which it defines them.
+
+    `stacks` names the containers whose children are the blocks, `kind` the class of the blocks; without either, every
+    outermost list of like modules is a stack.
+
+    >>> model = nn.Module()
+    >>> model.embed, model.blocks = nn.Embedding(9, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    >>> model.head, model.drop = nn.Linear(4, 9), nn.Dropout()
+    >>> [(unit.name, unit.block) for unit in find_units(model)]
+    [('embed', False), ('blocks.0', True), ('blocks.1', True), ('head', False)]
+    """
+    blocks = _blocks(model, stacks, kind)
+    if not blocks:
+        parts = [name for name, child in model.named_children() if _has_parameters(child)]
+        if len(parts) < 2:
+            raise StagelineError(
+                f"{type(model).__name__} has no stack of blocks to cut: no ModuleList or Sequential of like modules, "
+                f"and {len(parts)} parts with parameters ({', '.join(parts) or 'none'}); give an nn.Sequential or a "
+                "list of stages, or name its blocks with by='type:ClassOfBlock'"
+            )
+        return [Unit(name, child, False) for name, child in model.named_children() if _has_parameters(child)]
+    frames = {name for block in blocks for name in _above(block)}
+    return list(_collect(model, "", blocks, frames))
+
+
+def _collect(module: nn.Module, at: str, blocks: set[str], frames: set[str]) -> Iterator[Unit]:
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        path = f"{at}.{name}" if at else name
+        if path in blocks:
+            yield Unit(path, child, True)
+        elif path in frames:
+            yield from _collect(child, path, blocks, frames)
+        elif _has_parameters(child):
+            yield Unit(path, child, False)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _above(path: str) -> Iterator[str]:
+    """The names of everything that holds a module."""
+    parts = path.split(".")
+    return (".".join(parts[:end]) for end in range(len(parts)))
+
+
+def paths(model: nn.Module, at: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module by every name it has: one that stands in two places is there twice."""
+    yield at, model
+    for name, child in model._modules.items():
+        if child is not None:
+            yield from paths(child, f"{at}.{name}" if at else name)
+
+
+def _blocks(model: nn.Module, stacks: Sequence[str], kind: str) -> set[str]:
+    known = dict(paths(model))
+    if kind:
+        found = [name for name, module in known.items() if name and type(module).__name__ == kind]
+        if not found:
+            classes = sorted({type(module).__name__ for module in known.values()})
+            raise StagelineError(f"no module of the class {kind!r}{nearest(kind, classes)} in {type(model).__name__}")
+        return set(_outermost(found))
+    for name in stacks:
+        if name not in known:
+            raise StagelineError(f"there is no module {name!r}{nearest(name, known)} in {type(model).__name__}")
+        if not len(known[name]._modules):
+            raise StagelineError(f"{name!r} is a {type(known[name]).__name__} without children, and no stack of blocks")
+    chosen = list(stacks)
+    for simple in (False, True):
+        chosen = chosen or _outermost(name for name, module in known.items() if name and _is_stack(module, simple))
+    return {
+        f"{name}.{child}" for name in chosen for child, module in known[name]._modules.items() if module is not None
+    }
+
+
+def _outermost(names: Iterable[str]) -> list[str]:
+    """Those names that are not inside of another one."""
+    found = set(names)
+    return [name for name in sorted(found) if not any(above in found for above in _above(name))]
+
+
+def _is_stack(module: nn.Module, simple: bool) -> bool:
+    """Whether a module is a list of at least two modules with parameters, most of which are of one class.
+
+    A Sequential of single layers is rather a part of the model than a stack, unless there is no other (`simple`).
+    """
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return False
+    like = [child for child in module if _has_parameters(child)]
+    if isinstance(module, nn.Sequential) and not simple:
+        like = [child for child in like if any(True for _ in child.children())]
+    kinds = Counter(map(type, like))
+    return bool(kinds) and max(kinds.values()) >= 2 and 2 * max(kinds.values()) >= len(like)

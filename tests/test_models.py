@@ -1,0 +1,292 @@
+"""Models as they are, cut into stages: the loss and the gradients are the model's own, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+import models
+import stageline as sl
+from stageline.testing import assert_same_bits, run_ranks
+
+FAMILIES = ["1f1b", "interleaved", "zb-h1", "zb-v"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def pieces(tree: Any, parts: int) -> list[Any]:
+    leaves, spec = pytree.tree_flatten(tree)
+    cut = [leaf.tensor_split(parts) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * parts for leaf in leaves]
+    return [pytree.tree_unflatten([column[part] for column in cut], spec) for part in range(parts)]
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def plainly(model: nn.Module, loss_fn: Callable[..., Tensor], inputs: Any, targets: Any, parts: int) -> float:
+    """What a loop of one process does."""
+    total = 0.0
+    for given, wanted in zip(pieces(inputs, parts), pieces(targets, parts), strict=True):
+        loss = loss_fn(call(model, given), wanted) * (len(wanted) / len(targets))
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+    return total
+
+
+def gradients(model: nn.Module, without: tuple[str, ...] = ()) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if name not in without}
+
+
+def first(output: Any, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output[0].flatten(0, 1), target.flatten())
+
+
+def own_loss(output: Any, target: Tensor) -> Tensor:
+    return torch.as_tensor(output[1])
+
+
+def words(shape: tuple[int, ...] = (6, 8), seed: int = 1) -> Tensor:
+    return torch.randint(0, models.WORDS, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def noise(*shape: int, seed: int = 2) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Any, Any, Callable[..., Tensor], tuple[str, ...]]] = {
+    "gpt": (models.GPT, (words(), words()), words(), own_loss, ()),
+    "uneven": (lambda: models.GPT(uneven=True), words(), words(), first, ()),
+    "tied": (lambda: models.GPT(tied=True), words(), words(), first, ("transformer.wte.weight",)),
+    "unet": (models.UNet, noise(6, 3, 16, 16), noise(6, 2, 16, 16), functional.mse_loss, ()),
+    "resnet": (models.ResNet, noise(6, 3, 16, 16), noise(6, 2), functional.mse_loss, ()),
+    "translator": (
+        models.Translator,
+        (words(), words((6, 5))),
+        words((6, 5), 3),
+        lambda output, target: functional.cross_entropy(output.flatten(0, 1), target.flatten()),
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_as_people_write_it_gives_its_own_bits(case: str, family: str) -> None:
+    make, inputs, targets, loss_fn, tied = CASES[case]
+    torch.manual_seed(0)
+    model = make()
+    plain = copy.deepcopy(model)
+    names = list(model.state_dict())
+    pipe = sl.Pipeline(model, loss_fn=loss_fn, schedule=family, ranks=2, microbatches=3)
+    for _ in range(2):
+        assert pipe.step(inputs, targets).loss == plainly(plain, loss_fn, inputs, targets, 3)
+    assert_same_bits(gradients(model, tied), gradients(plain, tied))
+    for name in tied:  # the two uses are added up apart: the same but for rounding
+        ours, theirs = model.get_parameter(name).grad, plain.get_parameter(name).grad
+        assert ours is not None
+        torch.testing.assert_close(ours, theirs)
+    assert_same_bits(dict(model.named_buffers()), dict(plain.named_buffers()))
+    assert set(pipe.state_dict()) == set(names) == set(model.state_dict())
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("make", [models.Shared, models.HeadFirst])
+def test_an_example_shows_calls_that_repeat_or_come_in_another_order(make: type[nn.Module], family: str) -> None:
+    torch.manual_seed(0)
+    model = make()
+    plain = copy.deepcopy(model)
+    x, y = noise(6, 5), noise(6, 2)
+    schedule = sl.schedule(family, 2, 3)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=schedule, example=x)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    loss = pipe.step(x, y).loss
+    assert loss == plainly(plain, functional.mse_loss, x, y, 3)
+    twice = tuple(name for name, _ in model.named_parameters() if name.startswith("shared."))
+    assert_same_bits(gradients(model, twice), gradients(plain, twice))
+    for name in twice:
+        torch.testing.assert_close(model.get_parameter(name).grad, plain.get_parameter(name).grad)
+
+
+def test_without_an_example_such_calls_are_refused() -> None:
+    pipe = sl.Pipeline(models.Shared(), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
+    with pytest.raises(sl.PipelineError, match=r"calls shared 2 times .* 1 were expected; give example= to split"):
+        pipe.step(noise(4, 5), noise(4, 2))
+
+
+def test_residuals_outside_of_the_blocks_need_every_output_and_are_right_but_for_rounding() -> None:
+    torch.manual_seed(0)
+    model = models.Outside()
+    plain = copy.deepcopy(model)
+    x, y = noise(6, 5), noise(6, 2)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="interleaved", ranks=2, microbatches=3)
+    assert pipe.step(x, y).loss == plainly(plain, functional.mse_loss, x, y, 3)
+    for name, grad in gradients(plain).items():
+        torch.testing.assert_close(model.get_parameter(name).grad, grad)
+
+
+def test_dropout_draws_the_same_for_any_number_of_stages() -> None:
+    found = []
+    for family, ranks in (("gpipe", 1), ("1f1b", 2), ("zb-v", 2), ("1f1b", 4)):
+        torch.manual_seed(0)
+        model = models.GPT(drop=0.2)
+        pipe = sl.Pipeline(model, loss_fn=first, schedule=family, ranks=ranks, microbatches=3, seed=7)
+        losses = [pipe.step(words(), words()).loss for _ in range(2)]
+        found.append((losses, gradients(model)))
+    for losses, grads in found[1:]:
+        assert losses == found[0][0]
+        assert_same_bits(grads, found[0][1])
+
+
+def test_hooks_modes_and_evaluation_stay_those_of_the_model() -> None:
+    torch.manual_seed(0)
+    model = models.GPT(drop=0.5)
+    seen: list[str] = []
+    for name, module in model.named_modules():
+        if name.endswith(("h.0", "h.3", "lm_head")):
+            module.register_forward_hook(lambda *_, name=name: seen.append(name))
+    pipe = sl.Pipeline(model, loss_fn=first, schedule="1f1b", ranks=2, microbatches=2)
+    pipe.step(words(), words())
+    assert sorted(seen) == sorted(["transformer.h.0", "transformer.h.3", "lm_head"] * 2)
+    pipe.eval()
+    with torch.no_grad():
+        logits, _ = model(words())
+        assert torch.equal(pipe.predict(words())[0], logits)
+        assert pipe.evaluate(words(), words()).loss == pytest.approx(float(first((logits,), words())))
+
+
+def test_what_crosses_a_cut_is_what_later_units_need() -> None:
+    """The hidden states alone in a stack; also the skips in a U-Net; images are not sent on."""
+    staged = sl.split(models.UNet(), 4)
+    value: Any = noise(2, 3, 16, 16)
+    crossing = []
+    for part in staged.parts()[:-1]:
+        value = part(value)
+        crossing.append([tuple(tensor.shape[1:]) for tensor in pytree.tree_leaves(value) if isinstance(tensor, Tensor)])
+    assert crossing == [
+        [(4, 16, 16), (8, 8, 8)],
+        [(4, 16, 16), (8, 8, 8), (8, 4, 4)],
+        [(4, 16, 16), (4, 8, 8)],
+    ]
+
+
+def on_processes(rank: int, family: str) -> tuple[float, dict[str, Tensor | None], list[str]]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    pipe = sl.Pipeline(models.Translator(), loss_fn=CASES["translator"][3], schedule=family, ranks=2, microbatches=3)
+    _, inputs, targets, _, _ = CASES["translator"]
+    loss = pipe.step(inputs, targets).loss
+    return loss, dict(pipe.named_gradients()), list(pipe.state_dict(gather=True))
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-v"])
+def test_on_processes_too(family: str) -> None:
+    torch.manual_seed(0)
+    plain = models.Translator()
+    _, inputs, targets, loss_fn, _ = CASES["translator"]
+    loss = plainly(plain, loss_fn, inputs, targets, 3)
+    answers = run_ranks(on_processes, 2, family)
+    found = {name: grad for _, grads, _ in answers for name, grad in grads.items()}
+    assert all(answer[0] == loss for answer in answers)
+    assert_same_bits(found, gradients(plain))
+    assert all(names == list(plain.state_dict()) for _, _, names in answers)
+
+
+@pytest.mark.parametrize(
+    ("ask", "expected"),
+    [
+        ({}, [["transformer.wte", "transformer.wpe", "transformer.h.0", "transformer.h.1", "transformer.h.2"],
+              ["transformer.h.3", "transformer.h.4", "transformer.ln_f", "lm_head"]]),
+        ({"layers_per_stage": [1, 4]}, [3, 6]),
+        ({"layers_per_stage": [2, 7]}, [2, 7]),
+        ({"by": ["transformer.wte", "transformer.ln_f"]}, [7, 2]),
+        ({"by": ["transformer.h.4"]}, [6, 3]),
+        ({"by": "type:Linear"}, None),
+        ({"by": "parameters"}, [4, 5]),
+        ({"stack": "transformer.h"}, [5, 4]),
+    ],
+)  # fmt: skip
+def test_where_a_model_is_cut(ask: dict[str, Any], expected: Any) -> None:
+    staged = sl.split(models.GPT(blocks=5), 2, **ask)
+    if expected is None:
+        assert [names[0] for names in staged.names] == ["transformer.wte", "transformer.h.3.up"]
+    elif isinstance(expected[0], int):
+        assert [len(names) for names in staged.names] == expected
+    else:
+        assert staged.names == expected
+    assert list(staged.state_dict()) == list(staged.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        ({"stages": 9}, r"GPT has 8 units \(transformer.wte … lm_head\), and 9 stages are asked for; give at most 8"),
+        ({"stages": 0}, "stages is a whole number of at least 1, got 0"),
+        ({"by": "layer"}, r"by is one of .*, got 'layer' \(did you mean 'layers'\?\)"),
+        ({"by": "type:Blok"}, r"no module of the class 'Blok' \(did you mean 'Block'\?\) in GPT"),
+        ({"by": ["transformer.h.0", "transformer.h.9"]}, r"no unit 'transformer.h.9' \(did you mean 'transformer.h"),
+        ({"by": ["transformer.h.2", "transformer.h.1"]}, "by names 2 units for 2 stages: give the first unit of each"),
+        ({"layers_per_stage": [4]}, "layers_per_stage has 1 numbers, and there are 2 stages"),
+        ({"layers_per_stage": [4, 0]}, "every stage needs at least one layer"),
+        ({"layers_per_stage": [4, 1]}, r"\[4, 1\], 5 in all, and the model has 4 blocks \(8 units"),
+        ({"stack": "transformer.g"}, r"no module 'transformer.g' \(did you mean 'transformer.h'\?\) in GPT"),
+        ({"stack": "lm_head"}, "'lm_head' is a Linear without children"),
+        ({"example": "text"}, "GPT cannot run on the example"),
+    ],
+)
+def test_what_cannot_be_cut_is_said(ask: dict[str, Any], said: str) -> None:
+    with pytest.raises(sl.StagelineError, match=said):
+        sl.split(models.GPT(), **{"stages": 2, **ask})
+
+
+def test_a_model_without_a_stack_is_refused() -> None:
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.only = nn.Linear(2, 2)
+
+    with pytest.raises(
+        sl.StagelineError, match=r"Alone has no stack of blocks to cut.* 1 parts with parameters \(only\)"
+    ):
+        sl.split(Alone(), 2)
+    with pytest.raises(sl.StagelineError, match="split takes a model"):
+        sl.split([nn.Linear(2, 2)], 1)  # type: ignore[arg-type]
+
+
+class Chooses(nn.Module):
+    """Looks at its data, and uses an image later only if it is bright."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor, often: Tensor) -> Tensor:
+        y = x
+        for block in self.blocks:
+            y = block(y)
+            if int(often.max()) > 1:
+                y = y + x
+        return y
+
+
+def test_a_forward_that_takes_another_way_than_the_first_time_is_never_silently_wrong() -> None:
+    pipe = sl.Pipeline(Chooses(), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=1)
+    x, y = noise(2, 4), noise(2, 4)
+    pipe.step((x, torch.tensor([1, 1])), y)
+    with pytest.raises(sl.PipelineError, match=r"needs input\.0, which the stages before did not pass on"):
+        pipe.step((x, torch.tensor([2, 2])), y)
