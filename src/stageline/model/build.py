@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +24,18 @@ from stageline.model.tape import META, Place, Tape
 from stageline.runtime.randomness import generator_alone
 
 Owns = Callable[[str], bool]
+M = TypeVar("M", bound=nn.Module)
 
 
 def build(
-    factory: Callable[[], nn.Module],
+    factory: Callable[[], M],
     owns: Owns = lambda name: True,
     *,
     seed: int = 0,
     device: torch.device | str = "cpu",
     otherwise: Literal["refuse", "construct"] = "refuse",
     unwritten: Literal["refuse", "zeros"] = "refuse",
-) -> nn.Module:
+) -> M:
     """Build a model that has memory only for the parameters and buffers that `owns(name)` says are this rank's.
 
     The others are on the meta device. The bits depend on the seed and on names, not on `owns`, `device` or the number
@@ -59,7 +60,7 @@ def build(
     return description.materialise(owns, seed=seed, device=device, unwritten=unwritten)
 
 
-def describe(factory: Callable[[], nn.Module]) -> Description:
+def describe(factory: Callable[[], M]) -> Description[M]:
     """Call a model's constructor without memory, and keep what it did to each tensor.
 
     >>> description = describe(lambda: nn.Sequential(nn.Linear(1000, 1000), nn.BatchNorm1d(1000)))
@@ -85,10 +86,10 @@ def describe(factory: Callable[[], nn.Module]) -> Description:
 
 
 @dataclass(frozen=True)
-class Description:
+class Description(Generic[M]):
     """A model without memory, and how to make each of its tensors. Made by `describe`."""
 
-    model: nn.Module
+    model: M
     _tape: Tape = field(repr=False)
     _held: list[_Held] = field(repr=False)
     _programs: dict[int, list[int]] = field(repr=False)
@@ -112,7 +113,7 @@ class Description:
         seed: int = 0,
         device: torch.device | str = "cpu",
         unwritten: Literal["refuse", "zeros"] = "refuse",
-    ) -> nn.Module:
+    ) -> M:
         """Give memory and values to the tensors that `owns` names, and return the model; others stay as they are.
 
         A tensor with several names is owned with any of them, and one that is a plain attribute also with its module.
@@ -156,6 +157,7 @@ class _Held:
 
     tensor: Tensor
     about: str
+    registered: bool  # as a parameter or buffer, not only an attribute
     names: list[str] = field(default_factory=list)
     puts: list[Callable[[Tensor], Any]] = field(default_factory=list)
     beside: list[str] = field(default_factory=list)  # for an attribute: the parameters and buffers of its module
@@ -184,12 +186,12 @@ def _held(model: nn.Module) -> list[_Held]:
                     continue
                 for path, tensor, put in _walk(start + name, value, partial(values.__setitem__, name)):
                     about = f"the {kind or 'attribute'} {path!r} of {type(module).__name__}"
-                    each = found.setdefault(id(tensor), _Held(tensor, about))
+                    each = found.setdefault(id(tensor), _Held(tensor, about, registered=bool(kind)))
                     each.names.append(path)
                     each.puts.append(put)
-                    each.beside += [] if kind else beside
+                    each.beside += [] if kind or each.registered else beside
     for each in found.values():
-        if is_lazy(each.tensor) or each.tensor.layout is not torch.strided:  # type: ignore[no-untyped-call]
+        if is_lazy(each.tensor) or each.tensor.layout is not torch.strided:
             raise StagelineError(f"cannot build {each.about}: it has no shape yet, or is not dense")
         if each.tensor._backward_hooks:
             raise StagelineError(f"cannot build {each.about} with its hooks; register them after building")
@@ -268,9 +270,9 @@ class _Cleared(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result.zero_() if func.overloadpacket.__name__ in ALLOCATES else result
 
 
-def _construct(factory: Callable[[], nn.Module], owns: Owns, seed: int, device: torch.device) -> nn.Module:
+def _construct(factory: Callable[[], M], owns: Owns, seed: int, device: torch.device) -> M:
     """Run the constructor as it is, seeded, and give up the memory of what is not owned."""
-    with recording, _seeded(_seed(seed, "")), _Cleared():
+    with recording, _seeded(_seed(seed, "")), _Cleared():  # type: ignore[no-untyped-call]
         model = factory()
     for each in _held(model):
         target = device if each.owned(owns) else META

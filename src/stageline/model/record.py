@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,10 @@ _WRITES_BLINDLY = {
 _LIFTS = {"lift", "lift_fresh", "lift_fresh_copy"}
 
 recording = threading.RLock()
+M = TypeVar("M", bound=nn.Module)
 
 
-def record(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Tape]:
+def record(factory: Callable[[], M]) -> tuple[M, Tape]:
     """Call a constructor; give back its model without memory, and what became of every tensor."""
     tape = Tape()
     recorder = _Recorder(tape)
