@@ -183,10 +183,11 @@ def built_part(rank: int, ranks: int) -> dict[str, bytes]:
     return {name: bits(each) for name, each in tensors(model).items() if not each.is_meta}
 
 
-def test_processes_get_the_bits_of_one_process() -> None:
-    parts = run_ranks(built_part, 2, 2)
-    assert not set(parts[0]) & set(parts[1])
-    assert {**parts[0], **parts[1]} == built_part(0, 1)
+def test_another_process_gets_the_bits_of_this_one() -> None:
+    (there,), here = run_ranks(built_part, 1, 2), built_part(1, 2)
+    assert there
+    assert not set(there) & set(here)
+    assert {**there, **here} == built_part(0, 1)
 
 
 def test_bits_depend_on_seed_and_names_and_leave_the_generator_alone() -> None:
@@ -235,6 +236,17 @@ def test_one_draw_in_two_parameters_has_the_same_bits_for_either_owner() -> None
         assert held_bytes(everything(own)) == whole[name].nbytes
 
 
+def test_parts_can_be_made_one_after_another() -> None:
+    whole = tensors(build(Shared, seed=4))
+    description = describe(Shared)
+    for name in ("low", "second", "high"):
+        description.materialise({name}.__contains__, seed=4)
+    kept = description.model.low
+    model = description.materialise(seed=4)
+    assert model.low is kept
+    assert all(bits(each) == bits(whole[name]) for name, each in tensors(model).items())
+
+
 def test_parameters_keep_their_attributes_and_tied_ones_have_either_name() -> None:
     def tied() -> nn.Sequential:
         model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
@@ -278,6 +290,7 @@ class Unwritten(nn.Module):
         self.pieces = nn.Parameter(torch.empty(4, 4))
         self.partly = nn.Parameter(torch.empty(4, 4))
         self.derived = nn.Parameter(torch.empty(4) * 2)
+        self.inside = nn.Parameter(torch.empty(9)[2:4].zero_())
         with torch.no_grad():
             self.pieces[:, :2].normal_()
             self.pieces[:, 2:].zero_()
@@ -286,6 +299,7 @@ class Unwritten(nn.Module):
 
 def test_memory_that_is_never_written_is_refused_by_name_or_zero() -> None:
     assert not build(Unwritten, lambda name: name == "pieces").pieces.isnan().any()
+    assert build(Unwritten, lambda name: name == "inside").inside.tolist() == [0.0, 0.0]
     with pytest.raises(StagelineError, match="'partly' of Unwritten, the parameter 'derived' of Unwritten"):
         build(Unwritten)
     model = build(Unwritten, unwritten="zeros")

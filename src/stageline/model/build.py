@@ -124,8 +124,10 @@ class Description(Generic[M]):
         (True, False)
         """
         _known("unwritten", unwritten, ("refuse", "zeros"))
-        groups = {storage: group for storage, group in self._groups(owns).items() if not group[0].made}
-        holes = {storage for storage in groups if not self._tape.is_written(storage)}
+        groups = self._groups(owns, made=False)
+        holes = {
+            storage for storage, group in groups.items() for each in group if not self._tape.is_written(each.place)
+        }
         if holes and unwritten == "refuse":
             names = ", ".join(each.about for storage in groups if storage in holes for each in groups[storage][:1])
             raise StagelineError(
@@ -142,11 +144,11 @@ class Description(Generic[M]):
                 del memory
         return self.model
 
-    def _groups(self, owns: Owns) -> dict[int, list[_Held]]:
-        """The owned tensors by the storage they lie in."""
+    def _groups(self, owns: Owns, made: bool = True) -> dict[int, list[_Held]]:
+        """The owned tensors by the storage they lie in, with or without those that are made already."""
         groups: dict[int, list[_Held]] = {}
         for each in self._held:
-            if each.owned(owns):
+            if each.owned(owns) and (made or not each.made):
                 groups.setdefault(each.place.storage, []).append(each)
         return groups
 

@@ -146,12 +146,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         program = self.tape.program(place.storage)
         if any(self.tape.calls[at].draws for at in program):
             raise self.refuse(f"{name} reads a value that depends on the random numbers", _name_of(tensor, self.tape))
-        if not self.tape.is_written(place.storage):
+        if not self.tape.is_written(place):
             raise self.refuse(f"{name} reads memory that was never written,", _name_of(tensor, self.tape))
         return place.on(self.tape.replay(program, place.storage, _no_draw))
 
     def refuse(self, why: str, what: str) -> StagelineError:
         """An error that ends the recording, with the line of the constructor that it is about."""
+        why = why.replace("_local_scalar_dense", "item()")
         self.refused = StagelineError(
             f"cannot record the constructor: {why}{what}, {_where()}; change that line, or let the "
             "whole model be built in memory first: otherwise='construct'"

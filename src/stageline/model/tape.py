@@ -147,7 +147,7 @@ class Tape:
             for place in written:
                 inputs.remove(place)
         reads = dict.fromkeys(place.storage for place in inputs)
-        holes = any(not self.is_written(storage) for storage in reads)
+        holes = any(not self.is_written(place) for place in inputs)
         covers = set()
         for place in written:
             if blindly and not holes and place.storage in self.unwritten:
@@ -175,22 +175,19 @@ class Tape:
         )
         return result
 
-    def is_written(self, storage: int) -> bool:
-        """Whether every element of a storage has been given a value."""
-        pieces = self.unwritten.get(storage)
-        if pieces is None:
+    def is_written(self, place: Place) -> bool:
+        """Whether every element at a place has been given a value."""
+        pieces = self.unwritten.get(place.storage)
+        if pieces is None or place.nbytes == 0:
             return True
-        nbytes = self.storages[storage].nbytes()
-        if nbytes and len({piece.dtype for piece in pieces}) != 1:
+        if {piece.dtype for piece in pieces} != {place.dtype}:
             return False
-        if nbytes:
-            seen = torch.zeros(nbytes // pieces[0].dtype.itemsize, dtype=torch.bool)
-            for piece in pieces:
-                seen.as_strided(piece.size, piece.stride, piece.offset).fill_(True)
-            if not seen.all():
-                return False
-        del self.unwritten[storage]
-        return True
+        seen = torch.zeros(self.storages[place.storage].nbytes() // place.dtype.itemsize, dtype=torch.bool)
+        for piece in pieces:
+            seen.as_strided(piece.size, piece.stride, piece.offset).fill_(True)
+        if seen.all():
+            del self.unwritten[place.storage]
+        return bool(seen.as_strided(place.size, place.stride, place.offset).all())
 
     def program(self, storage: int) -> list[int]:
         """The calls that the contents of a storage depend on now, in their order."""
