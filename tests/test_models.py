@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -290,3 +291,28 @@ def test_a_forward_that_takes_another_way_than_the_first_time_is_never_silently_
     pipe.step((x, torch.tensor([1, 1])), y)
     with pytest.raises(sl.PipelineError, match=r"needs input\.0, which the stages before did not pass on"):
         pipe.step((x, torch.tensor([2, 2])), y)
+
+
+def lazily(rank: int, ranks: int) -> tuple[float, int, dict[str, Tensor | None]]:
+    torch.set_num_threads(1)
+    pipe = sl.Pipeline(models.GPT, loss_fn=first, schedule="1f1b", ranks=ranks, microbatches=3, seed=5)
+    held = sum(parameter.nbytes for parameter in pipe.model.parameters() if not parameter.is_meta)
+    return pipe.step(words(), words()).loss, held, dict(pipe.named_gradients())
+
+
+def test_a_process_builds_only_its_own_stages_and_the_bits_depend_on_no_number_of_ranks() -> None:
+    loss, whole, grads = lazily(0, 1)
+    assert (loss, whole) == lazily(0, 4)[:2]
+    answers = run_ranks(lazily, 2, 2)
+    assert [answer[0] for answer in answers] == [loss, loss]
+    assert sum(answer[1] for answer in answers) == whole
+    assert all(answer[1] < 0.6 * whole for answer in answers)
+    assert_same_bits({name: grad for answer in answers for name, grad in answer[2].items()}, grads)
+
+
+def test_layers_are_built_by_functions() -> None:
+    makers: list[Callable[[], nn.Module]] = [partial(nn.Linear, size, size + 1) for size in range(3, 7)]
+    pipe = sl.Pipeline(makers, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2, seed=1)
+    whole = sl.build(lambda: nn.Sequential(*(make() for make in makers)), seed=1)
+    assert_same_bits(pipe.state_dict(), dict(whole.state_dict()))
+    assert pipe.step(noise(4, 3), noise(4, 7)).loss == plainly(whole, functional.mse_loss, noise(4, 3), noise(4, 7), 2)

@@ -30,6 +30,8 @@ from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
+    from stageline.model.build import build
+    from stageline.model.load import load_weights
     from stageline.model.staged import Staged, split
     from stageline.runtime.pipeline import Pipeline
     from stageline.runtime.stats import Evaluation, StepStats
@@ -57,10 +59,12 @@ __all__ = [
     "StepStats",
     "Timeline",
     "__version__",
+    "build",
     "compare",
     "explain",
     "families",
     "family",
+    "load_weights",
     "read_schedule",
     "read_timeline",
     "schedule",
@@ -72,6 +76,8 @@ __all__ = [
 _NEEDS_TORCH = {
     "Evaluation": "stageline.runtime.stats",
     "Staged": "stageline.model.staged",
+    "build": "stageline.model.build",
+    "load_weights": "stageline.model.load",
     "split": "stageline.model.staged",
     "Pipeline": "stageline.runtime.pipeline",
     "PipelineError": "stageline.runtime.worlds",

@@ -11,6 +11,7 @@ import numpy as np
 from torch import nn
 
 from stageline.errors import ScheduleError, StagelineError, shorten
+from stageline.model.build import Description, describe
 from stageline.model.frame import StagePart
 from stageline.model.staged import Staged, split
 from stageline.model.units import find_units
@@ -33,6 +34,25 @@ def whole_model(stages: nn.Module | Staged | Sequence[nn.Module]) -> nn.Module:
             f"stages must be a model or a list of modules, got {shorten(wrong[0] if wrong else found)}"
         )
     return nn.Sequential(*found)
+
+
+def described(stages: Any) -> tuple[Any, Description[Any] | None]:
+    """Of a function that builds a model, or functions that build its layers: the model without memory, and its recipe.
+
+    >>> model, recipe = described([lambda: nn.Linear(2, 3), lambda: nn.Linear(3, 2)])
+    >>> len(model), model[0].weight.device.type, recipe.nbytes()
+    (2, 'meta', 68)
+    """
+    if isinstance(stages, nn.Module | Staged):
+        return stages, None
+    if callable(stages):
+        recipe = describe(stages)
+        return recipe.model, recipe
+    found = list(stages) if isinstance(stages, Sequence) else []
+    if found and all(callable(each) and not isinstance(each, nn.Module) for each in found):
+        recipe = describe(lambda: nn.Sequential(*(make() for make in found)))
+        return recipe.model, recipe
+    return stages, None
 
 
 def find_schedule(

@@ -22,7 +22,7 @@ from stageline.runtime.batch import (
     check_reduction,
     digest,
 )
-from stageline.runtime.cut import count_layers, cut, find_schedule, whole_model
+from stageline.runtime.cut import count_layers, cut, described, find_schedule, whole_model
 from stageline.runtime.executor import RankResult
 from stageline.runtime.outcome import Measured, times_of
 from stageline.runtime.processes import find_world
@@ -63,7 +63,7 @@ class Pipeline(Runner):
 
     def __init__(
         self,
-        stages: nn.Module | Staged | Sequence[nn.Module],
+        stages: nn.Module | Staged | Sequence[nn.Module] | Callable[[], nn.Module] | Sequence[Callable[[], nn.Module]],
         *,
         loss_fn: Callable[[Any, Any], Any],
         schedule: str | Path | Schedule = "1f1b",
@@ -76,10 +76,13 @@ class Pipeline(Runner):
         deadline: float | None = None,
         check_finite: bool = True,
         example: Any = None,
+        device: torch.device | str = "cpu",
         **options: Any,
     ) -> None:
         """`stages` is a model, which is cut evenly (see `sl.split` for other cuts), or one module per stage.
 
+        It may also be a function that builds the model, or a list of functions that build its layers: then a process
+        has memory only for its own stages, on `device`, and weights depend on the seed and on names (see `sl.build`).
         `loss_reduction` says how microbatches weigh: "mean", each by its share of the samples; "sum", each once;
         "count", each divided by the `count` that `step` is given, for sums over targets, such as padded text.
         `recompute="stage"` keeps only what a stage was given and runs its forward once more before its backward;
@@ -96,19 +99,24 @@ class Pipeline(Runner):
             raise StagelineError(f"loss_fn is a function of output and target, got {shorten(loss_fn)}")
         again = understand(recompute, recompute_policy)
         self.deadline = find_deadline(deadline)
-        self.model = whole_model(stages)
-        self._exact = not isinstance(stages, nn.Module | Staged)
-        self.schedule = find_schedule(schedule, count_layers(stages), ranks, microbatches, **options)
+        given, recipe = described(stages)
+        self.model = whole_model(given)
+        self._exact = not isinstance(given, nn.Module | Staged)
+        self.schedule = find_schedule(schedule, count_layers(given), ranks, microbatches, **options)
         self.certificate = verify(self.schedule)
         self.loss_fn = loss_fn
         self.loss_reduction = loss_reduction
         self.check_finite = check_finite
         self.recomputed = mark(self.model, again, recompute)
-        self._parts = cut(stages, self.model, self.schedule.stages, example)
+        self._parts = cut(given, self.model, self.schedule.stages, example)
         self._world = find_world(self.schedule.ranks, self.deadline)
-        self._placed = place(self._parts, self.schedule.placement, self._world.here)
         self._world.agree(self._facts(seed))
-        self._options = StageOptions(loss_fn, self._common_seed(seed), again, check_finite)
+        common = self._common_seed(seed)
+        if recipe is not None:
+            recipe.materialise(self._owned_names().__contains__, seed=common, device=device)
+            self._parts = cut(given, self.model, self.schedule.stages, example)
+        self._placed = place(self._parts, self.schedule.placement, self._world.here)
+        self._options = StageOptions(loss_fn, common, again, check_finite)
         self._crews: dict[tuple[int, bool], Crew] = {}
         self._steps = 0
         self._agreed: int | None = None
@@ -124,6 +132,14 @@ class Pipeline(Runner):
     def _owned(self) -> set[int]:
         """The stages whose weights are here."""
         return {stage for stages in self._placed.modules.values() for stage in stages}
+
+    def _owned_names(self) -> set[str]:
+        """The names of all tensors of the stages whose ranks are here."""
+        table = self.schedule.placement.table
+        here = [stage for stage in range(self.schedule.stages) if set(table[:, stage].tolist()) & set(self._world.here)]
+        parts = [self._parts[stage] for stage in here]
+        parameters = {name for part in parts for name, _ in part.named_parameters(remove_duplicate=False)}
+        return parameters | {name for part in parts for name, _ in part.named_buffers(remove_duplicate=False)}
 
     def _own_parts(self) -> Iterator[nn.Sequential]:
         return (part for stage, part in enumerate(self._parts) if stage in self._owned)
