@@ -31,8 +31,10 @@ from stageline.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     from stageline.model.build import build
+    from stageline.model.huggingface import own_loss
     from stageline.model.load import load_weights
     from stageline.model.staged import Staged, split
+    from stageline.runtime.check import Report, check
     from stageline.runtime.pipeline import Pipeline
     from stageline.runtime.stats import Evaluation, StepStats
     from stageline.runtime.worlds import PipelineError
@@ -52,6 +54,7 @@ __all__ = [
     "PipelineError",
     "Placement",
     "Program",
+    "Report",
     "Schedule",
     "ScheduleError",
     "Staged",
@@ -60,11 +63,13 @@ __all__ = [
     "Timeline",
     "__version__",
     "build",
+    "check",
     "compare",
     "explain",
     "families",
     "family",
     "load_weights",
+    "own_loss",
     "read_schedule",
     "read_timeline",
     "schedule",
@@ -78,6 +83,9 @@ _NEEDS_TORCH = {
     "Staged": "stageline.model.staged",
     "build": "stageline.model.build",
     "load_weights": "stageline.model.load",
+    "Report": "stageline.runtime.check",
+    "check": "stageline.runtime.check",
+    "own_loss": "stageline.model.huggingface",
     "split": "stageline.model.staged",
     "Pipeline": "stageline.runtime.pipeline",
     "PipelineError": "stageline.runtime.worlds",

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from stageline.errors import StagelineError
+
 
 def pretrained(model: nn.Module) -> nn.Module | None:
     """The model of the library inside of a model: itself, or what an adapter wraps."""
@@ -48,6 +50,20 @@ def example_of(model: nn.Module) -> Any:
     if not isinstance(given, dict):
         return None
     return {name: value for name, value in given.items() if isinstance(value, torch.Tensor)} | defaults_of(model)
+
+
+def own_loss(output: Any, target: Any = None) -> torch.Tensor:
+    """The loss that a model computes itself, given labels among its inputs: `Pipeline(model, loss_fn=sl.own_loss, …)`.
+
+    >>> own_loss({"loss": torch.tensor(2.0)})
+    tensor(2.)
+    """
+    found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if not isinstance(found, torch.Tensor):
+        raise StagelineError(
+            f"the model's output, a {type(output).__name__}, has no loss; give it labels, or give another loss_fn"
+        )
+    return found
 
 
 Collected = dict[str, list[Any]]

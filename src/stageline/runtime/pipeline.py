@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stageline._version import __version__
 from stageline.errors import StagelineError, shorten
+from stageline.model.huggingface import own_loss
 from stageline.model.staged import Staged
 from stageline.runtime.batch import (
     Keywords,
@@ -227,8 +228,14 @@ class Pipeline(Runner):
 
     # Steps.
 
+    def _targets(self, inputs: Any, targets: Any) -> Any:
+        """What the loss is computed with; a model that computes its own is given it among its inputs."""
+        if targets is None and self.loss_fn is own_loss and isinstance(inputs, Mapping):
+            return inputs.get("labels")
+        return targets
+
     def step(
-        self, inputs: Any, targets: Any, *, count: float | None = None, stage_kwargs: Keywords | None = None
+        self, inputs: Any, targets: Any = None, *, count: float | None = None, stage_kwargs: Keywords | None = None
     ) -> StepStats:
         """Run every microbatch forward and backward; gradients add into `.grad`, and no parameter changes.
 
@@ -243,7 +250,7 @@ class Pipeline(Runner):
         if not self.schedule.training:
             raise StagelineError(f"{self.schedule.name} has no backwards to train with; use predict or evaluate")
         began = time.perf_counter()
-        done = self._run(inputs, targets, stage_kwargs, training=True, count=count)
+        done = self._run(inputs, self._targets(inputs, targets), stage_kwargs, training=True, count=count)
         crew, results = done.crew, done.results
         times = done.outcome.times
         later = self._world.later(lambda: times_of(crew, results).reshape(-1)) if times is None else lambda: times
@@ -263,7 +270,7 @@ class Pipeline(Runner):
     def evaluate(
         self,
         inputs: Any,
-        targets: Any,
+        targets: Any = None,
         *,
         outputs: bool = False,
         count: float | None = None,
@@ -271,7 +278,8 @@ class Pipeline(Runner):
     ) -> Evaluation:
         """Run the forwards alone, with the loss and its metrics; no gradient is touched."""
         began = time.perf_counter()
-        done = self._run(inputs, targets, stage_kwargs, training=False, keep=outputs, count=count)
+        wanted = self._targets(inputs, targets)
+        done = self._run(inputs, wanted, stage_kwargs, training=False, keep=outputs, count=count)
         return Evaluation(
             loss=sum(done.outcome.losses),
             losses=done.outcome.losses,

@@ -1,0 +1,59 @@
+"""`stageline check`: whether a model computes in a pipeline what it computes alone."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from stageline.cli.models import Length, Model, Samples, find_model
+from stageline.cli.options import Json
+from stageline.cli.output import console, print_json
+from stageline.errors import StagelineError
+
+
+def command(
+    model: Model,
+    ranks: Annotated[int, typer.Option("--ranks", "-p", min=1, help="Ranks of the pipeline.")] = 2,
+    schedule: Annotated[str, typer.Option("--schedule", help="A family, or a file of a schedule.")] = "1f1b",
+    microbatches: Annotated[
+        int | None, typer.Option("--microbatches", "-m", min=1, help="Parts of the batch; twice the ranks otherwise.")
+    ] = None,
+    samples: Samples = 8,
+    length: Length = 32,
+    json: Json = False,
+) -> None:
+    """Run a model alone and in a pipeline on the same batch, and compare the loss, gradients and buffers bit by bit.
+
+    Ends with 0 where all that several stages do not share is the same, and with 1 where something differs.
+
+    \b
+    stageline check mypackage.models:make --ranks 4 --schedule zb-v
+    stageline check config.json --ranks 2
+    """
+    from stageline.runtime.check import check
+
+    named = find_model(model, samples, length)
+    if named.inputs is None or (named.loss_fn is None and named.targets is None):
+        raise StagelineError(
+            f"{model} gives no batch; let it return (model, inputs, targets, loss_fn), or (model, inputs) with a dict "
+            "of inputs for a model that computes its own loss"
+        )
+    batch = named.inputs if isinstance(named.inputs, dict) and named.targets is None else (named.inputs, named.targets)
+    from stageline.model.huggingface import own_loss
+
+    report = check(
+        named.model, batch, ranks=ranks, schedule=schedule, microbatches=microbatches, example=named.inputs,
+        loss_fn=named.loss_fn or own_loss,
+    )  # fmt: skip
+    wrong = [each for each in report.differing if each.name not in report.tied]
+    if json:
+        print_json(
+            {"equal": report.equal, "loss": report.loss, "alone": report.alone, "compared": report.compared,
+             "reference": report.reference, "differing": [each._asdict() for each in report.differing],
+             "tied": list(report.tied)}
+        )  # fmt: skip
+    else:
+        console().print(str(report))
+    if wrong or report.loss != report.alone:
+        raise typer.Exit(1)

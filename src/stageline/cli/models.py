@@ -1,0 +1,105 @@
+"""Models named on the command line: a function, or a Hugging Face config."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stageline.errors import StagelineError, nearest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="package.module:function that returns a model, or (model, inputs) or (model, inputs, targets); or the "
+        "config.json of a Hugging Face model, or its folder.",
+        show_default=False,
+    ),
+]
+Samples = Annotated[int, typer.Option("--samples", min=1, help="Samples of the made-up batch of a Hugging Face model.")]
+Length = Annotated[int, typer.Option("--length", min=2, help="Tokens of each sample of it.")]
+
+
+@dataclass(frozen=True)
+class Named:
+    """A model, and what it is run on."""
+
+    model: nn.Module
+    inputs: Any = None
+    targets: Any = None
+    loss_fn: Any = None
+
+
+def find_model(name: str, samples: int = 8, length: int = 64) -> Named:
+    """Make the model that a name stands for, with random weights."""
+    path = Path(name)
+    if path.suffix == ".json" or path.is_dir():
+        return _from_config(path / "config.json" if path.is_dir() else path, samples, length)
+    if ":" not in name:
+        raise StagelineError(f"a model is named as package.module:function or as a config.json, got {name!r}")
+    module_name, function_name = name.split(":", 1)
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise StagelineError(f"cannot import {module_name}: {error}; run this where that import works") from error
+    finally:
+        sys.path.pop(0)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        near = nearest(function_name, [each for each in dir(module) if not each.startswith("_")])
+        raise StagelineError(f"{module_name} has no function {function_name!r}{near}")
+    return _understood(name, function())
+
+
+def _understood(name: str, made: Any) -> Named:
+    from torch import nn
+
+    parts = made if isinstance(made, tuple) else (made,)
+    if not parts or not isinstance(parts[0], nn.Module) or len(parts) > 4:
+        raise StagelineError(
+            f"{name} returned a {type(made).__name__}; it must return a model, or a tuple of a model, its inputs, "
+            "targets and loss function, the last ones left out as you like"
+        )
+    return Named(*parts)
+
+
+def _from_config(path: Path, samples: int, length: int) -> Named:
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StagelineError(f"cannot read the config {path}: {error}") from error
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise StagelineError(
+            "a Hugging Face config needs transformers: pip install 'stageline[huggingface]'"
+        ) from error
+    try:
+        config = transformers.AutoConfig.for_model(**{**given, "model_type": given["model_type"]})
+    except (KeyError, ValueError, TypeError) as error:
+        raise StagelineError(f"{path} is no config that transformers knows: {error}") from error
+    names = given.get("architectures") or []
+    kind: Any = getattr(transformers, names[0], None) if names else None
+    torch.manual_seed(0)
+    automatic: Any = transformers.AutoModelForCausalLM
+    model = kind(config) if kind is not None else automatic.from_config(config)
+    if not hasattr(config, "vocab_size"):
+        return Named(model)
+    words = torch.randint(
+        0, config.vocab_size, (samples, min(length, getattr(config, "max_position_embeddings", length)))
+    )
+    from stageline.model.huggingface import own_loss
+
+    return Named(model, {"input_ids": words, "labels": words}, words, own_loss)
