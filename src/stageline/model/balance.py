@@ -30,10 +30,10 @@ def chart(found: Partition, before: Partition | None, width: int) -> str:
     mark = round(bar * found.bound / longest)
 
     def line(head: str, spans: str, load: float, letter: str, tail: str) -> str:
-        drawn = (letter * round(bar * load / longest)).ljust(bar)
+        drawn = (letter * round(bar * load / longest)).ljust(bar + 1)
         if drawn[mark : mark + 1] == " ":
             drawn = drawn[:mark] + MARK + drawn[mark + 1 :]
-        return f"{head}  {spans.ljust(column)}  {drawn}  {tail}".rstrip()
+        return f"{head}  {spans.ljust(column)}  {drawn} {tail}".rstrip()
 
     lines = _title(found, before)
     for rank in shown:

@@ -71,8 +71,9 @@ class Partition:
 
         >>> print(partition([1, 2, 3, 4, 5], ranks=2).chart(width=60))
         5 layers, 2 stages, 2 ranks
-        rank 0  0-2  ████████████████████████████             6
-        rank 1  3-4  ██████████████████████████████████████████ 9
+        slowest 9 (rank 1): no cut is better
+        rank 0  0-2  █████████████████████████████               │ 6
+        rank 1  3-4  ████████████████████████████████████████████│ 9
         """
         if before is not None and (len(before.loads), before.layers) != (len(self.loads), self.layers):
             raise StagelineError(
@@ -129,9 +130,9 @@ def partition(
     [(0, 1), (1, 3), (3, 5), (5, 6)]
     >>> partition([4, 1, 1, 1, 1, 8], ranks=2, speed=[2, 1]).stages
     [(0, 5), (5, 6)]
-    >>> partition([1, 1, 1, 1], ranks=2, memory=[3, 1, 1, 3], caps=[4, 3]).stages
+    >>> partition([1, 1, 1, 1], ranks=2, memory=[3, 3, 3, 3], caps=[8, 5])
     Traceback (most recent call last):
-    stageline.errors.StagelineError: no cut fits the memory of the ranks: the closest gives rank 1 4 bytes...
+    stageline.errors.StagelineError: no cut fits the memory of the ranks: the closest gives ...
     """
     request = Request.of(costs, ranks, chunks, placement, memory, caps, speed, names)
     problem = request.problem(pinned or {})

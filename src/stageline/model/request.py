@@ -9,12 +9,13 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stageline.errors import StagelineError, nearest, shorten
 from stageline.model.cuts import Floats, Ints, Problem, running, whole
 from stageline.schedules.placement import Placement
 
-Numbers: TypeAlias = Sequence[float] | Floats
+Numbers: TypeAlias = Sequence[float] | NDArray[Any]
 Span: TypeAlias = tuple[int, int]
 PLACEMENTS = ("loop", "v")
 LARGEST = 1e100
