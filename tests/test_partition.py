@@ -17,8 +17,8 @@ from stageline.errors import StagelineError
 from stageline.model.partition import Partition, evaluate, partition, uniform
 from stageline.schedules.placement import Placement
 
-SHAPES = [(1, "loop"), (2, "v")]
-OTHER_SHAPES = [(2, "loop"), (3, "loop"), (3, "v")]
+SHAPES = [(1, "loop"), (2, "v"), (2, "loop")]
+OTHER_SHAPES = [(3, "loop"), (3, "v")]
 
 
 def all_cuts(layers: int, stages: int) -> Iterator[list[tuple[int, int]]]:
@@ -108,7 +108,7 @@ def check_kept(found: Partition, problem: dict[str, Any]) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(problems(SHAPES))
-def test_one_chunk_and_two_in_a_v_are_as_good_as_any_cut(problem: dict[str, Any]) -> None:
+def test_one_chunk_and_two_are_as_good_as_any_cut(problem: dict[str, Any]) -> None:
     best = best_of_all(problem)
     if best is None:
         with pytest.raises(StagelineError, match="no cut fits the memory"):

@@ -52,9 +52,10 @@ class Problem:
         return sums(self.rank_of, np.diff(running[cut]), len(self.speed))
 
     def rating(self, cut: Ints) -> tuple[float, float]:
-        """What is made small: the slowest rank, and among equals the sum of squares."""
-        loads = self.loads(cut)
-        return float(loads.max()), float((loads**2).sum())
+        """What is made small: the slowest rank, and among equals the sum of squares over ranks and over stages."""
+        loads, works = self.loads(cut), np.diff(self.time[cut]) / self.speed[self.rank_of]
+        chunks = len(works) / len(loads)
+        return float(loads.max()), float((loads**2).sum() + chunks * (works**2).sum())
 
     def by_memory(self, scale: Floats) -> Problem:
         """The same layers, where a rank's memory over `scale` takes the place of its time."""

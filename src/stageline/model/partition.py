@@ -13,7 +13,7 @@ from stageline.errors import StagelineError
 from stageline.model.balance import chart
 from stageline.model.cuts import Chain, Ints, Problem, bound_of, cut_chain, improve
 from stageline.model.request import Numbers, Request, Span
-from stageline.model.vee import cut_vee
+from stageline.model.vee import cut_rounds, cut_vee
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,7 @@ def partition(
     pinned: Mapping[int | str, int] | None = None,
     speed: Numbers | None = None,
     names: Sequence[str] | None = None,
+    slack: float = 0.0,
 ) -> Partition:
     """Cut layers into `ranks` times `chunks` stages, none empty, so that the slowest rank is as fast as it can be.
 
@@ -123,8 +124,10 @@ def partition(
     the bytes of each layer and `caps` what a rank may hold, one number or one per rank. `pinned` says of a layer, by
     number or name, in which stage it must be. `speed` is that of each rank: 2.0 is twice as fast.
 
-    One chunk, and two in a V, are cut as well as can be; for all else a search finds a cut that is mostly close to
-    `bound`, and `gap` says how close.
+    One chunk, and two in a V, are cut as well as can be, and so are two in a loop if layers are no more than some
+    hundred; for all else a search finds a cut that is mostly close to `bound`, and `gap` says how close. With two
+    chunks the best cut may have a long and a short stage on a rank; with `slack`, a share, a cut with more even
+    stages is taken if its slowest rank is no more than that above the best.
 
     >>> partition([4, 1, 1, 1, 1, 8], ranks=2, chunks=2, placement="v").stages
     [(0, 1), (1, 3), (3, 5), (5, 6)]
@@ -136,10 +139,12 @@ def partition(
     """
     request = Request.of(costs, ranks, chunks, placement, memory, caps, speed, names)
     problem = request.problem(pinned or {})
-    cut, exact = _solve(problem)
+    if not 0 <= slack < math.inf:
+        raise StagelineError(f"slack is {slack!r}; give a share from 0, such as 0.05 for 5%")
+    cut, exact, bound = _solve(problem, slack)
     if cut is None:
         raise _no_room(request, problem, exact)
-    return _partition(request, problem, cut, exact)
+    return _partition(request, problem, cut, bound)
 
 
 def evaluate(
@@ -163,15 +168,16 @@ def evaluate(
     10.0
     """
     request = Request.of(costs, ranks, chunks, placement, memory, caps, speed, names)
-    return _partition(request, request.problem({}), request.cut_of(stages), exact=False)
+    problem = request.problem({})
+    return _partition(request, problem, request.cut_of(stages), bound_of(problem))
 
 
-def _partition(request: Request, problem: Problem, cut: Ints, exact: bool) -> Partition:
+def _partition(request: Request, problem: Problem, cut: Ints, bound: float) -> Partition:
     """The figures of a cut, in the units that were given."""
     loads = tuple(
         load / speed for load, speed in zip(request.sums(request.costs, cut), request.speed.tolist(), strict=True)
     )
-    bound = max(loads) if exact else math.ldexp(bound_of(problem), -request.power)
+    bound = math.ldexp(bound, -request.power)
     # What is known of a bound is known up to rounding.
     if max(loads) <= bound * (1 + 1e-12):
         bound = max(loads)
@@ -186,20 +192,37 @@ def _partition(request: Request, problem: Problem, cut: Ints, exact: bool) -> Pa
     )
 
 
-def _solve(problem: Problem) -> tuple[Ints | None, bool]:
-    """The best cut that is found, None if there is none; and whether there is no better one."""
-    ranks, down = len(problem.speed), np.arange(len(problem.speed))
+def _solve(problem: Problem, slack: float = 0.0) -> tuple[Ints | None, bool, float]:
+    """The cut that is found, None if there is none; whether that is proven; and the time that no cut is faster than."""
+    ranks, down, low = len(problem.speed), np.arange(len(problem.speed)), bound_of(problem)
     if len(problem.rank_of) == ranks:
-        return _as_chain(problem), True
+        cut, exact = _as_chain(problem), True
+        return cut, exact, low if cut is None else problem.rating(cut)[0]
+    even = _search(problem)
+    if len(problem.rank_of) > 2 * ranks:
+        return even, False, low
     if np.array_equal(problem.rank_of, np.concatenate((down, down[::-1]))):
-        cut = cut_vee(problem, bound_of(problem))
-        return (None if cut is None else improve(problem, cut)), True
+        best, exact = cut_vee(problem, low), True
+    else:
+        best, exact = cut_rounds(problem, low, even)
+    if best is None:
+        return None, exact, low
+    if exact:
+        low = problem.rating(best)[0]
+    if even is not None and problem.rating(even)[0] <= problem.rating(best)[0] * (1 + slack):
+        return even, exact, low
+    return improve(problem, best), exact, low
+
+
+def _search(problem: Problem) -> Ints | None:
+    """A good cut that starts from stages that are all as even as they can be; None if none of them fits."""
     starts = [_as_chain(problem)]
     if np.isfinite(problem.caps).any():
-        cut = _as_chain(_by_memory(problem))
-        starts.append(None if cut is None else improve(_by_memory(problem), cut))
+        by_memory = _by_memory(problem)
+        cut = _as_chain(by_memory)
+        starts.append(None if cut is None else improve(by_memory, cut))
     found = [improve(problem, cut) for cut in starts if cut is not None and problem.fits(cut)]
-    return min(found, key=problem.rating, default=None), False
+    return min(found, key=problem.rating, default=None)
 
 
 def _as_chain(problem: Problem) -> Ints | None:
@@ -220,7 +243,7 @@ def _no_room(request: Request, problem: Problem, exact: bool) -> StagelineError:
     assert request.caps is not None
     largest = int(np.argmax(request.memory))
     roomy = int(np.argmax(request.caps))
-    least, _ = _solve(problem.by_memory(np.ones(len(problem.speed))))
+    least, *_ = _solve(problem.by_memory(np.ones(len(problem.speed))))
     assert least is not None  # without caps there is always a cut
     enough = max(request.sums(request.memory, least))
     if request.memory[largest] > request.caps[roomy]:
@@ -231,7 +254,7 @@ def _no_room(request: Request, problem: Problem, exact: bool) -> StagelineError:
     elif request.memory.sum() > request.caps.sum():
         why = f"the layers have {request.memory.sum():.16g} bytes, and all ranks may hold {request.caps.sum():.16g}"
     else:
-        closest, _ = _solve(_by_memory(problem))
+        closest, *_ = _solve(_by_memory(problem))
         assert closest is not None
         held = np.array(request.sums(request.memory, closest))
         worst = int(np.argmax(held - request.caps))

@@ -10,12 +10,18 @@ to c, so the places (a, c) that can be reached without any rank doing more than 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from stageline.model.cuts import Floats, Ints, Problem, least, limits_of
+from stageline.model.cuts import Floats, Ints, Problem, least, limits_of, running
+
+BUDGET = 1.5e8
+"""How much work is spent on where the second of two rounds starts; enough for every place of 200 layers on 16 ranks."""
+ROUNDING = 1e-12
+"""What is better by no more than this share is not better."""
 
 
 class Pairs(NamedTuple):
@@ -88,19 +94,66 @@ class Step:
         return np.where(reached, 0.0, np.inf), refused
 
 
-def cut_vee(problem: Problem, low: float) -> Ints | None:
+def cut_vee(problem: Problem, low: float, below: float = np.inf) -> Ints | None:
     """The cut whose slowest rank is fastest, for two stages a rank in a V; None if there is none.
 
-    `low` is a time that the slowest rank takes at least.
+    `low` is a time that the slowest rank takes at least; what is not better than `below` is not looked for.
     """
     capped = bool(np.isfinite(problem.caps).any())
-    if capped:
-        # Without caps it is quicker; they cost nothing where they are kept anyway, and otherwise this is a bound.
-        found = least(lambda slowest: _test(problem, slowest, capped=False), low)
+    # Without caps it is quicker; they cost nothing where they are kept anyway, and otherwise this is a bound.
+    for kept in (False, True)[: 1 + capped]:
+        if np.isfinite(below) and _test(problem, below * (1 - ROUNDING), capped=kept)[0] is None:
+            return None
+        found = least(partial(_test, problem, capped=kept), low)
         if found is None or problem.fits(found):
             return found
         low = max(low, float(problem.loads(found).max()))
-    return least(lambda slowest: _test(problem, slowest, capped=capped), low)
+    return None
+
+
+def cut_rounds(problem: Problem, low: float, start: Ints | None) -> tuple[Ints | None, bool]:
+    """The same for stages that go round the ranks twice, and whether it is proven that there is no better cut.
+
+    Where the second round starts is tried place by place, nearest to that of `start` first. For each, the layers of
+    the second round are turned around: rank 0 then holds both ends, and what is sought is a V.
+    """
+    ranks, layers = len(problem.speed), len(problem.time) - 1
+    places = np.arange(problem.low[ranks], problem.high[ranks] + 1)
+    centre = layers // 2 if start is None else int(start[ranks])
+    places = places[np.argsort(np.abs(places - centre), kind="stable")]
+    tried = places[: max(1, int(BUDGET / (layers * layers * ranks)))]
+    best, slowest = start, np.inf if start is None else problem.rating(start)[0]
+    for place in tried.tolist():
+        found = cut_vee(_turned(problem, place), low, below=slowest)
+        if found is not None:
+            cut = np.concatenate((found[: ranks + 1], (place + layers - found[ranks:-1])[::-1]))
+            if problem.rating(cut)[0] < slowest:
+                best, slowest = cut, problem.rating(cut)[0]
+        if slowest <= low:
+            break
+    return best, len(tried) == len(places)
+
+
+def _turned(problem: Problem, place: int) -> Problem:
+    """The layers from a place on in the opposite order, where the middle of the V must be."""
+    ranks, end = len(problem.speed), len(problem.time) - 1
+
+    def turn(sums: Floats) -> Floats:
+        steps = np.diff(sums)
+        return running(np.concatenate((steps[:place], steps[place:][::-1])))
+
+    left, right = slice(0, ranks + 1), slice(2 * ranks - 1, ranks - 1, -1)
+    low = np.concatenate((problem.low[left], place + end - problem.high[right]))
+    high = np.concatenate((problem.high[left], place + end - problem.low[right]))
+    # A stage for every rank to come on either side of the middle.
+    steps = np.arange(ranks + 1)
+    high[left] = np.minimum(high[left], place - steps[::-1])
+    low[ranks:] = np.maximum(low[ranks:], place + steps)
+    low[ranks] = high[ranks] = place
+    low[-1] = high[-1] = end
+    down = np.arange(ranks)
+    rank_of = np.concatenate((down, down[::-1]))
+    return replace(problem, time=turn(problem.time), held=turn(problem.held), rank_of=rank_of, low=low, high=high)
 
 
 def _test(problem: Problem, slowest: float, *, capped: bool) -> tuple[Ints | None, float]:
@@ -172,7 +225,7 @@ def _candidates(step: Step, limits: Floats) -> tuple[Pairs, float]:
 
 
 def _back(problem: Problem, pairs: list[Pairs], limits: Floats, capped: bool) -> Ints:
-    """A cut through pairs that can be reached; each rank takes what is nearest to an even share."""
+    """A cut through pairs that can be reached; the stages of each rank are as near to half of its share as can be."""
     time, held, ranks = problem.time, problem.held, len(problem.speed)
     share = problem.speed * (time[-1] / problem.speed.sum())
     at = int(np.argmin(np.abs(time[pairs[-1].c] - time[pairs[-1].a] - share[-1])))
@@ -182,11 +235,12 @@ def _back(problem: Problem, pairs: list[Pairs], limits: Floats, capped: bool) ->
     left, right = [a, middle], [c]
     for rank in range(ranks - 2, -1, -1):
         start, stop = pairs[rank]
-        work = time[a] - time[start] + time[stop] - time[c]
-        allowed = (start < a) & (stop > c) & (work <= limits[rank])
+        first, second = time[a] - time[start], time[stop] - time[c]
+        allowed = (start < a) & (stop > c) & (first + second <= limits[rank])
         if capped:
             allowed &= held[a] - held[start] + held[stop] - held[c] <= problem.caps[rank]
-        at = int(np.argmin(np.where(allowed, np.abs(work - share[rank]), np.inf)))
+        uneven = (2 * first - share[rank]) ** 2 + (2 * second - share[rank]) ** 2
+        at = int(np.argmin(np.where(allowed, uneven, np.inf)))
         a, c = int(start[at]), int(stop[at])
         left.insert(0, a)
         right.append(c)
