@@ -205,6 +205,21 @@ def test_a_v_of_many_layers_is_never_worse_than_what_a_search_finds(seed: int) -
     assert max(capped.memory) <= least
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(["v", "loop"]), st.sampled_from([0.02, 0.1, 1.0]))
+def test_slack_buys_more_even_stages_and_says_what_it_cost(seed: int, placement: str, slack: float) -> None:
+    dice = np.random.default_rng(seed)
+    costs = dice.uniform(0.5, 1.5, int(dice.integers(16, 40)))
+    best, even = (partition(costs, 4, 2, placement, slack=each) for each in (0.0, slack))
+    assert best.optimal
+    assert even.slowest <= best.slowest * (1 + slack)
+    assert even.bound == pytest.approx(best.slowest, rel=1e-11)
+    assert even.gap == pytest.approx(even.slowest / best.slowest - 1, abs=1e-11)
+    if slack == 1.0:
+        longest = [max(costs[start:stop].sum() for start, stop in each.stages) for each in (best, even)]
+        assert longest[1] <= longest[0] * 1.2
+
+
 def test_a_heavy_last_layer_gets_a_rank_with_less_beside_it() -> None:
     costs = [1.0] * 12 + [4.0]
     even = evaluate(uniform(13, 4), costs, 4)
@@ -260,6 +275,8 @@ BAD = [
     ({"memory": [1] * 4, "caps": float("nan")}, r"caps\[0\] is nan"),
     ({"speed": [1]}, "speed has 1 entries, and there must be 2"),
     ({"speed": [1, 0]}, r"speed\[1\] is 0; it must be above 0"),
+    ({"slack": -0.1}, "slack is -0.1; give a share from 0"),
+    ({"slack": float("nan")}, "slack is nan"),
     ({"names": ["a"]}, "names has 1 entries, and costs 4"),
     ({"pinned": {4: 0}}, "pinned has the layer 4; give a number from 0 to 3"),
     ({"pinned": {1: 2}}, r"pinned\[1\] is stage 2; there are 2, so give 0 to 1"),
