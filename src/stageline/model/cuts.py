@@ -57,8 +57,10 @@ class Problem:
         chunks = len(works) / len(loads)
         return float(loads.max()), float((loads**2).sum() + chunks * (works**2).sum())
 
-    def by_memory(self, scale: Floats) -> Problem:
-        """The same layers, where a rank's memory over `scale` takes the place of its time."""
+    def by_memory(self, scale: Floats | None = None) -> Problem:
+        """The same layers, where a rank's memory over `scale`, or over its cap, takes the place of its time."""
+        if scale is None:
+            scale = np.clip(self.caps, 0.5, max(self.held[-1], 1.0))
         return replace(self, time=self.held, speed=scale, caps=np.full(len(self.caps), np.inf))
 
 

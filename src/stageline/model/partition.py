@@ -218,7 +218,7 @@ def _search(problem: Problem) -> Ints | None:
     """A good cut that starts from stages that are all as even as they can be; None if none of them fits."""
     starts = [_as_chain(problem)]
     if np.isfinite(problem.caps).any():
-        by_memory = _by_memory(problem)
+        by_memory = problem.by_memory()
         cut = _as_chain(by_memory)
         starts.append(None if cut is None else improve(by_memory, cut))
     found = [improve(problem, cut) for cut in starts if cut is not None and problem.fits(cut)]
@@ -230,11 +230,6 @@ def _as_chain(problem: Problem) -> Ints | None:
     speed, caps = problem.speed[problem.rank_of], problem.caps[problem.rank_of]
     base = np.zeros(len(speed))
     return cut_chain(Chain(problem.time, problem.held, speed, base, caps, problem.low, problem.high))
-
-
-def _by_memory(problem: Problem) -> Problem:
-    """The same layers, where the share of its memory that a rank uses takes the place of its time."""
-    return problem.by_memory(np.clip(problem.caps, 0.5, max(problem.held[-1], 1.0)))
 
 
 def _no_room(request: Request, problem: Problem, exact: bool) -> StagelineError:
@@ -254,7 +249,7 @@ def _no_room(request: Request, problem: Problem, exact: bool) -> StagelineError:
     elif request.memory.sum() > request.caps.sum():
         why = f"the layers have {request.memory.sum():.16g} bytes, and all ranks may hold {request.caps.sum():.16g}"
     else:
-        closest, *_ = _solve(_by_memory(problem))
+        closest, *_ = _solve(problem.by_memory())
         assert closest is not None
         held = np.array(request.sums(request.memory, closest))
         worst = int(np.argmax(held - request.caps))

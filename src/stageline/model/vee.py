@@ -108,6 +108,8 @@ def cut_vee(problem: Problem, low: float, below: float = np.inf) -> Ints | None:
         if found is None or problem.fits(found):
             return found
         low = max(low, float(problem.loads(found).max()))
+        if _test(problem.by_memory(), 1.0, capped=False)[0] is None:
+            return None  # there is no room, whatever time it takes
     return None
 
 
