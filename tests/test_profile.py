@@ -174,8 +174,8 @@ def test_everything_is_left_as_it_was() -> None:
     model(torch.randn(8, 4)).sum().backward()
     model.get_parameter("3.weight").grad = None
     fired: list[Tensor] = []
-    model.get_parameter("0.weight").register_post_accumulate_grad_hook(fired.append)
-    model.get_parameter("3.weight").register_hook(fired.append)
+    model.get_parameter("0.weight").register_post_accumulate_grad_hook(fired.append)  # type: ignore[no-untyped-call]
+    model.get_parameter("3.weight").register_hook(fired.append)  # type: ignore[no-untyped-call]
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     grads = {
         name: (each.grad, None if each.grad is None else each.grad.clone()) for name, each in model.named_parameters()
