@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -19,8 +20,6 @@ from stageline.runtime.plan import Plan
 from stageline.runtime.split import Arriving, SplitBackward
 
 Value = TypeVar("Value")
-Times = dict[str, list[float]]
-"""Seconds of F, I, W and B, one for each time they ran."""
 
 
 class Timer:
@@ -49,6 +48,20 @@ class Timer:
         return float(start.elapsed_time(end)) / 1e3, value
 
 
+@dataclass
+class _Graph:
+    """What F leaves: the inputs that want a gradient, and the outputs that have one."""
+
+    wanted: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+
+    def grads(self) -> list[Tensor]:
+        return [torch.ones_like(output) for output in self.outputs]
+
+    def split(self, plans: list[Plan]) -> SplitBackward:
+        return SplitBackward(self.outputs, self.grads(), self.wanted, plans)
+
+
 class Alone:
     """One call of one layer, to be repeated."""
 
@@ -56,7 +69,8 @@ class Alone:
         """`call` is one of those that were seen."""
         self._seen, self._call, self._timer = seen, call, timer
         self._plans: list[Plan] = []
-        self.times: Times = {kind: [] for kind in "FIWB"}
+        self._graph = _Graph()
+        self._times: dict[str, list[float]] = {kind: [] for kind in "FIWB"}
 
     def _fresh(self) -> tuple[list[Tensor], Any, Any]:
         """The inputs that want a gradient, as leaves of a graph to come, and the arguments."""
@@ -70,54 +84,59 @@ class Alone:
         args, kwargs = pytree.tree_unflatten(leaves, self._call.tree)
         return wanted, args, kwargs
 
-    def _forward(self) -> tuple[float, list[Tensor], list[Tensor]]:
-        """Run F: seconds, the inputs that want a gradient, the outputs that have one."""
+    def forward(self, keep: bool) -> None:
+        """Run F; one of the backwards below has to follow. Its time is kept if asked, or else it only warms up."""
         wanted, args, kwargs = self._fresh()
-        with ExitStack() as stack:
+        with self._named(), ExitStack() as stack:
             for each in self._call.autocasts:
                 stack.enter_context(each)
             taken, output = self._timer(lambda: self._seen.module(*args, **kwargs))
-        return taken, wanted, [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        self._note("F", taken, keep)
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        self._graph = _Graph(wanted, outputs)
 
-    def _split(self) -> tuple[float, SplitBackward | None]:
-        taken, wanted, outputs = self._forward()
-        grads = [torch.ones_like(output) for output in outputs]
-        return taken, SplitBackward(outputs, grads, wanted, self._plans) if outputs else None
+    def halves(self, keep: bool) -> None:
+        """Run I and W."""
+        graph, self._graph = self._graph, _Graph()
+        taken = [0.0, 0.0]
+        if graph.outputs:
+            with self._named():
+                split = graph.split(self._plans)
+                del graph
+                taken = [self._timer(half)[0] for half in (split.input_gradients, split.weight_gradients)]
+        self._note("I", taken[0], keep)
+        self._note("W", taken[1], keep)
+
+    def whole(self, keep: bool) -> None:
+        """Run B."""
+        graph, self._graph = self._graph, _Graph()
+        taken = 0.0
+        if graph.outputs:
+            grads = graph.grads()
+            with self._named(), Arriving(graph.wanted):
+                taken, _ = self._timer(lambda: torch.autograd.backward(graph.outputs, grads))
+        self._note("B", taken, keep)
 
     def residue(self, held: Storages) -> int:
-        """Bytes that stay from I to W, parameters and buffers (`held`) aside."""
+        """Run F, I and W; give back the bytes that stay from I to W, parameters and buffers (`held`) aside."""
+        self.forward(keep=False)
+        graph, self._graph = self._graph, _Graph()
+        if not graph.outputs:
+            return 0
         with self._named():
-            _, split = self._split()
-            if split is None:
-                return 0
+            split = graph.split(self._plans)
             split.input_gradients()
             stays = storages_of(list(_stays(split)))
             split.weight_gradients()
         return sum(size for key, size in stays.items() if key not in held)
 
-    def run(self, keep: bool) -> None:
-        """Run F, I and W, and F and B; keep the times, or only warm up."""
-        with self._named():
-            forward, split = self._split()
-            taken = {"F": forward, "I": 0.0, "W": 0.0, "B": 0.0}
-            if split is not None:
-                taken["I"], _ = self._timer(split.input_gradients)
-                taken["W"], _ = self._timer(split.weight_gradients)
-                taken["B"] = self._whole()
+    def _note(self, kind: str, seconds: float, keep: bool) -> None:
         if keep:
-            for kind, seconds in taken.items():
-                self.times[kind].append(seconds)
-
-    def _whole(self) -> float:
-        # This F finds its weights in the caches, as none in a step does, so its time is not kept.
-        _, wanted, outputs = self._forward()
-        grads = [torch.ones_like(output) for output in outputs]
-        with Arriving(wanted):
-            return self._timer(lambda: torch.autograd.backward(outputs, grads))[0]
+            self._times[kind].append(seconds)
 
     def median(self, kind: str) -> float:
         """Of the times that were kept."""
-        return statistics.median(self.times[kind])
+        return statistics.median(self._times[kind])
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -130,6 +149,19 @@ class Alone:
                 f"{self._seen.title} failed when it was run alone with what the model gave it: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+def one_round(calls: Sequence[Alone], keep: bool) -> None:
+    """Run all of them once by halves and once whole.
+
+    In the order of a step, so that a layer finds caches and memory as it finds them there, and a slow spell of the
+    machine hits all layers.
+    """
+    for backward in (Alone.halves, Alone.whole):
+        for call in calls:
+            call.forward(keep)
+        for call in reversed(calls):
+            backward(call, keep)
 
 
 def _stays(split: SplitBackward) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stageline.errors import CostError, StagelineError, shorten
 from stageline.model.capture import Seen, capture, held, storages_of
-from stageline.model.measure import Alone, Timer, untouched
+from stageline.model.measure import Alone, Timer, one_round, untouched
 from stageline.runtime.cut import layers_of
 from stageline.schedules.files import check_format, parse_json, read_text, write_aside
 from stageline.schedules.files import field as take
@@ -267,11 +267,9 @@ def profile_layers(
         timer, own = Timer(where), held(modules)
         work = [[Alone(each, call, timer) for call in each.calls] for each in seen]
         residues = [sum(call.residue(own) for call in calls) for calls in work]
-        # Layer by layer within a round, so that a slow spell of the machine hits them all.
+        every = [call for calls in work for call in calls]
         for turn in range(warmup + repeats):
-            for calls in work:
-                for call in calls:
-                    call.run(keep=turn >= warmup)
+            one_round(every, keep=turn >= warmup)
     found: list[Layer] = []
     known: set[Any] = set()
     for each, calls, residue in zip(seen, work, residues, strict=True):
