@@ -233,10 +233,11 @@ def test_costs_of_stages_through_a_simulation() -> None:
         ([(0, 1), (2, 3)], r"stage 1 is \(2, 3\).*starts at 1"),
         ([(0, 0), (0, 3)], r"stage 0 is \(0, 0\)"),
         ([(0, 4)], r"stage 0 is \(0, 4\)"),
+        ([1, 2], "stage 0 is 1;"),
         ([(0, 2)], "end at layer 2, and the profile has 3"),
     ],
 )
-def test_stages_that_are_none_are_refused(stages: list[tuple[int, int]], message: str) -> None:
+def test_stages_that_are_none_are_refused(stages: Any, message: str) -> None:
     layer = Layer("a", "Linear", 1.0, 1.0, 1.0, 2.0, 8, 8, 8, 0, 8, 0, 0, 1)
     with pytest.raises(sl.CostError, match=message):
         Profile((layer, layer, layer), "here", "cpu", "2", 1, 1).costs(stages)

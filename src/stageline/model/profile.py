@@ -123,13 +123,14 @@ class Profile:
 
     def _check_stages(self, stages: Sequence[tuple[int, int]]) -> None:
         expected = 0
-        for stage, (start, stop) in enumerate(stages):
-            if start != expected or not start < stop <= len(self.layers):
+        for stage, pair in enumerate(stages):
+            fine = isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(end, int) for end in pair)
+            if not fine or pair[0] != expected or not expected < pair[1] <= len(self.layers):
                 raise CostError(
-                    f"stage {stage} is ({start}, {stop}); stages are one or more layers each, from a start to before a "
+                    f"stage {stage} is {shorten(pair)}; stages are one or more layers each, from a start to before a "
                     f"stop, and this one starts at {expected}, of {len(self.layers)} layers"
                 )
-            expected = stop
+            expected = pair[1]
         if expected != len(self.layers):
             raise CostError(f"the stages end at layer {expected}, and the profile has {len(self.layers)} layers")
 
