@@ -1,6 +1,6 @@
 """A small GPT on two processes of one thread each: the step that a profile promises against the step that is measured.
 
-python benchmarks/profile_accuracy.py [--rounds 15] [--microbatches 8] [--families 1f1b zb-h1] [--json]
+python benchmarks/profile_accuracy.py [--rounds 30] [--microbatches 8] [--families 1f1b zb-h1] [--json]
 
 The layers are profiled on both processes at once, so that each core is as slow beside the other as it is in a step. A
 transfer is half of a ping-pong between the two through the same transport. With both, `sl.simulate` says how long a
@@ -151,7 +151,7 @@ def total(kind: str, timeline: sl.Timeline) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="turns of a profile and a step of each family")
+    parser.add_argument("--rounds", type=int, default=30, help="turns of a profile and a step of each family")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--families", nargs="+", default=FAMILIES)
     parser.add_argument("--json", action="store_true", help="print JSON")
