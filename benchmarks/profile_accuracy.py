@@ -26,7 +26,8 @@ from torch import Tensor, nn
 import stageline as sl
 from runtime_speed import BATCH, BLOCKS, LENGTH, VOCABULARY, WIDTH, loss_fn, model
 from stageline.model.profile import Profile, profile_layers
-from stageline.runtime.cut import cut, layers_of
+from stageline.model.staged import even_sizes
+from stageline.model.units import layers_of
 from stageline.testing import run_ranks
 from stageline.transport.links import Links
 from stageline.transport.protocol import Header, Message
@@ -94,7 +95,7 @@ def measure(rank: int, families: list[str], microbatches: int, rounds: int) -> d
 
 def ranges(stages: int, layers: int) -> list[tuple[int, int]]:
     """The layers of each stage as `sl.Pipeline` cuts them; the loss belongs to the last."""
-    sizes = [len(part) for part in cut(nn.Sequential(*(nn.Identity() for _ in range(layers - 1))), stages, False)]
+    sizes = even_sizes(layers - 1, stages)
     sizes[-1] += 1
     return [(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(stages)]
 

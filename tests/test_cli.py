@@ -195,21 +195,16 @@ def test_a_broken_schedule_names_rule_and_place(tmp_path: Path, capsys: Capture)
     assert (found["valid"], found["rule"], found["rank"], found["position"]) == (False, "progress", 1, 0)
 
 
-@pytest.mark.parametrize("verb", ["families", "show", "verify", "simulate", "compare", "trace", "doctor"])
+VERBS = ["families", "show", "verify", "simulate", "compare", "trace", "doctor", "inspect", "profile", "check"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
 def test_help_of_every_verb_has_an_example(verb: str, capsys: Capture) -> None:
     assert f"stageline {verb}" in call(f"{verb} --help", capsys).split("Usage:")[1].split("\n", 1)[1]
 
 
 def test_all_verbs_are_listed(capsys: Capture) -> None:
-    assert {command.callback.__name__ for command in app.registered_commands if command.callback} == {
-        "families",
-        "show",
-        "verify",
-        "simulate",
-        "compare",
-        "trace",
-        "doctor",
-    }
+    assert {command.name for command in app.registered_commands} == set(VERBS)
     assert "stageline 0." in call("--version", capsys)
 
 
@@ -218,3 +213,66 @@ def test_a_reader_who_stops_early_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
     assert "Traceback" not in done.stderr
     assert done.returncode in (0, 1)
+
+
+MAKES = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.ones(4, 4), torch.ones(4, 2), nn.functional.mse_loss
+
+def alone():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+def wrong():
+    return 3
+"""
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "made_for_a_test.py").write_text(MAKES)
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 50, "hidden_size": 16,
+              "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "made_for_a_test", raising=False)
+    return tmp_path
+
+
+def test_models_are_inspected_profiled_and_checked(made: Path, capsys: Capture) -> None:
+    said = call("inspect made_for_a_test:make --stages 2", capsys)
+    assert "Sequential: 3 units" in said
+    assert "30 parameters" in said
+    assert "2 of 4" not in call("check made_for_a_test:make", capsys)
+    assert json.loads(call("check made_for_a_test:make --json", capsys))["equal"] is True
+    said = call("profile made_for_a_test:make --stages 2 --repeats 1 --output profile.json", capsys)
+    assert "rank 1" in said
+    assert (made / "profile.json").exists()
+    assert json.loads(call("profile made_for_a_test:make --repeats 1 --json", capsys))["layers"]
+
+
+def test_a_config_of_hugging_face_is_a_model(made: Path, capsys: Capture) -> None:
+    pytest.importorskip("transformers")
+    found = json.loads(call("inspect . --stages 4 --json", capsys))
+    assert found["model"] == "LlamaForCausalLM"
+    assert [unit["stage"] for unit in found["units"]] == [0, 0, 1, 2, 3, 3, 3]
+    assert "the same" in call("check config.json --samples 4 --length 8 --schedule zb-h1", capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("inspect nothing", "named as package.module:function or as a config.json, got 'nothing'"),
+        ("inspect made_for_a_test:mke", "has no function 'mke' (did you mean 'make'?)"),
+        ("inspect no_such_module:make", "cannot import no_such_module"),
+        ("inspect made_for_a_test:wrong", "returned a int; it must return a model"),
+        ("inspect none.json", "cannot read the config none.json"),
+        ("check made_for_a_test:alone", "gives no batch"),
+        ("profile made_for_a_test:alone", "gives no inputs"),
+        ("inspect made_for_a_test:alone --stages 9", "has 2 units (0, 1), and 9 stages are asked for"),
+    ],
+)
+def test_models_that_cannot_be_found_are_said(words: str, said: str, made: Path, capsys: Capture) -> None:
+    assert said in " ".join(call(words, capsys, code=2).split())

@@ -316,3 +316,95 @@ def test_layers_are_built_by_functions() -> None:
     whole = sl.build(lambda: nn.Sequential(*(make() for make in makers)), seed=1)
     assert_same_bits(pipe.state_dict(), dict(whole.state_dict()))
     assert pipe.step(noise(4, 3), noise(4, 7)).loss == plainly(whole, functional.mse_loss, noise(4, 3), noise(4, 7), 2)
+
+
+def test_a_cut_by_cost_evens_out_blocks_of_different_size() -> None:
+    torch.manual_seed(0)
+    model = models.GPT(blocks=6, uneven=True)
+    by_size = sl.split(model, 3, by="parameters")
+    assert by_size.balance is not None
+    assert by_size.balance.optimal
+    by_count = sl.split(model, 3)
+    largest = [max(sum(unit.size for unit in each.units[a:b]) for a, b in each.cut) for each in (by_size, by_count)]
+    assert largest[0] < largest[1]
+    assert by_size.balance.slowest == largest[0]
+    profile = sl.profile(model, words(), repeats=1, warmup=0)
+    assert [layer.name for layer in profile.layers] == [unit.name for unit in by_count.units]
+    by_time = sl.split(model, 3, by=profile)
+    assert by_time.balance is not None
+    assert by_time.balance.slowest == pytest.approx(
+        max(sum(layer.seconds for layer in profile.layers[a:b]) for a, b in by_time.cut)
+    )
+    assert "rank 2" in by_time.balance.chart()
+    assert len(sl.split(model, 3, by="time", example=words())) == 3
+
+
+def test_memory_pins_and_speeds_are_kept_to() -> None:
+    model = models.GPT(blocks=6)
+    pinned = sl.split(model, 3, by="parameters", pinned={"transformer.h.0": 1})
+    assert "transformer.h.0" in pinned.names[1]
+    slow = sl.split(model, 2, by="parameters", speed=[1.0, 3.0])
+    assert slow.cut[0][1] < slow.cut[1][1] - slow.cut[1][0]
+    vee = sl.split(model, 4, by="parameters", ranks=2, placement="v")
+    assert vee.balance is not None
+    assert vee.balance.rank_of == (0, 1, 1, 0)
+    with pytest.raises(sl.StagelineError, match="no cut fits the memory"):
+        sl.split(model, 2, by="parameters", memory=1000)
+    with pytest.raises(sl.StagelineError, match="4 stages cannot be spread evenly over 3 ranks"):
+        sl.split(model, 4, by="parameters", ranks=3)
+    with pytest.raises(sl.StagelineError, match="memory=, pinned= and speed= need costs"):
+        sl.split(model, 2, memory=1e9)
+    with pytest.raises(sl.StagelineError, match="by='time' measures the model, and needs example="):
+        sl.split(model, 2, by="time")
+    other = sl.profile(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2), repeats=1, warmup=0)
+    with pytest.raises(sl.StagelineError, match=r"the profile has no layer 'transformer.wte'"):
+        sl.split(model, 2, by=other)
+
+
+@pytest.mark.parametrize(("case", "family"), [("unet", "zb-v"), ("translator", "interleaved")])
+def test_a_check_finds_the_same_bits(case: str, family: str) -> None:
+    make, inputs, targets, loss_fn, _ = CASES[case]
+    model = make()
+    report = sl.check(model, (inputs, targets), ranks=2, schedule=family, loss_fn=loss_fn)
+    assert report
+    assert report.worst is None
+    assert report.compared >= len(list(model.parameters()))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert "a plain loop of one process" in str(report)
+
+
+def test_a_check_names_what_differs() -> None:
+    class Counts(nn.Module):
+        """Computes something else every time."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls = nn.Linear(4, 4), [0]
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            made = Counts()
+            made.load_state_dict(self.state_dict())
+            made.calls = self.calls
+            return made
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls[0] += 1
+            return torch.as_tensor(self.linear(x) * self.calls[0])
+
+    report = sl.check(
+        nn.Sequential(nn.Linear(4, 4), Counts()), (noise(4, 4), noise(4, 4)), ranks=2, loss_fn=functional.mse_loss
+    )
+    assert not report
+    assert report.worst is not None
+    assert f"{report.worst.name} differs by" in str(report)
+    assert "not the same" in str(report)
+
+
+def test_a_check_of_a_model_that_draws_compares_with_one_rank() -> None:
+    report = sl.check(models.GPT(drop=0.3), (words(), words()), ranks=2, loss_fn=first, schedule="zb-v")
+    assert report.equal
+    assert "draws random numbers" in report.reference
+    tied = sl.check(models.GPT(tied=True), (words(), words()), ranks=2, loss_fn=first)
+    assert tied.tied == ("transformer.wte.weight",)
+    with pytest.raises(sl.StagelineError, match="a pair of inputs and targets"):
+        sl.check(models.GPT(), words(), ranks=2)

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from stageline.model.build import build
     from stageline.model.huggingface import own_loss
     from stageline.model.load import load_weights
-    from stageline.model.staged import Staged, split
+    from stageline.model.partition import partition
+    from stageline.model.profile import Profile, read_profile
+    from stageline.model.staged import Staged, profile, split
     from stageline.runtime.check import Report, check
     from stageline.runtime.pipeline import Pipeline
     from stageline.runtime.stats import Evaluation, StepStats
@@ -53,6 +55,7 @@ __all__ = [
     "Pipeline",
     "PipelineError",
     "Placement",
+    "Profile",
     "Program",
     "Report",
     "Schedule",
@@ -70,6 +73,9 @@ __all__ = [
     "family",
     "load_weights",
     "own_loss",
+    "partition",
+    "profile",
+    "read_profile",
     "read_schedule",
     "read_timeline",
     "schedule",
@@ -86,6 +92,10 @@ _NEEDS_TORCH = {
     "Report": "stageline.runtime.check",
     "check": "stageline.runtime.check",
     "own_loss": "stageline.model.huggingface",
+    "Profile": "stageline.model.profile",
+    "partition": "stageline.model.partition",
+    "profile": "stageline.model.staged",
+    "read_profile": "stageline.model.profile",
     "split": "stageline.model.staged",
     "Pipeline": "stageline.runtime.pipeline",
     "PipelineError": "stageline.runtime.worlds",

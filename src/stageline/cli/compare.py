@@ -153,6 +153,3 @@ def _draw(found: list[Timeline], width: int, charts: bool) -> None:
     for timeline in found:
         out.print(timeline.schedule.name.ljust(margin) + strip(timeline, columns, until))
     out.print(" " * margin + "0" + number(until).rjust(columns - 1))
-
-
-command.__name__ = "compare"

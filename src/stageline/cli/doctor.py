@@ -120,6 +120,3 @@ def _underway(channel: Underway) -> str:
         "" if channel.known else " (the last sent: whether it arrived is not known, for the receiver wrote no record)"
     )
     return f"rank {channel.source} → rank {channel.target}, {channel.traffic}: {what} ({size}){sure}"
-
-
-command.__name__ = "doctor"

@@ -49,6 +49,3 @@ def command(
         options = ", ".join(f"{name}={'P' if value is None else value}" for name, value in family.options.items())
         table.add_row(family.name, family.description, family.constraints or "any P, any M", options)
     console().print(table)
-
-
-command.__name__ = "families"

@@ -54,6 +54,3 @@ def command(
     print_segments(out, legend([timeline], out.width))
     for line in figures(timeline):
         out.print(line)
-
-
-command.__name__ = "show"

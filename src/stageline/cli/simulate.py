@@ -73,6 +73,3 @@ def _critical(timeline: Timeline) -> str:
         f"critical path: {len(path)} actions over {hops} hops between ranks: {', '.join(parts)}, "
         f"and {number(waiting)} in transfers"
     )
-
-
-command.__name__ = "simulate"

@@ -128,6 +128,3 @@ def _table(found: Explanation, scale: float, unit: str) -> Table:
 def _short(value: float) -> str:
     """A few figures, and nothing for what only rounding left."""
     return number(round(value, 9))
-
-
-command.__name__ = "trace"

@@ -30,6 +30,3 @@ def command(schedule: Target, sizes: Sizes, json: Json = False) -> None:
         print_json({"valid": True, **certificate.to_json()})
     else:
         console().print(str(certificate), markup=False)
-
-
-command.__name__ = "verify"

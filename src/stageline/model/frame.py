@@ -79,6 +79,7 @@ def called(module: nn.Module, name: str, replay: Replay, own: bool) -> nn.Module
 class StagePart(nn.Sequential):
     """What a rank holds of a model for one stage, by the names of the whole model; called with what arrives."""
 
+    one_layer = True
     replay: Replay
     _copies: list[tuple[Original, nn.Module]]
     _frame: tuple[nn.Module]

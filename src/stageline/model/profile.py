@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from stageline.errors import CostError, StagelineError, shorten
 from stageline.model.capture import Seen, capture, held, storages_of
 from stageline.model.measure import Alone, Timer, one_round, untouched
-from stageline.runtime.cut import layers_of
+from stageline.model.units import layers_of
 from stageline.schedules.files import check_format, parse_json, read_text, write_aside
 from stageline.schedules.files import field as take
 from stageline.timeline.costs import LARGEST_COST, Costs, PerPair
@@ -179,6 +179,10 @@ class Profile:
         if target.suffix.lower() != ".json":
             raise CostError(f"a profile is written as JSON: end the name in .json, not {target.name!r}")
         write_aside(target, self._lines())
+
+    def to_text(self) -> str:
+        """The JSON that `write` writes."""
+        return "".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
         """A layer on one line."""

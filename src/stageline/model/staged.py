@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import nn
 
 from stageline.errors import StagelineError, nearest, shorten
 from stageline.model import huggingface
 from stageline.model.frame import Original, StagePart
+from stageline.model.partition import Partition, partition
+from stageline.model.profile import Profile, profile_model
 from stageline.model.replay import Calls, Replay
 from stageline.model.units import Unit, find_units
 
 Cut = list[tuple[int, int]]
 """For each stage, the calls that are its own: from the first to the one after the last."""
 
-By = str | Sequence[str]
+By: TypeAlias = str | Sequence[str] | Profile
+
+
+class Balance(NamedTuple):
+    """What a cut by cost has to keep to."""
+
+    ranks: int | None = None
+    placement: Literal["loop", "v"] = "loop"
+    memory: float | Sequence[float] | None = None
+    pinned: Mapping[str | int, int] | None = None
+    speed: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,8 @@ class Staged:
     """What is never cut, in the order in which the model calls it; what it calls twice is there twice."""
     cut: tuple[tuple[int, int], ...]
     """For each stage, its first unit and the one after its last."""
+    balance: Partition | None = None
+    """How even a cut by cost is: its `chart()` is a bar for every rank."""
 
     @property
     def names(self) -> list[list[str]]:
@@ -97,11 +111,20 @@ def split(
     layers_per_stage: Sequence[int] | None = None,
     stack: str | Sequence[str] = (),
     example: Any = None,
+    ranks: int | None = None,
+    placement: Literal["loop", "v"] = "loop",
+    memory: float | Sequence[float] | None = None,
+    pinned: Mapping[str | int, int] | None = None,
+    speed: Sequence[float] | None = None,
 ) -> Staged:
     """Cut a model into stages, without tracing it and without changing it.
 
     `by` says where: "layers", as many blocks in every stage, the larger parts first; "parameters", by their number;
-    "type:Block", the modules of that class; or the names of the first unit of each stage. `layers_per_stage` gives the
+    "time", by what the units take on `example`; a profile that `sl.profile` made; "type:Block", the modules of that
+    class; or the names of the first unit of each stage. By parameters, time or a profile, the slowest of the `ranks`
+    (as many as stages unless given, placed in a loop or a V) is as fast as can be, with at most `memory` bytes on each
+    for parameters, gradients and two states of an optimizer, with units `pinned` to stages, and with ranks whose
+    `speed` differs. `layers_per_stage` gives the
     number of blocks (or of all units) of each stage. `stack` names the list or lists of blocks, which are found
     otherwise. `example` is a batch (a tuple of arguments, a dict of keywords, or one argument) that the model is run on
     once, to see in which order it calls its units; needed where that is not the order in which it defines them, or
@@ -120,6 +143,12 @@ def split(
             f"{type(model).__name__} has {len(units)} units ({_listed([unit.name for unit in units])}), and {stages} "
             f"stages are asked for; give at most {len(units)}, or name smaller blocks with by='type:ClassOfBlock'"
         )
+    costs = None if layers_per_stage is not None else _costs(model, units, by, example)
+    if costs is not None:
+        balance = _balanced(units, stages, costs, Balance(ranks, placement, memory, pinned, speed))
+        return Staged(model, tuple(units), tuple(balance.stages), balance)
+    if memory is not None or pinned or speed is not None:
+        raise StagelineError("memory=, pinned= and speed= need costs: give by='parameters', 'time' or a profile")
     cut = _cut(units, stages, by, layers_per_stage)
     return Staged(model, tuple(units), tuple(cut))
 
@@ -160,14 +189,12 @@ def _as_called(model: nn.Module, units: list[Unit], example: Any) -> list[Unit]:
 def _cut(units: Sequence[Unit], stages: int, by: By, layers_per_stage: Sequence[int] | None) -> Cut:
     if layers_per_stage is not None:
         return _by_counts(units, stages, list(layers_per_stage))
-    if not isinstance(by, str):
+    if not isinstance(by, str | Profile):
         return _by_names(units, stages, list(by))
-    if by == "layers" or by.startswith("type:"):
+    if isinstance(by, str) and (by == "layers" or by.startswith("type:")):
         return _evenly(units, stages)
-    if by == "parameters":
-        return _by_weight(units, stages)
-    ways = ["layers", "parameters", "type:ClassOfBlock", "a list of names"]
-    raise StagelineError(f"by is one of {', '.join(ways)}, got {by!r}{nearest(by, ways)}")
+    ways = ["layers", "parameters", "time", "type:ClassOfBlock", "a list of names", "a profile"]
+    raise StagelineError(f"by is one of {', '.join(ways)}, got {by!r}{nearest(str(by), ways)}")
 
 
 def even_sizes(count: int, parts: int) -> list[int]:
@@ -230,24 +257,68 @@ def _by_names(units: Sequence[Unit], stages: int, names: list[str]) -> Cut:
     return list(pairwise([*starts, len(units)]))
 
 
-def _by_weight(units: Sequence[Unit], stages: int) -> Cut:
-    """Cut so that the largest stage is as small as can be."""
-    sizes = [unit.size for unit in units]
-    low, high = max(sizes), sum(sizes)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(_greedy(sizes, stages, middle)) <= stages else (middle + 1, high)
-    return _spans(_greedy(sizes, stages, low))
+def _balanced(units: Sequence[Unit], stages: int, costs: Sequence[float], ask: Balance) -> Partition:
+    """Cut so that the slowest rank is as fast as can be."""
+    ranks = stages if ask.ranks is None else ask.ranks
+    if ranks < 1 or stages % ranks:
+        raise StagelineError(f"{stages} stages cannot be spread evenly over {ranks} ranks")
+    return partition(
+        costs,
+        ranks,
+        chunks=stages // ranks,
+        placement=ask.placement,
+        memory=None if ask.memory is None else [4 * unit.bytes for unit in units],
+        caps=ask.memory,
+        pinned=ask.pinned,
+        speed=ask.speed,
+        names=[unit.name for unit in units],
+    )
 
 
-def _greedy(sizes: Sequence[int], stages: int, most: int) -> list[int]:
-    """Fill stages up to a limit, leaving at least one layer for each of the rest."""
-    counts, held = [0], 0
-    for index, size in enumerate(sizes):
-        left = len(sizes) - index
-        if counts[-1] and (held + size > most or left <= stages - len(counts)):
-            counts.append(0)
-            held = 0
-        counts[-1] += 1
-        held += size
-    return counts
+def _costs(model: nn.Module, units: Sequence[Unit], by: By, example: Any) -> list[float] | None:
+    """What every unit costs, where a cut is to be by cost."""
+    if by == "parameters":
+        return [float(unit.size) for unit in units]
+    if by == "time":
+        if example is None:
+            raise StagelineError("by='time' measures the model, and needs example=, a batch to run it on")
+        by = profile_units(model, units, example)
+    if not isinstance(by, Profile):
+        return None
+    measured = {layer.name: layer.seconds for layer in by.layers}
+    missing = [unit.name for unit in units if unit.name not in measured]
+    if missing:
+        raise StagelineError(
+            f"the profile has no layer {missing[0]!r}{nearest(missing[0], measured)}; profile the model that is split"
+        )
+    calls = Counter(unit.name for unit in units)
+    return [measured[unit.name] / calls[unit.name] for unit in units]
+
+
+def profile_units(model: nn.Module, units: Sequence[Unit], example: Any, **how: Any) -> Profile:
+    """Measure every unit once, on its own."""
+    kwargs = dict(example) if isinstance(example, dict) else {}
+    args = example if isinstance(example, tuple) else () if isinstance(example, dict) else (example,)
+    layers = {id(unit.module): (unit.name, unit.module) for unit in reversed(units)}
+    return profile_model(
+        model, args, {**huggingface.defaults_of(model), **kwargs}, layers=list(reversed(layers.values())), **how
+    )
+
+
+def profile(model: nn.Module, example: Any, *, repeats: int = 5, warmup: int = 2) -> Profile:
+    """Measure what the units of a model cost: F, I and W apart, and the bytes that they keep.
+
+    `example` is one microbatch: a tuple of arguments, a dict of keywords, or the only argument.
+
+    >>> import torch
+    >>> found = profile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.ones(3, 4), repeats=1, warmup=0)
+    >>> [(layer.name, layer.parameters) for layer in found.layers]
+    [('0', 80), ('1', 40)]
+    """
+    if not isinstance(model, nn.Module):
+        raise StagelineError(f"profile takes a model, an nn.Module, got {shorten(model)}")
+    units = _units(model, "layers", ())
+    if not isinstance(model, nn.Sequential):
+        huggingface.prepare(model)
+        units = _in_order(model, units, example)
+    return profile_units(model, units, example, repeats=repeats, warmup=warmup)

@@ -40,6 +40,11 @@ class Unit:
         """How many elements its parameters have."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
+    @property
+    def bytes(self) -> int:
+        """How many bytes its parameters have."""
+        return sum(parameter.nbytes for parameter in self.module.parameters())
+
 
 def find_units(model: nn.Module, stacks: Sequence[str] = (), kind: str = "") -> list[Unit]:
     """The units of a model, in the order in which it defines them.
@@ -65,6 +70,16 @@ def find_units(model: nn.Module, stacks: Sequence[str] = (), kind: str = "") -> 
         return [Unit(name, child, False) for name, child in model.named_children() if _has_parameters(child)]
     frames = {name for block in blocks for name in _above(block)}
     return list(_collect(model, "", blocks, frames))
+
+
+def layers_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    """The layers by name; a layer that stands in several places is listed in each, unlike in `named_children`.
+
+    A stage of a model with a forward of its own is one layer.
+    """
+    if getattr(model, "one_layer", False):
+        return [("", model)]
+    return [(name, layer) for name, layer in model._modules.items() if layer is not None]
 
 
 def _collect(module: nn.Module, at: str, blocks: set[str], frames: set[str]) -> Iterator[Unit]:

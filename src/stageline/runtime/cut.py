@@ -12,9 +12,8 @@ from torch import nn
 
 from stageline.errors import ScheduleError, StagelineError, shorten
 from stageline.model.build import Description, describe
-from stageline.model.frame import StagePart
 from stageline.model.staged import Staged, split
-from stageline.model.units import find_units
+from stageline.model.units import find_units, layers_of
 from stageline.schedules.files import read_schedule
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import find_family, schedule
@@ -89,16 +88,6 @@ def find_schedule(
 
 def _divisors(number: int) -> list[int]:
     return [count for count in range(number, 0, -1) if number % count == 0]
-
-
-def layers_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """The layers by name; a layer that stands in several places is listed in each, unlike in `named_children`.
-
-    A stage of a model with a forward of its own is one layer.
-    """
-    if isinstance(model, StagePart):
-        return [("", model)]
-    return [(name, layer) for name, layer in model._modules.items() if layer is not None]
 
 
 def count_layers(given: nn.Module | Staged | Sequence[nn.Module]) -> int:

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stageline.errors import StagelineError, shorten
 from stageline.model.frame import StagePart
+from stageline.model.units import layers_of
 from stageline.runtime.buffers import Buffers, Snapshot
-from stageline.runtime.cut import layers_of
 from stageline.runtime.plan import Plan, checkpointed
 from stageline.runtime.randomness import Generators, draws, generator_alone, random_numbers
 from stageline.runtime.recompute import Recompute, training
