@@ -220,7 +220,8 @@ import torch
 from torch import nn
 
 def make():
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.ones(4, 4), torch.ones(4, 2), nn.functional.mse_loss
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    return model, torch.ones(4, 4), torch.ones(4, 2), nn.functional.mse_loss
 
 def alone():
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
