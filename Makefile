@@ -39,6 +39,9 @@ bench: install
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/runtime_speed.py
 	$(BIN)/python benchmarks/sleep_stages.py
+	$(BIN)/python benchmarks/partition_speed.py
+	$(BIN)/python benchmarks/profile_accuracy.py
+	$(BIN)/python benchmarks/building.py
 	$(BIN)/python benchmarks/tracing.py
 	$(BIN)/python benchmarks/endurance.py
 	$(BIN)/python benchmarks/faults.py

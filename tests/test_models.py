@@ -408,3 +408,52 @@ def test_a_check_of_a_model_that_draws_compares_with_one_rank() -> None:
     assert tied.tied == ("transformer.wte.weight",)
     with pytest.raises(sl.StagelineError, match="a pair of inputs and targets"):
         sl.check(models.GPT(), words(), ranks=2)
+
+
+class Flat(nn.Module):
+    """No modules inside: nothing to cut between without a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(4):
+            self.register_parameter(f"w{number}", nn.Parameter(torch.randn(6, 6) * 0.3))
+            self.register_buffer(f"b{number}", torch.randn(6))
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Tensor]:
+        a = x @ self.get_parameter("w0") + self.get_buffer("b0")
+        b = torch.tanh(a) @ self.get_parameter("w1") + a
+        c = functional.relu(b) @ self.get_parameter("w2") + self.get_buffer("b2")
+        return {"y": (c + a) @ self.get_parameter("w3"), "z": c.sum(-1) * scale}
+
+
+def of_both(output: Any, target: Tensor) -> Tensor:
+    return torch.as_tensor(functional.mse_loss(output["y"], target) + output["z"].mean())
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-h1"])
+def test_a_model_without_modules_is_traced_and_gives_its_own_bits(family: str) -> None:
+    torch.manual_seed(0)
+    model = Flat()
+    plain = copy.deepcopy(model)
+    x, y = noise(5, 6), noise(5, 6, seed=4)
+    pipe = sl.Pipeline(
+        model, loss_fn=of_both, schedule=family, ranks=3, microbatches=2, example={"x": x[:2], "scale": 1.0}
+    )
+    assert pipe.step({"x": x, "scale": 1.0}, y).loss == plainly(plain, of_both, x, y, 2)
+    assert_same_bits(gradients(model), gradients(plain))
+    assert sorted(pipe.state_dict()) == sorted(model.state_dict())
+    assert all(len(list(part.parameters())) < 4 for part in pipe._parts)
+    pipe.eval()
+    with pytest.raises(sl.PipelineError, match="traced while training; split it once more after"):
+        pipe.predict({"x": x, "scale": 1.0})
+
+
+def test_what_cannot_be_traced_either_is_said() -> None:
+    class Looks(Flat):
+        def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Tensor]:
+            if float(x.sum()) > 0:
+                x = x + 1
+            return super().forward(x)
+
+    with pytest.raises(sl.StagelineError, match=r"Looks has no stack of blocks, and torch\.export cannot trace it"):
+        sl.split(Looks(), 2, example=noise(2, 6))

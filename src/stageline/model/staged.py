@@ -17,7 +17,8 @@ from stageline.model.frame import Original, StagePart
 from stageline.model.partition import Partition, partition
 from stageline.model.profile import Profile, profile_model
 from stageline.model.replay import Calls, Replay
-from stageline.model.units import Unit, find_units
+from stageline.model.traced import Traced, trace
+from stageline.model.units import NoStack, Unit, find_units
 
 Cut = list[tuple[int, int]]
 """For each stage, the calls that are its own: from the first to the one after the last."""
@@ -57,6 +58,8 @@ class Staged:
     """For each stage, its first unit and the one after its last."""
     balance: Partition | None = None
     """How even a cut by cost is: its `chart()` is a bar for every rank."""
+    traced: Traced | None = None
+    """The graph, where the model had to be traced."""
 
     @property
     def names(self) -> list[list[str]]:
@@ -70,6 +73,8 @@ class Staged:
                 nn.Sequential(OrderedDict((unit.name, unit.module) for unit in self.units[start:stop]))
                 for start, stop in self.cut
             ]
+        if self.traced is not None:
+            return [self.traced.part(start, stop) for start, stop in self.cut]
         names = tuple(unit.name for unit in self.units)
         modules = {unit.name: Original(unit.module) for unit in self.units}
         defaults = huggingface.defaults_of(self.model)
@@ -134,8 +139,15 @@ def split(
         raise StagelineError(f"split takes a model, an nn.Module, got {shorten(model)}")
     if not isinstance(stages, int) or stages < 1:
         raise StagelineError(f"stages is a whole number of at least 1, got {shorten(stages)}")
-    units = _units(model, by, [stack] if isinstance(stack, str) and stack else list(stack))
-    if not isinstance(model, nn.Sequential):
+    traced: Traced | None = None
+    try:
+        units = _units(model, by, [stack] if isinstance(stack, str) and stack else list(stack))
+    except NoStack:
+        if example is None:
+            raise
+        traced = trace(model, example)
+        units = traced.units()
+    if traced is None and not isinstance(model, nn.Sequential):
         huggingface.prepare(model)
         units = _in_order(model, units, example)
     if stages > len(units):
@@ -146,11 +158,11 @@ def split(
     costs = None if layers_per_stage is not None else _costs(model, units, by, example)
     if costs is not None:
         balance = _balanced(units, stages, costs, Balance(ranks, placement, memory, pinned, speed))
-        return Staged(model, tuple(units), tuple(balance.stages), balance)
+        return Staged(model, tuple(units), tuple(balance.stages), balance, traced)
     if memory is not None or pinned or speed is not None:
         raise StagelineError("memory=, pinned= and speed= need costs: give by='parameters', 'time' or a profile")
     cut = _cut(units, stages, by, layers_per_stage)
-    return Staged(model, tuple(units), tuple(cut))
+    return Staged(model, tuple(units), tuple(cut), traced=traced)
 
 
 def _units(model: nn.Module, by: By, stack: Sequence[str]) -> list[Unit]:

@@ -26,6 +26,10 @@ from torch import nn
 from stageline.errors import StagelineError, nearest
 
 
+class NoStack(StagelineError):
+    """A model in which there is nothing to cut between."""
+
+
 @dataclass(frozen=True)
 class Unit:
     """A module that is never cut, by its name in the model."""
@@ -62,10 +66,10 @@ def find_units(model: nn.Module, stacks: Sequence[str] = (), kind: str = "") -> 
     if not blocks:
         parts = [name for name, child in model.named_children() if _has_parameters(child)]
         if len(parts) < 2:
-            raise StagelineError(
+            raise NoStack(
                 f"{type(model).__name__} has no stack of blocks to cut: no ModuleList or Sequential of like modules, "
                 f"and {len(parts)} parts with parameters ({', '.join(parts) or 'none'}); give an nn.Sequential or a "
-                "list of stages, or name its blocks with by='type:ClassOfBlock'"
+                "list of stages, name its blocks with by='type:ClassOfBlock', or give example= to have it traced"
             )
         return [Unit(name, child, False) for name, child in model.named_children() if _has_parameters(child)]
     frames = {name for block in blocks for name in _above(block)}

@@ -13,7 +13,7 @@ from torch import nn
 from stageline.errors import ScheduleError, StagelineError, shorten
 from stageline.model.build import Description, describe
 from stageline.model.staged import Staged, split
-from stageline.model.units import find_units, layers_of
+from stageline.model.units import NoStack, find_units, layers_of
 from stageline.schedules.files import read_schedule
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import find_family, schedule
@@ -93,7 +93,10 @@ def _divisors(number: int) -> list[int]:
 def count_layers(given: nn.Module | Staged | Sequence[nn.Module]) -> int:
     """How many stages there are, or how many layers or blocks to cut into stages."""
     if isinstance(given, nn.Module) and not isinstance(given, nn.Sequential):
-        units = find_units(given)
+        try:
+            units = find_units(given)
+        except NoStack:  # it is traced, into as many stages as are asked for
+            return 1
         return sum(unit.block for unit in units) or len(units)
     return len(given)
 
