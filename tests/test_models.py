@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -86,8 +87,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, Any, Callable[..., Tensor],
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("case", CASES)
+HALF = [(case, family) for number, case in enumerate(CASES) for family in FAMILIES[number % 2 :: 2]]
+SWEEP = [(case, family) for case in CASES for family in FAMILIES]
+
+
+@pytest.mark.parametrize(("case", "family"), SWEEP if os.environ.get("STAGELINE_SWEEP") == "full" else HALF)
 def test_a_model_as_people_write_it_gives_its_own_bits(case: str, family: str) -> None:
     make, inputs, targets, loss_fn, tied = CASES[case]
     torch.manual_seed(0)
@@ -457,3 +461,13 @@ def test_what_cannot_be_traced_either_is_said() -> None:
 
     with pytest.raises(sl.StagelineError, match=r"Looks has no stack of blocks, and torch\.export cannot trace it"):
         sl.split(Looks(), 2, example=noise(2, 6))
+
+
+@pytest.mark.parametrize("name", models.EXAMPLES)
+def test_every_example_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    models.main([name, "--schedule", "zb-v", "--steps", "2"])
+    said = capsys.readouterr().out
+    assert "4 stages of" in said
+    assert "the same" in said
+    losses = [float(line.split()[-1]) for line in said.splitlines() if line.startswith("step")]
+    assert losses[1] < losses[0]

@@ -1,12 +1,21 @@
-"""Models as people write them, small: for tests of splitting."""
+"""Models as people write them, each made into a pipeline in one line: where it is cut, whether it is the same, and steps.
+
+python examples/models.py [gpt|uneven|tied|resnet|unet|translator|shared] [--ranks 2] [--schedule 1f1b] [--steps 3]
+
+None of them knows of Stageline.
+"""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+import stageline as sl
 
 WORDS = 97
 
@@ -166,3 +175,53 @@ class HeadFirst(nn.Module):
         for block in self.blocks:
             x = torch.tanh(block(x))
         return torch.as_tensor(self.head(x))
+
+
+def words(*shape: int) -> Tensor:
+    return torch.randint(0, WORDS, shape, generator=torch.Generator().manual_seed(1))
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
+
+
+def next_words(output: Any, target: Tensor) -> Tensor:
+    logits = output[0] if isinstance(output, tuple) else output
+    return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+EXAMPLES: dict[str, tuple[Callable[[], nn.Module], Any, Tensor, Callable[[Any, Tensor], Tensor]]] = {
+    "gpt": (GPT, words(8, 16), words(8, 16), next_words),
+    "uneven": (lambda: GPT(uneven=True), words(8, 16), words(8, 16), next_words),
+    "tied": (lambda: GPT(tied=True), words(8, 16), words(8, 16), next_words),
+    "resnet": (ResNet, noise(8, 3, 16, 16), noise(8, 2), functional.mse_loss),
+    "unet": (UNet, noise(8, 3, 16, 16), noise(8, 2, 16, 16), functional.mse_loss),
+    "translator": (Translator, (words(8, 12), words(8, 10)), words(8, 10), next_words),
+    "shared": (Shared, noise(8, 5), noise(8, 2), functional.mse_loss),
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="gpt", choices=list(EXAMPLES))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--steps", type=int, default=3)
+    given = parser.parse_args(arguments)
+    make, inputs, targets, loss_fn = EXAMPLES[given.model]
+    torch.manual_seed(0)
+    model = make()
+    schedule = sl.schedule(given.schedule, given.ranks, microbatches=4)
+    print(sl.split(model, schedule.stages, example=inputs))
+    print(sl.check(model, (inputs, targets), ranks=given.ranks, schedule=schedule, loss_fn=loss_fn, example=inputs))
+    pipe = sl.Pipeline(model, loss_fn=loss_fn, schedule=schedule, example=inputs)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    for step in range(given.steps):
+        stats = pipe.step(inputs, targets)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"step {step}: loss {stats.loss:.4f}")
+
+
+if __name__ == "__main__":
+    main()
