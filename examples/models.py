@@ -1,4 +1,4 @@
-"""Models as people write them, each made into a pipeline in one line: where it is cut, whether it is the same, and steps.
+"""Models as people write them, each made a pipeline in one line: where it is cut, whether it is the same, and steps.
 
 python examples/models.py [gpt|uneven|tied|resnet|unet|translator|shared] [--ranks 2] [--schedule 1f1b] [--steps 3]
 
