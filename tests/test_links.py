@@ -169,3 +169,26 @@ def test_the_address_of_this_machine_is_the_one_that_leads_to_rank_0() -> None:
 def test_an_address_that_is_not_of_this_machine_is_refused() -> None:
     with pytest.raises(TransportError, match=r"rank 0 cannot listen at 203\.0\.113\.7"):
         Links(0, 1, "203.0.113.7")
+
+
+def test_a_sender_that_ends_late_does_no_harm(links: tuple[Links, Links], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have had no time to end, on a busy machine, when the next step begins."""
+    sender, receiver = (SocketTransport(end) for end in links)
+    real = sender._outbox._send_all
+
+    def late(ear: socket.socket) -> None:
+        real(ear)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(sender._outbox, "_send_all", late)
+    for step in range(3):
+        sender.begin({}, {(1, "forward"): 1})
+        receiver.begin({(0, "forward"): 1}, {})
+        sent = Message(header(step), [torch.full((8 << 20,), step, dtype=torch.uint8)], "*", [False])
+        sender.send(sent)
+        assert torch.equal(
+            torch.as_tensor(receiver.receive(header(step), 20.0).leaves[0]), torch.as_tensor(sent.leaves[0])
+        )
+        sender.finish(20.0)
+        receiver.finish(20.0)
+    sender.close(5.0)

@@ -297,7 +297,7 @@ def test_a_forward_that_takes_another_way_than_the_first_time_is_never_silently_
     pipe = sl.Pipeline(Chooses(), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=1)
     x, y = noise(2, 4), noise(2, 4)
     pipe.step((x, torch.tensor([1, 1])), y)
-    with pytest.raises(sl.PipelineError, match=r"needs input\.0, which the stages before did not pass on"):
+    with pytest.raises(sl.PipelineError, match=r"needs the input\.0, which the stages before did not pass on"):
         pipe.step((x, torch.tensor([2, 2])), y)
 
 

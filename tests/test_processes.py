@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import re
 import subprocess
@@ -495,3 +496,95 @@ def test_the_same_script_runs_alone_and_under_torchrun(tmp_path: Path) -> None:
     assert many.returncode == 0, many.stderr
     losses = {name: (tmp_path / f"loss-{name}").read_text() for name in ("alone", "0", "1")}
     assert len(set(losses.values())) == 1, losses
+
+
+def in_another_order(rank: int) -> str:
+    first, second = (
+        sl.Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], loss_fn=functional.mse_loss, microbatches=2, deadline=10)
+        for _ in range(2)
+    )
+    x = torch.ones(4, 4)
+    with pytest.raises(sl.PipelineError) as caught:
+        (first if rank == 0 else second).step(x, x)
+    return str(caught.value)
+
+
+def test_pipelines_that_are_run_in_different_orders_are_found_out() -> None:
+    said = run_ranks(in_another_order, 2)
+    assert any("the ranks run their pipelines in different orders" in each for each in said), said
+
+
+def one_evaluates(rank: int) -> str:
+    pipe = sl.Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], loss_fn=functional.mse_loss, microbatches=2, deadline=10)
+    x = torch.ones(4, 4)
+    pipe.step(x, x)
+    with pytest.raises(sl.PipelineError) as caught:
+        (pipe.evaluate if rank == 0 else pipe.step)(x, x)
+    return str(caught.value)
+
+
+def test_a_rank_that_evaluates_while_others_train_is_found_out() -> None:
+    said = run_ranks(one_evaluates, 2)
+    assert any("evaluates while the other trains" in each for each in said), said
+
+
+class Many(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        return [self.linear(x) * number for number in range(1100)]
+
+
+class Added(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, parts: Any) -> Any:
+        return self.linear(torch.stack(parts).sum(0))
+
+
+def very_many(rank: int) -> float:
+    torch.manual_seed(0)
+    pipe = sl.Pipeline([Many(), Added()], loss_fn=functional.mse_loss, microbatches=2)
+    return pipe.step(torch.ones(4, 4), torch.ones(4, 4)).loss
+
+
+def test_very_many_tensors_in_one_message() -> None:
+    losses = run_ranks(very_many, 2)
+    assert losses == [very_many(0)] * 2
+
+
+def over_and_over(rank: int) -> list[int]:
+    found = []
+    for _ in range(4):
+        pipe = sl.Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], loss_fn=functional.mse_loss, microbatches=2)
+        pipe.step(torch.ones(4, 4), torch.ones(4, 4))
+        del pipe
+        gc.collect()
+        found.append(len(os.listdir("/proc/self/fd")))
+    return found
+
+
+def test_pipelines_that_are_gone_leave_nothing_open() -> None:
+    for found in run_ranks(over_and_over, 2):
+        assert found[-1] == found[1], found
+
+
+def interrupted(rank: int) -> str:
+    pipe = sl.Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], loss_fn=functional.mse_loss, microbatches=2, deadline=20)
+    x = torch.ones(4, 4)
+    pipe.step(x, x)
+    if rank == 1:
+        pipe._work = lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt if rank == 1 else sl.PipelineError) as caught:
+        pipe.step(x, x)
+    if rank == 1:
+        time.sleep(3.0)  # it lives on, and the other does not wait for it
+    return str(caught.value)
+
+
+def test_an_interrupt_before_the_first_action_is_told_to_all() -> None:
+    assert "rank 1" in run_ranks(interrupted, 2)[0]

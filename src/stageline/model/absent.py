@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,25 +23,32 @@ Keys = frozenset[str]
 """The names of the values that a tensor was computed from."""
 
 
-class _Written(threading.local):
-    keys: set[str] | None = None
+@dataclass
+class Writes:
+    """What a forward writes in place while it is looked at."""
+
+    into_others: set[str] = field(default_factory=set)
+    """Absent values that were written into tensors that are there. What is computed from such a tensor does not know of
+    it, so all that comes later has to be taken to need them."""
+    changed: set[str] = field(default_factory=set)
+    """Absent values that were themselves changed."""
 
 
-_written = _Written()
+class _Looking(threading.local):
+    writes: Writes | None = None
+
+
+_looking = _Looking()
 
 
 @contextmanager
-def writes_allowed() -> Iterator[set[str]]:
-    """While this lasts, absent values may be written into tensors that are there; gives the names of those values.
-
-    What is computed from such a tensor does not know of it, so all that comes later has to be taken to need them.
-    """
-    found: set[str] = set()
-    _written.keys = found
+def writes_allowed() -> Iterator[Writes]:
+    """While this lasts, absent values may be written into tensors that are there; gives what was written."""
+    _looking.writes = found = Writes()
     try:
         yield found
     finally:
-        _written.keys = None
+        _looking.writes = None
 
 
 class Absent(Tensor):
@@ -90,11 +98,14 @@ class Absent(Tensor):
         found = _shapes(name, func, _map(_meta, args), _map(_meta, kwargs))
         changed = args[0] if name.endswith("_") and not name.startswith("__") and args else None
         if isinstance(changed, Tensor):
+            writes = _looking.writes
             if isinstance(changed, Absent):
+                if writes is not None:
+                    writes.changed |= changed._keys
                 changed._keys = keys
                 return changed
-            if _written.keys is not None:
-                _written.keys |= keys
+            if writes is not None:
+                writes.into_others |= keys
                 return changed
             raise StagelineError(
                 f"the model writes a value of {', '.join(sorted(keys))}, which is on another stage, into a tensor "

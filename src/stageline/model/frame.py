@@ -12,8 +12,9 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from stageline.errors import StagelineError
 from stageline.model.replay import Replay
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -30,13 +31,48 @@ class _Called:
         real: Callable[..., Any] = super().__call__  # type: ignore[misc]
         return self._stageline_replay.visit(self._stageline_name, real, args, kwargs)
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Called directly, it is a call all the same."""
+        real: Callable[..., Any] = super().forward  # type: ignore[misc]
+        if self._stageline_replay.outside():
+            return self._stageline_replay.visit(self._stageline_name, real, args, kwargs)
+        return real(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
+        own = self.__dict__.get("_stageline_own", True)
         try:
-            return super().__getattr__(name)  # type: ignore[misc]
+            found = super().__getattr__(name)  # type: ignore[misc]
         except AttributeError:
-            if self.__dict__.get("_stageline_own", True):
+            if own:
                 raise
-            return getattr(self.__dict__["_stageline_of"].module, name)
+            found = getattr(self.__dict__["_stageline_of"].module, name)
+        if name.startswith("_stageline") or not self._stageline_replay.outside():
+            return found
+        if isinstance(found, Tensor):
+            return self._stageline_replay.tensor(self._stageline_name, name, found, own)
+        if isinstance(found, nn.Module) and not own:
+            return _Inner(found, f"{self._stageline_name}/{name}", self._stageline_replay)
+        return found
+
+
+class _Inner:
+    """A module inside of a unit that another stage holds: its tensors are absent, and it cannot be called."""
+
+    def __init__(self, module: nn.Module, name: str, replay: Replay) -> None:
+        self._module, self._name, self._replay = module, name, replay
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        if isinstance(found, Tensor):
+            unit, _, path = self._name.partition("/")
+            return self._replay.tensor(unit, f"{path}.{name}", found, False)
+        return _Inner(found, f"{self._name}.{name}", self._replay) if isinstance(found, nn.Module) else found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise StagelineError(
+            f"the forward calls {self._name.replace('/', '.')} outside of its unit, which is on another stage; call "
+            "the unit itself, or make its parts units with by='type:ClassOfPart'"
+        )
 
 
 class Original:
@@ -63,6 +99,10 @@ def copy_of(module: nn.Module) -> nn.Module:
 def called(module: nn.Module, name: str, replay: Replay, own: bool) -> nn.Module:
     """A unit that asks the replay when it is called; where it is not the stage's own, it holds nothing."""
     kind = type(module)
+    if hasattr(module, "_orig_mod"):
+        raise StagelineError(
+            f"{name} was wrapped by torch.compile(…), which hides what it is; compile it in place: module.compile()"
+        )
     if kind not in _classes:
         _classes[kind] = type(kind.__name__, (_Called, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     made: Any = kind.__new__(_classes[kind])
@@ -76,6 +116,36 @@ def called(module: nn.Module, name: str, replay: Replay, own: bool) -> nn.Module
     return made  # type: ignore[no-any-return]
 
 
+_OWN = frozenset({"_modules", "_parameters", "_buffers", "named_parameters", "training"})
+"""What a copy of a module has for itself."""
+
+
+def _at(model: nn.Module, path: str) -> nn.Module | None:
+    found: nn.Module | None = model
+    for name in path.split("."):
+        found = None if found is None else found._modules.get(name)
+    return found
+
+
+class _Guarded:
+    """The parameters of a frame: its own stage's. A forward that looks at all of them would see only some."""
+
+    def __init__(self, module: nn.Module, replay: Replay) -> None:
+        self._module, self._replay = module, replay
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Guarded:
+        return _Guarded(copy.deepcopy(self._module, memo), copy.deepcopy(self._replay, memo))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for number, found in enumerate(type(self._module).named_parameters(self._module, *args, **kwargs)):
+            if number and self._replay.outside() and not (self._replay.first and self._replay.last):
+                raise StagelineError(
+                    f"the forward of {type(self._module).__name__} looks at all parameters, and a stage holds some; "
+                    "add such a term to the loss outside of the model"
+                )
+            yield found
+
+
 class StagePart(nn.Sequential):
     """What a rank holds of a model for one stage, by the names of the whole model; called with what arrives."""
 
@@ -83,6 +153,7 @@ class StagePart(nn.Sequential):
     replay: Replay
     _copies: list[tuple[Original, nn.Module]]
     _frame: tuple[nn.Module]
+    _shared: list[tuple[str, Tensor]]
 
     def __init__(self, model: nn.Module, units: Sequence[str], own: frozenset[str], replay: Replay) -> None:
         """`units` are the names of all units, `own` those of this stage."""
@@ -96,6 +167,18 @@ class StagePart(nn.Sequential):
         self.__dict__["_parameters"] = frame._parameters
         self.__dict__["_buffers"] = frame._buffers
         self.__dict__["_non_persistent_buffers_set"] = frame._non_persistent_buffers_set
+        self.__dict__["_model"] = Original(model)
+        kept = set(self.state_dict())
+        inside = tuple(f"{name}." for name in units)
+        self.__dict__["_shared"] = [
+            (name, buffer) for name, buffer in self.named_buffers() if name in kept and not name.startswith(inside)
+        ]
+
+    @property
+    def model(self) -> nn.Module:
+        """The whole model."""
+        found: nn.Module = self.__dict__["_model"].module
+        return found
 
     def _framed(self, module: nn.Module, at: str, marked: Mapping[str, bool]) -> nn.Module:
         if at in marked:
@@ -109,6 +192,7 @@ class StagePart(nn.Sequential):
             for name, child in module._modules.items():
                 if child is not None:
                     made._modules[name] = self._framed(child, f"{at}.{name}" if at else name, marked)
+            made.__dict__["named_parameters"] = _Guarded(made, self.replay)
         if made is not module:
             self._copies.append((Original(module), made))
         return made
@@ -123,11 +207,29 @@ class StagePart(nn.Sequential):
         made: list[Any] = [each for _, each in self._copies if isinstance(each, _Called) and each._stageline_own]
         return [(each._stageline_name, each) for each in made]
 
+    def refresh(self) -> None:
+        """Take over what was set on the model's modules meanwhile; its units must still be the same."""
+        for name, unit in self.replay.modules.items():
+            if _at(self.model, name) is not unit.module:
+                raise StagelineError(f"{name} was replaced after the pipeline was made; make a new Pipeline")
+        for original, made in self._copies:
+            for key, value in original.module.__dict__.items():
+                if key not in _OWN:
+                    made.__dict__[key] = value
+
     def forward(self, value: Any) -> Any:
         """Run the model's forward as far as this stage goes."""
         for original, made in self._copies:
             made.training = original.module.training
-        return self.replay.run(self._frame[0], value)
+        before = [buffer._version for _, buffer in self._shared]
+        found = self.replay.run(self._frame[0], value)
+        for (name, buffer), version in zip(self._shared, before, strict=True):
+            if buffer._version != version and not (self.replay.first and self.replay.last):
+                raise StagelineError(
+                    f"the forward changes the buffer {name} outside of its units, and every stage runs that; put the "
+                    "change into a module with that buffer, so that one stage makes it"
+                )
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StagePart:
         """Copy the frame with what it holds; tensors that are in the memo stay the same."""

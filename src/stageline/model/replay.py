@@ -9,9 +9,9 @@ U-Net also the skip connections.
 from __future__ import annotations
 
 import copy
-import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -23,10 +23,10 @@ from torch.utils import _pytree as pytree
 from stageline.errors import StagelineError
 from stageline.model import huggingface
 from stageline.model.absent import Absent, Keys, keys_of, writes_allowed
-from stageline.runtime.randomness import draws
-from stageline.runtime.tree import flatten, unflatten
+from stageline.model.effects import Effects, inside_a_checkpoint
+from stageline.model.passed import PARAMETER, Passed, key_of, on_meta
+from stageline.runtime.randomness import draws, generator_alone
 
-INPUT = "input"
 Draw = Callable[..., Any]
 """Calls something that may draw random numbers, by the name of what it is."""
 
@@ -76,6 +76,8 @@ class Needs:
 
     of_call: dict[int, Keys] = field(default_factory=dict)
     of_output: Keys = frozenset()
+    changed: Keys = frozenset()
+    """Values that the forward changes in place."""
     everything: bool = False
     """Nothing could be found out, so all values cross all cuts."""
 
@@ -83,6 +85,12 @@ class Needs:
         """The values that calls from here on, and the output, are computed from."""
         later = (keys for at, keys in self.of_call.items() if at >= position)
         return frozenset().union(*later, self.of_output)
+
+    def held(self, start: int, stop: int, last: bool) -> set[str]:
+        """The units whose tensors the forward uses outside of them for what a stage computes."""
+        keys = frozenset().union(*(self.of_call.get(at, frozenset()) for at in range(start, stop)))
+        keys |= self.of_output if last else frozenset()
+        return {key.removeprefix(PARAMETER).split("/")[0] for key in keys if key.startswith(PARAMETER)}
 
 
 @dataclass
@@ -96,6 +104,8 @@ class Replay:
     """The units by name, to find out what they give; they may be on the meta device."""
     defaults: dict[str, Any] = field(default_factory=dict)
     """Keywords of the model that a batch may leave out."""
+    everything: bool = False
+    """Pass all values on, whether they are known to be needed or not."""
     draw: Draw | None = None
     """How the stage lets its units draw random numbers; as they come, unless given."""
     _needs: dict[str, Needs] = field(default_factory=dict)
@@ -120,10 +130,13 @@ class Replay:
     def run(self, frame: nn.Module, value: Any) -> Any:
         """Run a stage on the model's inputs, or on what the stage before passed on."""
         arrived = Passed.first(value, self.defaults) if self.first else Passed.read(value)
-        form = arrived.form()
-        if not self.last and form not in self._needs:
+        form = f"{arrived.form()} {frame.training}"
+        fresh = form not in self._needs and not (self.first and self.last)
+        if fresh:
             self._needs[form] = self._look(frame, arrived)
-        self._now = now = _Now(arrived, None if self.last else self._needs[form])
+        needs = self._needs.get(form, Needs())
+        arrived.changed = needs.changed
+        self._now = now = _Now(arrived, needs, fresh=fresh)
         args, kwargs = arrived.inputs()
         try:
             found = frame(*args, **kwargs)
@@ -138,8 +151,22 @@ class Replay:
             )
         lost = keys_of(found)
         if lost:
-            raise StagelineError(f"the output of the model needs {', '.join(sorted(lost))}, which no stage passed on")
+            raise StagelineError(f"the output of the model needs {self._said(lost)}")
         return found
+
+    def _said(self, keys: Keys) -> str:
+        """What is missing, in words, and what to do."""
+        names = [
+            key.removeprefix(PARAMETER).replace("/", ".") if key.startswith(PARAMETER) else
+            f"the output of {self.calls.names[int(key.split('.')[0])]}" if key[0].isdigit() else f"the {key}"
+            for key in sorted(keys)
+        ]  # fmt: skip
+        if any(key.startswith(PARAMETER) for key in keys):
+            return f"{', '.join(names)}, which another stage holds; give example= to split, so that it is held here too"
+        return (
+            f"{', '.join(names)}, which the stages before did not pass on: the forward takes another way than when it "
+            "was first seen; split(…, everything=True) passes all values on"
+        )
 
     def visit(self, name: str, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A unit is called."""
@@ -164,15 +191,36 @@ class Replay:
             raise _Reached
         lost = keys_of((args, kwargs))
         if lost:
+            raise StagelineError(f"{name} needs {self._said(lost)}")
+        if now.grad and not torch.is_grad_enabled() and inside_a_checkpoint():
             raise StagelineError(
-                f"{name} needs {', '.join(sorted(lost))}, which the stages before did not pass on: the forward takes "
-                "another way than when it was first seen"
+                f"the forward runs {name} in a checkpoint with use_reentrant=True, which hides its gradients from the "
+                "stage; use use_reentrant=False, or recompute= of the pipeline"
             )
+        alone = self.first and self.last
+        effects = Effects(name, real, (args, kwargs)) if now.fresh and not alone else None
         before = huggingface.lengths(huggingface.collected())
-        found = self._drawn(name, real, args, kwargs)
+        now.inside = True
+        try:
+            found = self._drawn(name, real, args, kwargs)
+        finally:
+            now.inside = False
+        if effects is not None:
+            effects.check()
         if not self.last:
-            now.passed.keep(position, name, (found, huggingface.since(before)))
+            now.passed.keep(position, name, (found, huggingface.since(before)), now.needs.changed)
         return found
+
+    def outside(self) -> bool:
+        """Whether the frame of a forward runs, and no unit in it."""
+        return self._now is not None and not self._now.inside
+
+    def tensor(self, name: str, attribute: str, value: Tensor, held: bool) -> Tensor:
+        """A tensor of a unit that the frame uses: itself where the stage holds it, else absent."""
+        now = self._now
+        if now is None or now.inside or (held and now.dry is None):
+            return value
+        return Absent.of(on_meta(value), value.device, frozenset({f"{PARAMETER}{name}/{attribute}"}))
 
     def _drawn(self, name: str, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return real(*args, **kwargs) if self.draw is None else self.draw(name, lambda: real(*args, **kwargs))
@@ -181,11 +229,13 @@ class Replay:
 
     def _look(self, frame: nn.Module, arrived: Passed) -> Needs:
         needs = Needs()
-        self._now = _Now(arrived, None, dry=needs)
+        self._now = _Now(arrived, needs, dry=needs)
         args, kwargs = arrived.inputs(absent=True)
         try:
-            with torch.no_grad(), writes_allowed() as written:
-                needs.of_output = keys_of(frame(*args, **kwargs)) | written
+            with torch.no_grad(), _no_draws(), writes_allowed() as writes:
+                needs.of_output = keys_of(frame(*args, **kwargs)) | writes.into_others
+                needs.changed = frozenset(writes.changed)
+                needs.everything = self.everything
         except Exception as error:
             warnings.warn(
                 f"what has to pass from stage to stage could not be found out ({type(error).__name__}: {error}); "
@@ -197,21 +247,21 @@ class Replay:
             self._now = None
         return needs
 
-    def order(self, frame: nn.Module, value: Any) -> list[str]:
-        """The units in the order in which a forward calls them, found by a run with nothing in it."""
-        self._now = _Now(Passed.first(value, self.defaults), None, dry=Needs(), seen=[])
+    def order(self, frame: nn.Module, value: Any) -> tuple[list[str], Needs]:
+        """The units in the order in which a forward calls them, and what they need; by a run with nothing in it."""
+        needs, seen = Needs(), list[str]()
+        self._now = _Now(Passed.first(value, self.defaults), needs, dry=needs, seen=seen)
         args, kwargs = self._now.arrived.inputs(absent=True)
         try:
-            with torch.no_grad(), writes_allowed():
-                frame(*args, **kwargs)
-            return list(self._now.seen or [])
+            with torch.no_grad(), _no_draws(), writes_allowed() as writes:
+                needs.of_output = keys_of(frame(*args, **kwargs)) | writes.into_others
+            return seen, needs
         except Exception:
-            seen = list(self._now.seen or [])
             missing = {id(each.module) for each in self.modules.values()} - {
                 id(self.modules[name].module) for name in seen
             }
-            if not missing:  # what comes after the last unit does not matter
-                return seen
+            if not missing:  # what comes after the last unit does not matter for the order
+                return seen, needs
             raise
         finally:
             self._now = None
@@ -238,12 +288,14 @@ class Replay:
 
     def _shape_of(self, name: str, args: Any, kwargs: Any) -> Any:
         """What a unit gives, on the meta device; for one that cannot run there, something like its first argument."""
-        given = pytree.tree_map(lambda leaf: _on_meta(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        given = pytree.tree_map(lambda leaf: on_meta(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         try:
             if name not in self._metas:
                 self._metas[name] = meta_twin(self.modules[name].module)
             return self._metas[name](*given[0], **given[1])
-        except Exception:
+        except Exception as error:
+            if not isinstance(error, NotImplementedError) and "meta" not in str(error).lower():
+                raise
             first = next((leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)), None)
             if first is None:
                 raise
@@ -255,8 +307,13 @@ class _Now:
     """One forward that is under way."""
 
     arrived: Passed
-    needs: Needs | None
+    needs: Needs
     dry: Needs | None = None
+    fresh: bool = False
+    """Whether inputs of this form came for the first time."""
+    inside: bool = False
+    """Whether a unit runs."""
+    grad: bool = field(default_factory=torch.is_grad_enabled)
     seen: list[str] | None = None
     """The calls so far, where their order is not known yet."""
     times: dict[str, int] = field(default_factory=dict)
@@ -267,7 +324,7 @@ class _Now:
 
     def pass_on(self, stop: int) -> None:
         """Keep of all values those that later stages need."""
-        assert self.needs is not None
+        self.passed.check_versions(self.arrived)
         if not self.needs.everything:
             wanted = self.needs.after(stop)
             values = self.passed.values
@@ -275,117 +332,11 @@ class _Now:
             self.passed.forget_inputs(wanted)
 
 
-Told = tuple[int, str, tuple[Any, ...]]
-"""Of a call: its position, the shape of its output's tree, and each leaf, a tensor as its type, shape and device."""
-
-
-@dataclass
-class Passed:
-    """What goes from stage to stage: the model's inputs, values that later units need, and what outputs are like."""
-
-    tree: str
-    leaves: list[Any]
-    """The model's arguments, flat."""
-    values: dict[str, Any]
-    told: list[Told]
-
-    @classmethod
-    def first(cls, value: Any, defaults: Mapping[str, Any]) -> Passed:
-        """What the first stage is given: a tuple of arguments, a dict of keywords, or one argument."""
-        kwargs = dict(value) if isinstance(value, dict) else {}
-        args = value if isinstance(value, tuple) else () if isinstance(value, dict) else (value,)
-        leaves, tree = flatten((tuple(args), {**defaults, **kwargs}), "the batch")
-        return cls(tree, list(leaves), {}, [])
-
-    @classmethod
-    def read(cls, value: Any) -> Passed:
-        """What another stage wrote."""
-        tree, leaves, keys, values, told = value
-        return cls(tree, list(leaves), dict(zip(json.loads(keys), values, strict=True)), list(_told(told)))
-
-    def write(self) -> Any:
-        """As one tree of tensors and texts."""
-        told = json.dumps(self.told)
-        return (self.tree, tuple(self.leaves), json.dumps(list(self.values)), tuple(self.values.values()), told)
-
-    def form(self) -> str:
-        """What decides which values are needed: the structure of the inputs and their types, and not their sizes."""
-        kinds = [f"{leaf.dtype}/{leaf.dim()}" if isinstance(leaf, Tensor) else repr(leaf) for leaf in self.leaves]
-        return json.dumps([self.tree, kinds])
-
-    def inputs(self, absent: bool = False) -> tuple[Any, Any]:
-        """The arguments of the model; `absent` makes those that are numbers with a gradient stand for themselves."""
-        found = [self._input(index, leaf, absent) for index, leaf in enumerate(self.leaves)]
-        args, kwargs = unflatten(found, self.tree)
-        return args, kwargs
-
-    def _input(self, index: int, leaf: Any, absent: bool) -> Any:
-        if isinstance(leaf, str) and leaf.startswith(_GONE):
-            dtype, shape, device = json.loads(leaf[len(_GONE) :])
-            return _absent(dtype, shape, device, f"{INPUT}.{index}")
-        if absent and isinstance(leaf, Tensor) and leaf.is_floating_point():
-            return Absent.of(_on_meta(leaf), leaf.device, frozenset({f"{INPUT}.{index}"}))
-        return leaf
-
-    def forget_inputs(self, wanted: Keys) -> None:
-        """Replace inputs that no later stage needs by their type and shape; whole numbers, which are small, stay."""
-        for index, leaf in enumerate(self.leaves):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and f"{INPUT}.{index}" not in wanted:
-                self.leaves = [*self.leaves]
-                self.leaves[index] = _GONE + json.dumps(_like(leaf))
-
-    def keep(self, position: int, name: str, found: Any) -> None:
-        """Keep what a unit gave."""
-        leaves, tree = flatten(found, name)
-        self.told.append(
-            (position, tree, tuple(_like(leaf) if isinstance(leaf, Tensor) else [leaf] for leaf in leaves))
-        )
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                self.values[key_of(position, index)] = leaf
-
-    def output(self, position: int, name: str) -> Any:
-        """What a unit of an earlier stage gave, absent where it was not passed on."""
-        for at, tree, leaves in self.told:
-            if at == position:
-                found = [self._leaf(key_of(position, index), leaf) for index, leaf in enumerate(leaves)]
-                return unflatten(found, tree)
-        raise StagelineError(
-            f"the model calls {name}, and no earlier stage did; give example= to split, so that the calls are seen"
-        )
-
-    def _leaf(self, key: str, told: Sequence[Any]) -> Any:
-        if len(told) == 1:
-            return told[0]
-        dtype, shape, device = told
-        return self.values[key] if key in self.values else _absent(dtype, shape, device, key)
-
-
-_GONE = "\0absent "
-
-
-def key_of(position: int, leaf: int) -> str:
-    """The name of a value: the call that gave it, and which leaf of its output it is."""
-    return f"{position}.{leaf}"
-
-
-def _like(leaf: Tensor) -> list[Any]:
-    return [str(leaf.dtype).removeprefix("torch."), list(leaf.shape), str(leaf.device)]
-
-
-@lru_cache(maxsize=256)
-def _told(text: str) -> list[Told]:
-    return [(position, tree, tuple(leaves)) for position, tree, leaves in json.loads(text)]
-
-
-def _absent(dtype: str, shape: Sequence[int], device: str, key: str) -> Absent:
-    return Absent.of(torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta"), device, frozenset({key}))
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, Absent):
-        return tensor._meta
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+@contextmanager
+def _no_draws() -> Iterator[None]:
+    """Leave the random numbers as they were, and let no other stage draw meanwhile."""
+    with generator_alone(), torch.random.fork_rng(devices=[]):
+        yield
 
 
 def meta_twin(module: nn.Module) -> nn.Module:

@@ -16,7 +16,7 @@ from stageline.model import huggingface
 from stageline.model.frame import Original, StagePart
 from stageline.model.partition import Partition, partition
 from stageline.model.profile import Profile, profile_model
-from stageline.model.replay import Calls, Replay
+from stageline.model.replay import Calls, Needs, Replay
 from stageline.model.traced import Traced, trace
 from stageline.model.units import NoStack, Unit, find_units
 
@@ -60,6 +60,10 @@ class Staged:
     """How even a cut by cost is: its `chart()` is a bar for every rank."""
     traced: Traced | None = None
     """The graph, where the model had to be traced."""
+    needs: Needs | None = None
+    """What each unit is computed from, as an example showed it."""
+    everything: bool = False
+    """Whether all values pass all cuts."""
 
     @property
     def names(self) -> list[list[str]]:
@@ -78,12 +82,14 @@ class Staged:
         names = tuple(unit.name for unit in self.units)
         modules = {unit.name: Original(unit.module) for unit in self.units}
         defaults = huggingface.defaults_of(self.model)
-        return [
-            StagePart(
-                self.model, names, frozenset(names[start:stop]), Replay(Calls(names), start, stop, modules, defaults)
-            )
-            for start, stop in self.cut
-        ]
+        found: list[nn.Sequential] = []
+        for start, stop in self.cut:
+            replay = Replay(Calls(names), start, stop, modules, defaults, self.everything)
+            own = set(names[start:stop])
+            if self.needs is not None:
+                own |= self.needs.held(start, stop, stop == len(names))
+            found.append(StagePart(self.model, names, frozenset(own), replay))
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all stages, by the names of the whole model and in its order."""
@@ -121,6 +127,7 @@ def split(
     memory: float | Sequence[float] | None = None,
     pinned: Mapping[str | int, int] | None = None,
     speed: Sequence[float] | None = None,
+    everything: bool = False,
 ) -> Staged:
     """Cut a model into stages, without tracing it and without changing it.
 
@@ -133,13 +140,14 @@ def split(
     number of blocks (or of all units) of each stage. `stack` names the list or lists of blocks, which are found
     otherwise. `example` is a batch (a tuple of arguments, a dict of keywords, or one argument) that the model is run on
     once, to see in which order it calls its units; needed where that is not the order in which it defines them, or
-    where it calls one of them twice.
+    where it calls one of them twice, or uses the weights of one outside of it. `everything=True` passes the outputs of
+    all units on, for forwards whose way depends on more than the form of their inputs.
     """
     if not isinstance(model, nn.Module):
         raise StagelineError(f"split takes a model, an nn.Module, got {shorten(model)}")
     if not isinstance(stages, int) or stages < 1:
         raise StagelineError(f"stages is a whole number of at least 1, got {shorten(stages)}")
-    traced: Traced | None = None
+    traced, needs = None, None
     try:
         units = _units(model, by, [stack] if isinstance(stack, str) and stack else list(stack))
     except NoStack:
@@ -149,7 +157,7 @@ def split(
         units = traced.units()
     if traced is None and not isinstance(model, nn.Sequential):
         huggingface.prepare(model)
-        units = _in_order(model, units, example)
+        units, needs = _in_order(model, units, example)
     if stages > len(units):
         raise StagelineError(
             f"{type(model).__name__} has {len(units)} units ({_listed([unit.name for unit in units])}), and {stages} "
@@ -158,11 +166,11 @@ def split(
     costs = None if layers_per_stage is not None else _costs(model, units, by, example)
     if costs is not None:
         balance = _balanced(units, stages, costs, Balance(ranks, placement, memory, pinned, speed))
-        return Staged(model, tuple(units), tuple(balance.stages), balance, traced)
+        return Staged(model, tuple(units), tuple(balance.stages), balance, traced, needs, everything)
     if memory is not None or pinned or speed is not None:
         raise StagelineError("memory=, pinned= and speed= need costs: give by='parameters', 'time' or a profile")
     cut = _cut(units, stages, by, layers_per_stage)
-    return Staged(model, tuple(units), tuple(cut), traced=traced)
+    return Staged(model, tuple(units), tuple(cut), None, traced, needs, everything)
 
 
 def _units(model: nn.Module, by: By, stack: Sequence[str]) -> list[Unit]:
@@ -172,8 +180,8 @@ def _units(model: nn.Module, by: By, stack: Sequence[str]) -> list[Unit]:
     return find_units(model, stack, kind)
 
 
-def _in_order(model: nn.Module, units: list[Unit], example: Any) -> list[Unit]:
-    """The units in the order of their calls, as far as that is known."""
+def _in_order(model: nn.Module, units: list[Unit], example: Any) -> tuple[list[Unit], Needs | None]:
+    """The units in the order of their calls, and what they are computed from, as far as that is known."""
     if example is not None:
         try:
             return _as_called(model, units, example)
@@ -184,18 +192,19 @@ def _in_order(model: nn.Module, units: list[Unit], example: Any) -> list[Unit]:
             ) from error
     guess = huggingface.example_of(model)
     with suppress(Exception):  # it is not for every model
-        return units if guess is None else _as_called(model, units, guess)
-    return units
+        return (units, None) if guess is None else _as_called(model, units, guess)
+    return units, None
 
 
-def _as_called(model: nn.Module, units: list[Unit], example: Any) -> list[Unit]:
+def _as_called(model: nn.Module, units: list[Unit], example: Any) -> tuple[list[Unit], Needs]:
     """The units in the order in which a forward calls them, as often as it does; nothing is computed."""
     known = {unit.name: unit for unit in units}
     replay = Replay(
         Calls(()), 0, 0, {unit.name: Original(unit.module) for unit in units}, huggingface.defaults_of(model)
     )
     part = StagePart(model, tuple(known), frozenset(), replay)
-    return [known[name] for name in replay.order(part.frame, example)]
+    names, needs = replay.order(part.frame, example)
+    return [known[name] for name in names], needs
 
 
 def _cut(units: Sequence[Unit], stages: int, by: By, layers_per_stage: Sequence[int] | None) -> Cut:
@@ -332,5 +341,5 @@ def profile(model: nn.Module, example: Any, *, repeats: int = 5, warmup: int = 2
     units = _units(model, "layers", ())
     if not isinstance(model, nn.Sequential):
         huggingface.prepare(model)
-        units = _in_order(model, units, example)
+        units, _ = _in_order(model, units, example)
     return profile_units(model, units, example, repeats=repeats, warmup=warmup)

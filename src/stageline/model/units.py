@@ -95,8 +95,18 @@ def _collect(module: nn.Module, at: str, blocks: set[str], frames: set[str]) -> 
             yield Unit(path, child, True)
         elif path in frames:
             yield from _collect(child, path, blocks, frames)
-        elif _has_parameters(child):
+        elif _has_parameters(child) or _has_state(child):
             yield Unit(path, child, False)
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Whether a module has buffers that are part of the model's state, which only one stage may change."""
+    return any(
+        key not in each._non_persistent_buffers_set
+        for each in module.modules()
+        for key, buffer in each._buffers.items()
+        if buffer is not None
+    )
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -49,6 +49,7 @@ class Groups:
         Groups._number += 1
         self._key = f"stageline/lost/{Groups._number}"
         self._asking: threading.Thread | None = None
+        self._pipelines = 0
         together(self.watch, self._make)
 
     def _make(self) -> None:
@@ -57,6 +58,11 @@ class Groups:
         able = torch.tensor([int(has_own_gpu(os.environ))])
         dist.all_reduce(able, dist.ReduceOp.MIN, group=self.control)
         self.payloads = PayloadGroups("nccl", "cuda") if int(able) else None
+
+    def count(self) -> int:
+        """A number for one more pipeline; all processes make them in the same order."""
+        self._pipelines += 1
+        return self._pipelines
 
     def lost(self) -> str:
         """What a rank told that can go on no more; empty as long as there is none."""

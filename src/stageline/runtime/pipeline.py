@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from stageline._version import __version__
 from stageline.errors import StagelineError, shorten
@@ -230,8 +231,10 @@ class Pipeline(Runner):
 
     def _targets(self, inputs: Any, targets: Any) -> Any:
         """What the loss is computed with; a model that computes its own is given it among its inputs."""
-        if targets is None and self.loss_fn is own_loss and isinstance(inputs, Mapping):
-            return inputs.get("labels")
+        if targets is None and self.loss_fn is own_loss and inputs is not None:
+            labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+            found = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim())
+            return next(found, None) if labels is None else labels  # it is not looked at
         return targets
 
     def step(

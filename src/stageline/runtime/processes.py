@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -67,7 +68,7 @@ class ProcessWorld:
         self._groups = own_groups(deadline)
         self._control: Control = self._groups.watch
         self._control.set_deadline(deadline)
-        self._transport = SocketTransport(self._groups.links, self._groups.payloads)
+        self._transport = SocketTransport(self._groups.links, self._groups.payloads, self._groups.count())
         self._transport.patience = self._control.busy
         self._flight = Flight(self._transport.rank, self._transport.ranks, self._control.job)
         self._running: Executor | None = None
@@ -77,6 +78,7 @@ class ProcessWorld:
         self.here = [self._transport.rank]
         self._control.on_verdict(self._hear)
         self._control.on_end(self._last_words)
+        _remember(self)
 
     def transport(self, rank: int) -> Transport:
         """This process's end."""
@@ -92,6 +94,7 @@ class ProcessWorld:
 
     def begin(self) -> None:
         """Begin a step; a job that lost a rank cannot."""
+        _remember(self)
         self._control.begin()
         verdict = self._control.verdict()
         if verdict is not None and verdict.final:
@@ -217,7 +220,15 @@ class ProcessWorld:
             self._transport.interrupt(verdict.culprit, str(verdict), final=verdict.final)
 
     def _last_words(self, verdict: Verdict | None) -> None:
-        self._record(verdict)
+        """Of several pipelines, the one that ran last has something to say."""
+        if any(world() is self for world in _worlds):
+            self._record(verdict)
+
+    def abandon(self, error: BaseException) -> None:
+        """This rank leaves its step for good (Ctrl-C): tell all, who would wait for it."""
+        if not self._left:
+            self._control.report(replace(Failure.of(error, self._control.doing), final=True))
+            self._let_go()
 
     def _record(self, verdict: Verdict | None) -> Path | None:
         """Write the flight record, also where the step had not come to its first action."""
@@ -368,6 +379,14 @@ class ProcessWorld:
             sent = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone()
         self.share(sent, owner)
         return bytes(sent.numpy()).decode()
+
+
+_worlds: list[weakref.ref[ProcessWorld]] = []
+"""The world that began a step last, or was made last."""
+
+
+def _remember(world: ProcessWorld) -> None:
+    _worlds[:] = [weakref.ref(world)]
 
 
 _left: list[SocketTransport] = []

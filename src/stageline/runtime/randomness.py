@@ -59,11 +59,11 @@ def random_numbers(seed: int, step: int, microbatch: int, layer: str) -> Iterato
     own = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1
     with _generator, torch.random.fork_rng(devices=_devices()):
         torch.manual_seed(own)
-        _inside.layer = True
+        before, _inside.layer = _inside.layer, True
         try:
             yield
         finally:
-            _inside.layer = False
+            _inside.layer = before
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,10 @@ class Runner:
             done = self._run_crew(crew, work, refused, rows, with_targets)
             self._agreed = samples
             return done
-        except BaseException:
+        except BaseException as error:
             put_back(buffers)
+            if not isinstance(error, Exception):
+                self._world.abandon(error)
             raise
         finally:
             self._world.end()

@@ -90,6 +90,7 @@ class Stage:
         self._replay = part.replay if isinstance(part, StagePart) else None
         self._buffers = Buffers(part)
         self._kept: dict[int, _Kept] = {}
+        self._refreshed: tuple[int, bool] | None = None
         self._plans: list[Plan] = []
         # Data-parallel wrappers learn of gradients from autograd alone.
         self._direct = not any(isinstance(module, DistributedDataParallel) for module in part.modules())
@@ -111,6 +112,9 @@ class Stage:
             for leaf, want in zip(leaves, wants, strict=True)
         ]
         kept = _Kept(inputs, tree, step, keywords)
+        if isinstance(self.part, StagePart) and self._refreshed != (step, train):
+            self.part.refresh()
+            self._refreshed = (step, train)
         if train and self.options.recompute.stages:
             kept.before = self._buffers.before()
             kept.versions = [leaf._version for leaf in tensors_of(inputs)]

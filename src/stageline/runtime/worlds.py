@@ -80,6 +80,9 @@ class World(Protocol):
     def end(self) -> None:
         """End a step, failed or not."""
 
+    def abandon(self, error: BaseException) -> None:
+        """Leave a step for good, for something that is no failure of it, such as Ctrl-C."""
+
     def add_up(self, values: Floats) -> Floats:
         """Add arrays of equal length over all processes; each value is known to one of them and 0 in the others."""
 
@@ -224,6 +227,9 @@ class ThreadWorld:
     def later(self, values: Callable[[], Floats]) -> Callable[[], Floats]:
         """All is known here already, and is asked for when it is wanted."""
         return values
+
+    def abandon(self, error: BaseException) -> None:
+        """All ranks are here, and have been stopped."""
 
     def end(self) -> None:
         """Nobody is doing anything."""

@@ -113,7 +113,7 @@ class Inbound:
             self._ahead = self._ahead[size:]
             return size
         try:
-            got = link.recvmsg_into(self._missing)[0]
+            got = link.recvmsg_into(self._missing[:_PIECES])[0]
         except BlockingIOError:
             return None
         except OSError as error:
@@ -262,11 +262,15 @@ class Links:
     def _accept(self, wanted: Inbound) -> bool:
         """Take the calls that came, and hear who says hello; whether the one that is wanted is there."""
         now = time.monotonic()
-        with contextlib.suppress(BlockingIOError):
-            while True:
+        while True:
+            try:
                 link, _ = self._listener.accept()
-                link.setblocking(False)
-                self._strangers[link] = (b"", now)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                raise TransportError(f"rank {self.rank} cannot take a connection: {error}") from error
+            link.setblocking(False)
+            self._strangers[link] = (b"", now)
         for link, (said, since) in list(self._strangers.items()):
             try:
                 more = link.recv(_HELLO.size - len(said))
@@ -313,6 +317,11 @@ class Links:
             self.wake()
             for link in self._sockets():
                 link.close()
+
+    def __del__(self) -> None:
+        """With the last pipeline that uses them."""
+        if hasattr(self, "_closed"):
+            self.close()
 
     def _ends(self) -> list[socket.socket]:
         incoming = [end.link for end in list(self._in.values()) if end.link is not None]

@@ -75,7 +75,8 @@ class Outbox:
             pieces, owner = [memoryview(bytes(piece)) for piece in pieces], None
         with self._changed:
             self._waiting.setdefault(link, deque()).append((pieces, ready, owner))
-            if self._thread is None:
+            if self._thread is None or self._ending:
+                self._end_late()
                 self._ending, self._ears = False, socket.socketpair()
                 for ear in self._ears:
                     ear.setblocking(False)
@@ -115,6 +116,15 @@ class Outbox:
                 for ear in self._ears or ():
                     ear.close()
                 self._ears = None
+
+    def _end_late(self) -> None:
+        """A thread that was told to end, and had no time to yet, ends before another one starts."""
+        if self._thread is not None:
+            self._ring()
+            self._thread.join()
+            self._thread = None
+            for ear in self._ears or ():
+                ear.close()
 
     def _ring(self) -> None:
         if self._ears is not None:

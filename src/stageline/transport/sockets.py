@@ -44,6 +44,9 @@ GRACE = 10.0
 LARGE = 1 << 18
 """Bytes from which on a channel's messages are taken in by a thread: the network does not hold many of them."""
 
+TURNS = 1 << 20
+"""A turn of a transport is its number and so many times its steps."""
+
 Channel = tuple[int, Traffic]
 """The rank at the other end, and the traffic."""
 
@@ -54,8 +57,12 @@ Found = tuple[Message | TransportError, Arrive]
 class SocketTransport:
     """One process's end. `begin` is told how many messages each channel will bring in this step."""
 
-    def __init__(self, links: Links, payloads: PayloadGroups | None = None) -> None:
-        """Send over these connections; `payloads` carry tensors apart from the headers."""
+    def __init__(self, links: Links, payloads: PayloadGroups | None = None, number: int = 0) -> None:
+        """Send over these connections; `payloads` carry tensors apart from the headers.
+
+        `number` tells the transports of several pipelines apart that share connections.
+        """
+        self._number = number
         self.rank = links.rank
         self.ranks = links.ranks
         self._links = links
@@ -70,7 +77,7 @@ class SocketTransport:
         self._before: dict[Channel, tuple[bytes, wire.Contents]] = {}
         """What the last message of each channel was, as its header told it."""
         self._threads: list[threading.Thread] = []
-        self._turn = self._rounds = 0
+        self._turn = self._rounds = number
         self._broken = self._lost = ""
         self._device: torch.device | None = None
         self._staging: Staging | None = None
@@ -90,7 +97,7 @@ class SocketTransport:
             raise TransportError(
                 f"rank {self.rank} lost touch in an earlier step: {self._broken}; start the processes again"
             )
-        self._turn += 1
+        self._turn += TURNS
         self._owed = None if owed is None else dict(owed)
         self._device = device if device is not None and device.type == "cuda" else self._device
         self._inbox.reset()
@@ -254,16 +261,20 @@ class SocketTransport:
 
         In the k-th round a rank tells the one that is 2^k further all that it knows, so few rounds are enough.
         """
-        self._rounds += 1
+        self._rounds += TURNS
         known, distance = np.ascontiguousarray(row, dtype=np.float64)[None], 1
         while distance < self.ranks:
             told = known[: min(distance, self.ranks - distance)]
             head = wire.write_head(self._rounds, b"-", told.nbytes)
             link = self._links.outbound((self.rank + distance) % self.ranks, "exchange")
             self._outbox.send(link, [memoryview(head), memoryview(told.tobytes())])
-            heard = self._hear((self.rank - distance) % self.ranks, check)
+            source = (self.rank - distance) % self.ranks
+            heard = self._hear(source, check)
             if len(heard) != told.size:
-                raise TransportError(f"{len(heard)} numbers came from rank {link.target}, {told.size} were expected")
+                raise TransportError(
+                    f"rank {source} tells {len(heard)} numbers at the end of a step and rank {self.rank} {told.size}: "
+                    "one of them evaluates while the other trains, or they run different schedules"
+                )
             known = np.concatenate([known, heard.reshape(told.shape)])
             distance *= 2
         return known[(self.rank - np.arange(self.ranks)) % self.ranks]
@@ -273,7 +284,7 @@ class SocketTransport:
 
         def open_it(prefix: wire.Prefix, text: bytes) -> tuple[NDArray[np.float64], list[memoryview]]:
             if prefix.turn != self._rounds or prefix.payload % 8:
-                raise TransportError(f"what rank {source} told in round {prefix.turn} came in round {self._rounds}")
+                raise TransportError(f"rank {source}: {_other_turn(prefix.turn, self._rounds)}")
             room = np.empty(prefix.payload // 8)
             return room, [memoryview(room).cast("B")]  # type: ignore[arg-type]
 
@@ -364,7 +375,7 @@ class SocketTransport:
                 found = self._read(inbound, opened)
                 if found is not None:
                     return found
-        except BaseException as error:
+        except Exception as error:
             self._broken = self._broken or f"receiving from rank {inbound.source} failed: {error}"
             self._inbox.set_failure(inbound.source, error, f"receiving from rank {inbound.source} failed")
             self._links.wake()
@@ -373,7 +384,7 @@ class SocketTransport:
     def _open(self, prefix: wire.Prefix, text: bytes) -> tuple[_Opened, list[memoryview]]:
         """Find out what comes, and make room for it."""
         if prefix.turn != self._turn:
-            raise TransportError(f"a message of turn {prefix.turn} came in turn {self._turn}")
+            raise TransportError(_other_turn(prefix.turn, self._turn))
         letter = _read(text, prefix)
         if not prefix.payload:
             return _Opened(letter, prefix.payload, None, _EMPTY), []
@@ -474,6 +485,16 @@ def _read(text: bytes, prefix: wire.Prefix) -> Letter | TransportError:
         return wire.read_text(text)
     except TransportError as error:
         return error
+
+
+def _other_turn(came: int, expected: int) -> str:
+    """Say what is wrong with a message of another step or pipeline."""
+    if came % TURNS != expected % TURNS:
+        return (
+            f"a message of pipeline {came % TURNS} came to pipeline {expected % TURNS}: the ranks run their pipelines "
+            "in different orders"
+        )
+    return f"a message of step {came // TURNS} came in step {expected // TURNS}"
 
 
 def _never(tensor: Tensor) -> bool:

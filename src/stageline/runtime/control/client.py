@@ -212,14 +212,14 @@ class Control:
     def on_verdict(self, callback: Callable[[Verdict], None]) -> None:
         """Call this with every verdict, from the control thread: wake what waits, and return soon."""
         with self._changed:
-            self._on_verdict.append(callback)
+            self._on_verdict.append(_weakly(callback))
             known = self._verdict
         if known is not None:
             callback(known)
 
     def on_end(self, callback: Callable[[Verdict | None], None]) -> None:
         """Call this, from the control thread, before the process is ended by a signal in a step: last words."""
-        self._on_end.append(callback)
+        self._on_end.append(_weakly(callback))
 
     def close(self, how: str = "", clean: bool = True) -> None:
         """Say goodbye, and leave no thread and no connection."""
@@ -419,6 +419,21 @@ class Control:
             self.close(Failure.of(error).text, clean=False)
         else:
             self.close("its script ended")
+
+
+def _weakly(callback: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Call a method only as long as its object lives: the channel outlives the pipelines that listen to it."""
+    try:
+        method = weakref.WeakMethod(callback)
+    except TypeError:
+        return callback
+
+    def call(told: Any) -> None:
+        found = method()
+        if found is not None:
+            found(told)
+
+    return call
 
 
 def _forget() -> None:

@@ -1,0 +1,67 @@
+"""What a unit does beside what it gives back, which no other stage would see: looked for once, and refused."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from stageline.errors import StagelineError
+
+
+class Effects:
+    """Looks at a unit and at what it is given, before and after a call."""
+
+    def __init__(self, name: str, call: Any, given: Any) -> None:
+        """Before the call of a unit's method."""
+        self._name = name
+        self._unit: nn.Module = call.__self__
+        self._holders = [each for each in _containers(given) if isinstance(each, list | dict)]
+        self._sizes = [_contents(each) for each in self._holders]
+        self._attributes = self._tensors()
+
+    def _tensors(self) -> dict[tuple[str, str], int]:
+        return {
+            (path, key): id(value)
+            for path, module in self._unit.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, Tensor) and value.requires_grad
+        }
+
+    def check(self) -> None:
+        """After the call."""
+        for holder, before in zip(self._holders, self._sizes, strict=True):
+            if _contents(holder) != before:
+                raise StagelineError(
+                    f"{self._name} changes a {type(holder).__name__} that it is given, which other stages do not see; "
+                    "let it give back what it puts there"
+                )
+        for (path, key), value in self._tensors().items():
+            if self._attributes.get((path, key)) != value:
+                raise StagelineError(
+                    f"{self._name} keeps {path + '.' if path else ''}{key} of its forward as an attribute, which other "
+                    "stages do not see; let it give it back, too"
+                )
+
+
+def _containers(given: Any) -> list[Any]:
+    args, kwargs = given
+    found = [*args, *kwargs.values()]
+    return [each for each in found if isinstance(each, list | dict)]
+
+
+def _contents(holder: Any) -> list[int]:
+    return [id(leaf) for leaf in pytree.tree_leaves(holder)]
+
+
+def inside_a_checkpoint() -> bool:
+    """Whether torch's reentrant checkpointing runs what runs now: without a graph, which it makes later."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_filename.replace("\\", "/").endswith("torch/utils/checkpoint.py"):
+            return True
+        frame = frame.f_back
+    return False

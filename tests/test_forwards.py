@@ -1,0 +1,309 @@
+"""Forwards that do more than pass a value from block to block: right, or refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import stageline as sl
+from stageline.testing import assert_same_bits, run_ranks
+from test_models import gradients, noise, plainly
+
+X, Y = noise(6, 8), noise(6, 8, seed=3)
+
+
+class Block(nn.Module):
+    aux: Any = 0.0
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) * self.scale
+
+
+class Model(nn.Module):
+    kind: type[Block] = Block
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(self.kind() for _ in range(4))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h) * self.scale
+        return torch.as_tensor(self.head(h))
+
+
+class InPlace(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h).mul_(1.5)
+            functional.relu_(h)
+        return torch.as_tensor(self.head(h))
+
+
+class Directly(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block.forward(h)
+        return torch.as_tensor(self.head(h))
+
+
+class Normed(Model):
+    """A norm without parameters but with statistics, beside the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.norm(super().forward(x)))
+
+
+class Checkpointed(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=False)
+        return torch.as_tensor(self.head(h))
+
+
+class Tied(Model):
+    """The head's weight is the embedding's, used without a module of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        return functional.linear(h, torch.as_tensor(self.embed.weight))
+
+
+def both(model: nn.Module, family: str = "1f1b", **more: Any) -> tuple[nn.Module, nn.Module, sl.Pipeline]:
+    plain = copy.deepcopy(model)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=family, ranks=2, microbatches=2, **more)
+    for _ in range(2):
+        assert pipe.step(X, Y).loss == plainly(plain, functional.mse_loss, X, Y, 2)
+    return model, plain, pipe
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("kind", [Model, InPlace, Directly, Normed, Checkpointed])
+@pytest.mark.filterwarnings("ignore:something drew")  # checkpointing puts the generator back
+def test_these_are_right(kind: type[Model], family: str) -> None:
+    torch.manual_seed(0)
+    model, plain, pipe = both(kind(), family)
+    assert_same_bits(gradients(model), gradients(plain))
+    assert_same_bits(dict(model.named_buffers()), dict(plain.named_buffers()))
+    pipe.eval()
+    plain.eval()
+    with torch.no_grad():
+        assert torch.equal(pipe.predict(X), plain(X))
+
+
+def test_a_weight_that_is_used_outside_of_its_unit_is_held_where_it_is_needed() -> None:
+    torch.manual_seed(0)
+    model, plain, _ = both(Tied(), example=X)
+    assert_same_bits(gradients(model, ("embed.weight",)), gradients(plain, ("embed.weight",)))
+    torch.testing.assert_close(model.get_parameter("embed.weight").grad, plain.get_parameter("embed.weight").grad)
+    pipe = sl.Pipeline(Tied(), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
+    with pytest.raises(
+        sl.PipelineError, match=r"needs embed\.weight, which another stage holds; give example= to split"
+    ):
+        pipe.step(X, Y)
+
+
+def on_processes(rank: int) -> tuple[float, dict[str, Tensor | None]]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    pipe = sl.Pipeline(Tied(), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2, example=X)
+    return pipe.step(X, Y).loss, dict(pipe.named_gradients())
+
+
+def test_a_weight_that_is_used_outside_of_its_unit_on_processes() -> None:
+    torch.manual_seed(0)
+    plain = Tied()
+    loss = plainly(plain, functional.mse_loss, X, Y, 2)
+    for found, grads in run_ranks(on_processes, 2):
+        assert found == loss
+        torch.testing.assert_close(grads["embed.weight"], plain.get_parameter("embed.weight").grad)
+
+
+class Appends(Block):
+    def forward(self, x: Tensor, kept: list[Tensor] | None = None) -> Tensor:
+        if kept is not None:
+            kept.append(x.mean())
+        return super().forward(x)
+
+
+class Keeps(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux = x.pow(2).mean()
+        return super().forward(x)
+
+
+class WithList(Model):
+    kind = Appends
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, kept = self.embed(x), list[Tensor]()
+        for block in self.blocks:
+            h = block(h, kept)
+        return torch.as_tensor(self.head(h) + sum(kept))
+
+
+class WithAttribute(Model):
+    kind = Keeps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(torch.as_tensor(block.aux) for block in self.blocks)
+
+
+class Reentrant(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=True)
+        return torch.as_tensor(self.head(h))
+
+
+class Regularised(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(parameter.pow(2).sum() for parameter in self.parameters())
+
+
+class Counting(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.get_buffer("count").add_(1)
+        return super().forward(x)
+
+
+class ChangesInput(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.mul_(2)
+        return super().forward(y) + x
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (WithList, r"blocks\.0 changes a list that it is given, which other stages do not see; let it give back"),
+        (WithAttribute, r"blocks\.0 keeps aux of its forward as an attribute, which other stages do not see"),
+        (Reentrant, r"in a checkpoint with use_reentrant=True, .*; use use_reentrant=False, or recompute="),
+        (Regularised, r"looks at all parameters, and a stage holds some; add such a term to the loss outside"),
+        (Counting, r"changes the buffer count outside of its units, and every stage runs that"),
+        (ChangesInput, r"changes its input\.0 in place; let it work on a copy"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*")
+def test_these_are_refused(kind: type[Model], said: str) -> None:
+    pipe = sl.Pipeline(kind(), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
+    with pytest.raises(sl.PipelineError, match=said):
+        pipe.step(X.clone(), Y)
+
+
+class Drops(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        h = functional.dropout(self.embed(x), 0.5, self.training)
+        for block in self.blocks:
+            h = block(h)
+        return torch.as_tensor(self.head(h))
+
+
+def test_random_numbers_outside_of_units_are_the_same_for_any_number_of_stages_from_the_first_step_on() -> None:
+    found = []
+    for ranks, recompute in ((1, "none"), (2, "none"), (2, "stage")):
+        torch.manual_seed(0)
+        model = Drops()
+        pipe = sl.Pipeline(
+            model,
+            loss_fn=functional.mse_loss,
+            schedule="1f1b",
+            ranks=ranks,
+            microbatches=2,
+            seed=3,
+            recompute=recompute,
+        )
+        found.append(([pipe.step(X, Y).loss for _ in range(2)], gradients(model)))
+    for losses, grads in found[1:]:
+        assert losses == found[0][0]
+        assert_same_bits(grads, found[0][1])
+
+
+def test_what_is_set_on_the_model_later_counts() -> None:
+    torch.manual_seed(0)
+    model, plain, pipe = both(Model())
+    for each in (model, plain):
+        each.scale = 3.0  # type: ignore[assignment]
+        each.get_submodule("blocks.1").scale = 0.5  # type: ignore[assignment]
+    assert pipe.step(X, Y).loss == plainly(plain, functional.mse_loss, X, Y, 2)
+    model.get_submodule("blocks")._modules["0"] = Block()
+    with pytest.raises(sl.PipelineError, match=r"blocks\.0 was replaced after the pipeline was made"):
+        pipe.step(X, Y)
+
+
+class ByMode(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        first = h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        return torch.as_tensor(self.head(h + first if self.training else h))
+
+
+def test_evaluation_and_training_may_take_different_ways() -> None:
+    torch.manual_seed(0)
+    model = ByMode()
+    plain = copy.deepcopy(model)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
+    pipe.eval()
+    plain.eval()
+    assert torch.equal(pipe.predict(X), plain(X))
+    pipe.train()
+    plain.train()
+    assert pipe.step(X, Y).loss == plainly(plain, functional.mse_loss, X, Y, 2)
+
+
+class BySize(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        first = h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        return torch.as_tensor(self.head(h + first if len(x) > 1 else h))
+
+
+def test_all_values_can_be_passed_on() -> None:
+    torch.manual_seed(0)
+    model = BySize()
+    plain = copy.deepcopy(model)
+    staged = sl.split(model, 2, everything=True)
+    pipe = sl.Pipeline(staged, loss_fn=functional.mse_loss, schedule="1f1b", microbatches=2)
+    for size in (2, 6):
+        loss = pipe.step(X[:size], Y[:size]).loss
+        assert loss == plainly(plain, functional.mse_loss, X[:size], Y[:size], 2)
+
+
+def test_compiled_blocks_say_how_to_compile_them() -> None:
+    model = Model()
+    model.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in model.blocks)  # type: ignore[misc]
+    with pytest.raises(sl.StagelineError, match=r"blocks\.0 was wrapped by torch\.compile\(…\).*module\.compile\(\)"):
+        sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
+    with pytest.raises(sl.StagelineError, match="Model cannot run on the example"):
+        sl.split(Model(), 2, example=noise(2, 5))
