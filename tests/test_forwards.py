@@ -307,3 +307,11 @@ def test_compiled_blocks_say_how_to_compile_them() -> None:
         sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
     with pytest.raises(sl.StagelineError, match="Model cannot run on the example"):
         sl.split(Model(), 2, example=noise(2, 5))
+
+
+def test_inputs_that_the_first_stage_cannot_take_are_refused_in_its_words() -> None:
+    pipe = sl.Pipeline(Model(), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
+    with pytest.raises(sl.PipelineError, match=r"cannot take its inputs: .*; Model takes \(x\), and was given y; a"):
+        pipe.step({"y": X}, Y)
+    with pytest.raises(sl.PipelineError, match=r"Model takes \(x\), and was given 2 arguments"):
+        pipe.step((X, X), Y)

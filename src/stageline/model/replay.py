@@ -9,6 +9,7 @@ U-Net also the skip connections.
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,10 @@ Draw = Callable[..., Any]
 """Calls something that may draw random numbers, by the name of what it is."""
 
 
+class CallsError(StagelineError):
+    """A forward that calls its units in another order, or more often, than was expected."""
+
+
 class _Reached(BaseException):
     """The forward has come to the first unit of a later stage; nothing in a model may catch it."""
 
@@ -49,7 +54,7 @@ class Calls:
         """Where a call stands, after so many earlier ones of the same unit."""
         found = self._positions.get((name, times))
         if found is None:
-            raise StagelineError(
+            raise CallsError(
                 f"the model calls {name} {times + 1} times in one forward, and {self.names.count(name)} were expected; "
                 "give example= to split, so that the calls are seen"
             )
@@ -132,6 +137,8 @@ class Replay:
         arrived = Passed.first(value, self.defaults) if self.first else Passed.read(value)
         form = f"{arrived.form()} {frame.training}"
         fresh = form not in self._needs and not (self.first and self.last)
+        if fresh and self.first:
+            _check_arguments(frame, arrived)
         if fresh:
             self._needs[form] = self._look(frame, arrived)
         needs = self._needs.get(form, Needs())
@@ -236,6 +243,8 @@ class Replay:
                 needs.of_output = keys_of(frame(*args, **kwargs)) | writes.into_others
                 needs.changed = frozenset(writes.changed)
                 needs.everything = self.everything
+        except CallsError:
+            raise
         except Exception as error:
             warnings.warn(
                 f"what has to pass from stage to stage could not be found out ({type(error).__name__}: {error}); "
@@ -330,6 +339,29 @@ class _Now:
             values = self.passed.values
             self.passed.values = {key: value for key, value in values.items() if key in wanted}
             self.passed.forget_inputs(wanted)
+
+
+def _check_arguments(frame: nn.Module, arrived: Passed) -> None:
+    """Refuse inputs that the model does not take, in the words of its signature."""
+    args, kwargs = arrived.inputs()
+    try:
+        takes = inspect.signature(frame.forward)
+    except (TypeError, ValueError):
+        return
+    try:
+        takes.bind(*args, **kwargs)
+    except TypeError as error:
+        given = [f"{len(args)} arguments"] if args else []
+        given += [", ".join(kwargs)] if kwargs else []
+        raise StagelineError(
+            f"the first stage cannot take its inputs: {error}; {type(frame).__name__} takes {_shown(takes)}, and was "
+            f"given {' and '.join(given) or 'nothing'}; a tuple is its arguments, a dict its keywords"
+        ) from error
+
+
+def _shown(takes: inspect.Signature) -> str:
+    names = list(takes.parameters)
+    return f"({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
 
 
 @contextmanager
