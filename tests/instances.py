@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from functools import cache
 from itertools import pairwise
@@ -161,3 +162,8 @@ def _with_a_pair(
     joined[rank][at : at + 2] = [pair]
     tried = sl.Schedule.from_programs(joined, placement=placement, training=True)
     return joined if oracle.judge(tried) in (None, "channels") else programs
+
+
+def examples(count: int) -> int:
+    """How many examples a property is tried with: all of them on demand, a third otherwise."""
+    return count if os.environ.get("STAGELINE_SWEEP") == "full" else max(20, count // 3)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from instances import examples
 from stageline.runtime.groups import own_host
 from stageline.transport.links import Links
 from stageline.transport.protocol import Header, Message, PeerFailed, TransportError
@@ -45,7 +46,7 @@ def message(number: int, size: int) -> Message:
     return Message(header(number), [torch.full((size,), float(number))], "*", [True])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     sizes=st.lists(st.sampled_from([0, 1, 7, 1000, 1024, LARGE // 4 + 1, 3 * LARGE]), min_size=1, max_size=8),
     waits=st.lists(st.booleans(), min_size=8, max_size=8),

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from instances import examples
 from stageline.errors import StagelineError
 from stageline.model.partition import Partition, evaluate, partition, uniform
 from stageline.schedules.placement import Placement
@@ -106,7 +107,7 @@ def check_kept(found: Partition, problem: dict[str, Any]) -> None:
     assert (same.loads, same.memory) == (found.loads, found.memory)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(problems(SHAPES))
 def test_one_chunk_and_two_are_as_good_as_any_cut(problem: dict[str, Any]) -> None:
     best = best_of_all(problem)
@@ -123,7 +124,7 @@ def test_one_chunk_and_two_are_as_good_as_any_cut(problem: dict[str, Any]) -> No
         assert sum(load**2 for load in found.loads) == pytest.approx(best[1], rel=1e-12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(problems(OTHER_SHAPES))
 def test_other_shapes_tell_how_far_they_are_from_the_best(problem: dict[str, Any]) -> None:
     best = best_of_all(problem)
@@ -145,7 +146,7 @@ def test_other_shapes_tell_how_far_they_are_from_the_best(problem: dict[str, Any
     assert found.optimal == (found.slowest <= found.bound)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(problems(SHAPES), st.data())
 def test_the_cap_that_an_error_names_works_and_none_below(problem: dict[str, Any], data: st.DataObject) -> None:
     layers, ranks = len(problem["costs"]), problem["ranks"]
@@ -160,7 +161,7 @@ def test_the_cap_that_an_error_names_works_and_none_below(problem: dict[str, Any
     assert best_of_all(problem) is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 40), st.integers(1, 10), st.randoms(use_true_random=False))
 def test_costs_of_any_size_and_unit_are_cut_the_same(layers: int, ranks: int, dice: Any) -> None:
     layers = max(layers, ranks)
@@ -186,7 +187,7 @@ def test_costs_of_nothing_have_a_cut_too() -> None:
         assert (found.slowest, found.gap, found.optimal) == (0.0, 0.0, True)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.integers(0, 10**6))
 def test_a_v_of_many_layers_is_never_worse_than_what_a_search_finds(seed: int) -> None:
     dice = np.random.default_rng(seed)
@@ -205,7 +206,7 @@ def test_a_v_of_many_layers_is_never_worse_than_what_a_search_finds(seed: int) -
     assert max(capped.memory) <= least
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(["v", "loop"]), st.sampled_from([0.02, 0.1, 1.0]))
 def test_slack_buys_more_even_stages_and_says_what_it_cost(seed: int, placement: str, slack: float) -> None:
     dice = np.random.default_rng(seed)

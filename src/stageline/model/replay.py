@@ -28,6 +28,8 @@ from stageline.model.effects import Effects, inside_a_checkpoint
 from stageline.model.passed import PARAMETER, Passed, key_of, on_meta
 from stageline.runtime.randomness import draws, generator_alone
 
+_MISFITS = ("cannot be multiplied", "reduction dim", "must match", "size mismatch", "normalized_shape", "channels")
+"""By these words torch says that something does not fit, and not that it cannot be done without contents."""
 Draw = Callable[..., Any]
 """Calls something that may draw random numbers, by the name of what it is."""
 
@@ -303,7 +305,7 @@ class Replay:
                 self._metas[name] = meta_twin(self.modules[name].module)
             return self._metas[name](*given[0], **given[1])
         except Exception as error:
-            if not isinstance(error, NotImplementedError) and "meta" not in str(error).lower():
+            if any(words in str(error) for words in _MISFITS):
                 raise
             first = next((leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)), None)
             if first is None:
