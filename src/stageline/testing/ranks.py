@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import multiprocessing
 import os
@@ -92,6 +93,7 @@ def _child(
         answers.put((rank, True, pickle.dumps(function(rank, *arguments))))
         dist.barrier()
         dist.destroy_process_group()
+        atexit._run_exitfuncs()  # a forked process ends without them, and others would take it for one that died
     except BaseException:
         answers.put((rank, False, traceback.format_exc()))
         answers.close()
