@@ -40,9 +40,8 @@ class Passed:
     @classmethod
     def first(cls, value: Any, defaults: Mapping[str, Any]) -> Passed:
         """What the first stage is given: a tuple of arguments, a dict of keywords, or one argument."""
-        kwargs = dict(value) if isinstance(value, dict) else {}
-        args = value if isinstance(value, tuple) else () if isinstance(value, dict) else (value,)
-        leaves, tree = flatten((tuple(args), {**defaults, **kwargs}), "the batch")
+        args, kwargs = arguments(value)
+        leaves, tree = flatten((args, {**defaults, **kwargs}), "the batch")
         return cls(tree, list(leaves), {}, [])
 
     @classmethod
@@ -130,6 +129,17 @@ class Passed:
 
 
 _GONE = "\0absent "
+
+
+def arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as arguments and keywords: a tuple is the one, a dict the other, and all else the only argument.
+
+    >>> arguments((1, 2)), arguments({"x": 1}), arguments(3)
+    (((1, 2), {}), ((), {'x': 1}), ((3,), {}))
+    """
+    if isinstance(value, dict):
+        return (), dict(value)
+    return (tuple(value) if isinstance(value, tuple) else (value,)), {}
 
 
 def _version(tensor: Tensor) -> int:

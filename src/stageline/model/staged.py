@@ -15,6 +15,7 @@ from stageline.errors import StagelineError, nearest, shorten
 from stageline.model import huggingface
 from stageline.model.frame import Original, StagePart
 from stageline.model.partition import Partition, partition
+from stageline.model.passed import arguments
 from stageline.model.profile import Profile, profile_model
 from stageline.model.replay import Calls, Needs, Replay
 from stageline.model.traced import Traced, trace
@@ -318,8 +319,7 @@ def _costs(model: nn.Module, units: Sequence[Unit], by: By, example: Any) -> lis
 
 def profile_units(model: nn.Module, units: Sequence[Unit], example: Any, **how: Any) -> Profile:
     """Measure every unit once, on its own."""
-    kwargs = dict(example) if isinstance(example, dict) else {}
-    args = example if isinstance(example, tuple) else () if isinstance(example, dict) else (example,)
+    args, kwargs = arguments(example)
     layers = {id(unit.module): (unit.name, unit.module) for unit in reversed(units)}
     return profile_model(
         model, args, {**huggingface.defaults_of(model), **kwargs}, layers=list(reversed(layers.values())), **how

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError, shorten
+from stageline.model.passed import arguments
 from stageline.model.units import Unit
 
 Values = dict[str, Any]
@@ -144,12 +145,6 @@ class _Run:
             return list(value)
         args, kwargs = arguments(value)
         return list(pytree.tree_leaves((args, kwargs)))
-
-
-def arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as arguments and keywords."""
-    kwargs = dict(value) if isinstance(value, dict) else {}
-    return value if isinstance(value, tuple) else () if isinstance(value, dict) else (value,), kwargs
 
 
 def holder(model: nn.Module, names: Sequence[str]) -> nn.Module:

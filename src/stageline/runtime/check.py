@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from stageline.errors import StagelineError, shorten
 from stageline.model.huggingface import own_loss
+from stageline.model.passed import arguments
 from stageline.runtime.pipeline import Pipeline
 from stageline.runtime.randomness import Generators
 from stageline.runtime.tree import batch_size, split_batch
@@ -156,9 +157,8 @@ def _alone(
 def _call(model: nn.Module, given: Any) -> Any:
     if isinstance(model, nn.Sequential):
         return model(given)
-    if isinstance(given, dict):
-        return model(**given)
-    return model(*given) if isinstance(given, tuple) else model(given)
+    args, kwargs = arguments(given)
+    return model(*args, **kwargs)
 
 
 def _state(model: nn.Module) -> dict[str, Tensor | None]:

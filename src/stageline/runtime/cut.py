@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from stageline.errors import ScheduleError, StagelineError, shorten
 from stageline.model.build import Description, describe
-from stageline.model.staged import Staged, split
+from stageline.model.staged import Staged, even_sizes, split
 from stageline.model.units import NoStack, find_units, layers_of
 from stageline.schedules.files import read_schedule
 from stageline.schedules.placement import Placement
@@ -119,11 +119,8 @@ def cut(given: Any, model: nn.Module, stages: int, example: Any = None) -> list[
             f"the schedule has {stages} stages and the model only {len(layers)} layers to cut it into; "
             "use fewer ranks or chunks"
         )
-    sizes = np.full(stages, len(layers) // stages) + (np.arange(stages) < len(layers) % stages)
-    ends = np.cumsum(sizes)
-    return [
-        nn.Sequential(OrderedDict(layers[int(end - size) : int(end)])) for size, end in zip(sizes, ends, strict=True)
-    ]
+    ends = pairwise(accumulate(even_sizes(len(layers), stages), initial=0))
+    return [nn.Sequential(OrderedDict(layers[start:stop])) for start, stop in ends]
 
 
 def only_microbatches(made: Schedule, count: int) -> Schedule:
