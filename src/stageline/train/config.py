@@ -1,0 +1,224 @@
+"""The configuration of a training job: what a TOML file, the command line and Python all say in the same words.
+
+Every section is a dataclass, every field has a type, a default and a sentence; the defaults are the embedded job. Names
+are torchtitan's wherever it has one for the thing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def _say(default: Any, help: str) -> Any:
+    """A field with its default and the sentence that explains it."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class Job:
+    """The run as a whole."""
+
+    dump_folder: str = _say("outputs", "The folder of the run: its config, metrics, timelines and checkpoints.")
+    description: str = _say("", "What this run is, in your words; shown in its report.")
+
+
+@dataclass
+class Model:
+    """What is trained."""
+
+    name: str = _say(
+        "gpt",
+        "gpt, the built-in one; the config.json of a Hugging Face model, or its folder; or package.module:function that "
+        "returns a model.",
+    )
+    vocab_size: int = _say(0, "Words that the built-in GPT knows; 0 is as many as the tokenizer has.")
+    dim: int = _say(128, "Width of the built-in GPT.")
+    n_layers: int = _say(8, "Blocks of the built-in GPT.")
+    n_heads: int = _say(4, "Heads of attention of the built-in GPT.")
+    dropout: float = _say(0.0, "Share of activations that the built-in GPT drops in training.")
+    tie_embeddings: bool = _say(False, "Use one matrix as embedding and head in the built-in GPT.")
+    tokenizer_path: str = _say("bytes", "bytes, or the tokenizer.json of a Hugging Face tokenizer.")
+
+
+@dataclass
+class Training:
+    """How long, on what, in which precision."""
+
+    dataset: str = _say(
+        "python",
+        "python, the source of Python's standard library; text, files or folders of it; memmap, a file of tokens; "
+        "dataset, a Hugging Face data set on disk; or package.module:function that returns an iterable.",
+    )
+    dataset_path: str = _say("", "Where the data is: a file, a folder, or several with commas between.")
+    dataset_column: str = _say("text", "The column of a Hugging Face data set that holds the text.")
+    dataset_dtype: Literal["uint8", "uint16", "int32", "uint32", "int64"] = _say(
+        "uint16", "What the numbers in a file of tokens are; a .npy file says it itself."
+    )
+    seq_len: int = _say(128, "Tokens in a sample.")
+    local_batch_size: int = _say(16, "Samples that a replica trains on in one step of the pipeline.")
+    global_batch_size: int = _say(
+        0,
+        "Samples in one step of the optimizer, over all replicas; more than they take at once are accumulated. 0: once.",
+    )
+    steps: int = _say(300, "Steps of the optimizer.")
+    time_limit: float = _say(0.0, "Minutes after which the job saves a checkpoint and ends; 0 is never.")
+    loss: str = _say(
+        "cross_entropy",
+        "cross_entropy, weighted_cross_entropy, mse, own (the model's), or package.module:function of output and target.",
+    )
+    loss_weights: list[float] = _say([], "Weights of the classes, for weighted_cross_entropy.")
+    max_norm: float = _say(1.0, "Clip gradients to this norm, over all stages; 0 does not.")
+    dtype: Literal["float32", "bfloat16"] = _say(
+        "float32", "What parameters are held in; those of bfloat16 have a float32 master that the optimizer works on."
+    )
+    mixed_precision_param: Literal["float32", "bfloat16", "float16"] = _say(
+        "float32", "What autocast computes in; float16 comes with a dynamic scale of the loss."
+    )
+    seed: int = _say(0, "What weights, dropout and the order of the data are drawn from.")
+    deterministic: bool = _say(False, "Refuse operators that have no deterministic kernel.")
+
+
+@dataclass
+class Optimizer:
+    """The optimizer, one of torch's."""
+
+    name: Literal["AdamW", "Adam", "SGD", "Adafactor", "Muon"] = _say("AdamW", "The class in torch.optim.")
+    lr: float = _say(2e-3, "The learning rate at its highest.")
+    beta1: float = _say(0.9, "AdamW and Adam: decay of the mean; SGD and Muon: the momentum.")
+    beta2: float = _say(0.95, "AdamW and Adam: decay of the mean square.")
+    eps: float = _say(1e-8, "AdamW and Adam: what the root is kept above.")
+    weight_decay: float = _say(0.1, "Decay of matrices; norms, biases and other vectors have none.")
+    implementation: Literal["auto", "for-loop", "foreach", "fused"] = _say(
+        "auto", "How torch runs it; auto is fused where torch has that for the device."
+    )
+
+
+@dataclass
+class LRScheduler:
+    """The learning rate over the steps."""
+
+    warmup_steps: int = _say(30, "Steps over which it rises from 0.")
+    decay_ratio: float = _say(
+        -1.0, "The share of all steps, at their end, over which it falls (WSD: 0.1 to 0.2); -1 is from the warm-up on."
+    )
+    decay_type: Literal["cosine", "linear", "sqrt", "constant"] = _say("cosine", "How it falls; constant does not.")
+    min_lr_factor: float = _say(0.1, "What it falls to, as a share of the highest.")
+
+
+@dataclass
+class Parallelism:
+    """How the model and the batch are spread."""
+
+    pipeline_parallel_degree: int = _say(4, "Ranks of a pipeline.")
+    data_parallel_replicate_degree: int = _say(
+        0, "Replicas of the pipeline, each with its share of the batch; 0 is as many as there are processes for."
+    )
+    pipeline_parallel_schedule: str = _say(
+        "auto", "A family (see stageline families), or auto: the fastest by the model's profile."
+    )
+    pipeline_parallel_schedule_csv: str = _say("", "A schedule from a file, in our JSON or torch's CSV.")
+    pipeline_parallel_microbatch_size: int = _say(2, "Samples in a microbatch.")
+    pipeline_parallel_chunks: int = _say(0, "Stages that a rank holds, for families that let you choose; 0 is theirs.")
+    pipeline_parallel_split: Literal["time", "parameters", "layers"] = _say(
+        "time", "What the cut into stages balances: measured time, parameters, or the number of layers."
+    )
+    bucket_mb: float = _say(25.0, "Megabytes of gradients that replicas reduce at once.")
+
+
+@dataclass
+class ActivationCheckpoint:
+    """What is computed once more in the backward to save memory."""
+
+    mode: Literal["none", "selective", "full"] = _say(
+        "none", "none; full, whole stages; selective, the modules that are named."
+    )
+    modules: list[str] = _say([], "Names of the modules for selective, with * for any part: blocks.*.mlp.")
+
+
+@dataclass
+class Compile:
+    """torch.compile of the blocks."""
+
+    enable: bool = _say(False, "Compile the blocks of every stage.")
+    backend: str = _say("inductor", "The backend of torch.compile.")
+
+
+@dataclass
+class Checkpoint:
+    """What is kept to go on from."""
+
+    enable: bool = _say(True, "Write checkpoints.")
+    folder: str = _say("checkpoint", "Where, inside of the run's folder.")
+    interval: int = _say(100, "Steps from one to the next; the last step has one too.")
+    keep_latest_k: int = _say(3, "How many of the newest stay; 0 is all.")
+    async_mode: Literal["disabled", "async"] = _say("async", "async writes while training goes on.")
+    load_step: int = _say(-1, "Go on from this step's checkpoint; -1 is the newest whole one.")
+    initial_load_path: str = _say("", "Begin with the weights of a checkpoint or of safetensors files.")
+
+
+@dataclass
+class Validation:
+    """The loss on data that is not trained on."""
+
+    enable: bool = _say(True, "Hold a part of the data back and evaluate on it.")
+    freq: int = _say(100, "Steps from one evaluation to the next.")
+    steps: int = _say(4, "Batches of an evaluation.")
+    fraction: float = _say(
+        0.05, "The share of the data that is held back, at its end, where it has no file of its own."
+    )
+    dataset_path: str = _say("", "A file or folder of its own.")
+    patience: int = _say(0, "End after so many evaluations without a better loss; 0 is never.")
+
+
+@dataclass
+class Metrics:
+    """What is shown and kept of the steps."""
+
+    log_freq: int = _say(10, "Steps from one line to the next where the output is no terminal.")
+    timeline_freq: int = _say(50, "Steps from one measured timeline that is kept to the next; 0 keeps only the last.")
+    enable_tensorboard: bool = _say(False, "Also write for TensorBoard.")
+    save_tb_folder: str = _say("tb", "Where, inside of the run's folder.")
+    disable_color_printing: bool = _say(False, "Print without colour.")
+
+
+@dataclass
+class Comm:
+    """Talking to other ranks."""
+
+    train_timeout_seconds: float = _say(60.0, "How long a rank may be silent before the job fails with its name.")
+
+
+@dataclass
+class Sample:
+    """The text that a finished language model writes."""
+
+    tokens: int = _say(200, "How many tokens; 0 is no sample.")
+    prompt: str = _say("def ", "What it goes on from.")
+    temperature: float = _say(0.8, "0 always takes the likeliest.")
+
+
+@dataclass
+class Config:
+    """All of it.
+
+    >>> config = Config()
+    >>> config.training.steps, config.parallelism.pipeline_parallel_degree
+    (300, 4)
+    """
+
+    job: Job = field(default_factory=Job)
+    model: Model = field(default_factory=Model)
+    training: Training = field(default_factory=Training)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    validation: Validation = field(default_factory=Validation)
+    metrics: Metrics = field(default_factory=Metrics)
+    comm: Comm = field(default_factory=Comm)
+    sample: Sample = field(default_factory=Sample)
