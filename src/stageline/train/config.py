@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 def _say(default: Any, help: str) -> Any:
     """A field with its default and the sentence that explains it."""
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help})
     return field(default=default, metadata={"help": help})
 
 
@@ -31,8 +29,8 @@ class Model:
 
     name: str = _say(
         "gpt",
-        "gpt, the built-in one; the config.json of a Hugging Face model, or its folder; or package.module:function that "
-        "returns a model.",
+        "gpt, the built-in one; the config.json of a Hugging Face model, or its folder; or package.module:function "
+        "that returns a model.",
     )
     vocab_size: int = _say(0, "Words that the built-in GPT knows; 0 is as many as the tokenizer has.")
     dim: int = _say(128, "Width of the built-in GPT.")
@@ -61,15 +59,15 @@ class Training:
     local_batch_size: int = _say(16, "Samples that a replica trains on in one step of the pipeline.")
     global_batch_size: int = _say(
         0,
-        "Samples in one step of the optimizer, over all replicas; more than they take at once are accumulated. 0: once.",
+        "Samples in one step of the optimizer, over all replicas; what they do not take at once is accumulated.",
     )
     steps: int = _say(300, "Steps of the optimizer.")
     time_limit: float = _say(0.0, "Minutes after which the job saves a checkpoint and ends; 0 is never.")
     loss: str = _say(
         "cross_entropy",
-        "cross_entropy, weighted_cross_entropy, mse, own (the model's), or package.module:function of output and target.",
+        "cross_entropy, weighted_cross_entropy, mse, own (the model's), or package.module:function of two.",
     )
-    loss_weights: list[float] = _say([], "Weights of the classes, for weighted_cross_entropy.")
+    loss_weights: tuple[float, ...] = _say((), "Weights of the classes, for weighted_cross_entropy.")
     max_norm: float = _say(1.0, "Clip gradients to this norm, over all stages; 0 does not.")
     dtype: Literal["float32", "bfloat16"] = _say(
         "float32", "What parameters are held in; those of bfloat16 have a float32 master that the optimizer works on."
@@ -135,7 +133,7 @@ class ActivationCheckpoint:
     mode: Literal["none", "selective", "full"] = _say(
         "none", "none; full, whole stages; selective, the modules that are named."
     )
-    modules: list[str] = _say([], "Names of the modules for selective, with * for any part: blocks.*.mlp.")
+    modules: tuple[str, ...] = _say((), "Names of the modules for selective, with * for any part: blocks.*.mlp.")
 
 
 @dataclass
@@ -166,9 +164,7 @@ class Validation:
     enable: bool = _say(True, "Hold a part of the data back and evaluate on it.")
     freq: int = _say(100, "Steps from one evaluation to the next.")
     steps: int = _say(4, "Batches of an evaluation.")
-    fraction: float = _say(
-        0.05, "The share of the data that is held back, at its end, where it has no file of its own."
-    )
+    fraction: float = _say(0.05, "The share of the data that is held back, at its end, if dataset_path is empty.")
     dataset_path: str = _say("", "A file or folder of its own.")
     patience: int = _say(0, "End after so many evaluations without a better loss; 0 is never.")
 
