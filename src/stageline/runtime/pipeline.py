@@ -205,27 +205,48 @@ class Pipeline(Runner):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip by the norm over all stages and ranks, tied weights counted once; give back the norm before it."""
-        if self._alone:
-            return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-        return self._clip_together(max_norm, norm_type)
-
-    def _clip_together(self, max_norm: float, norm_type: float) -> Tensor:
-        """As torch does it in one process: the norm of all parameters' norms, in the order of the model."""
-        everything = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        norms = np.zeros(len(everything))
-        first = {id(parameter): uses[0].rank for parameter, uses in self._placed.uses.items()}
-        mine = {id(parameter) for parameter in self.parameters()}
-        for index, parameter in enumerate(everything):
-            counts_here = first.get(id(parameter), self._world.here[0]) == self._world.here[0]
-            if id(parameter) in mine and counts_here and parameter.grad is not None:
-                norms[index] = float(torch.linalg.vector_norm(parameter.grad, norm_type))
-        known = torch.from_numpy(self._world.add_up(norms)).to(everything[0].dtype)
-        total: Tensor = torch.linalg.vector_norm(known, norm_type)
+        total = self.grad_norm(norm_type)
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor.to(parameter.grad.dtype))
         return total
+
+    def grad_norm(self, norm_type: float = 2.0, gradients: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The norm of the gradients of all stages and ranks, tied weights counted once, in float32 on the CPU.
+
+        It has the same bits on every rank, and for any number of them. `gradients` are by names, and those of the
+        parameters unless given. All processes must call this together.
+        """
+        names = {name: index for index, (name, _) in enumerate(self.model.named_parameters())}
+        found: dict[int, Tensor] = {}
+        for name, parameter in self.named_parameters():
+            gradient = parameter.grad if gradients is None else gradients.get(name)
+            if gradient is not None and self.owns(name):
+                found[names[name]] = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32)
+        norms = np.zeros(len(names))
+        for device in {norm.device for norm in found.values()}:  # asked for once: each question would stop a GPU
+            here = [index for index, norm in found.items() if norm.device == device]
+            norms[here] = torch.stack([found[index] for index in here]).cpu().numpy()
+        known = torch.from_numpy(self._world.add_up(norms)).float()
+        return torch.as_tensor(torch.linalg.vector_norm(known, norm_type))
+
+    def owns(self, name: str) -> bool:
+        """Whether a parameter or buffer is this process's to count and to save; every one is one process's."""
+        return self._owners.get(name) in self._world.here
+
+    @cached_property
+    def _owners(self) -> dict[str, int]:
+        """The rank that each parameter and buffer belongs to: the first that uses it."""
+        found: dict[str, int] = {}
+        table = self.schedule.placement.table
+        for stage, part in enumerate(self._parts):
+            tensors = (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False))
+            for name, _ in tensors:
+                found.setdefault(name, int(table[0, stage]))
+        first = {parameter: uses[0].rank for parameter, uses in self._placed.uses.items()}
+        found.update({name: first[each] for name, each in self.model.named_parameters() if each in first})
+        return found
 
     # Steps.
 
@@ -238,13 +259,20 @@ class Pipeline(Runner):
         return targets
 
     def step(
-        self, inputs: Any, targets: Any = None, *, count: float | None = None, stage_kwargs: Keywords | None = None
+        self,
+        inputs: Any,
+        targets: Any = None,
+        *,
+        count: float | None = None,
+        scale: float = 1.0,
+        stage_kwargs: Keywords | None = None,
     ) -> StepStats:
         """Run every microbatch forward and backward; gradients add into `.grad`, and no parameter changes.
 
         Where every process is a rank, each may be given the whole batch, or None for what its stages do not need:
         inputs are read on the first stage, targets on the last. `count` is the number of targets that a loss is divided
-        by, over all microbatches and, where gradients of several steps are added up, over all of those.
+        by, over all microbatches and, where gradients of several steps are added up, over all of those. `scale` is what
+        all gradients are multiplied by, as float16 needs, or a mean over several steps; the loss that is told is not.
         `stage_kwargs` holds keyword inputs of single stages, `{2: {"mask": mask}}`, or of every stage that takes them,
         `{"all": {"mask": mask}}`; they are cut into microbatches as the batch is.
         """
@@ -252,8 +280,11 @@ class Pipeline(Runner):
             raise StagelineError("step cannot train inside of torch.inference_mode(); call it outside")
         if not self.schedule.training:
             raise StagelineError(f"{self.schedule.name} has no backwards to train with; use predict or evaluate")
+        if not (isinstance(scale, int | float) and 0 < scale < float("inf")):
+            raise StagelineError(f"scale is a number above 0, got {shorten(scale)}")
         began = time.perf_counter()
-        done = self._run(inputs, self._targets(inputs, targets), stage_kwargs, training=True, count=count)
+        wanted = self._targets(inputs, targets)
+        done = self._run(inputs, wanted, stage_kwargs, training=True, count=count, scale=float(scale))
         crew, results = done.crew, done.results
         times = done.outcome.times
         later = self._world.later(lambda: times_of(crew, results).reshape(-1)) if times is None else lambda: times
@@ -295,6 +326,17 @@ class Pipeline(Runner):
         """Run the forwards alone; give back the outputs of the whole batch."""
         done = self._run(inputs, None, stage_kwargs, training=False, with_targets=False, keep=True)
         return _joined(done.results)
+
+    @property
+    def steps(self) -> int:
+        """How many steps were made; what is drawn at random depends on it, so a run that goes on sets it."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        if not isinstance(value, int) or value < 0:
+            raise StagelineError(f"steps is a whole number from 0 upwards, got {shorten(value)}")
+        self._steps = value
 
     @property
     def timeline(self) -> Timeline:

@@ -72,6 +72,7 @@ class Runner:
         with_targets: bool = True,
         keep: bool = False,
         count: float | None = None,
+        scale: float = 1.0,
     ) -> Done:
         """Run a batch on all ranks. If it fails anywhere it fails everywhere, and buffers are as before."""
         self._world.begin()
@@ -84,6 +85,7 @@ class Runner:
             if refused is None:
                 try:
                     work = self._work(inputs, targets, keywords, samples, filled, training, with_targets, keep, count)
+                    work = replace(work, scale=scale)
                     self._check_keywords(crew, work)
                 except StagelineError as error:
                     refused = error
