@@ -60,6 +60,11 @@ def find_world(ranks: int, deadline: float) -> World:
     return ProcessWorld(deadline)
 
 
+def job_world(deadline: float) -> World:
+    """All processes of a job, whatever pipelines they are part of; a process alone is all of it."""
+    return ProcessWorld(deadline) if several_processes(deadline) else ThreadWorld(1)
+
+
 class ProcessWorld:
     """This process is one rank of a torch.distributed group; the pipeline's own groups join it to the others."""
 

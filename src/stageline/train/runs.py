@@ -15,7 +15,7 @@ import torch
 from stageline._version import __version__
 from stageline.errors import StagelineError
 from stageline.train.config import Config
-from stageline.train.settings import FIXED, WARN, differences, read_config
+from stageline.train.settings import FIXED, FREE, WARN, differences, read_config
 from stageline.train.toml import write_toml
 
 CONFIG, ENVIRONMENT, METRICS, LOCK = "config.toml", "environment.json", "metrics.jsonl", "lock"
@@ -41,13 +41,13 @@ class RunFolder:
                 "give another folder"
             )
         earlier = read_config(self.path / CONFIG)
-        apart = differences(earlier, config, ignore=frozenset(_all(config)) - FIXED)
+        apart = differences(config, earlier, ignore=WARN | FREE)
         if apart:
             raise StagelineError(
                 f"{str(self.path)!r} holds a run of another configuration: {'; '.join(apart)}; nothing is overwritten: "
                 "give another job.dump_folder, or the configuration of that run to go on with it"
             )
-        return True, differences(earlier, config, ignore=frozenset(_all(config)) - WARN)
+        return True, differences(config, earlier, ignore=FIXED | FREE)
 
     def claim(self, config: Config) -> None:
         """Make the folder this job's own; refuse while another works in it."""
@@ -93,12 +93,6 @@ class RunFolder:
         aside.write_text(text, encoding="utf-8")
         aside.replace(path)
         return path
-
-
-def _all(config: Config) -> set[str]:
-    return {
-        f"{section}.{key}" for section, values in vars(config).items() for key in vars(values)
-    }
 
 
 def environment(**more: Any) -> str:
