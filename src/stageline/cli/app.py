@@ -9,7 +9,20 @@ from typing import Annotated
 import typer
 
 from stageline._version import __version__
-from stageline.cli import check, checkpoint, compare, doctor, families, inspect, profile, show, simulate, trace, verify
+from stageline.cli import (
+    check,
+    checkpoint,
+    compare,
+    doctor,
+    families,
+    inspect,
+    profile,
+    show,
+    simulate,
+    trace,
+    train,
+    verify,
+)
 from stageline.errors import ScheduleError, StagelineError
 
 app = typer.Typer(
@@ -22,6 +35,7 @@ app = typer.Typer(
 )
 for verb in (families, show, verify, simulate, compare, trace, doctor, inspect, profile, check):
     app.command(verb.__name__.rsplit(".", 1)[-1])(verb.command)
+app.command("train", cls=train.Train)(train.command)
 app.add_typer(checkpoint.app, name="checkpoint")
 
 

@@ -165,7 +165,7 @@ class Parallelism:
 
 @dataclass
 class ActivationCheckpoint:
-    """What is computed once more in the backward to save memory."""
+    """What is computed once more to save memory."""
 
     mode: Literal["none", "selective", "full"] = _say(
         "none", "none; full, whole stages; selective, the modules that are named."
@@ -208,7 +208,7 @@ class Validation:
     fraction: float = _fixed(
         0.05, "The share of the data that is held back, at its end, if dataset_path is empty.", above=0, below=1
     )
-    dataset_path: str = _warn("", "A file or folder of its own.", example="data/valid.txt")
+    dataset_path: str = _fixed("", "A file or folder of its own.", example="data/valid.txt")
     patience: int = _say(0, "End after so many evaluations without a better loss; 0 is never.", minimum=0)
 
 

@@ -153,7 +153,9 @@ class Option:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:g}" if abs(value) < 1e6 else str(value)
+    if value == 2**63 - 1:
+        return "2**63 - 1"
+    return "" if value is None else f"{value:g}"
 
 
 def _toml(text: str) -> Any:
@@ -209,8 +211,10 @@ def sections() -> MappingProxyType[str, type[Any]]:
     return MappingProxyType({field.name: hints[field.name] for field in fields(Config)})
 
 
-def did_you_mean(key: str) -> str:
+def did_you_mean(key: str, flag: str = "") -> str:
     """Say which option was probably meant: a name that is in another section, or the nearest; empty if none is near.
+
+    `flag` stands before the names.
 
     >>> did_you_mean("steps"), did_you_mean("optimizer.steps")
     ('; did you mean training.steps? (or validation.steps)', '; did you mean training.steps? (or validation.steps)')
@@ -222,16 +226,16 @@ def did_you_mean(key: str) -> str:
     if there:
         near = _near(section, [known.split(".")[0] for known in there]) if section else None
         first = f"{near}.{name}" if near else there[0]
-        others = "" if near else " or ".join(known for known in there if known != first)
-        return f"; did you mean {first}?" + (others and f" (or {others})")
+        others = "" if near else " or ".join(flag + known for known in there if known != first)
+        return f"; did you mean {flag}{first}?" + (others and f" (or {others})")
     own = _near(name, [option.name for option in options().values() if option.section == section])
     if own:
-        return f"; did you mean {section}.{own}?"
+        return f"; did you mean {flag}{section}.{own}?"
     full = _near(key, options()) if section else None
     if full is None:
         close = _near(name, [option.name for option in options().values()])
         full = next((option.key for option in options().values() if option.name == close), None)
-    return f"; did you mean {full}?" if full else ""
+    return f"; did you mean {flag}{full}?" if full else ""
 
 
 def _near(name: str, known: Iterable[str]) -> str | None:

@@ -50,7 +50,8 @@ def check_model(pipe: Pipeline, found: Checkpoint) -> None:
             )
         if there[name] != shape:
             raise StagelineError(
-                f"{found.path} is a checkpoint of another model: {name!r} has shape {there[name]} there and {shape} here"
+                f"{found.path} is a checkpoint of another model: {name!r} has shape {there[name]} there and {shape} "
+                "here"
             )
     more = sorted(set(there) - set(wanted))
     if more:
@@ -76,7 +77,7 @@ def load(pipe: Pipeline, optimizer: Optimizer, found: Checkpoint) -> None:
 def random_state() -> dict[str, Any]:
     """The states of the generators that a user's own code may draw from, in JSON's words."""
     version, numbers, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
     return {
         "torch": bytes(torch.get_rng_state().numpy()).hex(),
         "python": [version, list(numbers), gauss],
@@ -90,4 +91,4 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002

@@ -125,7 +125,7 @@ def _put(config: Config, key: str, value: Any) -> str:
 def _set(config: Config, given: str) -> str:
     """Set one option as "section.key=value" says; say what is wrong, or nothing."""
     key, equals, text = given.partition("=")
-    key, text = key.strip(), text.strip()
+    key = key.strip()
     if not key:
         return f"{shorten(given)} names no option; write it as section.key=value, like training.steps=300"
     option = options().get(key)

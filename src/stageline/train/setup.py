@@ -132,8 +132,8 @@ class Setup:
         if blind.any():
             ranks = ", ".join(map(str, np.flatnonzero(blind).tolist()))
             raise StagelineError(
-                f"rank {ranks} does not see the folder {str(self.folder.path)!r} of rank 0; give a job.dump_folder on a "
-                "file system that all machines share"
+                f"rank {ranks} does not see the folder {str(self.folder.path)!r} of rank 0; give a job.dump_folder on "
+                "a file system that all machines share"
             )
 
     @cached_property
@@ -184,7 +184,7 @@ class Setup:
             schedule=choice.schedule,
             seed=config.training.seed,
             deadline=config.comm.train_timeout_seconds,
-            recompute=recompute[config.activation_checkpoint.mode],  # type: ignore[arg-type]
+            recompute=recompute[config.activation_checkpoint.mode],
             device=layout.device,
         )
 

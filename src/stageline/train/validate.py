@@ -182,33 +182,41 @@ def _recomputation(config: Config) -> Iterator[str]:
 
 
 def _schedule(config: Config) -> Iterator[str]:
-    asked, local = config.parallelism, config.training.local_batch_size
-    name, file, ranks = (
+    asked, local, key = config.parallelism, config.training.local_batch_size, "parallelism.pipeline_parallel_schedule"
+    name, size, ranks = (
         asked.pipeline_parallel_schedule,
-        asked.pipeline_parallel_schedule_csv,
+        asked.pipeline_parallel_microbatch_size,
         asked.pipeline_parallel_degree,
     )
-    microbatches = max(1, local // asked.pipeline_parallel_microbatch_size)
-    if file:
-        yield from _schedule_file(file, name, ranks, microbatches)
+    if asked.pipeline_parallel_schedule_csv:
+        yield from _schedule_file(asked.pipeline_parallel_schedule_csv, name, ranks, local, size)
         return
     if name.lower() == "auto":
         return
     try:
         family = find_family(name)
-        if not family.training:
-            yield f"parallelism.pipeline_parallel_schedule is {name}, for inference; take one that trains, or auto"
-            return
-        chunks = {"chunks": asked.pipeline_parallel_chunks} if asked.pipeline_parallel_chunks else {}
-        schedule(name, ranks, microbatches, **chunks)
     except StagelineError as error:
+        yield f"{key} is {show(name)}: {error}; or take auto"
+        return
+    chunks = {"chunks": asked.pipeline_parallel_chunks} if asked.pipeline_parallel_chunks else {}
+    if chunks and "chunks" not in family.options:
         yield (
-            f"parallelism.pipeline_parallel_schedule is {show(name)}, for {ranks} ranks (pipeline_parallel_degree) and "
-            f"{microbatches} microbatches (local_batch_size / pipeline_parallel_microbatch_size): {error}; or take auto"
+            f"parallelism.pipeline_parallel_chunks is {chunks['chunks']}, and {key} is {name}, which leaves no choice; "
+            f"take 0, or a family that has chunks, like interleaved"
         )
+    elif local % size == 0:
+        try:
+            if not schedule(name, ranks, local // size, **chunks).training:
+                yield f"{key} is {name}, which is for inference; take one that trains, or auto"
+        except StagelineError as error:
+            yield (
+                f"{key} is {name}, for the {ranks} ranks of parallelism.pipeline_parallel_degree and {local // size} "
+                f"microbatches, training.local_batch_size {local} / parallelism.pipeline_parallel_microbatch_size "
+                f"{size}: {error}"
+            )
 
 
-def _schedule_file(file: str, name: str, ranks: int, microbatches: int) -> Iterator[str]:
+def _schedule_file(file: str, name: str, ranks: int, local: int, size: int) -> Iterator[str]:
     key = "parallelism.pipeline_parallel_schedule_csv"
     if name.lower() != "auto":
         yield f"{key} is {show(file)}, and parallelism.pipeline_parallel_schedule is {name}; leave one of them out"
@@ -222,10 +230,11 @@ def _schedule_file(file: str, name: str, ranks: int, microbatches: int) -> Itera
             f"{key} is {show(file)}, a schedule for {found.ranks} ranks, and parallelism.pipeline_parallel_degree is "
             f"{ranks}; take {found.ranks}"
         )
-    if found.microbatches != microbatches:
+    if local % size == 0 and found.microbatches != local // size:
         yield (
             f"{key} is {show(file)}, a schedule for {found.microbatches} microbatches, and training.local_batch_size "
-            f"over parallelism.pipeline_parallel_microbatch_size makes {microbatches}; change one of them"
+            f"{local} / parallelism.pipeline_parallel_microbatch_size {size} makes {local // size}; take "
+            f"{found.microbatches * size} for the local batch"
         )
 
 
