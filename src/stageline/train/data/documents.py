@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stageline.errors import StagelineError
+from stageline.errors import StagelineError, shorten
 from stageline.train.data.source import Tokens, digest
 from stageline.train.data.tokenizer import Tokenizer, encode_documents, smallest
 
@@ -113,15 +113,21 @@ def document_tokens(
 
 
 def _encode(documents: Documents, tokenizer: Tokenizer) -> NDArray[Any]:
-    read = iter(documents.read())
+    read = (each for each in documents.read() if each is not None)
     first = next(read, None)
     if first is None:
         parts: Iterable[NDArray[Any]] = ()
     elif isinstance(first, str):
-        parts = encode_documents(tokenizer, chain([first], read))
+        parts = encode_documents(tokenizer, (_text(each, documents.name) for each in chain([first], read)))
     else:
         parts = (_row(each, documents.name) for each in chain([first], read))
     return np.concatenate([np.empty(0, smallest(1)), *parts])
+
+
+def _text(document: Any, name: str) -> str:
+    if not isinstance(document, str):
+        raise StagelineError(f"{name} holds text and also a {type(document).__name__}, {shorten(document)}; give one")
+    return document
 
 
 def _row(tokens: Any, name: str) -> NDArray[Any]:
