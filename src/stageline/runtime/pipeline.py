@@ -24,6 +24,7 @@ from stageline.runtime.batch import (
     check_reduction,
     digest,
 )
+from stageline.runtime.compiled import Compile, compile_units
 from stageline.runtime.cut import count_layers, cut, described, find_schedule, whole_model
 from stageline.runtime.executor import RankResult
 from stageline.runtime.outcome import Measured, times_of
@@ -79,6 +80,7 @@ class Pipeline(Runner):
         check_finite: bool = True,
         example: Any = None,
         device: torch.device | str = "cpu",
+        compile: Compile = False,
         **options: Any,
     ) -> None:
         """`stages` is a model, which is cut evenly (see `sl.split` for other cuts), or one module per stage.
@@ -94,7 +96,8 @@ class Pipeline(Runner):
         rank may be silent, or be waited for while nobody is at work, before the step fails with its name (60, or what
         the environment says as STAGELINE_DEADLINE). `check_finite` fails a step whose loss is not a finite number.
         `example` is a batch by which a model shows the order in which it calls its parts (see `sl.split`).
-        `options` are the family's own, such as `chunks`.
+        `compile` is True, the name of a backend or the keywords of torch.compile, which then compiles every layer, or
+        unit of a model (see docs/runtime.md). `options` are the family's own, such as `chunks`.
         """
         check_reduction(loss_reduction)
         if not callable(loss_fn):
@@ -117,6 +120,7 @@ class Pipeline(Runner):
         if recipe is not None:
             recipe.materialise(self._owned_names().__contains__, seed=common, device=device)
             self._parts = cut(given, self.model, self.schedule.stages, example)
+        compile_units((part for stage, part in enumerate(self._parts) if self._holds(stage)), compile)
         self._placed = place(self._parts, self.schedule.placement, self._world.here)
         self._options = StageOptions(loss_fn, common, again, check_finite)
         self._crews: dict[tuple[int, bool], Crew] = {}
@@ -135,11 +139,13 @@ class Pipeline(Runner):
         """The stages whose weights are here."""
         return {stage for stages in self._placed.modules.values() for stage in stages}
 
+    def _holds(self, stage: int) -> bool:
+        """Whether a rank that is here runs this stage."""
+        return bool(set(self.schedule.placement.table[:, stage].tolist()) & set(self._world.here))
+
     def _owned_names(self) -> set[str]:
         """The names of all tensors of the stages whose ranks are here."""
-        table = self.schedule.placement.table
-        here = [stage for stage in range(self.schedule.stages) if set(table[:, stage].tolist()) & set(self._world.here)]
-        parts = [self._parts[stage] for stage in here]
+        parts = [part for stage, part in enumerate(self._parts) if self._holds(stage)]
         parameters = {name for part in parts for name, _ in part.named_parameters(remove_duplicate=False)}
         return parameters | {name for part in parts for name, _ in part.named_buffers(remove_duplicate=False)}
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import signal
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +26,39 @@ def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
     if dtype == "float32":
         return nullcontext()
     return torch.autocast(device.type, dtype=getattr(torch, dtype))
+
+
+def mend_bfloat16(device: torch.device, *dtypes: str) -> str:
+    """Turn kernels off that end the process on this machine; say so, or nothing.
+
+    A processor may promise instructions for bfloat16 that its system does not allow, and the first product then ends
+    the process without a word. A child process tries, and torch's other kernels are used if it does not come back.
+    """
+    if device.type != "cpu" or "bfloat16" not in dtypes or not torch.backends.mkldnn.enabled or _bfloat16_runs():
+        return ""
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    return "oneDNN's kernels for bfloat16 crash on this machine, so torch's own are used"
+
+
+@cache
+def _bfloat16_runs() -> bool:
+    if not hasattr(os, "fork"):
+        return True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there may be other threads; the child has only its own
+        child = os.fork()
+    if child == 0:
+        try:
+            faulthandler.disable()
+            signal.alarm(20)
+            torch.set_num_threads(1)
+            for size in (8, 16, 24, 32, 64):
+                layer = torch.nn.Linear(size, 3 * size).bfloat16()
+                layer(torch.ones(2, 16, size, dtype=torch.bfloat16)).sum().backward()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
 
 
 class LossScale:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +15,27 @@ from torch import Tensor
 
 from stageline.errors import StagelineError, nearest
 from stageline.runtime.pipeline import Pipeline
-from stageline.train.checkpoint import Checkpoint
+from stageline.runtime.worlds import World
+from stageline.train.checkpoint import Checkpoint, newest, open_checkpoint, step_name
 from stageline.train.optimizers import Optimizer, State
+
+
+def find(folder: Path, step: int, world: World) -> Checkpoint | None:
+    """The newest whole checkpoint of a folder, or that of a step if it is not below 0; one process looks, all agree."""
+    told = {"path": "", "error": ""}
+    if 0 in world.here:
+        try:
+            if step >= 0:
+                chosen: Checkpoint | None = open_checkpoint(folder / step_name(step))
+            else:
+                chosen = newest(folder, on_damage=lambda damage: print(f"warning: {damage}", file=sys.stderr))
+            told["path"] = "" if chosen is None else str(chosen.path)
+        except StagelineError as error:
+            told["error"] = str(error)
+    told = json.loads(world.tell(json.dumps(told), 0))
+    if told["error"]:
+        raise StagelineError(told["error"])
+    return open_checkpoint(Path(told["path"])) if told["path"] else None
 
 
 def own_weights(pipe: Pipeline) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from stageline.errors import StagelineError
 from stageline.model.build import build, describe
 from stageline.model.profile import Profile, parse_profile
 from stageline.model.staged import Staged, profile, split
+from stageline.runtime.compiled import Compile, compile_units
 from stageline.runtime.pipeline import Pipeline
 from stageline.runtime.processes import job_world
 from stageline.runtime.worlds import World
@@ -25,6 +26,7 @@ from stageline.train.choice import Choice, choose
 from stageline.train.config import Config
 from stageline.train.data import Data, Loader, open_data
 from stageline.train.layout import Layout
+from stageline.train.precision import mend_bfloat16
 from stageline.train.runs import RunFolder
 from stageline.train.tasks import Task, make_task
 
@@ -52,9 +54,13 @@ class Setup:
     def prepare(self) -> None:
         """Make all of it; what is wrong is found here, before the folder is written to."""
         self._make_batches()
+        training = self.config.training
+        inside = "bfloat16" if self.config.optimizer.name == "Muon" else ""  # what it orthogonalises in
+        mended = mend_bfloat16(self.layout.device, training.dtype, training.mixed_precision_param, inside)
         _ = self.world, self.loader, self.task
         self._look_at_folder()
         self._share_folder()
+        self.notes += [mended] if mended else []
         _ = self.choice, self.pipe
 
     @cached_property
@@ -169,8 +175,10 @@ class Setup:
         device = self.layout.device
         model = build(self.task.make, seed=self.config.training.seed, device=device, otherwise="construct")
         here = pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, self.example)
+        staged = split(model, 1, example=here)
+        compile_units(staged.parts(), self._compile)
         found = profile(model, here, repeats=3, warmup=1)
-        return _by_calls(found, [unit.name for unit in split(model, 1, example=here).units]).to_text()
+        return _by_calls(found, [unit.name for unit in staged.units]).to_text()
 
     @cached_property
     def pipe(self) -> Pipeline:
@@ -186,7 +194,12 @@ class Setup:
             deadline=config.comm.train_timeout_seconds,
             recompute=recompute[config.activation_checkpoint.mode],
             device=layout.device,
+            compile=self._compile,
         )
+
+    @property
+    def _compile(self) -> Compile:
+        return {"backend": self.config.compile.backend} if self.config.compile.enable else False
 
     def _staged(self) -> Staged:
         """The model in stages, without memory where its constructor can be repeated for a part of it."""
@@ -199,9 +212,7 @@ class Setup:
                 self.task.make, seed=self.config.training.seed, device=self.layout.device, otherwise="construct"
             )
             return split(model, stages, layers_per_stage=counts, example=self.example)
-        return replace(
-            split(recipe.model, stages, layers_per_stage=counts, example=self.example), recipe=recipe
-        )
+        return replace(split(recipe.model, stages, layers_per_stage=counts, example=self.example), recipe=recipe)
 
 
 def _by_calls(found: Profile, names: list[str]) -> Profile:

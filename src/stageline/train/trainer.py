@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import resource
-import sys
+import signal
 import time
 import uuid
 from collections.abc import Callable
@@ -19,22 +18,20 @@ from torch import nn
 
 from stageline.errors import StagelineError
 from stageline.model.load import load_weights
-from stageline.timeline import draw
-from stageline.timeline.timeline import Timeline
 from stageline.train import saving
-from stageline.train.checkpoint import Checkpoint, Writer, newest, open_checkpoint
+from stageline.train.checkpoint import Checkpoint, Writer
 from stageline.train.config import Config
-from stageline.train.data import Data, Loader
+from stageline.train.data import Data, Loader, Prefetch
 from stageline.train.layout import find_layout
 from stageline.train.logs import Logs
 from stageline.train.optimizers import Optimizer, rate
 from stageline.train.precision import LossScale
-from stageline.train.runs import ENVIRONMENT, METRICS, RunFolder, environment
-from stageline.train.sample import generate
+from stageline.train.runs import RunFolder
 from stageline.train.settings import read_config, to_dict
 from stageline.train.setup import Setup
+from stageline.train.show import Show
 from stageline.train.signals import StopSignals
-from stageline.train.steps import Batch, Stepped, Stepper
+from stageline.train.steps import Batch, Stepper
 from stageline.train.validate import validate
 
 
@@ -87,6 +84,7 @@ class Trainer:
         self._best, self._since_best = math.inf, 0
         self._validation: float | None = None
         self._loss: float | None = None
+        self._reported, self._blocked = -1, 0.0
 
     def run(self) -> Result:
         """Train until the last step, the time limit, an early stop or a signal; every process calls this alike."""
@@ -101,7 +99,7 @@ class Trainer:
                 found = self._prepare()
                 steps = self.config.training.steps
                 with Logs(self.config, self.folder.path, main=self.layout.main, total_steps=steps) as self.logs:
-                    return self._run(found)
+                    return self._run(found is not None)
             finally:
                 self.folder.release()
 
@@ -113,7 +111,7 @@ class Trainer:
         setup.prepare()
         self.pipe, self.world, self.loader = setup.pipe, setup.world, setup.loader
         self.checkpoints = self.folder.path / config.checkpoint.folder
-        found = self._find_checkpoint() if setup.goes_on else None
+        found = saving.find(self.checkpoints, config.checkpoint.load_step, self.world) if setup.goes_on else None
         if found is None and config.checkpoint.initial_load_path:
             load_weights(self.pipe.model, config.checkpoint.initial_load_path, cast=True)
         self.scale = LossScale(config.training.mixed_precision_param == "float16")
@@ -134,6 +132,7 @@ class Trainer:
         )
         if found is not None:
             self._go_on_from(found)
+            found.close()
         self.validation = None
         if setup.data.validation is not None and config.validation.enable:
             self.validation = Loader(setup.data.validation, batch=setup.per_step, shuffle=False)
@@ -145,17 +144,7 @@ class Trainer:
             return value
         return float(self.world.add_up(np.array([value if self.layout.first else 0.0]))[0])
 
-    def _find_checkpoint(self) -> Checkpoint | None:
-        """The newest whole checkpoint, or the one that was asked for; the main process looks, and tells."""
-        asked, told = self.config.checkpoint.load_step, ""
-        if self.layout.main:
-            if asked >= 0:
-                chosen: Checkpoint | None = open_checkpoint(self.checkpoints / f"step-{asked:08}")
-            else:
-                chosen = newest(self.checkpoints, on_damage=lambda damage: print(f"warning: {damage}", file=sys.stderr))
-            told = "" if chosen is None else str(chosen.path)
-        told = self.world.tell(told, 0)
-        return open_checkpoint(Path(told)) if told else None
+    # The steps.
 
     def _go_on_from(self, found: Checkpoint) -> None:
         """Take up weights, optimizer, scale, position and random numbers where a checkpoint left them."""
@@ -180,42 +169,63 @@ class Trainer:
 
     # The steps.
 
-    def _run(self, found: Checkpoint | None) -> Result:
-        config, logs = self.config, self.logs
-        total = config.training.steps
-        if self.layout.main:
-            self._describe(found)
-        logs.event("start", step=self.step, resumed=found is not None)
-        if found is not None:
-            found.close()
-        self.writer = Writer(
-            self.checkpoints, self.layout.rank % self.layout.ranks, self.layout.ranks if self._many else 1,
-            keep=config.checkpoint.keep_latest_k, deadline=max(60.0, config.comm.train_timeout_seconds),
-        )  # fmt: skip
-        self._attempt = self.world.tell(uuid.uuid4().hex if self.layout.main else "", 0)
-        why, saved = "finished", self.step if found is not None else -1
-        try:
-            while self.step < total:
-                self._one_step()
-                if self._due(config.validation.freq) and self._validate():
-                    why = "early stop"
-                why = self._agree_to_stop() or why
-                last = why != "finished" or self.step == total
-                if config.checkpoint.enable and (last or self._due(config.checkpoint.interval)):
-                    self._save(background=not last and config.checkpoint.async_mode == "async")
-                    saved = self.step
-                if why != "finished":
-                    break
-            self.writer.wait()
-            del saved
-            self._finish(why)
-        except BaseException as error:
-            logs.event("end", step=self.step, why=f"failed: {type(error).__name__}: {error}")
-            raise
-        finally:
-            self.writer.close()
-        logs.event("end", step=self.step, why=why)
+    def _run(self, resumed: bool) -> Result:
+        config, layout = self.config, self.layout
+        if self._over():
+            if layout.main:
+                print(
+                    f"{self.folder.path} is finished: step {self.step} of {config.training.steps}; raise "
+                    "training.steps to go on, or give another job.dump_folder"
+                )
+            return Result(self.step, "finished", None, None, self.folder.path)
+        self.show = Show(self)
+        self.show.begin(resumed)
+        self.logs.event("start", step=self.step, resumed=resumed)
+        self._attempt = self.world.tell(uuid.uuid4().hex if layout.main else "", 0)
+        deadline = max(60.0, config.comm.train_timeout_seconds)
+        # Every rank of the first replica writes what it has; ranks that are threads have one writer.
+        number, count = (layout.rank % layout.ranks, layout.ranks) if self._many else (0, 1)
+        with (
+            Writer(
+                self.checkpoints, number, count, keep=config.checkpoint.keep_latest_k, deadline=deadline
+            ) as self.writer,
+            Prefetch(
+                self.loader,
+                position=self.position,
+                replica=layout.replica,
+                replicas=layout.replicas,
+                local=self.setup.local,
+            ) as self.batches,
+        ):
+            try:
+                why = self._loop()
+                self.writer.wait()
+                self._report_saved()
+                self.show.finish(why)
+            except BaseException as error:
+                self.logs.event("end", step=self.step, why=f"failed: {type(error).__name__}: {error}")
+                raise
+        self.logs.event("end", step=self.step, why=why)
+        self.show.report()
         return Result(self.step, why, self._loss, self._validation, self.folder.path)
+
+    def _over(self) -> bool:
+        """Whether an earlier start made all steps, or stopped early."""
+        patience = self.config.validation.patience
+        return self.step >= self.config.training.steps or 0 < patience <= self._since_best
+
+    def _loop(self) -> str:
+        """Make steps until one is the last; say why it was."""
+        config = self.config
+        while True:
+            self._one_step()
+            early = self._due(config.validation.freq) and self._validate()
+            why = self._agree_to_stop() or ("early stop" if early else "")
+            why = why or ("finished" if self.step >= config.training.steps else "")
+            if config.checkpoint.enable and (why or self._due(config.checkpoint.interval)):
+                self._save(background=not why and config.checkpoint.async_mode == "async")
+            if why:
+                return why
 
     @property
     def _many(self) -> bool:
@@ -224,8 +234,8 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def _batches(self, loader: Loader, position: int) -> list[Batch]:
-        """What this replica takes of a step."""
+    def _held_back(self, loader: Loader, position: int) -> list[Batch]:
+        """What this replica takes of a step's worth of data that is not trained on."""
         setup, layout = self.setup, self.layout
         once = setup.local * layout.replicas
         return [
@@ -237,40 +247,11 @@ class Trainer:
         began = time.perf_counter()
         config = self.config
         factor = rate(config.lr_scheduler, self.step, config.training.steps)
-        done = self.stepper.train(self._batches(self.loader, self.position), factor)
+        done = self.stepper.train([next(self.batches) for _ in range(self.setup.turns)], factor)
         self.step += 1
         self.position += self.setup.per_step
         self._loss = done.loss
-        self._log(done, factor, time.perf_counter() - began)
-
-    def _log(self, done: Stepped, factor: float, seconds: float) -> None:
-        if not self.layout.main:
-            return
-        tokens = self.setup.per_step * self.config.training.seq_len
-        measured = done.stats.measured()
-        self.logs.event(
-            "step",
-            step=self.step,
-            loss=done.loss,
-            grad_norm=done.grad_norm,
-            lr=self.config.optimizer.lr * factor,
-            tokens=tokens,
-            tokens_per_s=tokens / seconds,
-            seconds=seconds,
-            bubble=measured.bubble,
-            planned_bubble=self.planned.bubble,
-            memory=_memory(self.layout.device),
-            **({"scale": done.scale, "skipped": done.skipped} if self.scale.enabled else {}),
-        )
-        if self._due(self.config.metrics.timeline_freq) or self.step == self.config.training.steps:
-            self._keep(measured)
-
-    def _keep(self, measured: Timeline) -> None:
-        """Keep the timeline of the last step."""
-        name = f"timeline/step-{self.step:08}.json"
-        measured.write(self.folder.path / name)
-        self._measured = measured
-        self.logs.event("timeline", step=self.step, file=name)
+        self.show.step(done, factor, time.perf_counter() - began)
 
     def _validate(self) -> bool:
         """Evaluate on the data that is held back; give back whether to stop early."""
@@ -279,7 +260,7 @@ class Trainer:
         began = time.perf_counter()
         asked = self.config.validation
         losses = [
-            self.stepper.evaluate(self._batches(self.validation, number * self.setup.per_step))
+            self.stepper.evaluate(self._held_back(self.validation, number * self.setup.per_step))
             for number in range(asked.steps)
         ]
         self._validation = sum(losses) / len(losses)
@@ -300,7 +281,7 @@ class Trainer:
             everyone[self.layout.rank] = said
             said = self.world.add_up(everyone.reshape(-1)).reshape(-1, 2).max(axis=0)
         if said[0]:
-            return f"stopped by {_signal(int(said[0]))}"
+            return f"stopped by {signal.Signals(int(said[0])).name}"
         return "time limit" if said[1] else ""
 
     # Checkpoints.
@@ -308,6 +289,8 @@ class Trainer:
     def _save(self, *, background: bool) -> None:
         if self.layout.replica:
             return
+        self.writer.wait()
+        self._report_saved()
         began = time.perf_counter()
         self.writer.save(
             self.step,
@@ -316,9 +299,21 @@ class Trainer:
             self._state(),
             assets=self.setup.task.assets,
             attempt=f"{self._attempt}-{self.step}",
+            world={"ranks": self.layout.ranks, "replicas": self.layout.replicas, "layout": str(self.layout)},
             background=background,
         )
-        self.logs.event("checkpoint", step=self.step, blocked=time.perf_counter() - began)
+        self._blocked = time.perf_counter() - began
+        if not background:
+            self._report_saved()
+
+    def _report_saved(self) -> None:
+        """Tell of the last checkpoint, once it is there."""
+        saved = self.writer.last
+        if saved is not None and saved.step > self._reported:
+            self._reported = saved.step
+            self.logs.event(
+                "checkpoint", step=saved.step, seconds=saved.seconds, bytes=saved.bytes, blocked=self._blocked
+            )
 
     def _state(self) -> dict[str, Any]:
         """What there is besides tensors; the same on every rank."""
@@ -333,81 +328,3 @@ class Trainer:
             "random": saving.random_state(),
             "threads": torch.get_num_threads(),
         }
-
-    # What is shown.
-
-    def _describe(self, found: Checkpoint | None) -> None:
-        """Say what is about to be trained, and keep where."""
-        setup, path = self.setup, self.folder.path
-        self.planned = setup.choice.timeline
-        if found is None:
-            self.folder.set_aside(METRICS)
-        count = sum(parameter.numel() for parameter in self.pipe.model.parameters())
-        (path / "timeline").mkdir(exist_ok=True)
-        self.planned.write(path / "timeline" / "planned.json")
-        about = {
-            "model": setup.task.name,
-            "parameters": count,
-            "data": setup.data.describe(),
-            "layout": str(self.layout),
-            "ranks": self.layout.ranks,
-            "replicas": self.layout.replicas,
-            "transport": "threads" if self.layout.processes == 1 else "processes",
-            "schedule": setup.choice.schedule.name,
-        }
-        self.folder.write(ENVIRONMENT, environment(**about))
-        schedule = setup.choice.schedule
-        for note in setup.notes:
-            print(f"note: {note}")
-        print(f"model     {setup.task.name}, {count:,} parameters")
-        print(f"data      {setup.data.describe()}")
-        print(f"ranks     {self.layout}")
-        print(f"schedule  {schedule.name}, {schedule.stages} stages, {schedule.microbatches} microbatches of {setup.size}")
-        print(f"folder    {path}")
-
-    def _finish(self, why: str) -> None:
-        """A sample, the timeline on one page, the report."""
-        text = self._sample() if why in ("finished", "early stop") else ""
-        if not self.layout.main:
-            return
-        if text:
-            self.folder.write("sample.txt", text)
-            print(f"\n{text}\n")
-        measured = getattr(self, "_measured", None)
-        if measured is not None:
-            names = [f"{measured.schedule.name}, {what}" for what in ("planned", "measured")]
-            title = f"{measured.schedule.name}, planned and measured at step {self.step}"
-            self.folder.write("timeline.html", draw.html([self.planned, measured], title, names=names))
-
-    def _sample(self) -> str:
-        """Text that the model writes; every process takes part."""
-        asked, data = self.config.sample, self.setup.data
-        if not asked.tokens or data.tokenizer is None or self.setup.task.loss_name not in ("cross_entropy", "own"):
-            return ""
-        prompt = [int(token) for token in data.tokenizer.encode(asked.prompt or "\n")]
-        last = int(self.setup.choice.schedule.placement.table[0, -1]) + self.layout.replica * self.layout.ranks
-        found = generate(
-            self.pipe,
-            prompt,
-            asked.tokens,
-            length=self.config.training.seq_len,
-            tell=lambda token: int(self.world.tell(str(token), last if self._many else 0)),
-            temperature=asked.temperature,
-            seed=self.config.training.seed,
-            give=lambda tokens: {"input_ids": tokens} if self.setup.task.loss_name == "own" else tokens,
-        )
-        return data.tokenizer.decode(found)
-
-
-def _memory(device: torch.device) -> int:
-    """The most memory that was in use: of the GPU, or of this process."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _signal(number: int) -> str:
-    import signal
-
-    return signal.Signals(number).name

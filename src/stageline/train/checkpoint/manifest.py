@@ -98,7 +98,9 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """The file: the first line has the sum of everything after it."""
         fields = {
-            **{"format": FORMAT, "version": VERSION, **vars(self)},
+            "format": FORMAT,
+            "version": VERSION,
+            **vars(self),
             "files": {name: vars(file) for name, file in self.files.items()},
             "model": {name: vars(held) for name, held in self.model.items()},
             "optimizer": {
