@@ -180,6 +180,14 @@ def test_the_points_that_can_be_read_out_are_those_of_the_run(tmp_path: Path) ->
     assert line["values"] == [pytest.approx(row["loss"], rel=1e-4) for row in rows]
 
 
+def test_what_a_chart_reads_out_says_the_step_that_it_is_of(tmp_path: Path) -> None:
+    rows: Rows = [*step_rows(12), {"event": "validation", "step": 10, "loss": 2.5}]
+    page = page_of(make(tmp_path / "run", rows))
+    assert page.all("output")[0].startswith("step 12: training 3.8800, ")
+    assert page.all("output")[0].endswith(", validation 2.5000 at 10")
+    assert page.all("output")[3] == "step 12: each step 15.2k, smoothed 15.2k"
+
+
 def test_the_parts_of_every_rank_are_those_of_explain(tmp_path: Path) -> None:
     folder = make(tmp_path / "run", step_rows(3))
     planned, measured = plan("zb-h1", 4, 8), slower(plan("zb-h1", 4, 8), 1.5)

@@ -20,8 +20,7 @@ def command(
 ) -> None:
     """Write the report of a training run as one page: losses, throughput, and where every rank's time went.
 
-    The run may still be going on, or have been killed: the page shows what there is. It needs no network and no other
-    file.
+    The run may be going on, or have been killed. The page needs no network and no other file.
 
     \b
     stageline report outputs

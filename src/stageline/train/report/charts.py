@@ -92,8 +92,12 @@ def _last(chart: Chart) -> str:
     if not lines:
         return ""
     step = max(int(line.series.steps[-1]) for line in lines)
-    told = [f"{line.name} {write(float(line.series.values[-1]))}" for line in lines]
-    return f"step {step}: {', '.join(told) if len(lines) > 1 else told[0].removeprefix(lines[0].name + ' ')}"
+    told = []
+    for line in lines:
+        at, value = int(line.series.steps[-1]), write(float(line.series.values[-1]))
+        name = f"{line.name} " if len(lines) > 1 else ""
+        told.append(f"{name}{value}" if at == step else f"{name}{value} at {at}")
+    return f"step {step}: {', '.join(told)}"
 
 
 def _words(chart: Chart) -> str:
