@@ -420,6 +420,15 @@ def test_the_pace_counts_from_step_to_step_but_not_across_a_gap() -> None:
     assert Pace().left(1, 100) is None
 
 
+def test_the_first_steps_count_only_until_there_are_others() -> None:
+    pace = Pace()
+    seen = []
+    for step, own in enumerate([60.0, 20.0, 2.0, 4.0], start=1):
+        pace.add({"event": "step", "step": step, "seconds": own})
+        seen.append(pace.seconds)
+    assert seen == [60.0, 40.0, 2.0, 3.0]
+
+
 @given(value=st.floats(1e-3, 1e15))
 def test_counts_and_sizes_are_within_a_twentieth_of_what_they_stand_for(value: float) -> None:
     unit = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}

@@ -17,6 +17,7 @@ from stageline.cli import (
     families,
     inspect,
     profile,
+    report,
     show,
     simulate,
     trace,
@@ -33,7 +34,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for verb in (families, show, verify, simulate, compare, trace, doctor, inspect, profile, check):
+for verb in (families, show, verify, simulate, compare, trace, report, doctor, inspect, profile, check):
     app.command(verb.__name__.rsplit(".", 1)[-1])(verb.command)
 app.command("train", cls=train.Train)(train.command)
 app.add_typer(checkpoint.app, name="checkpoint")

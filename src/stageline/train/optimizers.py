@@ -164,6 +164,22 @@ class Optimizer:
         raise AssertionError("every parameter is in a group")
 
 
+def outer_parameters(model: nn.Module) -> list[str]:
+    """The names of the weights of embeddings, and of the last matrix, which is the head.
+
+    >>> outer_parameters(nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2), nn.Linear(2, 4)))
+    ['0.weight', '2.weight']
+    """
+    embeddings = [
+        f"{name}.{each}"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+        for each, _ in module.named_parameters(recurse=False)
+    ]
+    matrices = [name for name, parameter in model.named_parameters() if parameter.dim() == 2]
+    return [*embeddings, *(name for name in matrices[-1:] if name not in embeddings)]
+
+
 def rate(asked: LRScheduler, step: int, steps: int) -> float:
     """The share of the highest learning rate at a step, counted from 0, of so many.
 

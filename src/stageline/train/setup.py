@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +18,7 @@ from stageline.errors import StagelineError
 from stageline.model.build import build, describe
 from stageline.model.profile import Profile, parse_profile
 from stageline.model.staged import Staged, profile, split
-from stageline.runtime.compiled import Compile, compile_units
+from stageline.runtime.compiled import Compile
 from stageline.runtime.pipeline import Pipeline
 from stageline.runtime.processes import job_world
 from stageline.runtime.worlds import World
@@ -175,10 +176,11 @@ class Setup:
         device = self.layout.device
         model = build(self.task.make, seed=self.config.training.seed, device=device, otherwise="construct")
         here = pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, self.example)
-        staged = split(model, 1, example=here)
-        compile_units(staged.parts(), self._compile)
         found = profile(model, here, repeats=3, warmup=1)
-        return _by_calls(found, [unit.name for unit in staged.units]).to_text()
+        if self.config.compile.enable:  # a compiled backward is one piece
+            layers = [replace(each, backward_input=each.backward, backward_weight=0.0) for each in found.layers]
+            found = replace(found, layers=tuple(layers))
+        return _by_calls(found, [unit.name for unit in split(model, 1, example=here).units]).to_text()
 
     @cached_property
     def pipe(self) -> Pipeline:
@@ -206,13 +208,18 @@ class Setup:
         stages, counts = self.choice.schedule.stages, self.choice.layers_per_stage
         try:
             recipe = describe(self.task.make)
+            for example in (self.example, None):  # what has no memory cannot always be run
+                with suppress(StagelineError):
+                    found = split(recipe.model, stages, layers_per_stage=counts, example=example)
+                    return replace(found, recipe=recipe)
+            why = "its parts are found only by running it"
         except StagelineError as error:
-            self.notes.append(f"every process builds the whole model first: {error}")
-            model = build(
-                self.task.make, seed=self.config.training.seed, device=self.layout.device, otherwise="construct"
-            )
-            return split(model, stages, layers_per_stage=counts, example=self.example)
-        return replace(split(recipe.model, stages, layers_per_stage=counts, example=self.example), recipe=recipe)
+            why = str(error)
+        if self.layout.processes > 1:
+            self.notes.append(f"every process builds the whole model before it keeps its part: {why}")
+        seed, device = self.config.training.seed, self.layout.device
+        model = build(self.task.make, seed=seed, device=device, otherwise="construct")
+        return split(model, stages, layers_per_stage=counts, example=self.example)
 
 
 def _by_calls(found: Profile, names: list[str]) -> Profile:

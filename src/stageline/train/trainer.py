@@ -24,7 +24,7 @@ from stageline.train.config import Config
 from stageline.train.data import Data, Loader, Prefetch
 from stageline.train.layout import find_layout
 from stageline.train.logs import Logs
-from stageline.train.optimizers import Optimizer, rate
+from stageline.train.optimizers import Optimizer, outer_parameters, rate
 from stageline.train.precision import LossScale
 from stageline.train.runs import RunFolder
 from stageline.train.settings import read_config, to_dict
@@ -115,10 +115,8 @@ class Trainer:
         if found is None and config.checkpoint.initial_load_path:
             load_weights(self.pipe.model, config.checkpoint.initial_load_path, cast=True)
         self.scale = LossScale(config.training.mixed_precision_param == "float16")
-        outer = [name for name, each in self.pipe.model.named_modules() if isinstance(each, nn.Embedding)]
-        outer += [name for name, _ in list(self.pipe.model.named_modules())[-1:]]
         self.optimizer = Optimizer(
-            config.optimizer, self.pipe.named_parameters(), outer=[f"{name}.weight" for name in outer]
+            config.optimizer, self.pipe.named_parameters(), outer=outer_parameters(self.pipe.model)
         )
         self.stepper = Stepper(
             self.pipe,

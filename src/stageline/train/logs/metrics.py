@@ -13,7 +13,7 @@ from stageline.schedules.files import write_aside
 
 Row = dict[str, Any]
 
-LARGEST_STEP = 2**53
+LARGEST_STEP = 10**12
 # JSON has no words for these. Python's float and JavaScript's Number both read the strings.
 WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 REPEATED = ("step", "validation", "checkpoint", "timeline")
