@@ -1,5 +1,7 @@
+# make train    install, then train a small language model on Python's own source: about two minutes, in outputs/
 # make install  a virtual environment in .venv with all a developer needs
 # make test     install, then every check: lint, format, types, tests, doctests
+# make train CONFIG=job.toml ARGS='--training.steps 100'    the same with a config and flags of yours
 # make format   let ruff rewrite what it can
 # make bench    the benchmarks, each printing ratios against a peer in the same run
 
@@ -8,7 +10,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test lint types unit format bench clean
+CONFIG ?=
+ARGS ?=
+
+.PHONY: install train test lint types unit format bench clean
 
 install: $(STAMP)
 
@@ -17,6 +22,9 @@ $(STAMP): pyproject.toml constraints.txt src/stageline/_version.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
+
+train: install
+	$(BIN)/stageline train $(CONFIG) $(ARGS)
 
 test: install lint types unit
 

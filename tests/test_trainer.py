@@ -142,6 +142,7 @@ def by_hand(config: Config, steps: int) -> dict[int, tuple[float, float]]:
     ],
     ids=lambda more: ",".join(each.split(".")[1] for each in more) or "float32",
 )
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
 def test_a_job_has_the_losses_and_norms_of_a_loop_by_hand(tokens: Path, more: tuple[str, ...]) -> None:
     result = train(tokens, *more)
     assert result.step == 6

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from stageline.runtime.stats import Evaluation, StepStats
     from stageline.runtime.worlds import PipelineError
     from stageline.train.config import Config
+    from stageline.train.trainer import Trainer
 
 __all__ = [
     "Action",
@@ -66,6 +67,7 @@ __all__ = [
     "StagelineError",
     "StepStats",
     "Timeline",
+    "Trainer",
     "__version__",
     "build",
     "check",
@@ -102,6 +104,7 @@ _LATER = {
     "Pipeline": "stageline.runtime.pipeline",
     "PipelineError": "stageline.runtime.worlds",
     "StepStats": "stageline.runtime.stats",
+    "Trainer": "stageline.train.trainer",
     "Config": "stageline.train.config",
 }
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from contextlib import suppress
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 

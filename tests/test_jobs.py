@@ -1,0 +1,178 @@
+"""Training jobs as real processes: killed, stopped, restarted, spread over ranks; the numbers stay the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stageline.testing import Nursery
+from stageline.testing.nursery import Child
+
+SCRIPT = Path(__file__).with_name("job_rank.py")
+TINY = ["--training.steps=24", "--training.seq_len=16", "--training.local_batch_size=8", "--model.dim=16", "--model.n_layers=4", "--model.n_heads=2", "--model.dropout=0.1", "--model.vocab_size=32", "--sample.tokens=4", "--validation.freq=10", "--validation.steps=1", "--training.dataset=memmap", "--training.dataset_dtype=uint16", "--checkpoint.interval=5", "--parallelism.pipeline_parallel_degree=2", "--metrics.timeline_freq=0", "--comm.train_timeout_seconds=20"]
+PATIENCE = 100.0
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery() as found:
+        yield found
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens.bin"
+    (np.cumsum(np.random.default_rng(0).choice([1, 1, 1, 5], size=4000)) % 32).astype(np.uint16).tofile(path)
+    return path
+
+
+def start(nursery: Nursery, tokens: Path, run: str, *more: str, processes: int = 1) -> list[Child]:
+    """Start a job, of one process with ranks as threads or of several, as torchrun would."""
+    words = [*TINY, f"--training.dataset_path={tokens}", f"--job.dump_folder={tokens.parent / run}", *more]
+    environment = {"OMP_NUM_THREADS": "1"}
+    if processes > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    return [
+        nursery.start(
+            SCRIPT,
+            "main",
+            [words],
+            log=tokens.parent / f"{run}.{rank}.log",
+            environment=environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}),
+        )
+        for rank in range(processes)
+    ]
+
+
+def ended(children: list[Child]) -> list[int]:
+    return [child.wait(PATIENCE) for child in children]
+
+
+def said(tokens: Path, run: str, rank: int = 0) -> str:
+    return (tokens.parent / f"{run}.{rank}.log").read_text()
+
+
+def step_of(tokens: Path, run: str) -> int:
+    path = tokens.parent / run / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return max((row["step"] for row in map(json.loads, lines) if row["event"] == "step"), default=0)
+
+
+def wait_for(tokens: Path, run: str, step: int) -> None:
+    end = time.monotonic() + PATIENCE
+    while step_of(tokens, run) < step:
+        assert time.monotonic() < end, said(tokens, run)
+        time.sleep(0.005)
+
+
+def losses(tokens: Path, run: str) -> dict[int, tuple[float, float]]:
+    rows = map(json.loads, (tokens.parent / run / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if row["event"] == "step"}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_killed_job_goes_on_as_if_nothing_had_been(nursery: Nursery, tokens: Path, processes: int) -> None:
+    """Dropout and shuffling are on; the threads' whole run is the measure of all."""
+    assert ended(start(nursery, tokens, "whole")) == [0], said(tokens, "whole")
+    draw = random.Random(processes)
+    for _ in range(3):
+        children = start(nursery, tokens, "parts", processes=processes)
+        wait_for(tokens, "parts", min(step_of(tokens, "parts") + draw.randrange(1, 7), 23))
+        for child in children:
+            child.signal(signal.SIGKILL)
+        ended(children)
+    assert ended(start(nursery, tokens, "parts", processes=processes)) == [0] * processes, said(tokens, "parts")
+    assert losses(tokens, "parts") == losses(tokens, "whole")
+    assert len(losses(tokens, "whole")) == 24
+    assert (tokens.parent / "parts" / "sample.txt").read_text() == (tokens.parent / "whole" / "sample.txt").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_signal_ends_a_job_with_a_checkpoint_and_without_an_error(
+    nursery: Nursery, tokens: Path, processes: int, number: signal.Signals
+) -> None:
+    children = start(nursery, tokens, "run", "--training.steps=5000", processes=processes)
+    wait_for(tokens, "run", 3)
+    children[-1].signal(number)  # one rank alone; the ranks agree
+    assert ended(children) == [0] * processes, said(tokens, "run")
+    last = step_of(tokens, "run")
+    assert (tokens.parent / "run" / "checkpoint" / f"step-{last:08}" / "manifest.json").is_file()
+    assert f"stopped by {number.name}" in said(tokens, "run")
+
+
+def test_a_second_interrupt_ends_at_once(nursery: Nursery, tokens: Path) -> None:
+    (child,) = start(nursery, tokens, "run", "--training.steps=5000", "--training.local_batch_size=512",
+                     "--parallelism.pipeline_parallel_microbatch_size=256")  # fmt: skip
+    wait_for(tokens, "run", 1)
+    child.signal(signal.SIGINT)
+    time.sleep(0.05)
+    child.signal(signal.SIGINT)
+    assert child.wait(PATIENCE) in (130, 0)  # 0 if the step was over between the two
+
+
+def test_a_rank_whose_peer_died_ends_with_an_error_and_saves_nothing(nursery: Nursery, tokens: Path) -> None:
+    children = start(nursery, tokens, "run", "--training.steps=5000", "--checkpoint.interval=100000", processes=2)
+    wait_for(tokens, "run", 3)
+    children[1].signal(signal.SIGKILL)
+    children[0].signal(signal.SIGTERM)
+    assert children[0].wait(PATIENCE) != 0
+    assert "rank 1" in said(tokens, "run")
+    assert not list((tokens.parent / "run" / "checkpoint").glob("step-*"))
+
+
+def test_a_checkpoint_of_processes_goes_on_as_threads_and_back(nursery: Nursery, tokens: Path) -> None:
+    assert ended(start(nursery, tokens, "whole")) == [0]
+    for processes, more in (
+        (2, ["--training.time_limit=0.00001"]),
+        (1, ["--training.time_limit=0.00001", "--parallelism.pipeline_parallel_degree=4"]),
+        (2, ["--parallelism.pipeline_parallel_schedule=zb-v"]),
+    ):
+        assert ended(start(nursery, tokens, "parts", *more, processes=processes)) == [0] * processes, said(
+            tokens, "parts"
+        )
+    assert losses(tokens, "parts") == losses(tokens, "whole")
+
+
+def test_more_ranks_than_processes_is_one_clear_error(nursery: Nursery, tokens: Path) -> None:
+    children = start(nursery, tokens, "run", "--parallelism.pipeline_parallel_degree=4", processes=2)
+    assert ended(children) == [2, 2]
+    assert "need 4 processes, and 2 were started" in said(tokens, "run")
+    assert not (tokens.parent / "run").exists()
+
+
+def test_ranks_without_a_shared_folder_are_found(nursery: Nursery, tokens: Path) -> None:
+    """The second rank works in another folder, where the same relative path leads elsewhere."""
+    elsewhere = tokens.parent / "elsewhere"
+    elsewhere.mkdir()
+    words = [*TINY, f"--training.dataset_path={tokens}", "--job.dump_folder=here"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    before = os.getcwd()
+    children = []
+    for rank, folder in enumerate((tokens.parent, elsewhere)):
+        os.chdir(folder)
+        try:
+            children.append(
+                nursery.start(SCRIPT, "main", [words], log=tokens.parent / f"apart.{rank}.log",
+                              environment=common | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"})
+            )  # fmt: skip
+        finally:
+            os.chdir(before)
+    assert ended(children) == [2, 2], said(tokens, "apart")
+    assert "rank 1 does not see the folder 'here' of rank 0" in said(tokens, "apart")
