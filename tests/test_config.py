@@ -316,6 +316,7 @@ def test_python_reads_writes_and_compares_configs(tmp_path: Path) -> None:
     ("sets", "said"),
     [
         ("model.dim=100 model.n_heads=8", "96 or 104 for model.dim, or 5 or 10 for model.n_heads"),
+        (f"model.dim={2**61 - 1} model.n_heads=1000000", f"{2**61 - 1} and model.n_heads is 1000000, which does not"),
         ("model.name=gpd", "model.name is \"gpd\"; it takes gpt (did you mean 'gpt'?), a config.json"),
         ("model.name=broken", "broken/config.json has no model_type"),
         ("model.tokenizer_path=byts", "there is no such file; give a tokenizer.json, or bytes (did you mean 'bytes'?)"),
