@@ -161,7 +161,7 @@ def test_whole_numbers_are_numbers_and_truth_is_not(tmp_path: Path) -> None:
         ('job.dump_folder="runs/a"', "job.dump_folder", "runs/a"),
         ("job.description=a = b", "job.description", "a = b"),
         ("job.description=300", "job.description", "300"),
-        ("job.description=1\nx = 2", "job.description", "1\nx = 2"),
+        ('job.description="1"\nx = 2', "job.description", '"1"\nx = 2'),
         ("job.description=", "job.description", ""),
         ("sample.prompt=def ", "sample.prompt", "def "),
         ("model.dropout=0.1", "model.dropout", 0.1),
