@@ -115,7 +115,7 @@ def test_all_mistakes_of_words_and_file_are_said_at_once(trainers: Trainers, cap
     words = "--trainig.seed 4 job.toml model.dim=3 --no-training.seed --chek --training.steps --job.description"
     lines = refused(capsys, *words.split(), "--model.dim=x", "--qqqqqq", "7", "-p", "second.toml")
     assert lines == [
-        "error: 11 mistakes in the config",
+        "error: 11 mistakes in the config:",
         "  there is no option --trainig.seed; did you mean --training.seed?",
         "  'model.dim=3' is neither an option nor a .toml file; did you mean --set model.dim=3?",
         "  --no-training.seed is no option: only true or false can be turned off; write --training.seed 0",

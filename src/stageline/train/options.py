@@ -71,19 +71,18 @@ class Option:
     def bounds(self) -> str:
         """The bounds in words; empty if there are none.
 
-        >>> [options()[key].bounds for key in ("training.steps", "optimizer.lr", "model.dropout", "job.description")]
-        ['from 1 upwards', 'above 0', 'from 0 to below 1', '']
+        >>> [options()[key].bounds for key in ("comm.train_timeout_seconds", "model.dropout", "validation.fraction")]
+        ['above 0', 'from 0 to below 1', 'above 0 and below 1']
         """
         low = _number(self.minimum if self.above is None else self.above)
         high = _number(self.maximum if self.below is None else self.below)
         if low and high:
-            return (
-                f"{'from' if self.above is None else 'above'} {low} {'to' if self.below is None else 'to below'} {high}"
-            )
+            first = f"from {low} to" if self.above is None else f"above {low} and"
+            return f"{first} {'' if self.below is None else 'below '}{high}"
         if high:
             return f"{'up to' if self.below is None else 'below'} {high}"
         if low:
-            return f"above {low}" if self.above is not None else f"from {low} upwards"
+            return f"from {low} upwards" if self.above is None else f"above {low}"
         return ""
 
     @property

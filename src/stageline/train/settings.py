@@ -56,7 +56,7 @@ def complain(errors: Sequence[str]) -> None:
     if len(errors) == 1:
         raise StagelineError(errors[0])
     if errors:
-        raise StagelineError("\n  ".join([f"{len(errors)} mistakes in the config", *errors]))
+        raise StagelineError("\n  ".join([f"{len(errors)} mistakes in the config:", *errors]))
 
 
 def _load(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -173,17 +173,17 @@ def from_dict(data: Mapping[str, Any]) -> Config:
     >>> from_dict(to_dict(Config())) == Config()
     True
     """
-    newer = [
-        f"{section}.{name}"
-        for section, content in data.items()
-        for name in (content if isinstance(content, Mapping) else [""])
-        if f"{section}.{name}" not in options()
-    ]
+    if not isinstance(data, Mapping):
+        raise StagelineError(f"a config as plain data is a dict of sections, got {shorten(data)}")
+    newer = [section for section in data if section not in sections()]
+    for section, content in data.items():
+        if section in sections() and isinstance(content, Mapping):
+            newer += [f"{section}.{name}" for name in content if f"{section}.{name}" not in options()]
     if newer:
         them = "it" if len(newer) == 1 else "them"
         raise StagelineError(
-            f"Stageline {__version__} does not know {', '.join(key.rstrip('.') for key in newer)}: a newer version "
-            f"wrote this config; use that one, or take {them} out of it"
+            f"Stageline {__version__} does not know {', '.join(map(str, newer))}: a newer version wrote this config; "
+            f"use that one, or take {them} out of it"
         )
     config = Config()
     complain(_apply(config, data, [], where=""))

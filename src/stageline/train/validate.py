@@ -17,6 +17,8 @@ from stageline.train.toml import value_text
 
 LOSSES = ("cross_entropy", "weighted_cross_entropy", "mse", "own")
 DATASETS = ("python", "text", "memmap", "dataset")
+SEARCHED = 10_000
+"""How far from a number one looks for a divisor to offer."""
 
 
 def validate(config: Config) -> None:
@@ -258,7 +260,7 @@ def divisors(value: int, near: int) -> str:
     >>> divisors(100, 8), divisors(16, 20)
     ('5 or 10', '16')
     """
-    small = [each for each in range(1, math.isqrt(value) + 1) if value % each == 0]
-    found = sorted({*small, *(value // each for each in small)})
-    below = [each for each in found if each < near][-1:]
-    return " or ".join(map(str, below + [each for each in found if each > near][:1]))
+    below = range(min(near - 1, value), 0, -1)[:SEARCHED]
+    above = range(near + 1, value + 1)[:SEARCHED]
+    found = [next((each for each in side if value % each == 0), None) for side in (below, above)]
+    return " or ".join(str(each) for each in found if each) or "1"
