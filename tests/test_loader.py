@@ -270,6 +270,26 @@ def test_a_stream_goes_on_with_other_replicas(
     assert found == [number % 10 for number in range(position, position + later * 3)]
 
 
+@pytest.mark.parametrize("kind", [Numbers, Seeking, Remembering])
+def test_a_stream_is_read_again_from_before(kind: type[Numbers]) -> None:
+    """As for validation, which reads the same samples every time."""
+    loader = Loader(Stream(kind()), batch=25)
+    for first in (0, 0, 12, 3, 200, 0, 199):
+        assert numbers(loader.batch(first)) == [number % 10 for number in range(first, first + 25)]
+
+
+def test_a_checkpoint_right_after_going_on_is_as_good() -> None:
+    first = Loader(Stream(Remembering()), batch=4)
+    for position in range(0, 2000, 4):
+        first.batch(position)
+    second = Loader(Stream(Remembering()), batch=4)
+    position = second.load_state_dict(first.state_dict(2000))
+    iterable = Remembering()
+    third = Loader(Stream(iterable), batch=4)
+    assert numbers(third.batch(third.load_state_dict(second.state_dict(position)))) == [0, 1, 2, 3]
+    assert iterable.drawn == 4
+
+
 def test_a_stream_is_told_its_epoch() -> None:
     told: list[int] = []
 
