@@ -64,6 +64,18 @@ def test_a_column_of_tokens_is_taken_as_it_is() -> None:
         open_data(config)
 
 
+def test_another_column_is_other_data() -> None:
+    write_lines("a.jsonl", [{"text": "the stage", "other": "of the line"}])
+    train_tokenizer()
+    config = job("dataset", "a.jsonl", model__tokenizer_path="tokenizer.json", validation__enable=False, seq_len=1)
+    first = open_data(config, cache="kept")
+    config.training.dataset_column = "other"
+    second = open_data(config, cache="kept")
+    assert first.tokenizer is not None
+    assert [first.tokenizer.decode(tokens_of(each)) for each in (first, second)] == ["the stage", "of the line"]
+    assert first.train.fingerprint != second.train.fingerprint
+
+
 def test_what_is_no_data_set_is_told_what_one_is() -> None:
     Path("folder").mkdir()
     Path("folder/a.txt").write_text("hello")
