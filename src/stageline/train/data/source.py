@@ -149,8 +149,9 @@ class Tokens:
             self.name,
             lambda row, at: f"position {self.start + int(numbers[row]) * self.seq_len + at:,}",
         )
-        whole = torch.from_numpy(windows)
-        return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+        # Copied by numpy: torch would wake all its threads for it, which compute the step at the same time.
+        inputs, targets = (np.ascontiguousarray(part) for part in (windows[:, :-1], windows[:, 1:]))
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def part(self, start: int, stop: int) -> Tokens:
         """The windows from one number to another: the last target of the first part is an input of the next."""
