@@ -276,11 +276,11 @@ def _difference(saved: Mapping[str, Any], new: Mapping[str, Any]) -> str:
             f"it was made with another tokenizer, of fingerprint {saved.get('tokenizer') or 'unknown'} then and "
             f"{new.get('tokenizer') or 'unknown'} now (model.tokenizer_path)"
         )
-    for what, words in (("tokens", "tokens"), ("samples", "samples")):
-        if saved.get(what) != new.get(what):
-            return f"it had {_number(saved.get(what))} {words} then and has {_number(new.get(what))} now"
     if saved.get("seq_len") != new.get("seq_len"):
         return f"training.seq_len was {saved.get('seq_len')} then and is {new.get('seq_len')} now"
+    for what in ("tokens", "samples"):
+        if saved.get(what) != new.get(what):
+            return f"it had {_number(saved.get(what))} {what} then and has {_number(new.get(what))} now"
     if saved["fingerprint"] != new["fingerprint"]:
         return f"its content is another, of fingerprint {saved['fingerprint']} then and {new['fingerprint']} now"
     return ""
