@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,10 @@ def _open(path: Path, dtype: str) -> NDArray[Any]:
         )
     if len(array) == 0:
         raise StagelineError(f"{path} is empty: it has no tokens")
+    # Windows are read here and there: without this the system reads a good deal around each of them.
+    mapped = getattr(array, "_mmap", None)
+    if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+        mapped.madvise(mmap.MADV_RANDOM)
     return array
 
 

@@ -149,8 +149,9 @@ class Tokens:
             self.name,
             lambda row, at: f"position {self.start + int(numbers[row]) * self.seq_len + at:,}",
         )
-        whole = torch.from_numpy(windows)
-        return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+        # Copied by numpy: torch would wake all its threads for it, which compute the step at the same time.
+        inputs, targets = (np.ascontiguousarray(part) for part in (windows[:, :-1], windows[:, 1:]))
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def part(self, start: int, stop: int) -> Tokens:
         """The windows from one number to another: the last target of the first part is an input of the next."""
@@ -275,11 +276,11 @@ def _difference(saved: Mapping[str, Any], new: Mapping[str, Any]) -> str:
             f"it was made with another tokenizer, of fingerprint {saved.get('tokenizer') or 'unknown'} then and "
             f"{new.get('tokenizer') or 'unknown'} now (model.tokenizer_path)"
         )
-    for what, words in (("tokens", "tokens"), ("samples", "samples")):
-        if saved.get(what) != new.get(what):
-            return f"it had {_number(saved.get(what))} {words} then and has {_number(new.get(what))} now"
     if saved.get("seq_len") != new.get("seq_len"):
         return f"training.seq_len was {saved.get('seq_len')} then and is {new.get('seq_len')} now"
+    for what in ("tokens", "samples"):
+        if saved.get(what) != new.get(what):
+            return f"it had {_number(saved.get(what))} {what} then and has {_number(new.get(what))} now"
     if saved["fingerprint"] != new["fingerprint"]:
         return f"its content is another, of fingerprint {saved['fingerprint']} then and {new['fingerprint']} now"
     return ""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 from stageline.errors import StagelineError, shorten
@@ -16,7 +17,7 @@ from stageline.train.data.source import digest, own_fingerprint
 FAR = 1000
 """Samples that are skipped without asking whether there is a quicker way, and without a word."""
 
-STATES = 64
+STATES = 16
 """States of the iterable that are kept, one a batch, for a checkpoint that is taken a few batches later."""
 
 _END = object()
@@ -58,6 +59,7 @@ class Stream:
         self._has_state = not self._seeks and all(
             callable(getattr(iterable, each, None)) for each in ("state_dict", "load_state_dict")
         )
+        self._initial = self._state() if self._has_state else None
 
     @property
     def fingerprint(self) -> str:
@@ -77,9 +79,8 @@ class Stream:
         self._go_to(first)
         samples = [self._next() for _ in range(count)]
         if self._has_state:
-            state = {"drawn": self._drawn, "epoch": self._epoch, "state": self.iterable.state_dict()}
             with self._lock:
-                self._states.append(state)
+                self._states.append(self._state())
         return collate(samples, range(first, first + count), self.name, self.vocab_size)
 
     def state(self, position: int) -> dict[str, Any] | None:
@@ -93,11 +94,18 @@ class Stream:
             self.iterable.load_state_dict(state["state"])
             self._iterator, self._failed = None, None
             self._drawn, self._epoch = state["drawn"], state["epoch"]
+            with self._lock:
+                self._states.append(state)
+
+    def _state(self) -> dict[str, Any]:
+        return {"drawn": self._drawn, "epoch": self._epoch, "state": deepcopy(self.iterable.state_dict())}
 
     def _go_to(self, first: int) -> None:
         if self._seeks and (self._iterator is None or not 0 <= first - self._drawn <= FAR):
             self._drawn, self._iterator = first, None
-        if first < self._drawn:
+        if first < self._drawn and self._initial is not None:
+            self.load_state(self.state(first) or self._initial)
+        elif first < self._drawn:
             if iter(self.iterable) is self.iterable:
                 raise StagelineError(
                     f"{self.name} is at sample {self._drawn:,} and cannot go back to {first:,}: it is an iterator, "
