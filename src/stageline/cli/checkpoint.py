@@ -18,11 +18,7 @@ from stageline.errors import StagelineError, shorten
 if TYPE_CHECKING:
     from stageline.train.checkpoint import Checkpoint, Damage
 
-app = typer.Typer(
-    help="Checkpoints of a training job: verify, list and convert them.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-)
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
 Where = Annotated[
     Path,
@@ -146,7 +142,7 @@ def convert(
 
     \b
     stageline checkpoint convert outputs/checkpoint model --dtype bfloat16
-    stageline checkpoint convert outputs/checkpoint/step-00000100 model.safetensors
+    stageline checkpoint convert checkpoint/step-00000100 model.safetensors
     """
     from stageline.train.checkpoint.convert import convert as write
 
