@@ -526,7 +526,7 @@ def test_a_hostile_manifest_is_one_clear_error(tmp_path: Path, name: str, capsys
     assert text in str(error.value)
     assert len(str(error.value)) < 500
     assert "manifest.json" in call(["verify", str(tmp_path)], capsys, code=1)
-    assert "no: " in call(["list", str(tmp_path)], capsys)
+    assert "step-00000001/manifest.json: " in call(["list", str(tmp_path)], capsys)
 
 
 def test_a_manifest_that_lies_about_its_tensors_is_refused(tmp_path: Path) -> None:

@@ -112,12 +112,15 @@ def list_(path: Where, json: Json = False) -> None:
     for column in ("checkpoint", "size", "written", "model", "parameters", "writers", "whole (by sizes)"):
         table.add_column(column, justify="right" if column in ("size", "parameters", "writers") else "left")
     for row in rows:
-        cells = [Path(row["path"]).name, "", "", "", "", "", "yes" if row["whole"] else f"no: {_first(row['damage'])}"]
+        cells = [Path(row["path"]).name, "", "", "", "", "", "yes" if row["whole"] else "no"]
         if "step" in row:
             when = datetime.datetime.fromtimestamp(row["written"]).strftime("%Y-%m-%d %H:%M:%S")
             cells[1:6] = [_size(row["bytes"]), when, row["model"], f"{row['parameters']:,}", str(row["writers"])]
         table.add_row(*(Text(_plain(cell)) for cell in cells))
-    console().print(table)
+    out = console()
+    out.print(table)
+    for line in [line for row in rows for line in row["damage"]]:
+        out.print(_plain(line), markup=False)
 
 
 @app.command("convert")
@@ -233,10 +236,6 @@ def _bytes(text: str) -> int:
     for _ in range(" kmgt".index((found[2] or " ").lower())):
         count *= base
     return count
-
-
-def _first(damages: list[str]) -> str:
-    return damages[0] + (f" (and {len(damages) - 1} more)" if len(damages) > 1 else "")
 
 
 def _plain(text: str) -> str:
