@@ -18,11 +18,7 @@ from stageline.errors import StagelineError, shorten
 if TYPE_CHECKING:
     from stageline.train.checkpoint import Checkpoint, Damage
 
-app = typer.Typer(
-    help="Checkpoints of a training job: verify, list and convert them.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-)
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
 Where = Annotated[
     Path,
@@ -116,12 +112,15 @@ def list_(path: Where, json: Json = False) -> None:
     for column in ("checkpoint", "size", "written", "model", "parameters", "writers", "whole (by sizes)"):
         table.add_column(column, justify="right" if column in ("size", "parameters", "writers") else "left")
     for row in rows:
-        cells = [Path(row["path"]).name, "", "", "", "", "", "yes" if row["whole"] else f"no: {_first(row['damage'])}"]
+        cells = [Path(row["path"]).name, "", "", "", "", "", "yes" if row["whole"] else "no"]
         if "step" in row:
             when = datetime.datetime.fromtimestamp(row["written"]).strftime("%Y-%m-%d %H:%M:%S")
             cells[1:6] = [_size(row["bytes"]), when, row["model"], f"{row['parameters']:,}", str(row["writers"])]
         table.add_row(*(Text(_plain(cell)) for cell in cells))
-    console().print(table)
+    out = console()
+    out.print(table)
+    for line in [line for row in rows for line in row["damage"]]:
+        out.print(_plain(line), markup=False)
 
 
 @app.command("convert")
@@ -146,7 +145,7 @@ def convert(
 
     \b
     stageline checkpoint convert outputs/checkpoint model --dtype bfloat16
-    stageline checkpoint convert outputs/checkpoint/step-00000100 model.safetensors
+    stageline checkpoint convert checkpoint/step-00000100 model.safetensors
     """
     from stageline.train.checkpoint.convert import convert as write
 
@@ -237,10 +236,6 @@ def _bytes(text: str) -> int:
     for _ in range(" kmgt".index((found[2] or " ").lower())):
         count *= base
     return count
-
-
-def _first(damages: list[str]) -> str:
-    return damages[0] + (f" (and {len(damages) - 1} more)" if len(damages) > 1 else "")
 
 
 def _plain(text: str) -> str:

@@ -16,6 +16,7 @@ import os
 import re
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from stageline.errors import shorten
@@ -92,15 +93,14 @@ def left_over(folder: Path, but: str) -> list[Path]:
 def sweep(found: Iterable[Path]) -> None:
     """Remove what is left over; a checkpoint that stepped aside for one that never came steps back."""
     for path in found:
-        plain = path.with_name(path.name.partition(".")[0])
-        if path.suffix == ".replaced" and not plain.exists():
-            rename(path, plain)
-        elif path.suffix == ".replaced":
-            discard(path)
+        if path.suffix == ".replaced":
+            plain = path.with_name(path.name.partition(".")[0])
+            discard(path) if plain.exists() else rename(path, plain)
         elif path.is_dir():
             remove_tree(path)
         else:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
 
 
 def publish(partial: Path, step: int) -> tuple[Path, Path]:

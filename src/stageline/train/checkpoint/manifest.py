@@ -177,7 +177,7 @@ def read_file(found: Any, where: str) -> File:
     fields = dict(table({"": found}, "", where))
     digest = text(fields.get("sha256"), f"{where}.sha256")
     if not re.fullmatch("[0-9a-f]{64}", digest):
-        raise Wrong(f"{shorten(where)}.sha256 is {shorten(digest)}, expected 64 hexadecimal digits")
+        raise Wrong(f"{_cut(where)}.sha256 is {shorten(digest)}, expected 64 hexadecimal digits")
     writer = whole_number(fields.get("writer"), f"{where}.writer", 2**31)
     return File(whole_number(fields.get("bytes"), f"{where}.bytes", 2**63), digest, writer)
 
@@ -187,11 +187,11 @@ def read_held(found: Any, where: str, files: Mapping[str, File]) -> Held:
     fields = dict(table({"": found}, "", where))
     file, dtype, shape = text(fields.get("file"), f"{where}.file"), fields.get("dtype"), fields.get("shape")
     if file not in files:
-        raise Wrong(f"{shorten(where)}.file is {shorten(file)}, which is not among its files")
+        raise Wrong(f"{_cut(where)}.file is {shorten(file)}, which is not among its files")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise Wrong(f"{shorten(where)}.dtype is {shorten(dtype)}, expected one of {', '.join(DTYPES)}")
+        raise Wrong(f"{_cut(where)}.dtype is {shorten(dtype)}, expected one of {', '.join(DTYPES)}")
     if not isinstance(shape, list | tuple) or len(shape) > 64:
-        raise Wrong(f"{shorten(where)}.shape is {shorten(shape)}, expected a list of at most 64 whole numbers")
+        raise Wrong(f"{_cut(where)}.shape is {shorten(shape)}, expected a list of at most 64 whole numbers")
     return Held(file, dtype, tuple(whole_number(each, f"{where}.shape", 2**63) for each in shape))
 
 
@@ -199,22 +199,26 @@ def table(found: Mapping[str, Any], key: str, where: str = "") -> Iterator[tuple
     """The pairs of an object."""
     value = found.get(key)
     if not isinstance(value, dict):
-        raise Wrong(f"{shorten(where or key)} is {shorten(value)}, expected an object")
+        raise Wrong(f"{_cut(where or key)} is {shorten(value)}, expected an object")
     yield from value.items()
 
 
 def text(value: Any, where: str) -> str:
     """A text."""
     if not isinstance(value, str):
-        raise Wrong(f"{shorten(where)} is {shorten(value)}, expected a text")
+        raise Wrong(f"{_cut(where)} is {shorten(value)}, expected a text")
     return value
 
 
 def whole_number(value: Any, where: str, below: int) -> int:
     """A whole number from 0."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < below:
-        raise Wrong(f"{shorten(where)} is {shorten(value)}, expected a whole number from 0, below {below}")
+        raise Wrong(f"{_cut(where)} is {shorten(value)}, expected a whole number from 0, below {below}")
     return value
+
+
+def _cut(where: str) -> str:
+    return where if len(where) <= 80 else where[:77] + "..."
 
 
 def _number(value: Any, where: str) -> float:

@@ -119,8 +119,11 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     >>> bytes(raw_bytes(torch.tensor([1, 2], dtype=torch.int16)))
     b'\\x01\\x00\\x02\\x00'
     """
-    plain = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else memoryview(b"")
+    flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if not flat.numel():
+        return memoryview(b"")
+    # A single number is contiguous whatever its stride, and only a stride of 1 can be seen as bytes.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
 
 
 class HostCopies:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +22,7 @@ from torch import Tensor
 from stageline._version import __version__
 from stageline.errors import shorten
 from stageline.train.checkpoint.damage import CheckpointError, reason
-from stageline.train.checkpoint.disk import make_folder, remove_tree, replace_file, write_file
+from stageline.train.checkpoint.disk import make_folder, remove_tree, replace_file, side_by_side, write_file
 from stageline.train.checkpoint.folder import LATEST, discard, left_over, partial_name, publish, step_name, sweep
 from stageline.train.checkpoint.gather import Report, assemble, gather, report_name
 from stageline.train.checkpoint.manifest import INDEX, MANIFEST, File, Held, Manifest, Wrong, plain_name
@@ -184,7 +185,7 @@ class Writer:
             if self.count > 1:
                 raise CheckpointError(f"save() of one of {self.count} writers needs attempt=, the same text on all")
             attempt = os.urandom(6).hex()
-        partial = self.folder / partial_name(step, attempt)
+        aside = self.folder / partial_name(step, attempt)
         entries = [make_entry(_key(name), tensor) for name, tensor in model.items()]
         states = [
             make_entry(f"{_key(name)}/{_slot(name, slot)}", tensor)
@@ -199,13 +200,11 @@ class Writer:
             plain = [Entry(entry.key[1:], entry.dtype, entry.shape, entry.take) for entry in named]
             entries, states = plain[: len(entries)], plain[len(entries) :]
         try:
-            stale = left_over(self.folder, but=partial.name) if self.number == 0 else []
+            stale = left_over(self.folder, but=aside.name) if self.number == 0 else []
         except OSError as error:
             raise CheckpointError(f"cannot read the folder {self.folder}: {reason(error)}") from error
         slots = {name: list(each) for name, each in optimizer.items()}
-        return _Job(
-            step, attempt, partial, stale, entries, states, slots, plain_state, dict(assets), plain_world, began
-        )
+        return _Job(step, attempt, aside, stale, entries, states, slots, plain_state, dict(assets), plain_world, began)
 
     def _run(self, job: _Job) -> None:
         try:
@@ -245,18 +244,21 @@ class Writer:
                 f"{job.partial} is of an earlier attempt that was called {shorten(job.attempt)}, too; give every "
                 "save() an attempt= that was never used before"
             )
-        files: list[dict[str, File]] = []
-        held: list[dict[str, Held]] = []
-        for kind, entries in (("model", job.model), ("optimizer", job.optimizer)):
-            files.append({})
-            held.append({})
-            for place, part in enumerate(cut(entries, self.max_shard_bytes)):
-                path = job.partial / f"{kind}-{self.number:05d}-{place:05d}.safetensors"
-                files[-1][path.name], tensors = write_tensors(path, part, self.number)
-                held[-1] |= tensors
-        model = {entry.key: held[0][entry.key] for entry in job.model}
-        optimizer = {name: {slot: held[1][f"{name}/{slot}"] for slot in slots} for name, slots in job.slots.items()}
-        return Report(files[0], model, files[1], optimizer)
+        parts = {
+            f"{kind}-{self.number:05d}-{place:05d}.safetensors": part
+            for kind, entries in (("model", job.model), ("optimizer", job.optimizer))
+            for place, part in enumerate(cut(entries, self.max_shard_bytes))
+        }
+        done = side_by_side(partial(write_tensors, job.partial / name, parts[name], self.number) for name in parts)
+        files: dict[str, dict[str, File]] = {"model": {}, "optimizer": {}}
+        held: dict[str, dict[str, Held]] = {"model": {}, "optimizer": {}}
+        for name, (file, tensors) in zip(parts, done, strict=True):
+            kind = name.partition("-")[0]
+            files[kind][name] = file
+            held[kind] |= tensors
+        slots = {name: {slot: held["optimizer"][f"{name}/{slot}"] for slot in each} for name, each in job.slots.items()}
+        model = {entry.key: held["model"][entry.key] for entry in job.model}
+        return Report(files["model"], model, files["optimizer"], slots)
 
     def _publish(self, job: _Job, own: Report) -> None:
         files, model, optimizer = assemble(job.partial, gather(job.partial, own, self.count, self.deadline))
