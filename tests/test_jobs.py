@@ -18,7 +18,25 @@ from stageline.testing import Nursery
 from stageline.testing.nursery import Child
 
 SCRIPT = Path(__file__).with_name("job_rank.py")
-TINY = ["--training.steps=24", "--training.seq_len=16", "--training.local_batch_size=8", "--model.dim=16", "--model.n_layers=4", "--model.n_heads=2", "--model.dropout=0.1", "--model.vocab_size=32", "--sample.tokens=4", "--validation.freq=10", "--validation.steps=1", "--training.dataset=memmap", "--training.dataset_dtype=uint16", "--checkpoint.interval=5", "--parallelism.pipeline_parallel_degree=2", "--metrics.timeline_freq=0", "--comm.train_timeout_seconds=20"]
+TINY = [
+    "--training.steps=24",
+    "--training.seq_len=16",
+    "--training.local_batch_size=8",
+    "--training.dataset=memmap",
+    "--training.dataset_dtype=uint16",
+    "--model.dim=16",
+    "--model.n_layers=4",
+    "--model.n_heads=2",
+    "--model.dropout=0.1",
+    "--model.vocab_size=32",
+    "--sample.tokens=4",
+    "--validation.freq=10",
+    "--validation.steps=1",
+    "--checkpoint.interval=5",
+    "--parallelism.pipeline_parallel_degree=2",
+    "--metrics.timeline_freq=0",
+    "--comm.train_timeout_seconds=20",
+]
 PATIENCE = 100.0
 
 

@@ -23,10 +23,10 @@ from stageline.train.checkpoint import Checkpoint, Writer
 from stageline.train.config import Config
 from stageline.train.data import Data, Loader, Prefetch
 from stageline.train.layout import find_layout
-from stageline.train.logs import Logs
+from stageline.train.logs import Logs, read_metrics
 from stageline.train.optimizers import Optimizer, outer_parameters, rate
 from stageline.train.precision import LossScale
-from stageline.train.runs import RunFolder
+from stageline.train.runs import METRICS, RunFolder
 from stageline.train.settings import read_config, to_dict
 from stageline.train.setup import Setup
 from stageline.train.show import Show
@@ -169,7 +169,7 @@ class Trainer:
 
     def _run(self, resumed: bool) -> Result:
         config, layout = self.config, self.layout
-        if self._over():
+        if self._over() and self._ended():
             if layout.main:
                 print(
                     f"{self.folder.path} is finished: step {self.step} of {config.training.steps}; raise "
@@ -212,10 +212,17 @@ class Trainer:
         patience = self.config.validation.patience
         return self.step >= self.config.training.steps or 0 < patience <= self._since_best
 
+    def _ended(self) -> bool:
+        """Whether the run came to its very end, and was not killed between its last step and that."""
+        ends = [row for row in read_metrics(self.folder.path / METRICS).of("end") if row["step"] == self.step]
+        return bool(self.world.tell("yes" if self.layout.main and ends else "", 0))
+
     def _loop(self) -> str:
         """Make steps until one is the last; say why it was."""
         config = self.config
         while True:
+            if self._over():
+                return "finished" if self.step >= config.training.steps else "early stop"
             self._one_step()
             early = self._due(config.validation.freq) and self._validate()
             why = self._agree_to_stop() or ("early stop" if early else "")
