@@ -85,16 +85,20 @@ class Executor:
         stages: Mapping[int, Stage],
         transport: Transport,
         *,
+        names: Sequence[int] | None = None,
         own_stream: bool = False,
         progress: Progress | None = None,
         flight: Flight | None = None,
     ) -> None:
         """`stages` are those that this rank holds; on a GPU, they run in a stream of the rank's own if asked for.
 
+        `names` are what the transport calls the ranks of the schedule: their processes, where there are replicas.
         `progress` is where the rank says what it is doing, `flight` where it notes what it did.
         """
         self.schedule = schedule
         self.rank = rank
+        self.names = list(range(schedule.ranks)) if names is None else list(names)
+        self.name = self.names[rank]
         self.stages = stages
         self.transport = transport
         mine = list(schedule.slices())[rank]
@@ -106,7 +110,7 @@ class Executor:
         self.stopped: PeerFailed | None = None
         """Another rank's failure, told from another thread: no action is begun after it."""
         self.progress: Progress = Notes() if progress is None else progress
-        self.flight = Flight(rank, schedule.ranks) if flight is None else flight
+        self.flight = Flight(self.name, schedule.ranks) if flight is None else flight
         self.device = device_of(stages.values())
         self._stream: Any = torch.cuda.Stream(self.device) if self.device is not None and own_stream else None  # type: ignore[no-untyped-call]
 
@@ -123,8 +127,8 @@ class Executor:
             kind,
             stage,
             microbatch,
-            None if source == self.rank else source,
-            None if target == self.rank else target,
+            None if source is None or source == self.rank else self.names[source],
+            None if target is None or target == self.rank else self.names[target],
             after if target == self.rank else None,
             ("FBIW"[kind], stage, microbatch),
         )
@@ -176,7 +180,7 @@ class Executor:
         traffic: Traffic = "forward" if task.kind == kinds.F else "backward"
         if task.source is None:
             return self._local.pop((traffic, task.stage, task.microbatch))
-        header = self._header(task, work, task.source, self.rank, before)
+        header = self._header(task, work, task.source, self.name, before)
         self.awaited = (header, time.perf_counter())
         self.progress.waits = task.source
         message = self.transport.receive(header, deadline)
@@ -243,10 +247,10 @@ class Executor:
         )
 
     def _message(self, task: _Task, work: Work, leaves: Sequence[Leaf], tree: str) -> Message:
-        target = self.rank if task.target is None else task.target
+        target = self.name if task.target is None else task.target
         wants = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         bare = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return Message(self._header(task, work, self.rank, target, task.stage), bare, tree, wants)
+        return Message(self._header(task, work, self.name, target, task.stage), bare, tree, wants)
 
     def _pass_on(self, task: _Task, message: Message) -> None:
         if task.neighbour is not None:

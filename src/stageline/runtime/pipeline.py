@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,12 +24,16 @@ from stageline.runtime.batch import (
     check_reduction,
     digest,
 )
+from stageline.runtime.clip import clip_together
 from stageline.runtime.cut import count_layers, cut, described, find_schedule, whole_model
 from stageline.runtime.executor import RankResult
+from stageline.runtime.layout import mesh_of, ranks_of
 from stageline.runtime.outcome import Measured, times_of
 from stageline.runtime.processes import find_world
 from stageline.runtime.recompute import Choice, Policy, mark, understand
-from stageline.runtime.runner import Runner
+from stageline.runtime.reduce import check_buckets
+from stageline.runtime.replicas import Replicas, replica_seed
+from stageline.runtime.runner import Batch, Runner
 from stageline.runtime.shadows import place
 from stageline.runtime.stage import StageOptions
 from stageline.runtime.state import gather_state, watched
@@ -39,6 +43,9 @@ from stageline.runtime.worlds import Crew
 from stageline.schedules.certificate import verify
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.timeline import Timeline
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Pipeline(Runner):
@@ -71,6 +78,10 @@ class Pipeline(Runner):
         schedule: str | Path | Schedule = "1f1b",
         microbatches: int | None = None,
         ranks: int | None = None,
+        replicas: int | None = None,
+        mesh: DeviceMesh | None = None,
+        bucket_mb: float = 25.0,
+        reduce_dtype: torch.dtype | None = None,
         loss_reduction: Reduction = "mean",
         recompute: Choice = "none",
         recompute_policy: Policy | None = None,
@@ -94,9 +105,13 @@ class Pipeline(Runner):
         rank may be silent, or be waited for while nobody is at work, before the step fails with its name (60, or what
         the environment says as STAGELINE_DEADLINE). `check_finite` fails a step whose loss is not a finite number.
         `example` is a batch by which a model shows the order in which it calls its parts (see `sl.split`).
+        `replicas` trains so many copies of the pipeline, each on samples of its own, in ranks × replicas processes;
+        `mesh` says which process is which, by dimensions named "dp" and "pp". Gradients are added up over them in
+        buckets of `bucket_mb` MiB, in float32 or better unless `reduce_dtype` says otherwise.
         `options` are the family's own, such as `chunks`.
         """
         check_reduction(loss_reduction)
+        check_buckets(bucket_mb, reduce_dtype)
         if not callable(loss_fn):
             raise StagelineError(f"loss_fn is a function of output and target, got {shorten(loss_fn)}")
         again = understand(recompute, recompute_policy)
@@ -104,6 +119,7 @@ class Pipeline(Runner):
         given, recipe = described(stages)
         self.model = whole_model(given)
         self._exact = not isinstance(given, nn.Module | Staged)
+        ranks = ranks_of(mesh) if ranks is None and mesh is not None else ranks
         self.schedule = find_schedule(schedule, count_layers(given), ranks, microbatches, **options)
         self.certificate = verify(self.schedule)
         self.loss_fn = loss_fn
@@ -111,18 +127,52 @@ class Pipeline(Runner):
         self.check_finite = check_finite
         self.recomputed = mark(self.model, again, recompute)
         self._parts = cut(given, self.model, self.schedule.stages, example)
-        self._world = find_world(self.schedule.ranks, self.deadline)
-        self._world.agree(self._facts(seed))
+        self._mesh = mesh
+        self._world = find_world(self.schedule.ranks, self.deadline, replicas, mesh)
+        self._world.agree(self._facts(seed, bucket_mb, reduce_dtype))
         common = self._common_seed(seed)
         if recipe is not None:
             recipe.materialise(self._owned_names().__contains__, seed=common, device=device)
             self._parts = cut(given, self.model, self.schedule.stages, example)
         self._placed = place(self._parts, self.schedule.placement, self._world.here)
-        self._options = StageOptions(loss_fn, common, again, check_finite)
+        self._options = StageOptions(loss_fn, replica_seed(common, self.replica), again, check_finite)
+        self._replicas = self._join_replicas(bucket_mb, reduce_dtype)
         self._crews: dict[tuple[int, bool], Crew] = {}
         self._steps = 0
         self._agreed: int | None = None
         self._measured: Measured | None = None
+
+    def _join_replicas(self, bucket_mb: float, dtype: torch.dtype | None) -> Replicas | None:
+        """What joins this process to the other replicas, which must begin with the same weights."""
+        world, column = self._world, self._world.column
+        if column is None:
+            return None
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        found = Replicas(
+            world, column, self.schedule, self._parts, self._placed, names, bucket_mb=bucket_mb, dtype=dtype
+        )
+        found.compare_weights()
+        return found
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the pipeline has: in each replica, where there are several."""
+        return self.schedule.ranks
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the pipeline train together, each on samples of its own."""
+        return self._world.layout.replicas
+
+    @property
+    def replica(self) -> int:
+        """Which of them this process is in."""
+        return self._world.replica
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The processes by replica ("dp") and rank ("pp"): the mesh that was given, or one of the pipeline's groups."""
+        return self._mesh if self._mesh is not None else mesh_of(self._world)
 
     def __reduce__(self) -> Any:
         """Refuse to be copied or pickled: threads, connections and measured times belong to this one."""
@@ -205,27 +255,15 @@ class Pipeline(Runner):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip by the norm over all stages and ranks, tied weights counted once; give back the norm before it."""
+        if self._replicas is not None and self._replicas.pending:
+            raise StagelineError(
+                "gradients were accumulated with sync=False and differ between replicas; clip them "
+                "after a step with sync=True"
+            )
         if self._alone:
             return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-        return self._clip_together(max_norm, norm_type)
-
-    def _clip_together(self, max_norm: float, norm_type: float) -> Tensor:
-        """As torch does it in one process: the norm of all parameters' norms, in the order of the model."""
-        everything = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        norms = np.zeros(len(everything))
-        first = {id(parameter): uses[0].rank for parameter, uses in self._placed.uses.items()}
-        mine = {id(parameter) for parameter in self.parameters()}
-        for index, parameter in enumerate(everything):
-            counts_here = first.get(id(parameter), self._world.here[0]) == self._world.here[0]
-            if id(parameter) in mine and counts_here and parameter.grad is not None:
-                norms[index] = float(torch.linalg.vector_norm(parameter.grad, norm_type))
-        known = torch.from_numpy(self._world.add_up(norms)).to(everything[0].dtype)
-        total: Tensor = torch.linalg.vector_norm(known, norm_type)
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.grad.dtype))
-        return total
+        mine = list(self.parameters())
+        return clip_together(self._world, self._placed, list(self.model.parameters()), mine, max_norm, norm_type)
 
     # Steps.
 
@@ -238,7 +276,13 @@ class Pipeline(Runner):
         return targets
 
     def step(
-        self, inputs: Any, targets: Any = None, *, count: float | None = None, stage_kwargs: Keywords | None = None
+        self,
+        inputs: Any,
+        targets: Any = None,
+        *,
+        count: float | None = None,
+        stage_kwargs: Keywords | None = None,
+        sync: bool = True,
     ) -> StepStats:
         """Run every microbatch forward and backward; gradients add into `.grad`, and no parameter changes.
 
@@ -247,20 +291,23 @@ class Pipeline(Runner):
         by, over all microbatches and, where gradients of several steps are added up, over all of those.
         `stage_kwargs` holds keyword inputs of single stages, `{2: {"mask": mask}}`, or of every stage that takes them,
         `{"all": {"mask": mask}}`; they are cut into microbatches as the batch is.
+        Each replica is given samples of its own, and gradients are added up over all of them. With `sync=False` they
+        only accumulate in every replica; the next step without it adds up all that has been accumulated.
         """
         if torch.is_inference_mode_enabled():
             raise StagelineError("step cannot train inside of torch.inference_mode(); call it outside")
         if not self.schedule.training:
             raise StagelineError(f"{self.schedule.name} has no backwards to train with; use predict or evaluate")
         began = time.perf_counter()
-        done = self._run(inputs, self._targets(inputs, targets), stage_kwargs, training=True, count=count)
+        wanted = self._targets(inputs, targets)
+        done = self._run(Batch(inputs, wanted, stage_kwargs, training=True, count=count, sync=sync))
         crew, results = done.crew, done.results
         times = done.outcome.times
         later = self._world.later(lambda: times_of(crew, results).reshape(-1)) if times is None else lambda: times
         self._measured = Measured(crew.schedule, later)
         self._steps += 1
         return StepStats(
-            loss=sum(done.outcome.losses),
+            loss=done.loss,
             losses=done.outcome.losses,
             metrics=done.metrics,
             seconds=time.perf_counter() - began,
@@ -282,9 +329,9 @@ class Pipeline(Runner):
         """Run the forwards alone, with the loss and its metrics; no gradient is touched."""
         began = time.perf_counter()
         wanted = self._targets(inputs, targets)
-        done = self._run(inputs, wanted, stage_kwargs, training=False, keep=outputs, count=count)
+        done = self._run(Batch(inputs, wanted, stage_kwargs, keep=outputs, count=count))
         return Evaluation(
-            loss=sum(done.outcome.losses),
+            loss=done.loss,
             losses=done.outcome.losses,
             metrics=done.metrics,
             outputs=_joined(done.results),
@@ -293,7 +340,7 @@ class Pipeline(Runner):
 
     def predict(self, inputs: Any, *, stage_kwargs: Keywords | None = None) -> Any:
         """Run the forwards alone; give back the outputs of the whole batch."""
-        done = self._run(inputs, None, stage_kwargs, training=False, with_targets=False, keep=True)
+        done = self._run(Batch(inputs, None, stage_kwargs, with_targets=False, keep=True))
         return _joined(done.results)
 
     @property
@@ -303,7 +350,7 @@ class Pipeline(Runner):
             raise StagelineError("there is no timeline before the first step")
         return self._measured.timeline()
 
-    def _facts(self, seed: int | None) -> dict[str, str]:
+    def _facts(self, seed: int | None, bucket_mb: float, dtype: torch.dtype | None) -> dict[str, str]:
         """What all ranks must have in common."""
         schedule = self.schedule
         order = digest(
@@ -318,14 +365,16 @@ class Pipeline(Runner):
             "the version of stageline": __version__,
             "the seed that was given": repr(seed),
             "loss_reduction": self.loss_reduction,
+            "replicas and mesh": repr(self._world.layout.rows),
+            "bucket_mb and reduce_dtype": f"{float(bucket_mb)} {dtype}",
         }
 
     def _common_seed(self, seed: int | None) -> int:
-        """The seed of rank 0, known to all; it must be exact in a float, so its last 52 bits count."""
+        """The seed of the first process, known to all; it must be exact in a float, so its last 52 bits count."""
         if seed is not None and not isinstance(seed, int):
             raise StagelineError(f"seed is a whole number, got {shorten(seed)}")
         mine = (torch.initial_seed() if seed is None else seed) & (2**52 - 1)
-        return int(self._world.add_up(np.array([float(mine) if 0 in self._world.here else 0.0]))[0])
+        return int(self._world.announce(np.array([float(mine)]))()[0, 0, 0])
 
 
 def _joined(results: Sequence[RankResult]) -> Any:
