@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,9 @@ class Executor:
         mine = list(schedule.slices())[rank]
         self._first = mine.start
         self._tasks = [self._task(index) for index in range(mine.start, mine.stop)]
+        last = {task.stage: position for position, task in enumerate(self._tasks) if task.kind != kinds.F}
+        self._complete = {position: stage for stage, position in last.items()}
+        """After which of its tasks the gradients of which stage are complete."""
         self._local: dict[tuple[Traffic, int, int], Message] = {}
         self.awaited: tuple[Header, float] | None = None
         """The message that this rank waits for, and since when."""
@@ -133,19 +136,19 @@ class Executor:
             ("FBIW"[kind], stage, microbatch),
         )
 
-    def run(self, work: Work, deadline: float) -> RankResult:
-        """Run the whole program once."""
+    def run(self, work: Work, deadline: float, ready: Callable[[int], None] | None = None) -> RankResult:
+        """Run the whole program once; `ready` is called with every stage whose gradients are complete."""
         if self.device is None:
-            return self._run(work, deadline, HostClock(len(self._tasks)))
+            return self._run(work, deadline, HostClock(len(self._tasks)), ready)
         event, moment = work.began[self.device]
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             stream = torch.cuda.current_stream()
             stream.wait_event(event)
-            result = self._run(work, deadline, DeviceClock(len(self._tasks), stream, event, moment))
+            result = self._run(work, deadline, DeviceClock(len(self._tasks), stream, event, moment), ready)
             result.over = stream.record_event()
         return result
 
-    def _run(self, work: Work, deadline: float, clock: Clock) -> RankResult:
+    def _run(self, work: Work, deadline: float, clock: Clock, ready: Callable[[int], None] | None) -> RankResult:
         progress, flown = self.progress, self.flight.actions
         result = RankResult(clock)
         self._local.clear()
@@ -160,6 +163,8 @@ class Executor:
             if message is not None:
                 self._pass_on(task, message)
             progress.done += 1
+            if ready is not None and position in self._complete:
+                ready(self._complete[position])
         progress.doing = "after its last action"
         counts = [stage.take_counts() for stage in self.stages.values()]
         result.split = (sum(total for total, _ in counts), sum(unsplit for _, unsplit in counts))

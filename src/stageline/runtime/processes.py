@@ -135,7 +135,7 @@ class ProcessWorld(Collectives):
         try:
             if refused is not None or work is None:
                 raise refused or StagelineError("there is nothing to run")
-            results = [executor.run(work, deadline)]
+            results = [executor.run(work, deadline, None if reducer is None else reducer.ready)]
             own = sum_up(results)
         except BaseException as error:
             failed = (time.time(), executor.doing, error)
