@@ -136,7 +136,6 @@ class Reducer:
         *,
         bucket_mb: float = 25.0,
         dtype: torch.dtype | None = None,
-        overlap: bool = True,
     ) -> None:
         """`stages` are the parameters that one stage alone uses, in the order in which stages finish.
 
@@ -147,7 +146,6 @@ class Reducer:
         self._buckets = [each for stage, named in stages.items() for each in buckets_of(stage, named, size, dtype)]
         self._shared = [each for named in shared for each in buckets_of(None, named, size, dtype)]
         self._column = column
-        self._overlap = overlap
         self._ready: set[int | None] = set()
         self._filled: list[_OnItsWay] = []
         self._begun = 0
@@ -164,8 +162,7 @@ class Reducer:
     def ready(self, stage: int) -> None:
         """The gradients of a stage are complete in this replica; called by the thread that computes them."""
         self._ready.add(stage)
-        if self._overlap:
-            self._fill()
+        self._fill()
 
     def finish(self, well: bool = True) -> None:
         """Wait for all buckets of stages; where the step failed, zeros take the place of those that are not ready."""

@@ -71,7 +71,7 @@ class Replicas:
         """`names` are those of all parameters in the whole model, by their id."""
         self.world, self.column = world, column
         self.overlap = True
-        """Whether gradients are added up while the pipeline drains, and not only after it."""
+        """Whether gradients are added up while the pipeline drains; else after all ranks have come to its end."""
         self.pending = False
         """Whether gradients were accumulated in this replica that the others do not have."""
         self._bucket_mb, self._dtype = bucket_mb, dtype
@@ -97,12 +97,9 @@ class Replicas:
 
     def reducer(self) -> Reducer:
         """What adds up the gradients of a step; made anew when other parameters want a gradient than before."""
-        key = (self.overlap, *(parameter.requires_grad for _, parameter in self.parameters()))
+        key = tuple(parameter.requires_grad for _, parameter in self.parameters())
         if self._reducer is None or self._reducer[0] != key:
-            made = Reducer(
-                self._stages, self._shared, self.column,
-                bucket_mb=self._bucket_mb, dtype=self._dtype, overlap=self.overlap,
-            )  # fmt: skip
+            made = Reducer(self._stages, self._shared, self.column, bucket_mb=self._bucket_mb, dtype=self._dtype)
             self._reducer = (key, made)
         return self._reducer[1]
 
@@ -201,6 +198,9 @@ class Replicas:
     def finish(self, reducer: Reducer | None, changed: Floats, before: Taken) -> None:
         """When all ranks have trained, and what several of them use is added up in every replica: make all the same."""
         if reducer is not None:
+            if not self.overlap:
+                reducer.begin()
+                reducer.finish()
             reducer.finish_shared()
         self.pending = reducer is None
         for number, ((owner, name), _) in enumerate(self._sizes(before)):

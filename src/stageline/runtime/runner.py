@@ -201,10 +201,11 @@ class Runner:
         began = {device: (_event(device), time.perf_counter()) for device in devices}
         given = None if work is None else replace(work, began=began)
         size = Outcome.size(crew.schedule, with_times=self._tells_times(crew))
+        meanwhile = reducer if self._replicas is not None and self._replicas.overlap else None
         try:
             with no_collections():
                 results, totals = self._world.run(
-                    crew, given, self.deadline, lambda found: self._sum_up(crew, found), size, refused, reducer
+                    crew, given, self.deadline, lambda found: self._sum_up(crew, found), size, refused, meanwhile
                 )
         except PipelineError as error:
             if refused is not None and not isinstance(refused, PipelineError):
