@@ -397,6 +397,35 @@ def test_one_process_has_no_replicas() -> None:
         _ = pipe.mesh
 
 
+def on_gpu(rank: int) -> list[float]:
+    """All processes share one GPU, so gradients go through the host; twice the same bits, and those of the loop."""
+    losses, kept = [], []
+    for _ in range(2):
+        plain = model().to("cuda")
+        pipe = pipeline(copy.deepcopy(plain), "zb-v", bucket_mb=0.001)
+        losses.append(pipe.step(*data(pipe.replica)).loss)
+        kept.append({name: None if grad is None else grad.cpu() for name, grad in pipe.named_gradients()})
+        total: Gradients = {}
+        for replica in range(2):
+            plain.zero_grad()
+            x, y = (part.to("cuda") for part in data(replica))
+            for xi, yi in zip(x.tensor_split(MICROBATCHES), y.tensor_split(MICROBATCHES), strict=True):
+                (functional.mse_loss(plain(xi), yi) * (len(xi) / 18)).backward()  # type: ignore[no-untyped-call]
+            for name, grad in gradients(plain).items():
+                assert grad is not None
+                held = total.get(name)
+                total[name] = grad.cpu() if held is None else held + grad.cpu()
+        assert_same_bits(kept[-1], {name: total[name] for name in kept[-1]})
+    assert_same_bits(kept[0], kept[1])
+    return losses
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_replicas_on_one_gpu_add_up_through_the_host() -> None:
+    found = run_ranks(on_gpu, 4)
+    assert len({str(each) for each in found}) == 1
+
+
 # A rank that is lost.
 
 
