@@ -40,12 +40,14 @@ if TYPE_CHECKING:
     from stageline.runtime.pipeline import Pipeline
     from stageline.runtime.stats import Evaluation, StepStats
     from stageline.runtime.worlds import PipelineError
+    from stageline.train.config import Config
 
 __all__ = [
     "Action",
     "Certificate",
     "Channel",
     "Comparison",
+    "Config",
     "CostError",
     "Costs",
     "Evaluation",
@@ -84,7 +86,7 @@ __all__ = [
     "verify",
 ]
 
-_NEEDS_TORCH = {
+_LATER = {
     "Evaluation": "stageline.runtime.stats",
     "Staged": "stageline.model.staged",
     "build": "stageline.model.build",
@@ -100,20 +102,21 @@ _NEEDS_TORCH = {
     "Pipeline": "stageline.runtime.pipeline",
     "PipelineError": "stageline.runtime.worlds",
     "StepStats": "stageline.runtime.stats",
+    "Config": "stageline.train.config",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Load what needs torch when it is first touched: importing torch takes seconds."""
-    if name not in _NEEDS_TORCH:
+    """Load the rest when it is first touched: nearly all of it needs torch, and importing that takes seconds."""
+    if name not in _LATER:
         raise AttributeError(f"module 'stageline' has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(_NEEDS_TORCH[name]), name)
+    value = getattr(import_module(_LATER[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     """List the lazy names too."""
-    return sorted({*globals(), *_NEEDS_TORCH})
+    return sorted({*globals(), *_LATER})

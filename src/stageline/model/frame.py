@@ -120,6 +120,11 @@ _OWN = frozenset({"_modules", "_parameters", "_buffers", "named_parameters", "tr
 """What a copy of a module has for itself."""
 
 
+def _same_weights(module: nn.Module, made: nn.Module) -> bool:
+    """Whether a copy computes with the module's own weights; what compiled the module does so too."""
+    return all(mine is theirs for mine, theirs in zip(module.parameters(), made.parameters(), strict=False))
+
+
 def _at(model: nn.Module, path: str) -> nn.Module | None:
     found: nn.Module | None = model
     for name in path.split("."):
@@ -214,7 +219,7 @@ class StagePart(nn.Sequential):
                 raise StagelineError(f"{name} was replaced after the pipeline was made; make a new Pipeline")
         for original, made in self._copies:
             for key, value in original.module.__dict__.items():
-                if key not in _OWN:
+                if key not in _OWN and (key != "_compiled_call_impl" or _same_weights(original.module, made)):
                     made.__dict__[key] = value
 
     def forward(self, value: Any) -> Any:

@@ -200,7 +200,16 @@ def read_profile(path: str | Path) -> Profile:
     80
     """
     source = Path(path)
-    text = read_text(source, "profile")
+    return parse_profile(read_text(source, "profile"), str(source))
+
+
+def parse_profile(text: str, source: str) -> Profile:
+    """Read the JSON of a profile; errors name where it came from.
+
+    >>> profile = profile_model(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), repeats=1)
+    >>> parse_profile(profile.to_text(), "another rank") == profile
+    True
+    """
     try:
         data = check_format(parse_json(text), FORMAT, VERSION, "profile")
         layers = [_layer(row, index) for index, row in enumerate(take(data, "layers", list))]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from stageline.errors import StagelineError, nearest, shorten
 from stageline.model import huggingface
+from stageline.model.build import Description, describe
 from stageline.model.frame import Original, StagePart
 from stageline.model.partition import Partition, partition
 from stageline.model.passed import arguments
@@ -65,6 +66,8 @@ class Staged:
     """What each unit is computed from, as an example showed it."""
     everything: bool = False
     """Whether all values pass all cuts."""
+    recipe: Description[Any] | None = field(default=None, repr=False)
+    """How to make the weights, where a function that builds the model was given; it has no memory yet."""
 
     @property
     def names(self) -> list[list[str]]:
@@ -116,7 +119,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def split(
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     stages: int,
     *,
     by: By = "layers",
@@ -132,6 +135,8 @@ def split(
 ) -> Staged:
     """Cut a model into stages, without tracing it and without changing it.
 
+    `model` may be a function that builds it: then nothing has memory yet, and a `Pipeline` makes its own stages alone.
+
     `by` says where: "layers", as many blocks in every stage, the larger parts first; "parameters", by their number;
     "time", by what the units take on `example`; a profile that `sl.profile` made; "type:Block", the modules of that
     class; or the names of the first unit of each stage. By parameters, time or a profile, the slowest of the `ranks`
@@ -144,6 +149,13 @@ def split(
     where it calls one of them twice, or uses the weights of one outside of it. `everything=True` passes the outputs of
     all units on, for forwards whose way depends on more than the form of their inputs.
     """
+    if not isinstance(model, nn.Module) and callable(model):
+        recipe = describe(model)
+        staged = split(
+            recipe.model, stages, by=by, layers_per_stage=layers_per_stage, stack=stack, example=example, ranks=ranks,
+            placement=placement, memory=memory, pinned=pinned, speed=speed, everything=everything,
+        )  # fmt: skip
+        return replace(staged, recipe=recipe)
     if not isinstance(model, nn.Module):
         raise StagelineError(f"split takes a model, an nn.Module, got {shorten(model)}")
     if not isinstance(stages, int) or stages < 1:

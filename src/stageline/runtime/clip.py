@@ -1,8 +1,8 @@
-"""Clipping by the norm of all gradients, where each process has a part of them."""
+"""The norm of all gradients, where each process has a part of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -10,33 +10,36 @@ from torch import Tensor, nn
 
 from stageline.runtime.shadows import Placed
 from stageline.runtime.worlds import World
+from stageline.schedules.placement import Placement
 
 
-def clip_together(
-    world: World,
-    placed: Placed,
-    model: Sequence[nn.Parameter],
-    mine: Sequence[nn.Parameter],
-    max_norm: float,
-    norm_type: float,
-) -> Tensor:
-    """As torch does it in one process: the norm of all parameters' norms, in the order of the model.
+def norm_of(world: World, names: Sequence[str], own: Mapping[str, Tensor | None], norm_type: float) -> Tensor:
+    """The norm of the norms of all parameters, in the order of the model, in float32 on the CPU.
 
-    `mine` are the parameters of the model that are here. Of one that several ranks use, the first counts it. Replicas
-    have the same gradients, so each takes the norm over its own ranks.
+    `own` are the gradients that are this process's to count. Replicas have the same gradients, so each takes the norm
+    over its own ranks.
     """
-    everything = [parameter for parameter in model if parameter.requires_grad]
-    norms = np.zeros(len(everything))
-    first = {id(parameter): uses[0].rank for parameter, uses in placed.uses.items()}
-    here = {id(parameter) for parameter in mine}
-    for index, parameter in enumerate(everything):
-        counts_here = first.get(id(parameter), world.here[0]) == world.here[0]
-        if id(parameter) in here and counts_here and parameter.grad is not None:
-            norms[index] = float(torch.linalg.vector_norm(parameter.grad, norm_type))
-    known = torch.from_numpy(world.add_up(norms)).to(everything[0].dtype)
-    total: Tensor = torch.linalg.vector_norm(known, norm_type)
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for parameter in mine:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.dtype))
-    return total
+    numbers = {name: index for index, name in enumerate(names)}
+    found = {
+        numbers[name]: torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32)
+        for name, gradient in own.items()
+        if gradient is not None
+    }
+    norms = np.zeros(len(names))
+    for device in {norm.device for norm in found.values()}:  # asked for once: each question would stop a GPU
+        here = [index for index, norm in found.items() if norm.device == device]
+        norms[here] = torch.stack([found[index] for index in here]).cpu().numpy()
+    known = torch.from_numpy(world.add_up(norms)).float()
+    return torch.as_tensor(torch.linalg.vector_norm(known, norm_type))
+
+
+def owners_of(model: nn.Module, parts: Sequence[nn.Module], placement: Placement, placed: Placed) -> dict[str, int]:
+    """The rank that each parameter and buffer belongs to: the first that uses it."""
+    found: dict[str, int] = {}
+    for stage, part in enumerate(parts):
+        tensors = (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False))
+        for name, _ in tensors:
+            found.setdefault(name, int(placement.table[0, stage]))
+    first = {parameter: uses[0].rank for parameter, uses in placed.uses.items()}
+    found.update({name: first[each] for name, each in model.named_parameters() if each in first})
+    return found

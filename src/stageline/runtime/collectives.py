@@ -55,8 +55,9 @@ class Collectives:
 
     @property
     def ways(self) -> Ways:
-        """The groups of the replica and of the column; made when all have agreed on the layout."""
-        assert self._ways is not None
+        """The groups of the replica and of the column; made together, when all have agreed on the layout."""
+        if self._ways is None:
+            self._ways = self._groups.ways(self.layout)
         return self._ways
 
     def start(self, start: Callable[[], Any]) -> Callable[[], None]:
@@ -160,7 +161,7 @@ class Collectives:
                     f"rank {odd} and rank {values.index(usual)} differ in {name}; rank {self.process} has "
                     f"{facts[name][:80]!r}: all ranks must be given the same"
                 )
-        self._ways = self._groups.ways(self.layout)
+        _ = self.ways
 
     def tell_all(self, text: str, process: int) -> str:
         """Give the processes of all replicas the text of one."""

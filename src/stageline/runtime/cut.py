@@ -43,7 +43,7 @@ def described(stages: Any) -> tuple[Any, Description[Any] | None]:
     (2, 'meta', 68)
     """
     if isinstance(stages, nn.Module | Staged):
-        return stages, None
+        return stages, stages.recipe if isinstance(stages, Staged) else None
     if callable(stages):
         recipe = describe(stages)
         return recipe.model, recipe

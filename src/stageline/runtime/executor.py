@@ -38,6 +38,8 @@ class Work:
     """For single stages: keyword inputs, microbatch by microbatch."""
     training: bool = True
     keep_outputs: bool = False
+    scale: float = 1.0
+    """What all gradients are multiplied by, and the loss that is told is not."""
     began: Mapping[int, tuple[Any, float]] = field(default_factory=dict)
     """For every GPU in use: an event in the caller's stream, after which the step may begin, and its moment."""
 
@@ -231,9 +233,14 @@ class Executor:
             return self._message(task, work, outputs, shape)
         value = unflatten(outputs, shape)
         if work.targets:
-            weight = work.weights[task.microbatch]
             result.losses[task.microbatch], result.metrics[task.microbatch] = stage.loss(
-                task.microbatch, work.step, value, self._here(work.targets[task.microbatch]), weight, work.training
+                task.microbatch,
+                work.step,
+                value,
+                self._here(work.targets[task.microbatch]),
+                work.weights[task.microbatch],
+                work.training,
+                work.scale,
             )
         if work.keep_outputs:
             result.outputs[task.microbatch] = unflatten(

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from stageline._version import __version__
 from stageline.errors import StagelineError, shorten
 from stageline.model.huggingface import own_loss
 from stageline.model.staged import Staged
@@ -22,11 +19,12 @@ from stageline.runtime.batch import (
     Keywords,
     Reduction,
     check_reduction,
-    digest,
 )
-from stageline.runtime.clip import clip_together
+from stageline.runtime.clip import norm_of, owners_of
+from stageline.runtime.compiled import Compile, compile_units
 from stageline.runtime.cut import count_layers, cut, described, find_schedule, whole_model
 from stageline.runtime.executor import RankResult
+from stageline.runtime.handshake import common_seed, facts_of, find_deadline
 from stageline.runtime.layout import mesh_of, ranks_of
 from stageline.runtime.outcome import Measured, times_of
 from stageline.runtime.processes import find_world
@@ -90,6 +88,7 @@ class Pipeline(Runner):
         check_finite: bool = True,
         example: Any = None,
         device: torch.device | str = "cpu",
+        compile: Compile = False,
         **options: Any,
     ) -> None:
         """`stages` is a model, which is cut evenly (see `sl.split` for other cuts), or one module per stage.
@@ -108,7 +107,8 @@ class Pipeline(Runner):
         `replicas` trains so many copies of the pipeline, each on samples of its own, in ranks × replicas processes;
         `mesh` says which process is which, by dimensions named "dp" and "pp". Gradients are added up over them in
         buckets of `bucket_mb` MiB, in float32 or better unless `reduce_dtype` says otherwise.
-        `options` are the family's own, such as `chunks`.
+        `compile` is True, the name of a backend or the keywords of torch.compile, which then compiles every layer, or
+        unit of a model (see docs/runtime.md). `options` are the family's own, such as `chunks`.
         """
         check_reduction(loss_reduction)
         check_buckets(bucket_mb, reduce_dtype)
@@ -129,11 +129,20 @@ class Pipeline(Runner):
         self._parts = cut(given, self.model, self.schedule.stages, example)
         self._mesh = mesh
         self._world = find_world(self.schedule.ranks, self.deadline, replicas, mesh)
-        self._world.agree(self._facts(seed, bucket_mb, reduce_dtype))
-        common = self._common_seed(seed)
+        self._world.agree(
+            {
+                **facts_of(self.model, self.schedule),
+                "the seed that was given": repr(seed),
+                "loss_reduction": loss_reduction,
+                "replicas and mesh": repr(self._world.layout.rows),
+                "bucket_mb and reduce_dtype": f"{bucket_mb:g} {reduce_dtype}",
+            }
+        )
+        common = common_seed(self._world, seed)
         if recipe is not None:
             recipe.materialise(self._owned_names().__contains__, seed=common, device=device)
             self._parts = cut(given, self.model, self.schedule.stages, example)
+        compile_units((part for stage, part in enumerate(self._parts) if self._holds(stage)), compile)
         self._placed = place(self._parts, self.schedule.placement, self._world.here)
         self._options = StageOptions(loss_fn, replica_seed(common, self.replica), again, check_finite)
         self._replicas = self._join_replicas(bucket_mb, reduce_dtype)
@@ -185,11 +194,13 @@ class Pipeline(Runner):
         """The stages whose weights are here."""
         return {stage for stages in self._placed.modules.values() for stage in stages}
 
+    def _holds(self, stage: int) -> bool:
+        """Whether a rank that is here runs this stage."""
+        return bool(set(self.schedule.placement.table[:, stage].tolist()) & set(self._world.here))
+
     def _owned_names(self) -> set[str]:
         """The names of all tensors of the stages whose ranks are here."""
-        table = self.schedule.placement.table
-        here = [stage for stage in range(self.schedule.stages) if set(table[:, stage].tolist()) & set(self._world.here)]
-        parts = [self._parts[stage] for stage in here]
+        parts = [part for stage, part in enumerate(self._parts) if self._holds(stage)]
         parameters = {name for part in parts for name, _ in part.named_parameters(remove_duplicate=False)}
         return parameters | {name for part in parts for name, _ in part.named_buffers(remove_duplicate=False)}
 
@@ -257,13 +268,34 @@ class Pipeline(Runner):
         """Clip by the norm over all stages and ranks, tied weights counted once; give back the norm before it."""
         if self._replicas is not None and self._replicas.pending:
             raise StagelineError(
-                "gradients were accumulated with sync=False and differ between replicas; clip them "
-                "after a step with sync=True"
+                "gradients were accumulated with sync=False and differ between replicas; clip them after a step with "
+                "sync=True"
             )
-        if self._alone:
-            return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-        mine = list(self.parameters())
-        return clip_together(self._world, self._placed, list(self.model.parameters()), mine, max_norm, norm_type)
+        total = self.grad_norm(norm_type)
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.grad.dtype))
+        return total
+
+    def grad_norm(self, norm_type: float = 2.0, gradients: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The norm of the gradients of all stages and ranks, tied weights counted once, in float32 on the CPU.
+
+        It has the same bits on every rank, and for any number of them. `gradients` are by names, and those of the
+        parameters unless given. All processes must call this together.
+        """
+        known = dict(self.named_gradients()) if gradients is None else gradients
+        own = {name: known[name] for name, _ in self.named_parameters() if self.owns(name) and name in known}
+        return norm_of(self._world, [name for name, _ in self.model.named_parameters()], own, norm_type)
+
+    def owns(self, name: str) -> bool:
+        """Whether a parameter or buffer is this process's to count and to save; it is one process's in a replica."""
+        return self._owners.get(name) in self._world.here
+
+    @cached_property
+    def _owners(self) -> dict[str, int]:
+        """The rank that each parameter and buffer belongs to: the first that uses it."""
+        return owners_of(self.model, self._parts, self.schedule.placement, self._placed)
 
     # Steps.
 
@@ -281,6 +313,7 @@ class Pipeline(Runner):
         targets: Any = None,
         *,
         count: float | None = None,
+        scale: float = 1.0,
         stage_kwargs: Keywords | None = None,
         sync: bool = True,
     ) -> StepStats:
@@ -288,7 +321,8 @@ class Pipeline(Runner):
 
         Where every process is a rank, each may be given the whole batch, or None for what its stages do not need:
         inputs are read on the first stage, targets on the last. `count` is the number of targets that a loss is divided
-        by, over all microbatches and, where gradients of several steps are added up, over all of those.
+        by, over all microbatches and, where gradients of several steps are added up, over all of those. `scale` is what
+        all gradients are multiplied by, as float16 needs, or a mean over several steps; the loss that is told is not.
         `stage_kwargs` holds keyword inputs of single stages, `{2: {"mask": mask}}`, or of every stage that takes them,
         `{"all": {"mask": mask}}`; they are cut into microbatches as the batch is.
         Each replica is given samples of its own, and gradients are added up over all of them. With `sync=False` they
@@ -298,9 +332,11 @@ class Pipeline(Runner):
             raise StagelineError("step cannot train inside of torch.inference_mode(); call it outside")
         if not self.schedule.training:
             raise StagelineError(f"{self.schedule.name} has no backwards to train with; use predict or evaluate")
+        if not (isinstance(scale, int | float) and 0 < scale < float("inf")):
+            raise StagelineError(f"scale is a number above 0, got {shorten(scale)}")
         began = time.perf_counter()
         wanted = self._targets(inputs, targets)
-        done = self._run(Batch(inputs, wanted, stage_kwargs, training=True, count=count, sync=sync))
+        done = self._run(Batch(inputs, wanted, stage_kwargs, training=True, count=count, scale=float(scale), sync=sync))
         crew, results = done.crew, done.results
         times = done.outcome.times
         later = self._world.later(lambda: times_of(crew, results).reshape(-1)) if times is None else lambda: times
@@ -344,53 +380,25 @@ class Pipeline(Runner):
         return _joined(done.results)
 
     @property
+    def steps(self) -> int:
+        """How many steps were made; what is drawn at random depends on it, so a run that goes on sets it."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        if not isinstance(value, int) or value < 0:
+            raise StagelineError(f"steps is a whole number from 0 upwards, got {shorten(value)}")
+        self._steps = value
+
+    @property
     def timeline(self) -> Timeline:
         """When every action and transfer of the last step ran, comparable with `stageline.simulate`."""
         if self._measured is None:
             raise StagelineError("there is no timeline before the first step")
         return self._measured.timeline()
 
-    def _facts(self, seed: int | None, bucket_mb: float, dtype: torch.dtype | None) -> dict[str, str]:
-        """What all ranks must have in common."""
-        schedule = self.schedule
-        order = digest(
-            [torch.from_numpy(part) for part in (schedule.kinds, schedule.stage_ids, schedule.microbatch_ids)]
-        )
-        shapes = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
-        return {
-            "the schedule": f"{schedule!r} {order}",
-            "the names and shapes of the model": repr(shapes),
-            "the number of threads (torch.get_num_threads)": str(torch.get_num_threads()),
-            "the version of torch": str(torch.__version__),
-            "the version of stageline": __version__,
-            "the seed that was given": repr(seed),
-            "loss_reduction": self.loss_reduction,
-            "replicas and mesh": repr(self._world.layout.rows),
-            "bucket_mb and reduce_dtype": f"{float(bucket_mb)} {dtype}",
-        }
-
-    def _common_seed(self, seed: int | None) -> int:
-        """The seed of the first process, known to all; it must be exact in a float, so its last 52 bits count."""
-        if seed is not None and not isinstance(seed, int):
-            raise StagelineError(f"seed is a whole number, got {shorten(seed)}")
-        mine = (torch.initial_seed() if seed is None else seed) & (2**52 - 1)
-        return int(self._world.announce(np.array([float(mine)]))()[0, 0, 0])
-
 
 def _joined(results: Sequence[RankResult]) -> Any:
     """The outputs of the whole batch, where the last stage is; None elsewhere."""
     found = {microbatch: output for result in results for microbatch, output in result.outputs.items()}
     return join_batch([found[microbatch] for microbatch in sorted(found)]) if found else None
-
-
-def find_deadline(given: float | None) -> float:
-    """The deadline asked for, that of the environment, or a minute."""
-    text = os.environ.get("STAGELINE_DEADLINE", "")
-    try:
-        found = float(given if given is not None else text or 60.0)
-    except (TypeError, ValueError):
-        found = 0.0
-    if not 0 < found < float("inf"):
-        name = "deadline" if given is not None else "STAGELINE_DEADLINE"
-        raise StagelineError(f"{name} is a number of seconds above 0, got {given if given is not None else text!r}")
-    return found

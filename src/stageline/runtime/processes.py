@@ -58,6 +58,13 @@ def find_world(ranks: int, deadline: float, replicas: int | None = None, mesh: D
     return ProcessWorld(deadline, find_layout(ranks, replicas, mesh, dist.get_world_size()))
 
 
+def job_world(deadline: float) -> World:
+    """All processes of a job, whatever pipelines they are part of; a process alone is all of it."""
+    if not several_processes(deadline):
+        return ThreadWorld(1)
+    return ProcessWorld(deadline, Layout.even(dist.get_world_size()))
+
+
 class ProcessWorld(Collectives):
     """This process is one rank of a torch.distributed group; the pipeline's own groups join it to the others."""
 

@@ -54,6 +54,7 @@ class Batch:
     keep: bool = False
     """Whether the outputs are wanted."""
     count: float | None = None
+    scale: float = 1.0
     sync: bool = True
     """Whether gradients are added up over replicas."""
 
@@ -173,6 +174,7 @@ class Runner:
             keywords=keyword_parts(batch.keywords, self.schedule.stages, parts, filled),
             training=batch.training,
             keep_outputs=batch.keep,
+            scale=batch.scale,
         )
 
     def _check_keywords(self, crew: Crew, work: Work) -> None:

@@ -21,6 +21,7 @@ from stageline.runtime.plan import Plan, checkpointed
 from stageline.runtime.randomness import Generators, draws, generator_alone, random_numbers
 from stageline.runtime.recompute import Recompute, training
 from stageline.runtime.split import Arriving, SplitBackward
+from stageline.runtime.surroundings import plain_precision
 from stageline.runtime.tree import flatten, tensors_of, unflatten
 from stageline.transport.protocol import Leaf, TransportError
 
@@ -45,6 +46,8 @@ class _Kept:
     target: Any = None
     weight: float | None = None
     """Of the loss; None where there is no loss."""
+    scale: float = 1.0
+    """What its gradients are multiplied by."""
     loss: Tensor | None = None
     split: SplitBackward | None = None
     draws_again: bool = False
@@ -205,22 +208,23 @@ class Stage:
                 )
 
     def loss(
-        self, microbatch: int, step: int, output: Any, target: Any, weight: float, train: bool
+        self, microbatch: int, step: int, output: Any, target: Any, weight: float, train: bool, scale: float = 1.0
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Compute the loss of the last stage, and its metrics; the backward starts from loss × weight."""
+        """Compute the loss of the last stage, and its metrics; the backward starts from loss × weight × scale."""
         dropped = train and self.options.recompute.stages
         with torch.set_grad_enabled(train), self._around(train) if dropped else _NOTHING:
-            scaled, metrics = self._drawing(
+            weighed, metrics = self._drawing(
                 LOSS, self.part.training, step, microbatch, self._loss, output, target, weight
             )
-        if train and self.options.check_finite and not scaled.is_cuda and not math.isfinite(scaled.detach().item()):
-            self._refuse_loss(microbatch, float(scaled.detach()))
+            root = weighed if scale == 1.0 else weighed * scale
+        if train and self.options.check_finite and not weighed.is_cuda and not math.isfinite(weighed.detach().item()):
+            self._refuse_loss(microbatch, float(weighed.detach()))
         if train:
             kept = self._kept[microbatch]
-            kept.target, kept.weight = target, weight
-            kept.loss = None if self.options.recompute.stages else scaled
+            kept.target, kept.weight, kept.scale = target, weight, scale
+            kept.loss = None if self.options.recompute.stages else root
             kept.outputs = []  # the loss is all that its backward needs; logits are large
-        return scaled.detach(), metrics
+        return weighed.detach(), metrics
 
     def _refuse_loss(self, microbatch: int, found: float) -> None:
         given = tensors_of(self._kept[microbatch].inputs)
@@ -262,6 +266,7 @@ class Stage:
                 kept.loss, _ = self._drawing(
                     LOSS, self.part.training, kept.step, microbatch, self._loss, output, kept.target, kept.weight
                 )
+                kept.loss = kept.loss if kept.scale == 1.0 else kept.loss * kept.scale
 
     def backward(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
         """Run B; give back the gradients of the inputs."""
@@ -271,7 +276,7 @@ class Stage:
         outputs, given = self._roots(kept, grads)
         arrived = tensors_of(kept.inputs)
         kept.outputs, kept.loss = [], None
-        with self._drawing_alone(self._draws_again(outputs)), Arriving(arrived) as found:
+        with self._drawing_alone(self._draws_again(outputs)), plain_precision(), Arriving(arrived) as found:
             if outputs:
                 torch.autograd.backward(outputs, given)
         return found
@@ -296,7 +301,7 @@ class Stage:
         kept.split = SplitBackward(outputs, given, wanted, self._plans, self._direct)
         kept.inputs, kept.outputs, kept.loss, kept.target, kept.keywords = [], [], None, None, {}
         kept.draws_again = self._draws_again(outputs)
-        with self._drawing_alone(kept.draws_again):
+        with self._drawing_alone(kept.draws_again), plain_precision():
             found = iter(kept.split.input_gradients()) if outputs else iter([None] * len(wanted))
         return [next(found) if leaf.requires_grad else None for leaf in arrived]
 
@@ -305,7 +310,7 @@ class Stage:
         kept = self._kept.pop(microbatch)
         split = kept.split
         assert split is not None
-        with self._drawing_alone(kept.draws_again):
+        with self._drawing_alone(kept.draws_again), plain_precision():
             split.weight_gradients()
         self._unsplit += split.unsplit
         self._total += split.total

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,20 @@ def autocasts() -> list[Any]:
 
 def _kinds() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_initialized() else ["cpu"]  # type: ignore[no-untyped-call]
+
+
+def plain_precision() -> AbstractContextManager[Any]:
+    """Turn mixed precision off, for a backward: its products have the types that the forward chose."""
+    on = [kind for kind in _kinds() if torch.is_autocast_enabled(kind)]
+    if not on:
+        return _NOTHING
+    stack = ExitStack()
+    for kind in on:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class Surroundings:

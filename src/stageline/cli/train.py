@@ -1,0 +1,64 @@
+"""`stageline train`: a training job from a config file and flags."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperCommand
+
+# What knows the options of a config is imported where it is needed: the other verbs need not wait for it.
+
+
+class Train(TyperCommand):
+    """A command with a flag for every option of a config: words keep their order, and help is made from the fields."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Leave the words as they are, but for a cry for help."""
+        asks = any(word in ("-h", "--help") for word in args)
+        return super().parse_args(ctx, ["--help"] if asks else ["--", *args])
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help."""
+        from stageline.cli.manual import manual
+
+        out = Console(highlight=False)
+        for part in manual(self.help or "", out.width):
+            out.print(part)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Complete flags."""
+        from stageline.cli.words import flags
+
+        found = super().shell_complete(ctx, incomplete)
+        item = type(super().shell_complete(ctx, "--help")[0])
+        return [*found, *(item(flag, help=said) for flag, said in flags() if flag.startswith(incomplete or " "))]
+
+
+def command(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    """Train a model: a built-in job, or one from a config file, with every option as a flag.
+
+    What is not said in the file or by a flag is as by default. --set and flags win over the file, later ones over
+    earlier ones.
+    """
+    from stageline.cli.words import understand
+    from stageline.train.settings import complain, gather
+
+    asked = understand(words or [])
+    config, errors = gather(asked.path, asked.sets)
+    complain([*asked.errors, *errors])
+    printing, checking = "--print-config" in asked.switches, "--check" in asked.switches
+    if printing:
+        typer.echo(config.to_toml(), nl=False)
+    if checking or not printing:
+        from stageline.train.validate import validate
+
+        validate(config)
+    if checking:
+        typer.echo(f"{asked.path or 'the config'} is fine", err=printing)
+    if asked.switches:
+        return
+    from stageline.train.trainer import Trainer
+
+    Trainer(config).run()

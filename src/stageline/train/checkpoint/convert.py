@@ -1,0 +1,116 @@
+"""The model of a checkpoint alone, in another dtype or other files, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from stageline.errors import nearest, shorten
+from stageline.train.checkpoint.damage import CheckpointError
+from stageline.train.checkpoint.disk import make_folder, remove_tree, rename, sync_folder, write_file
+from stageline.train.checkpoint.gather import shard_name, write_index
+from stageline.train.checkpoint.manifest import INDEX, MANIFEST, File, Held
+from stageline.train.checkpoint.reader import Checkpoint
+from stageline.train.checkpoint.tensors import Entry, cut, write_tensors
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+def convert(
+    checkpoint: Checkpoint,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    format: Literal["stageline", "safetensors"] = "safetensors",
+    max_shard_bytes: int = 4 * 2**30,
+) -> Path:
+    """Write the model of a checkpoint, and its small files, into a new folder, or one `.safetensors` file.
+
+    `dtype` is what tensors of floating point become. The format safetensors is what Hugging Face and `sl.load_weights`
+    open: `model.safetensors`, or several files with an index. The format stageline has a manifest with checksums, too,
+    and no optimizer.
+
+    >>> import torch
+    >>> from stageline.train.checkpoint import Writer, open_checkpoint
+    >>> with Writer("checkpoint") as writer:
+    ...     writer.save(7, {"weight": torch.ones(2)}, assets={"config.json": b'{"dtype": "float32"}'})
+    >>> out = convert(open_checkpoint("checkpoint/step-00000007"), "half", dtype="bfloat16")
+    >>> sorted(os.listdir(out)), (out / "config.json").read_text()
+    (['config.json', 'model.safetensors'], '{"dtype": "bfloat16"}')
+    """
+    target = Path(out)
+    if dtype is not None and dtype not in FLOATS:
+        raise CheckpointError(f"dtype is one of {', '.join(FLOATS)}, got {shorten(dtype)}{nearest(dtype, FLOATS)}")
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists, and nothing is overwritten; choose another name")
+    if not checkpoint.manifest.model:
+        raise CheckpointError(f"{checkpoint.path} holds no model")
+    entries = [_entry(checkpoint, name, held, dtype) for name, held in checkpoint.manifest.model.items()]
+    make_folder(target.parent)
+    aside = target.with_name(f".{target.name}.{os.urandom(6).hex()}.partial")
+    try:
+        if target.suffix == ".safetensors":
+            if format == "stageline":
+                raise CheckpointError(f"a checkpoint is a folder, and {target} is named as one file; leave off its end")
+            write_tensors(aside, entries)
+        else:
+            make_folder(aside)
+            _write_folder(checkpoint, aside, entries, dtype, format == "stageline", max_shard_bytes)
+            sync_folder(aside)
+        rename(aside, target)
+        sync_folder(target.parent)
+    finally:
+        aside.unlink(missing_ok=True) if aside.is_file() else remove_tree(aside)
+    return target
+
+
+def _entry(checkpoint: Checkpoint, name: str, held: Held, dtype: str | None) -> Entry:
+    kind: torch.dtype = getattr(torch, dtype if dtype is not None and held.dtype in FLOATS else held.dtype)
+    return Entry(name, kind, held.shape, _reader(checkpoint, name, kind))
+
+
+def _reader(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Callable[[], Tensor]:
+    return lambda: checkpoint.read_model([name])[name].to(dtype)
+
+
+def _write_folder(
+    checkpoint: Checkpoint, folder: Path, entries: list[Entry], dtype: str | None, manifest: bool, most: int
+) -> None:
+    files: dict[str, File] = {}
+    model: dict[str, Held] = {}
+    parts = list(cut(entries, most))
+    alone = len(parts) == 1 and not manifest
+    for place, part in enumerate(parts, 1):
+        name = "model.safetensors" if alone else shard_name("model", place, len(parts))
+        files[name], held = write_tensors(folder / name, part)
+        model |= held
+    if not alone:
+        files[INDEX] = write_index(folder, model)
+    for name in checkpoint.manifest.files:
+        if name != INDEX and not name.endswith(".safetensors"):
+            data = _in_dtype(checkpoint.read_asset(name), dtype if name == "config.json" else None)
+            done = write_file(folder / name, data)
+            files[name] = File(done.bytes, done.sha256, 0)
+    if manifest:
+        made = replace(checkpoint.manifest, written=time.time(), files=files, model=model, optimizer={})
+        write_file(folder / MANIFEST, made.to_bytes())
+
+
+def _in_dtype(config: bytes, dtype: str | None) -> bytes:
+    """The config of a Hugging Face model, which says the dtype, too."""
+    if dtype is None:
+        return config
+    try:
+        found = json.loads(config)
+    except (ValueError, RecursionError):
+        return config
+    said = {"dtype", "torch_dtype"} & set(found) if isinstance(found, dict) else set()
+    return json.dumps(found | dict.fromkeys(said, dtype), indent=2 if b"\n" in config else None).encode()

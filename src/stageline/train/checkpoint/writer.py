@@ -1,0 +1,343 @@
+"""Writing checkpoints while training goes on: whole, or not at all."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import safetensors
+import torch
+from torch import Tensor
+
+from stageline._version import __version__
+from stageline.errors import shorten
+from stageline.train.checkpoint.damage import CheckpointError, reason
+from stageline.train.checkpoint.disk import make_folder, remove_tree, replace_file, write_file
+from stageline.train.checkpoint.folder import LATEST, discard, left_over, partial_name, publish, step_name, sweep
+from stageline.train.checkpoint.gather import Report, assemble, gather, report_name
+from stageline.train.checkpoint.manifest import INDEX, MANIFEST, File, Held, Manifest, Wrong, plain_name
+from stageline.train.checkpoint.prune import prune
+from stageline.train.checkpoint.tensors import Entry, HostCopies, cut, make_entry, write_tensors
+
+SHARD = 4 * 2**30
+"""Bytes of a file of tensors at most, unless a single one is larger."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is there: the step, where, how large, and the seconds from `save` to its publication."""
+
+    step: int
+    attempt: str
+    path: Path
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One call of `save`, with everything that it needs once the caller has gone on."""
+
+    step: int
+    attempt: str
+    partial: Path
+    stale: list[Path]
+    model: list[Entry]
+    optimizer: list[Entry]
+    slots: Mapping[str, list[str]]
+    state: Any
+    assets: Mapping[str, bytes]
+    world: Mapping[str, Any]
+    began: float
+
+
+class Writer:
+    """One of `count` writers into a folder of checkpoints, which all of them see; the first publishes and prunes.
+
+    Every writer gives the tensors that it holds, each name once among all of them. `keep` is how many whole
+    checkpoints stay (0: all), `deadline` for how many seconds the first may see nothing of another before that is an
+    error, and `max_shard_bytes` where files of tensors are cut.
+
+    >>> import torch
+    >>> from stageline.train.checkpoint import newest
+    >>> weight = torch.ones(2)
+    >>> with Writer("checkpoint", keep=2) as writer:
+    ...     for step in (100, 200, 300):
+    ...         writer.save(step, {"weight": weight}, {"weight": {"momentum": weight / 2}}, {"seen": 64 * step})
+    ...         weight += 1      # goes on at once: what is written is a copy
+    >>> sorted(os.listdir("checkpoint"))
+    ['latest', 'step-00000200', 'step-00000300']
+    >>> newest("checkpoint").read_model(["weight"])
+    {'weight': tensor([3., 3.])}
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        number: int = 0,
+        count: int = 1,
+        *,
+        keep: int = 3,
+        deadline: float = 60.0,
+        max_shard_bytes: int = SHARD,
+    ) -> None:
+        """Make the folder if need be."""
+        if not 0 <= number < count:
+            raise CheckpointError(f"a writer's number is one of 0 to count - 1, got {number} of {count}")
+        for name, value, least in (("keep", keep, 0), ("max_shard_bytes", max_shard_bytes, 1)):
+            if value < least:
+                raise CheckpointError(f"{name} is a whole number from {least}, got {shorten(value)}")
+        self.folder = Path(folder)
+        self.number = number
+        self.count = count
+        self.keep = keep
+        self.deadline = deadline
+        self.max_shard_bytes = max_shard_bytes
+        self.last: Saved | None = None
+        """The last checkpoint that was published, if this is the first writer."""
+        self._copies = HostCopies()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        make_folder(self.folder)
+
+    def save(
+        self,
+        step: int,
+        model: Mapping[str, Tensor],
+        optimizer: Mapping[str, Mapping[str, Tensor]] | None = None,
+        state: Any = None,
+        assets: Mapping[str, bytes] | None = None,
+        *,
+        attempt: str | None = None,
+        world: Mapping[str, Any] | None = None,
+        background: bool = True,
+    ) -> None:
+        """Save a step's checkpoint: returns once the tensors are copied, and writes in the background.
+
+        Waits for the checkpoint before it, and raises the error that one had. `state` is any JSON, `assets` are small
+        files (config.json, a tokenizer), `world` says who trained (ranks, replicas, schedule): those of the first
+        writer count. With several writers, `attempt` is a text that all of them give and that was never used before.
+        """
+        self.wait()
+        began = time.perf_counter()
+        job = self._job(step, model, optimizer or {}, state, assets or {}, attempt, world or {}, began, background)
+        if background:
+            self._thread = threading.Thread(target=self._run, args=(job,), name="stageline-checkpoint")
+            self._thread.start()
+        else:
+            self._run(job)
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written any more; raises the error of what could not be."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait, and give back the memory of the copies."""
+        try:
+            self.wait()
+        finally:
+            self._copies.release()
+
+    def __enter__(self) -> Self:
+        """Close at the end of the block."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Finish what is being written; an error of the block comes first, with that of the checkpoint as a note."""
+        try:
+            self.close()
+        except CheckpointError as failed:
+            if error is None:
+                raise
+            error.add_note(str(failed))
+
+    def _job(
+        self,
+        step: int,
+        model: Mapping[str, Tensor],
+        optimizer: Mapping[str, Mapping[str, Tensor]],
+        state: Any,
+        assets: Mapping[str, bytes],
+        attempt: str | None,
+        world: Mapping[str, Any],
+        began: float,
+        copy: bool,
+    ) -> _Job:
+        """Look at everything first: what cannot be saved is an error of the call and not of a thread."""
+        step_name(step)
+        if attempt is None:
+            if self.count > 1:
+                raise CheckpointError(f"save() of one of {self.count} writers needs attempt=, the same text on all")
+            attempt = os.urandom(6).hex()
+        partial = self.folder / partial_name(step, attempt)
+        entries = [make_entry(_key(name), tensor) for name, tensor in model.items()]
+        states = [
+            make_entry(f"{_key(name)}/{_slot(name, slot)}", tensor)
+            for name, slots in optimizer.items()
+            for slot, tensor in slots.items()
+        ]
+        plain_state, plain_world = check_json(state, "state"), check_json(dict(world), "world")
+        _check_assets(assets)
+        if copy:
+            # Prefixes, for a tensor of the model may be named as one of the optimizer.
+            named = self._copies.take([*_prefixed("m", entries), *_prefixed("o", states)])
+            plain = [Entry(entry.key[1:], entry.dtype, entry.shape, entry.take) for entry in named]
+            entries, states = plain[: len(entries)], plain[len(entries) :]
+        try:
+            stale = left_over(self.folder, but=partial.name) if self.number == 0 else []
+        except OSError as error:
+            raise CheckpointError(f"cannot read the folder {self.folder}: {reason(error)}") from error
+        slots = {name: list(each) for name, each in optimizer.items()}
+        return _Job(
+            step, attempt, partial, stale, entries, states, slots, plain_state, dict(assets), plain_world, began
+        )
+
+    def _run(self, job: _Job) -> None:
+        try:
+            sweep(job.stale)
+            report = self._write(job)
+            if self.number == 0:
+                self._publish(job, report)
+            else:
+                report.write(job.partial, self.number)
+        except BaseException as error:
+            self._error = self._failed(job, error)
+
+    def _failed(self, job: _Job, error: BaseException) -> BaseException:
+        """Leave nothing of it behind, and let the first writer know at once."""
+        if self.last is not None and self.last.attempt == job.attempt:
+            return CheckpointError(f"the checkpoint of step {job.step} is saved, but then: {reason(error)}")
+        gone = self.number > 0 and not job.partial.exists()
+        why = "the first writer gave it up" if gone else reason(error)
+        if self.number == 0:
+            remove_tree(job.partial)
+        elif not gone:
+            for path in job.partial.glob(f"*-{self.number:05d}-*.safetensors"):
+                path.unlink(missing_ok=True)
+            with suppress(CheckpointError, OSError):  # otherwise the first writer's deadline tells it
+                Report(error=why).write(job.partial, self.number)
+        if not isinstance(error, Exception):
+            return error
+        failed = CheckpointError(f"the checkpoint of step {job.step} is not saved: {why}")
+        failed.__cause__ = error
+        return failed
+
+    def _write(self, job: _Job) -> Report:
+        """Write the files of this writer, under names of its own until all are known."""
+        make_folder(job.partial)
+        if (job.partial / report_name(self.number)).exists():
+            raise CheckpointError(
+                f"{job.partial} is of an earlier attempt that was called {shorten(job.attempt)}, too; give every "
+                "save() an attempt= that was never used before"
+            )
+        files: list[dict[str, File]] = []
+        held: list[dict[str, Held]] = []
+        for kind, entries in (("model", job.model), ("optimizer", job.optimizer)):
+            files.append({})
+            held.append({})
+            for place, part in enumerate(cut(entries, self.max_shard_bytes)):
+                path = job.partial / f"{kind}-{self.number:05d}-{place:05d}.safetensors"
+                files[-1][path.name], tensors = write_tensors(path, part, self.number)
+                held[-1] |= tensors
+        model = {entry.key: held[0][entry.key] for entry in job.model}
+        optimizer = {name: {slot: held[1][f"{name}/{slot}"] for slot in slots} for name, slots in job.slots.items()}
+        return Report(files[0], model, files[1], optimizer)
+
+    def _publish(self, job: _Job, own: Report) -> None:
+        files, model, optimizer = assemble(job.partial, gather(job.partial, own, self.count, self.deadline))
+        for name, data in job.assets.items():
+            done = write_file(job.partial / name, data)
+            files[name] = File(done.bytes, done.sha256, 0)
+        world = {**job.world, "writers": self.count}
+        manifest = Manifest(
+            job.step, job.attempt, time.time(), world, files, model, optimizer, job.state, environment()
+        )
+        write_file(job.partial / MANIFEST, manifest.to_bytes())
+        path, replaced = publish(job.partial, job.step)
+        self.last = Saved(job.step, job.attempt, path, manifest.size, time.perf_counter() - job.began)
+        replace_file(self.folder / LATEST, f"{path.name}\n".encode())
+        discard(replaced)
+        if self.keep:
+            prune(self.folder, self.keep, spare=path)
+
+
+def environment() -> dict[str, Any]:
+    """What wrote a checkpoint.
+
+    >>> sorted(environment())
+    ['host', 'platform', 'python', 'safetensors', 'stageline', 'torch']
+    """
+    return {
+        "stageline": __version__,
+        "torch": torch.__version__,
+        "safetensors": safetensors.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+    }
+
+
+def _prefixed(prefix: str, entries: list[Entry]) -> list[Entry]:
+    return [Entry(prefix + entry.key, entry.dtype, entry.shape, entry.take) for entry in entries]
+
+
+def _key(name: str) -> str:
+    if not isinstance(name, str) or not name or name == "__metadata__":
+        raise CheckpointError(f"a parameter is called {shorten(name)}, expected its name in the model")
+    return name
+
+
+def _slot(name: str, slot: str) -> str:
+    if not isinstance(slot, str) or not slot or "/" in slot:
+        raise CheckpointError(f"the optimizer state of {name!r} has {shorten(slot)}, expected a name without a /")
+    return slot
+
+
+def check_json(value: Any, where: str) -> Any:
+    """A copy of plain data, or an error that says where it is not: what is saved must come back as it was.
+
+    >>> check_json({"lr": 0.1, "order": (1, 2)}, "state")
+    {'lr': 0.1, 'order': [1, 2]}
+    >>> check_json({"scaler": {"scale": {1, 2}}}, "state")
+    Traceback (most recent call last):
+    ...
+    stageline.train.checkpoint.damage.CheckpointError: state['scaler']['scale'] is {1, 2}, which JSON cannot hold;
+    expected numbers, texts, true, false, null, lists and objects
+    """
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return [check_json(each, f"{where}[{place}]") for place, each in enumerate(value)]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: check_json(each, f"{where}[{key!r}]") for key, each in value.items()}
+    raise CheckpointError(
+        f"{where} is {shorten(value)}, which JSON cannot hold; expected numbers, texts, true, false, null, lists and "
+        "objects"
+    )
+
+
+def _check_assets(assets: Mapping[str, bytes]) -> None:
+    for name, data in assets.items():
+        try:
+            plain_name(name)
+        except Wrong as wrong:
+            raise CheckpointError(f"assets: {wrong}") from None
+        if name in (MANIFEST, INDEX) or name.endswith(".safetensors") or name.startswith("writer-"):
+            raise CheckpointError(f"assets: {name!r} is a name of the checkpoint's own; choose another one")
+        if not isinstance(data, bytes):
+            raise CheckpointError(f"assets: {name!r} is {shorten(data)}, expected its bytes")

@@ -1,0 +1,28 @@
+"""The data of a training job: where samples come from, in which order, and who takes which."""
+
+from stageline.train.data.collate import Batch
+from stageline.train.data.loader import Loader
+from stageline.train.data.opening import Data, open_data
+from stageline.train.data.prefetch import Prefetch
+from stageline.train.data.source import Indexed, Items, Source, Tokens, check_same, split
+from stageline.train.data.stream import Stream
+from stageline.train.data.tokenizer import Bytes, File, Tokenizer, find_tokenizer
+
+__all__ = [
+    "Batch",
+    "Bytes",
+    "Data",
+    "File",
+    "Indexed",
+    "Items",
+    "Loader",
+    "Prefetch",
+    "Source",
+    "Stream",
+    "Tokenizer",
+    "Tokens",
+    "check_same",
+    "find_tokenizer",
+    "open_data",
+    "split",
+]

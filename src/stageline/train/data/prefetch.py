@@ -1,0 +1,116 @@
+"""The next batches, made on a thread while a step runs."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from types import TracebackType
+
+from stageline.errors import StagelineError
+from stageline.train.data.collate import Batch
+from stageline.train.data.loader import Loader
+
+
+class Prefetch:
+    """The batches of a replica one after the other, the same as without it; leave the `with` to end the thread.
+
+    >>> import numpy as np
+    >>> from stageline.train.data import Tokens
+    >>> loader = Loader(Tokens(np.arange(41), seq_len=4), batch=2)
+    >>> with Prefetch(loader, position=4) as batches:
+    ...     inputs, targets = next(batches)
+    ...     batches.position
+    6
+    >>> bool((inputs == loader.batch(4)[0]).all())
+    True
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        *,
+        position: int = 0,
+        replica: int = 0,
+        replicas: int = 1,
+        local: int | None = None,
+        ahead: int = 2,
+        timeout: float = 600.0,
+    ) -> None:
+        """Start at a position; at most `ahead` batches wait to be taken.
+
+        A batch that is not there after `timeout` seconds is an error.
+        """
+        if ahead < 1:
+            raise StagelineError(f"ahead is {ahead}; at least 1 batch is made ahead")
+        self._loader, self._replica, self._replicas = loader, replica, replicas
+        self._local = loader.local(replicas) if local is None else local
+        self._position = self._made = position
+        self._ahead, self._timeout = ahead, timeout
+        self._ready: deque[Batch] = deque()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="stageline-prefetch", daemon=True)
+        self._thread.start()
+
+    @property
+    def position(self) -> int:
+        """Samples that all replicas have consumed with the batches taken so far: what a checkpoint keeps."""
+        return self._position
+
+    def __iter__(self) -> Prefetch:
+        """Itself."""
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch; an error in making it is raised here, after the batches before it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._error or self._closed, self._timeout)
+            if self._closed:
+                raise StagelineError("the batches were closed, and there are no more")
+            if self._ready:
+                batch = self._ready.popleft()
+                self._position += self._replicas * self._local
+                self._changed.notify_all()
+                return batch
+            if self._error is not None:
+                raise self._error
+        raise StagelineError(
+            f"{self._loader.source.name} gave no batch for {self._timeout:g} seconds, at sample {self._position:,}"
+        )
+
+    def close(self) -> None:
+        """End the thread and drop what it made; a source that does not come back is waited for 5 seconds at most."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._changed.notify_all()
+        self._thread.join(timeout=5)
+
+    def __enter__(self) -> Prefetch:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the thread."""
+        self.close()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or len(self._ready) < self._ahead)
+                if self._closed:
+                    return
+            try:
+                batch = self._loader.batch(self._made, self._replica, self._replicas, self._local)
+            except BaseException as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+            self._made += self._replicas * self._local
+            with self._changed:
+                self._ready.append(batch)
+                self._changed.notify_all()

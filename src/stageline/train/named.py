@@ -1,0 +1,38 @@
+"""What a configuration names as package.module:function."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from stageline.errors import StagelineError, nearest
+
+
+def find_function(name: str) -> Callable[..., Any]:
+    """The function that a name stands for, also from a module in the folder of the process.
+
+    >>> find_function("math:sqrt")(4.0)
+    2.0
+    >>> find_function("math:sqrrt")
+    Traceback (most recent call last):
+        ...
+    stageline.errors.StagelineError: math has no function 'sqrrt' (did you mean 'sqrt'?)
+    """
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise StagelineError(f"{name!r} names no function; write package.module:function")
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise StagelineError(f"cannot import {module_name}: {error}; run this where that import works") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        near = nearest(function_name, [each for each in dir(module) if not each.startswith("_")])
+        raise StagelineError(f"{module_name} has no function {function_name!r}{near}")
+    return function  # type: ignore[no-any-return]

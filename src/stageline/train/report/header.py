@@ -1,0 +1,105 @@
+"""The top of the page: what run this is, how it ended, and its key figures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from html import escape
+
+from stageline.train.logs import figures
+from stageline.train.logs.figures import number_of
+from stageline.train.report.run import Run
+from stageline.train.report.series import Series
+
+WARM_UP = 2
+LONGEST = 2000
+
+
+def header(run: Run) -> str:
+    """What run this is, how it ended, and its key figures."""
+    description = run.setting("job", "description")
+    words = f"<p>{escape(description[:LONGEST])}</p>" if isinstance(description, str) and description else ""
+    notes = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
+    tiles = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
+        for name, value, more in _key_figures(run)
+    )
+    look, ended = _status(run)
+    return (
+        f"<header><h1>{escape(run.name)}</h1>{words}"
+        f'<p class="status {look}">{escape(ended)}</p>'
+        + (f'<ul class="notes">{notes}</ul>' if notes else "")
+        + (f'<dl class="tiles">{tiles}</dl>' if tiles else "")
+        + "</header>"
+    )
+
+
+def _status(run: Run) -> tuple[str, str]:
+    """How it ended, or that nobody knows."""
+    rows = run.history.rows
+    made = f"This page was made {_moment(time.time())}."
+    if not rows:
+        return "open", f"No event is recorded yet: metrics.jsonl is empty or not there. {made}"
+    resumes = [str(row["step"]) for row in run.history.of("start") if row.get("resumed")]
+    again = f" Resumed from step {', '.join(resumes[-8:])}." if resumes else ""
+    end = run.end
+    times = [now for row in rows[-20:] if (now := number_of(row.get("time"))) is not None]
+    when = f" {_moment(times[-1])}" if times else ""
+    if end is None:
+        heard = f"Last heard of{when or ' at an unknown time'}."
+        return "open", f"Still running, or killed: no end is recorded. {heard}{again} {made}"
+    why = str(end.get("why") or "ended")
+    look = "bad" if why.startswith("failed") else "good" if why == "finished" else "open"
+    return look, f"{why[:1].upper()}{why[1:LONGEST]}, at step {end['step']}{',' + when if when else ''}.{again}"
+
+
+def _moment(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return "at an unknown time"
+
+
+def _key_figures(run: Run) -> Iterator[tuple[str, str, str]]:
+    rows = run.history.of("step")
+    if not rows:
+        return
+    total = run.setting("training", "steps")
+    yield "Steps", f"{max(row['step'] for row in rows):,}", f"of {total:,}" if isinstance(total, int) else ""
+    loss = Series.of(rows, "loss")
+    smooth = loss.smoothed()
+    if len(smooth):
+        yield "Loss", figures.loss(float(smooth.values[-1])), f"smoothed; from {figures.loss(float(loss.finite[0]))}"
+    validation = Series.of(run.history.of("validation"), "loss")
+    if len(validation.finite):
+        best = float(validation.finite.min())
+        step = int(validation.steps[validation.values == best][0])
+        yield "Best validation loss", figures.loss(best), f"at step {step:,}"
+    speed = Series.of(rows, "tokens_per_s").median(WARM_UP)
+    if speed is not None:
+        tokens = sum(Series.of(rows, "tokens").finite.tolist())
+        yield "Tokens per second", figures.count(speed), f"median; {figures.count(tokens)} in all"
+    bubble, planned = (Series.of(rows, name).median(WARM_UP) for name in ("bubble", "planned_bubble"))
+    if bubble is not None:
+        plan = "" if planned is None else f"; planned {figures.share(planned, 1)}"
+        yield "Makespan bubble", figures.share(bubble, 1), f"median{plan}"
+    memory = Series.of(rows, "memory").finite
+    if len(memory):
+        yield "Memory", figures.size(float(memory.max())), "at most"
+    taken = _training_time(run)
+    if taken is not None:
+        seconds = Series.of(rows, "seconds").median(WARM_UP)
+        yield "Time", figures.time(taken), "" if seconds is None else f"{figures.moment(seconds)} a step, median"
+
+
+def _training_time(run: Run) -> float | None:
+    """How long it ran, all lives together; the time between them does not count."""
+    taken, before = 0.0, None
+    for row in run.history.rows:
+        now = number_of(row.get("time"))
+        if now is None:
+            continue
+        if before is not None and row["event"] != "start":
+            taken += max(0.0, now - before)
+        before = now
+    return None if before is None else taken

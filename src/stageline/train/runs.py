@@ -1,0 +1,117 @@
+"""The folder of a run: whether it is new, goes on or belongs to something else, and who works in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from stageline._version import __version__
+from stageline.errors import StagelineError
+from stageline.train.config import Config
+from stageline.train.settings import FIXED, FREE, WARN, differences, read_config
+from stageline.train.toml import write_toml
+
+CONFIG, ENVIRONMENT, METRICS, LOCK = "config.toml", "environment.json", "metrics.jsonl", "lock"
+
+
+class RunFolder:
+    """The folder of a run, which one job at a time works in."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Name it; nothing is looked at or written yet."""
+        self.path = Path(path)
+        self._lock: IO[str] | None = None
+
+    def look(self, config: Config) -> tuple[bool, list[str]]:
+        """Whether there is a run to go on with, and what is different now; refuse what does not fit."""
+        if self.path.exists() and not self.path.is_dir():
+            raise StagelineError(f"job.dump_folder is {str(self.path)!r}, which is a file; give a folder")
+        if not self.path.exists() or not any(each.name != LOCK for each in self.path.iterdir()):
+            return False, []
+        if not (self.path / CONFIG).is_file():
+            raise StagelineError(
+                f"job.dump_folder is {str(self.path)!r}, which holds other files and no run; nothing is overwritten: "
+                "give another folder"
+            )
+        earlier = read_config(self.path / CONFIG)
+        apart = differences(config, earlier, ignore=WARN | FREE)
+        if apart:
+            raise StagelineError(
+                f"{str(self.path)!r} holds a run of another configuration: {'; '.join(apart)}; nothing is overwritten: "
+                "give another job.dump_folder, or the configuration of that run to go on with it"
+            )
+        return True, differences(config, earlier, ignore=FIXED | FREE)
+
+    def claim(self, config: Config) -> None:
+        """Make the folder this job's own; refuse while another works in it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / LOCK).open("a+", encoding="utf-8")
+        except OSError as error:
+            raise StagelineError(
+                f"job.dump_folder is {str(self.path)!r}, which cannot be written to: {error.strerror or error}"
+            ) from None
+        try:
+            import fcntl
+
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:  # no such locks on this system
+            pass
+        except OSError:
+            raise StagelineError(
+                f"another job is at work in {str(self.path)!r}; wait for it, or give another job.dump_folder"
+            ) from None
+        self.write(CONFIG, write_toml(config))
+
+    def release(self) -> None:
+        """Let others work in it."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def set_aside(self, name: str) -> None:
+        """Keep a file of an earlier start under another name."""
+        path = self.path / name
+        if path.is_file() and path.stat().st_size:
+            number = 1
+            while (aside := path.with_suffix(f".{number}{path.suffix}")).exists():
+                number += 1
+            path.rename(aside)
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a file, aside first, so that it is there as a whole or not at all."""
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+        return path
+
+
+def environment(**more: Any) -> str:
+    """Where a run runs, as JSON: versions, machine, command, and what else is known.
+
+    >>> json.loads(environment(ranks=4))["ranks"]
+    4
+    """
+    found = {
+        "stageline": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "host": platform.node(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())],
+        "command": " ".join(sys.argv),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        **more,
+    }
+    return json.dumps(found, indent=1) + "\n"

@@ -1,0 +1,239 @@
+"""Everything a job needs before its first step: data, model, folder, schedule, pipeline. Nothing is trained here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from stageline.errors import StagelineError
+from stageline.model.build import build, describe
+from stageline.model.profile import Profile, parse_profile
+from stageline.model.staged import Staged, profile, split
+from stageline.runtime.compiled import Compile
+from stageline.runtime.pipeline import Pipeline
+from stageline.runtime.processes import job_world
+from stageline.runtime.worlds import World
+from stageline.train.checkpoint import leave_mark, remove_mark, sees_mark
+from stageline.train.choice import Choice, choose
+from stageline.train.config import Config
+from stageline.train.data import Data, Loader, open_data
+from stageline.train.layout import Layout
+from stageline.train.precision import mend_bfloat16
+from stageline.train.runs import RunFolder
+from stageline.train.tasks import Task, make_task
+
+
+class Setup:
+    """The parts of a job, each made when it is first asked for; every process asks for them in the same order."""
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        folder: RunFolder,
+        model: Callable[[], nn.Module] | None,
+        loss_fn: Callable[[Any, Any], Any] | None,
+        data: Data | None,
+    ) -> None:
+        """Keep what is asked for."""
+        self.config, self.layout, self.folder = config, layout, folder
+        self._model, self._loss_fn, self._data = model, loss_fn, data
+        self.goes_on = False
+        """Whether the folder holds a run to go on with."""
+        self.notes: list[str] = []
+        """What people should know before the first step."""
+
+    def prepare(self) -> None:
+        """Make all of it; what is wrong is found here, before the folder is written to."""
+        self._make_batches()
+        training = self.config.training
+        inside = "bfloat16" if self.config.optimizer.name == "Muon" else ""  # what it orthogonalises in
+        mended = mend_bfloat16(self.layout.device, training.dtype, training.mixed_precision_param, inside)
+        _ = self.world, self.loader, self.task
+        self._look_at_folder()
+        self._share_folder()
+        self.notes += [mended] if mended else []
+        _ = self.choice, self.pipe
+
+    @cached_property
+    def world(self) -> World:
+        """All processes of the job."""
+        return job_world(self.config.comm.train_timeout_seconds)
+
+    @cached_property
+    def data(self) -> Data:
+        """What is trained on."""
+        return open_data(self.config) if self._data is None else self._data
+
+    @cached_property
+    def loader(self) -> Loader:
+        """Batches by position."""
+        return Loader(self.data.train, batch=self.per_step, seed=self.config.training.seed)
+
+    @cached_property
+    def task(self) -> Task:
+        """The model and its loss."""
+        training = self.config.training
+        if self._model is None:
+            task = make_task(self.config, self.data.vocab_size)
+        else:
+            name = getattr(self._model, "__name__", type(self._model).__name__)
+            task = Task(name, self._model, training.loss, tuple(training.loss_weights), getattr(torch, training.dtype))
+        if self._loss_fn is not None:
+            build, given = task.build, self._loss_fn
+            task.build = lambda: (build(), None, None, given)
+        return task
+
+    def _make_batches(self) -> None:
+        """How many samples a replica takes at once, how often in a step of the optimizer, and in how many parts."""
+        training, replicas = self.config.training, self.layout.replicas
+        once = training.local_batch_size * replicas
+        self.per_step = training.global_batch_size or once
+        """Samples of a step of the optimizer, over all replicas."""
+        if self.per_step % once:
+            below, above = self.per_step // once * once, (self.per_step // once + 1) * once
+            raise StagelineError(
+                f"training.global_batch_size is {self.per_step}, which {replicas} replicas × "
+                f"training.local_batch_size {training.local_batch_size} do not divide; the nearest that fit are "
+                f"{f'{below} and ' if below else ''}{above}"
+            )
+        self.local = training.local_batch_size
+        self.turns = self.per_step // once
+        """Steps of the pipeline in one of the optimizer."""
+        self.size = min(self.config.parallelism.pipeline_parallel_microbatch_size, self.local)
+        self.microbatches = -(-self.local // self.size)
+
+    def _look_at_folder(self) -> None:
+        """See whether there is a run to go on with; the main process looks, claims the folder, and tells."""
+        said: dict[str, Any] = {"goes_on": False, "error": "", "notes": []}
+        if self.layout.main:
+            try:
+                said["goes_on"], said["notes"] = self.folder.look(self.config)
+                self.folder.claim(self.config)
+            except StagelineError as error:
+                said["error"] = str(error)
+        said = json.loads(self.world.tell(json.dumps(said), 0))
+        if said["error"]:
+            raise StagelineError(said["error"])
+        self.goes_on, self.notes = said["goes_on"], said["notes"]
+
+    def _share_folder(self) -> None:
+        """Find processes that do not see the run's folder."""
+        if self.layout.processes == 1:
+            return
+        nonce = self.world.tell(leave_mark(self.folder.path) if self.layout.main else "", 0)
+        blind = np.zeros(self.layout.processes)
+        blind[self.layout.rank] = float(not sees_mark(self.folder.path, nonce))
+        blind = self.world.add_up(blind)
+        if self.layout.main:
+            remove_mark(self.folder.path, nonce)
+        if blind.any():
+            ranks = ", ".join(map(str, np.flatnonzero(blind).tolist()))
+            raise StagelineError(
+                f"rank {ranks} does not see the folder {str(self.folder.path)!r} of rank 0; give a job.dump_folder on "
+                "a file system that all machines share"
+            )
+
+    @cached_property
+    def choice(self) -> Choice:
+        """The cut and the schedule: of an earlier start, if the same was asked for, or by a profile."""
+        config, layout, path = self.config, self.layout, self.folder.path
+        asked = {
+            "parallelism": asdict(config.parallelism),
+            "model": asdict(config.model) | {"seq_len": config.training.seq_len},
+            "ranks": layout.ranks,
+            "microbatches": self.microbatches,
+        }
+        kept = Choice.read(path, asked) if layout.main and self.goes_on else None
+        if self.world.tell("" if kept is None else "kept", 0):
+            kept = kept or Choice.read(path, asked)
+            assert kept is not None
+            return kept
+        found = parse_profile(self.world.tell(self._profile() if layout.main else "", 0), "the profile of rank 0")
+        chosen = choose(found, config.parallelism, layout.ranks, self.microbatches)
+        if layout.main:
+            found.write(path / "profile.json")
+            chosen.write(path, asked)
+        return chosen
+
+    @cached_property
+    def example(self) -> Any:
+        """A microbatch of the data, as the model takes it."""
+        inputs, _ = self.task.batch(*self.loader.batch(0, 0, 1, self.size))
+        return inputs
+
+    def _profile(self) -> str:
+        """Measure the units of the model, in the order of their calls, on a microbatch."""
+        device = self.layout.device
+        model = build(self.task.make, seed=self.config.training.seed, device=device, otherwise="construct")
+        here = pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, self.example)
+        found = profile(model, here, repeats=3, warmup=1)
+        if self.config.compile.enable:  # a compiled backward is one piece
+            layers = [replace(each, backward_input=each.backward, backward_weight=0.0) for each in found.layers]
+            found = replace(found, layers=tuple(layers))
+        return _by_calls(found, [unit.name for unit in split(model, 1, example=here).units]).to_text()
+
+    @cached_property
+    def pipe(self) -> Pipeline:
+        """The pipeline, with weights that depend on the seed and on names alone."""
+        config, layout, choice = self.config, self.layout, self.choice
+        recompute = {"none": "none", "full": "stage", "selective": list(config.activation_checkpoint.modules)}
+        return Pipeline(
+            self._staged(),
+            loss_fn=self.task.loss.function,
+            loss_reduction=self.task.loss.reduction,
+            schedule=choice.schedule,
+            seed=config.training.seed,
+            deadline=config.comm.train_timeout_seconds,
+            recompute=recompute[config.activation_checkpoint.mode],
+            device=layout.device,
+            compile=self._compile,
+        )
+
+    @property
+    def _compile(self) -> Compile:
+        return {"backend": self.config.compile.backend} if self.config.compile.enable else False
+
+    def _staged(self) -> Staged:
+        """The model in stages, without memory where its constructor can be repeated for a part of it."""
+        stages, counts = self.choice.schedule.stages, self.choice.layers_per_stage
+        try:
+            recipe = describe(self.task.make)
+            for example in (self.example, None):  # what has no memory cannot always be run
+                with suppress(StagelineError):
+                    found = split(recipe.model, stages, layers_per_stage=counts, example=example)
+                    return replace(found, recipe=recipe)
+            why = "its parts are found only by running it"
+        except StagelineError as error:
+            why = str(error)
+        if self.layout.processes > 1:
+            self.notes.append(f"every process builds the whole model before it keeps its part: {why}")
+        seed, device = self.config.training.seed, self.layout.device
+        model = build(self.task.make, seed=seed, device=device, otherwise="construct")
+        return split(model, stages, layers_per_stage=counts, example=self.example)
+
+
+def _by_calls(found: Profile, names: list[str]) -> Profile:
+    """A layer for every call of a unit, also where the model calls one twice."""
+    if names == [layer.name for layer in found.layers]:
+        return found
+    by_name = {layer.name: layer for layer in found.layers}
+    times = ("forward", "backward_input", "backward_weight", "backward")
+    sizes = ("activation", "residue")
+    layers = []
+    for name in names:
+        layer = by_name[name]
+        shares = {each: getattr(layer, each) / layer.calls for each in times}
+        layers.append(
+            replace(layer, calls=1, **shares, **{each: getattr(layer, each) // layer.calls for each in sizes})
+        )
+    return replace(found, layers=tuple(layers))

@@ -1,0 +1,155 @@
+"""What is trained: a model as a function that builds it, its loss, and how a batch is given to both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stageline.errors import StagelineError
+from stageline.model.huggingface import own_loss
+from stageline.train.config import Config
+from stageline.train.gpt import GPT
+from stageline.train.losses import Loss, find_loss
+from stageline.train.named import find_function
+
+
+@dataclass
+class Task:
+    """A model to train."""
+
+    name: str
+    build: Callable[[], Any]
+    """Makes the model, or a tuple that begins with it, as `stageline check` takes it."""
+    loss_name: str
+    loss_weights: tuple[float, ...] = ()
+    dtype: torch.dtype = torch.float32
+    assets: dict[str, bytes] = field(default_factory=dict)
+    """Small files that belong to the model, such as the config.json by which transformers opens it."""
+    own: Any = None
+    """The loss that came with the model."""
+
+    def make(self) -> nn.Module:
+        """Build the model, with random weights."""
+        with default_dtype(self.dtype):
+            made = self.build()
+        parts = made if isinstance(made, tuple) else (made,)
+        if not parts or not isinstance(parts[0], nn.Module) or len(parts) > 4:
+            raise StagelineError(
+                f"{self.name} returned a {type(made).__name__}; it must return a model, or a tuple of a model, its "
+                "inputs, targets and loss function, the last ones left out as you like"
+            )
+        self.own = parts[3] if len(parts) == 4 else None
+        return parts[0]
+
+    @property
+    def loss(self) -> Loss:
+        """The loss; one that comes with the model is known once that was built."""
+        return find_loss(self.loss_name, self.loss_weights, self.own)
+
+    def batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """What a pipeline is given for a batch of data."""
+        if self.loss.function is not own_loss or isinstance(inputs, Mapping):
+            return inputs, targets
+        # The model shifts by itself, so it is given the tokens twice.
+        return {"input_ids": inputs, "labels": inputs}, inputs
+
+    def example(self, inputs: Any) -> Any:
+        """What the model alone is called with."""
+        given, _ = self.batch(inputs, None)
+        return given
+
+
+def make_task(config: Config, vocab_size: int) -> Task:
+    """The task that a configuration asks for; `vocab_size` is what the data has.
+
+    >>> task = make_task(Config(), vocab_size=256)
+    >>> sum(parameter.numel() for parameter in task.make().parameters())
+    1664256
+    """
+    name, training = config.model.name, config.training
+    dtype = getattr(torch, training.dtype)
+    path = Path(name)
+    if name == "gpt":
+        build: Callable[[], Any] = _gpt(config, vocab_size)
+        assets: dict[str, bytes] = {}
+    elif path.suffix == ".json" or path.is_dir():
+        build, assets = _huggingface(path / "config.json" if path.is_dir() else path)
+    elif ":" in name:
+        build, assets = find_function(name), {}
+    else:
+        raise StagelineError(
+            f"model.name is {name!r}; give gpt, the config.json of a Hugging Face model or its folder, or "
+            "package.module:function"
+        )
+    return Task(name, build, training.loss, tuple(training.loss_weights), dtype, assets)
+
+
+def _gpt(config: Config, vocab_size: int) -> Callable[[], GPT]:
+    model = config.model
+    words = model.vocab_size or vocab_size
+    if words < vocab_size:
+        raise StagelineError(
+            f"model.vocab_size is {words} and the data has {vocab_size} words; give at least as many, or 0 for just so"
+        )
+    if model.dim % model.n_heads:
+        raise StagelineError(f"model.dim is {model.dim}, which {model.n_heads} heads (model.n_heads) do not divide")
+    return lambda: GPT(
+        words, config.training.seq_len, model.dim, model.n_layers, model.n_heads, model.dropout, model.tie_embeddings
+    )
+
+
+def _huggingface(path: Path) -> tuple[Callable[[], nn.Module], dict[str, bytes]]:
+    try:
+        text = path.read_bytes()
+        given = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise StagelineError(f"cannot read the config {path}: {error}") from error
+    try:
+        import transformers
+    except ImportError as error:
+        raise StagelineError(
+            "a Hugging Face config needs transformers: pip install 'stageline[huggingface]'"
+        ) from error
+    try:
+        config = transformers.AutoConfig.for_model(**{**given, "model_type": given["model_type"]})
+    except (KeyError, ValueError, TypeError) as error:
+        raise StagelineError(f"{path} is no config that transformers knows: {error}") from error
+    names = given.get("architectures") or []
+    kind: Any = getattr(transformers, names[0], None) if names else None
+    automatic: Any = transformers.AutoModelForCausalLM
+    extra = [each for each in sorted(path.parent.glob("*.json")) if each.name.startswith(("token", "special_"))]
+    assets = {"config.json": text, **{each.name: each.read_bytes() for each in extra}}
+
+    def build() -> nn.Module:
+        config.dtype = torch.get_default_dtype()
+        made: nn.Module = kind(config) if kind is not None else automatic.from_config(config)
+        return made
+
+    return build, assets
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make what is built inside of this type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def count_targets(loss: Loss, targets: Any) -> float | None:
+    """How much the targets of a batch weigh; None for a loss that is a mean."""
+    if loss.count is None:
+        return None
+    if not isinstance(targets, Tensor):
+        raise StagelineError(f"this loss needs targets that are one tensor, got {type(targets).__name__}")
+    return loss.count(targets)
