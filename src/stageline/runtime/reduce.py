@@ -54,17 +54,21 @@ class Bucket:
 
     def fill(self) -> Tensor:
         """The gradients as one flat tensor, and then for each parameter whether there is one."""
-        flat, at = self.empty(), 0
-        for number, (name, parameter) in enumerate(self.parameters):
+        device = self.parameters[0][1].device
+        flat = torch.empty(self.elements + len(self.parameters), dtype=self.dtype, device=device)
+        at, elements = 0, self.elements
+        flat[elements:] = torch.tensor([float(parameter.grad is not None) for _, parameter in self.parameters])
+        for name, parameter in self.parameters:
             grad = parameter.grad
-            if grad is not None:
+            if grad is None:
+                flat[at : at + parameter.numel()].zero_()
+            else:
                 if grad.layout != torch.strided:
                     raise StagelineError(
                         f"the gradient of {name} is {shorten(str(grad.layout))}, and only dense ones are added up over "
                         "replicas; use sparse=False"
                     )
                 flat[at : at + parameter.numel()].view(parameter.shape).copy_(grad.detach())
-                flat[self.elements + number] = 1
             at += parameter.numel()
         return flat
 
