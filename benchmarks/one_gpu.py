@@ -29,6 +29,7 @@ from torch.distributed import pipelining
 from torch.nn import functional
 
 import stageline as sl
+from stageline.runtime.runner import Batch
 from stageline.testing import one_process_step
 
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -73,7 +74,7 @@ def peer(name: str, parts: list[nn.Sequential], tokens: Tensor) -> Callable[[], 
 
 
 def work_of(pipe: sl.Pipeline, tokens: Tensor) -> Any:
-    return pipe._work(tokens, tokens, None, len(tokens), MICROBATCHES, True, True, False, None)
+    return pipe._work(Batch(tokens, tokens, training=True), len(tokens), len(tokens), MICROBATCHES)
 
 
 def held_by_stage(pipe: sl.Pipeline, tokens: Tensor) -> list[tuple[float, float]]:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 import stageline as sl
+from stageline.runtime.runner import Batch
 from stageline.testing import assert_same_bits, one_process_step
 from test_pipeline import Block, batch, gradients, noisy
 
@@ -100,7 +101,7 @@ def test_a_policy_says_which_operators_are_not_computed_again(name: str, given: 
         pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, ranks=1, microbatches=2, **options)
         with Products() as found:
             executor = pipe._crew(2, training=True).executors[0]
-            executor.run(pipe._work(*batch(), None, 10, 2, True, True, False, None), 10.0)
+            executor.run(pipe._work(Batch(*batch(), training=True), 10, 10, 2), 10.0)
         return found.count, gradients(model)
 
     none, plain = products()

@@ -63,8 +63,10 @@ def look_at(stages: int, inputs: Any, targets: Any, keywords: Keywords | None, d
     return Given(samples, np.array(row))
 
 
-def difference(rows: NDArray[np.float64], columns: Sequence[int]) -> str:
+def difference(rows: NDArray[np.float64], columns: Sequence[int], names: Sequence[int] | None = None) -> str:
     """Say which rank was given another batch than which; empty where all that was given is the same.
+
+    `names` are what the ranks are called, where that is not their number.
 
     >>> difference(np.array([[8.0, 5, 0, 0], [0, 0, 0, 0], [8, 6, 0, 0]]), [0, 1])
     'rank 2 was given another batch than rank 0: the inputs differ'
@@ -72,7 +74,7 @@ def difference(rows: NDArray[np.float64], columns: Sequence[int]) -> str:
     for column in columns:
         given = {value: int(np.argmax(rows[:, column] == value)) for value in rows[:, column].tolist() if value}
         if len(given) > 1:
-            first, second = sorted(given.values())[:2]
+            first, second = (rank if names is None else names[rank] for rank in sorted(given.values())[:2])
             return f"rank {second} was given another batch than rank {first}: {NAMES[column]} differ"
     return ""
 
@@ -117,9 +119,15 @@ def keyword_parts(keywords: Keywords | None, stages: int, parts: int, filled: in
 
 
 def weights(
-    reduction: Reduction, samples: int, parts: int, filled: int, count: float | None, predicting: bool
+    reduction: Reduction,
+    samples: int,
+    parts: int,
+    filled: int,
+    count: float | None,
+    predicting: bool,
+    total: int | None = None,
 ) -> list[float]:
-    """What each microbatch's loss is multiplied by.
+    """What each microbatch's loss is multiplied by; `total` is the samples of all replicas, where there are several.
 
     >>> weights("mean", samples=5, parts=2, filled=2, count=None, predicting=False)
     [0.6, 0.4]
@@ -134,4 +142,4 @@ def weights(
         raise StagelineError(f"count={count!r} is for loss_reduction='count'; this is {reduction!r}")
     if reduction == "sum":
         return [1.0] * filled
-    return [(samples // parts + (part < samples % parts)) / samples for part in range(filled)]
+    return [(samples // parts + (part < samples % parts)) / (total or samples) for part in range(filled)]

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 Snapshot = tuple[tuple[nn.Module, str, Tensor, int, Tensor | None], ...]
 """Where each buffer is, the tensor and its version, and a copy of those that a forward changes."""
 
+Taken = list[tuple[nn.Module, str, Tensor, Tensor]]
+"""Where each buffer is, the tensor, and a copy of it."""
 
-def all_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
+
+def all_buffers(module: nn.Module) -> Taken:
     """Where each buffer is, the tensor, and a copy of it."""
     return [
         (owner, name, buffer, buffer.detach().clone())
@@ -22,7 +25,7 @@ def all_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor, Tensor]
     ]
 
 
-def put_back(taken: list[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
+def put_back(taken: Taken) -> None:
     """Make the buffers what they were when they were taken, also those that were assigned anew since."""
     for owner, name, buffer, copy in taken:
         owner._buffers[name] = buffer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,28 +87,35 @@ class Executor:
         stages: Mapping[int, Stage],
         transport: Transport,
         *,
+        names: Sequence[int] | None = None,
         own_stream: bool = False,
         progress: Progress | None = None,
         flight: Flight | None = None,
     ) -> None:
         """`stages` are those that this rank holds; on a GPU, they run in a stream of the rank's own if asked for.
 
+        `names` are what the transport calls the ranks of the schedule: their processes, where there are replicas.
         `progress` is where the rank says what it is doing, `flight` where it notes what it did.
         """
         self.schedule = schedule
         self.rank = rank
+        self.names = list(range(schedule.ranks)) if names is None else list(names)
+        self.name = self.names[rank]
         self.stages = stages
         self.transport = transport
         mine = list(schedule.slices())[rank]
         self._first = mine.start
         self._tasks = [self._task(index) for index in range(mine.start, mine.stop)]
+        last = {task.stage: position for position, task in enumerate(self._tasks) if task.kind != kinds.F}
+        self._complete = {position: stage for stage, position in last.items()}
+        """After which of its tasks the gradients of which stage are complete."""
         self._local: dict[tuple[Traffic, int, int], Message] = {}
         self.awaited: tuple[Header, float] | None = None
         """The message that this rank waits for, and since when."""
         self.stopped: PeerFailed | None = None
         """Another rank's failure, told from another thread: no action is begun after it."""
         self.progress: Progress = Notes() if progress is None else progress
-        self.flight = Flight(rank, schedule.ranks) if flight is None else flight
+        self.flight = Flight(self.name, schedule.ranks) if flight is None else flight
         self.device = device_of(stages.values())
         self._stream: Any = torch.cuda.Stream(self.device) if self.device is not None and own_stream else None  # type: ignore[no-untyped-call]
 
@@ -125,25 +132,25 @@ class Executor:
             kind,
             stage,
             microbatch,
-            None if source == self.rank else source,
-            None if target == self.rank else target,
+            None if source is None or source == self.rank else self.names[source],
+            None if target is None or target == self.rank else self.names[target],
             after if target == self.rank else None,
             ("FBIW"[kind], stage, microbatch),
         )
 
-    def run(self, work: Work, deadline: float) -> RankResult:
-        """Run the whole program once."""
+    def run(self, work: Work, deadline: float, ready: Callable[[int], None] | None = None) -> RankResult:
+        """Run the whole program once; `ready` is called with every stage whose gradients are complete."""
         if self.device is None:
-            return self._run(work, deadline, HostClock(len(self._tasks)))
+            return self._run(work, deadline, HostClock(len(self._tasks)), ready)
         event, moment = work.began[self.device]
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             stream = torch.cuda.current_stream()
             stream.wait_event(event)
-            result = self._run(work, deadline, DeviceClock(len(self._tasks), stream, event, moment))
+            result = self._run(work, deadline, DeviceClock(len(self._tasks), stream, event, moment), ready)
             result.over = stream.record_event()
         return result
 
-    def _run(self, work: Work, deadline: float, clock: Clock) -> RankResult:
+    def _run(self, work: Work, deadline: float, clock: Clock, ready: Callable[[int], None] | None) -> RankResult:
         progress, flown = self.progress, self.flight.actions
         result = RankResult(clock)
         self._local.clear()
@@ -158,6 +165,8 @@ class Executor:
             if message is not None:
                 self._pass_on(task, message)
             progress.done += 1
+            if ready is not None and position in self._complete:
+                ready(self._complete[position])
         progress.doing = "after its last action"
         counts = [stage.take_counts() for stage in self.stages.values()]
         result.split = (sum(total for total, _ in counts), sum(unsplit for _, unsplit in counts))
@@ -178,7 +187,7 @@ class Executor:
         traffic: Traffic = "forward" if task.kind == kinds.F else "backward"
         if task.source is None:
             return self._local.pop((traffic, task.stage, task.microbatch))
-        header = self._header(task, work, task.source, self.rank, before)
+        header = self._header(task, work, task.source, self.name, before)
         self.awaited = (header, time.perf_counter())
         self.progress.waits = task.source
         message = self.transport.receive(header, deadline)
@@ -250,10 +259,10 @@ class Executor:
         )
 
     def _message(self, task: _Task, work: Work, leaves: Sequence[Leaf], tree: str) -> Message:
-        target = self.rank if task.target is None else task.target
+        target = self.name if task.target is None else task.target
         wants = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         bare = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return Message(self._header(task, work, self.rank, target, task.stage), bare, tree, wants)
+        return Message(self._header(task, work, self.name, target, task.stage), bare, tree, wants)
 
     def _pass_on(self, task: _Task, message: Message) -> None:
         if task.neighbour is not None:

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,12 +30,26 @@ from stageline.runtime.control.judge import EVERYONE
 from stageline.runtime.control.launch import share_by_store
 from stageline.runtime.control.verdict import Verdict
 from stageline.runtime.flight import Flight
+from stageline.runtime.layout import Layout
 from stageline.runtime.worlds import PipelineError, note_record
 from stageline.transport.links import Links
 from stageline.transport.payloads import PayloadGroups
 
 BLAME = 2.0
 """Seconds that a rank which failed waits to learn who failed first."""
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The groups of one process in a layout of replicas."""
+
+    replica: Any
+    """Of the ranks of its replica."""
+    column: Any = None
+    """Of its rank in all replicas; None where there is one replica."""
+    fast_replica: Any = None
+    fast: Any = None
+    """The same over NCCL, where every process has a GPU of its own."""
 
 
 class Groups:
@@ -50,6 +65,7 @@ class Groups:
         self._key = f"stageline/lost/{Groups._number}"
         self._asking: threading.Thread | None = None
         self._pipelines = 0
+        self._ways: dict[Layout, Ways] = {}
         together(self.watch, self._make)
 
     def _make(self) -> None:
@@ -63,6 +79,29 @@ class Groups:
         """A number for one more pipeline; all processes make them in the same order."""
         self._pipelines += 1
         return self._pipelines
+
+    def ways(self, layout: Layout) -> Ways:
+        """The groups of this process's replica and column, for a layout that all processes agree on."""
+        if layout not in self._ways:
+            found: list[Ways] = []
+            together(self.watch, lambda: found.append(self._make_ways(layout)))
+            self._ways[layout] = found[0]
+        return self._ways[layout]
+
+    def _make_ways(self, layout: Layout) -> Ways:
+        if layout.replicas == 1:
+            return Ways(self.control)
+        replica, rank = layout.place(dist.get_rank())
+        columns = [layout.column(each) for each in range(layout.ranks)]
+
+        def make(backend: str) -> list[Any]:
+            """A group for every replica and every column: all processes make all of them, in the same order."""
+            rows = [dist.new_group(row, backend=backend, group_desc="stageline replica") for row in layout.rows]
+            ends = [dist.new_group(column, backend=backend, group_desc="stageline column") for column in columns]
+            return [rows[replica], ends[rank]]
+
+        mine = make("gloo")
+        return Ways(*mine) if self.payloads is None else Ways(*mine, *make("nccl"))
 
     def lost(self) -> str:
         """What a rank told that can go on no more; empty as long as there is none."""

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from stageline._version import __version__
 from stageline.errors import StagelineError, shorten
 from stageline.model.huggingface import own_loss
 from stageline.model.staged import Staged
@@ -22,15 +19,19 @@ from stageline.runtime.batch import (
     Keywords,
     Reduction,
     check_reduction,
-    digest,
 )
+from stageline.runtime.clip import norm_of, owners_of
 from stageline.runtime.compiled import Compile, compile_units
 from stageline.runtime.cut import count_layers, cut, described, find_schedule, whole_model
 from stageline.runtime.executor import RankResult
+from stageline.runtime.handshake import common_seed, facts_of, find_deadline
+from stageline.runtime.layout import mesh_of, ranks_of
 from stageline.runtime.outcome import Measured, times_of
 from stageline.runtime.processes import find_world
 from stageline.runtime.recompute import Choice, Policy, mark, understand
-from stageline.runtime.runner import Runner
+from stageline.runtime.reduce import check_buckets
+from stageline.runtime.replicas import Replicas, replica_seed
+from stageline.runtime.runner import Batch, Runner
 from stageline.runtime.shadows import place
 from stageline.runtime.stage import StageOptions
 from stageline.runtime.state import gather_state, watched
@@ -40,6 +41,9 @@ from stageline.runtime.worlds import Crew
 from stageline.schedules.certificate import verify
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.timeline import Timeline
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Pipeline(Runner):
@@ -72,6 +76,10 @@ class Pipeline(Runner):
         schedule: str | Path | Schedule = "1f1b",
         microbatches: int | None = None,
         ranks: int | None = None,
+        replicas: int | None = None,
+        mesh: DeviceMesh | None = None,
+        bucket_mb: float = 25.0,
+        reduce_dtype: torch.dtype | None = None,
         loss_reduction: Reduction = "mean",
         recompute: Choice = "none",
         recompute_policy: Policy | None = None,
@@ -96,10 +104,14 @@ class Pipeline(Runner):
         rank may be silent, or be waited for while nobody is at work, before the step fails with its name (60, or what
         the environment says as STAGELINE_DEADLINE). `check_finite` fails a step whose loss is not a finite number.
         `example` is a batch by which a model shows the order in which it calls its parts (see `sl.split`).
+        `replicas` trains so many copies of the pipeline, each on samples of its own, in ranks × replicas processes;
+        `mesh` says which process is which, by dimensions named "dp" and "pp". Gradients are added up over them in
+        buckets of `bucket_mb` MiB, in float32 or better unless `reduce_dtype` says otherwise.
         `compile` is True, the name of a backend or the keywords of torch.compile, which then compiles every layer, or
         unit of a model (see docs/runtime.md). `options` are the family's own, such as `chunks`.
         """
         check_reduction(loss_reduction)
+        check_buckets(bucket_mb, reduce_dtype)
         if not callable(loss_fn):
             raise StagelineError(f"loss_fn is a function of output and target, got {shorten(loss_fn)}")
         again = understand(recompute, recompute_policy)
@@ -107,6 +119,7 @@ class Pipeline(Runner):
         given, recipe = described(stages)
         self.model = whole_model(given)
         self._exact = not isinstance(given, nn.Module | Staged)
+        ranks = ranks_of(mesh) if ranks is None and mesh is not None else ranks
         self.schedule = find_schedule(schedule, count_layers(given), ranks, microbatches, **options)
         self.certificate = verify(self.schedule)
         self.loss_fn = loss_fn
@@ -114,19 +127,61 @@ class Pipeline(Runner):
         self.check_finite = check_finite
         self.recomputed = mark(self.model, again, recompute)
         self._parts = cut(given, self.model, self.schedule.stages, example)
-        self._world = find_world(self.schedule.ranks, self.deadline)
-        self._world.agree(self._facts(seed))
-        common = self._common_seed(seed)
+        self._mesh = mesh
+        self._world = find_world(self.schedule.ranks, self.deadline, replicas, mesh)
+        self._world.agree(
+            {
+                **facts_of(self.model, self.schedule),
+                "the seed that was given": repr(seed),
+                "loss_reduction": loss_reduction,
+                "replicas and mesh": repr(self._world.layout.rows),
+                "bucket_mb and reduce_dtype": f"{bucket_mb:g} {reduce_dtype}",
+            }
+        )
+        common = common_seed(self._world, seed)
         if recipe is not None:
             recipe.materialise(self._owned_names().__contains__, seed=common, device=device)
             self._parts = cut(given, self.model, self.schedule.stages, example)
         compile_units((part for stage, part in enumerate(self._parts) if self._holds(stage)), compile)
         self._placed = place(self._parts, self.schedule.placement, self._world.here)
-        self._options = StageOptions(loss_fn, common, again, check_finite)
+        self._options = StageOptions(loss_fn, replica_seed(common, self.replica), again, check_finite)
+        self._replicas = self._join_replicas(bucket_mb, reduce_dtype)
         self._crews: dict[tuple[int, bool], Crew] = {}
         self._steps = 0
         self._agreed: int | None = None
         self._measured: Measured | None = None
+
+    def _join_replicas(self, bucket_mb: float, dtype: torch.dtype | None) -> Replicas | None:
+        """What joins this process to the other replicas, which must begin with the same weights."""
+        world, column = self._world, self._world.column
+        if column is None:
+            return None
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        found = Replicas(
+            world, column, self.schedule, self._parts, self._placed, names, bucket_mb=bucket_mb, dtype=dtype
+        )
+        found.compare_weights()
+        return found
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the pipeline has: in each replica, where there are several."""
+        return self.schedule.ranks
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the pipeline train together, each on samples of its own."""
+        return self._world.layout.replicas
+
+    @property
+    def replica(self) -> int:
+        """Which of them this process is in."""
+        return self._world.replica
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The processes by replica ("dp") and rank ("pp"): the mesh that was given, or one of the pipeline's groups."""
+        return self._mesh if self._mesh is not None else mesh_of(self._world)
 
     def __reduce__(self) -> Any:
         """Refuse to be copied or pickled: threads, connections and measured times belong to this one."""
@@ -211,6 +266,11 @@ class Pipeline(Runner):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip by the norm over all stages and ranks, tied weights counted once; give back the norm before it."""
+        if self._replicas is not None and self._replicas.pending:
+            raise StagelineError(
+                "gradients were accumulated with sync=False and differ between replicas; clip them after a step with "
+                "sync=True"
+            )
         total = self.grad_norm(norm_type)
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for parameter in self.parameters():
@@ -224,35 +284,18 @@ class Pipeline(Runner):
         It has the same bits on every rank, and for any number of them. `gradients` are by names, and those of the
         parameters unless given. All processes must call this together.
         """
-        names = {name: index for index, (name, _) in enumerate(self.model.named_parameters())}
-        found: dict[int, Tensor] = {}
-        for name, parameter in self.named_parameters():
-            gradient = parameter.grad if gradients is None else gradients.get(name)
-            if gradient is not None and self.owns(name):
-                found[names[name]] = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32)
-        norms = np.zeros(len(names))
-        for device in {norm.device for norm in found.values()}:  # asked for once: each question would stop a GPU
-            here = [index for index, norm in found.items() if norm.device == device]
-            norms[here] = torch.stack([found[index] for index in here]).cpu().numpy()
-        known = torch.from_numpy(self._world.add_up(norms)).float()
-        return torch.as_tensor(torch.linalg.vector_norm(known, norm_type))
+        known = dict(self.named_gradients()) if gradients is None else gradients
+        own = {name: known[name] for name, _ in self.named_parameters() if self.owns(name) and name in known}
+        return norm_of(self._world, [name for name, _ in self.model.named_parameters()], own, norm_type)
 
     def owns(self, name: str) -> bool:
-        """Whether a parameter or buffer is this process's to count and to save; every one is one process's."""
+        """Whether a parameter or buffer is this process's to count and to save; it is one process's in a replica."""
         return self._owners.get(name) in self._world.here
 
     @cached_property
     def _owners(self) -> dict[str, int]:
         """The rank that each parameter and buffer belongs to: the first that uses it."""
-        found: dict[str, int] = {}
-        table = self.schedule.placement.table
-        for stage, part in enumerate(self._parts):
-            tensors = (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False))
-            for name, _ in tensors:
-                found.setdefault(name, int(table[0, stage]))
-        first = {parameter: uses[0].rank for parameter, uses in self._placed.uses.items()}
-        found.update({name: first[each] for name, each in self.model.named_parameters() if each in first})
-        return found
+        return owners_of(self.model, self._parts, self.schedule.placement, self._placed)
 
     # Steps.
 
@@ -272,6 +315,7 @@ class Pipeline(Runner):
         count: float | None = None,
         scale: float = 1.0,
         stage_kwargs: Keywords | None = None,
+        sync: bool = True,
     ) -> StepStats:
         """Run every microbatch forward and backward; gradients add into `.grad`, and no parameter changes.
 
@@ -281,6 +325,8 @@ class Pipeline(Runner):
         all gradients are multiplied by, as float16 needs, or a mean over several steps; the loss that is told is not.
         `stage_kwargs` holds keyword inputs of single stages, `{2: {"mask": mask}}`, or of every stage that takes them,
         `{"all": {"mask": mask}}`; they are cut into microbatches as the batch is.
+        Each replica is given samples of its own, and gradients are added up over all of them. With `sync=False` they
+        only accumulate in every replica; the next step without it adds up all that has been accumulated.
         """
         if torch.is_inference_mode_enabled():
             raise StagelineError("step cannot train inside of torch.inference_mode(); call it outside")
@@ -290,14 +336,14 @@ class Pipeline(Runner):
             raise StagelineError(f"scale is a number above 0, got {shorten(scale)}")
         began = time.perf_counter()
         wanted = self._targets(inputs, targets)
-        done = self._run(inputs, wanted, stage_kwargs, training=True, count=count, scale=float(scale))
+        done = self._run(Batch(inputs, wanted, stage_kwargs, training=True, count=count, scale=float(scale), sync=sync))
         crew, results = done.crew, done.results
         times = done.outcome.times
         later = self._world.later(lambda: times_of(crew, results).reshape(-1)) if times is None else lambda: times
         self._measured = Measured(crew.schedule, later)
         self._steps += 1
         return StepStats(
-            loss=sum(done.outcome.losses),
+            loss=done.loss,
             losses=done.outcome.losses,
             metrics=done.metrics,
             seconds=time.perf_counter() - began,
@@ -319,9 +365,9 @@ class Pipeline(Runner):
         """Run the forwards alone, with the loss and its metrics; no gradient is touched."""
         began = time.perf_counter()
         wanted = self._targets(inputs, targets)
-        done = self._run(inputs, wanted, stage_kwargs, training=False, keep=outputs, count=count)
+        done = self._run(Batch(inputs, wanted, stage_kwargs, keep=outputs, count=count))
         return Evaluation(
-            loss=sum(done.outcome.losses),
+            loss=done.loss,
             losses=done.outcome.losses,
             metrics=done.metrics,
             outputs=_joined(done.results),
@@ -330,7 +376,7 @@ class Pipeline(Runner):
 
     def predict(self, inputs: Any, *, stage_kwargs: Keywords | None = None) -> Any:
         """Run the forwards alone; give back the outputs of the whole batch."""
-        done = self._run(inputs, None, stage_kwargs, training=False, with_targets=False, keep=True)
+        done = self._run(Batch(inputs, None, stage_kwargs, with_targets=False, keep=True))
         return _joined(done.results)
 
     @property
@@ -351,45 +397,8 @@ class Pipeline(Runner):
             raise StagelineError("there is no timeline before the first step")
         return self._measured.timeline()
 
-    def _facts(self, seed: int | None) -> dict[str, str]:
-        """What all ranks must have in common."""
-        schedule = self.schedule
-        order = digest(
-            [torch.from_numpy(part) for part in (schedule.kinds, schedule.stage_ids, schedule.microbatch_ids)]
-        )
-        shapes = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
-        return {
-            "the schedule": f"{schedule!r} {order}",
-            "the names and shapes of the model": repr(shapes),
-            "the number of threads (torch.get_num_threads)": str(torch.get_num_threads()),
-            "the version of torch": str(torch.__version__),
-            "the version of stageline": __version__,
-            "the seed that was given": repr(seed),
-            "loss_reduction": self.loss_reduction,
-        }
-
-    def _common_seed(self, seed: int | None) -> int:
-        """The seed of rank 0, known to all; it must be exact in a float, so its last 52 bits count."""
-        if seed is not None and not isinstance(seed, int):
-            raise StagelineError(f"seed is a whole number, got {shorten(seed)}")
-        mine = (torch.initial_seed() if seed is None else seed) & (2**52 - 1)
-        return int(self._world.add_up(np.array([float(mine) if 0 in self._world.here else 0.0]))[0])
-
 
 def _joined(results: Sequence[RankResult]) -> Any:
     """The outputs of the whole batch, where the last stage is; None elsewhere."""
     found = {microbatch: output for result in results for microbatch, output in result.outputs.items()}
     return join_batch([found[microbatch] for microbatch in sorted(found)]) if found else None
-
-
-def find_deadline(given: float | None) -> float:
-    """The deadline asked for, that of the environment, or a minute."""
-    text = os.environ.get("STAGELINE_DEADLINE", "")
-    try:
-        found = float(given if given is not None else text or 60.0)
-    except (TypeError, ValueError):
-        found = 0.0
-    if not 0 < found < float("inf"):
-        name = "deadline" if given is not None else "STAGELINE_DEADLINE"
-        raise StagelineError(f"{name} is a number of seconds above 0, got {given if given is not None else text!r}")
-    return found

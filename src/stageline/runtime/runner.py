@@ -25,12 +25,14 @@ from stageline.runtime.batch import (
     parts_of,
     weights,
 )
-from stageline.runtime.buffers import all_buffers, put_back
+from stageline.runtime.buffers import Taken, all_buffers, put_back
 from stageline.runtime.cut import forwards_of, only_microbatches
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.garbage import no_collections
 from stageline.runtime.outcome import Outcome, first_not_finite, metrics_of, sums, times_of
 from stageline.runtime.randomness import Generators
+from stageline.runtime.reduce import Reducer
+from stageline.runtime.replicas import Replicas
 from stageline.runtime.shadows import Placed, gather
 from stageline.runtime.stage import Stage, StageOptions
 from stageline.runtime.worlds import GRADIENTS, Crew, Floats, PipelineError, World
@@ -38,6 +40,33 @@ from stageline.schedules.schedule import Schedule
 
 FEW = 1 << 16
 """How many numbers all ranks together tell at the end of a step without thinking twice."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a user asks to be run, in this replica."""
+
+    inputs: Any
+    targets: Any = None
+    keywords: Keywords | None = None
+    training: bool = False
+    with_targets: bool = True
+    keep: bool = False
+    """Whether the outputs are wanted."""
+    count: float | None = None
+    scale: float = 1.0
+    sync: bool = True
+    """Whether gradients are added up over replicas."""
+
+    @property
+    def columns(self) -> list[int]:
+        """Which of `NAMES` all ranks of a replica must have in common."""
+        return [0, 1, 2, 3] if self.with_targets else [0, 1, 3]
+
+    @property
+    def mode(self) -> int:
+        """A number that tells what is asked for."""
+        return 1 + self.training + 2 * self.with_targets + 4 * self.sync
 
 
 class Runner:
@@ -55,6 +84,8 @@ class Runner:
     _steps: int
     _agreed: int | None
     """How many samples all ranks had in the last step."""
+    _replicas: Replicas | None
+    """What this process has to do with other replicas; None where there is one."""
     _crews: dict[tuple[int, bool], Crew]
 
     @property
@@ -62,34 +93,23 @@ class Runner:
         """Whether all ranks are in this process."""
         return len(self._world.here) == self.schedule.ranks
 
-    def _run(
-        self,
-        inputs: Any,
-        targets: Any,
-        keywords: Keywords | None,
-        *,
-        training: bool,
-        with_targets: bool = True,
-        keep: bool = False,
-        count: float | None = None,
-        scale: float = 1.0,
-    ) -> Done:
+    def _run(self, batch: Batch) -> Done:
         """Run a batch on all ranks. If it fails anywhere it fails everywhere, and buffers are as before."""
         self._world.begin()
-        buffers = all_buffers(self.model) if training else []
+        buffers = all_buffers(self.model) if batch.training else []
+        reducer = self._replicas.reducer() if self._replicas is not None and batch.training and batch.sync else None
         try:
-            samples, rows, refused = self._agree_on(inputs, targets, keywords, with_targets)
+            samples, total, rows, refused = self._agree_on(batch, 0 if reducer is None else reducer.elements)
             filled = min(self.schedule.microbatches, samples)  # the parts that are not empty come first
-            crew = self._crew(filled, training=training)
+            crew = self._crew(filled, training=batch.training)
             work: Work | None = None
             if refused is None:
                 try:
-                    work = self._work(inputs, targets, keywords, samples, filled, training, with_targets, keep, count)
-                    work = replace(work, scale=scale)
+                    work = self._work(batch, samples, total, filled)
                     self._check_keywords(crew, work)
                 except StagelineError as error:
                     refused = error
-            done = self._run_crew(crew, work, refused, rows, with_targets)
+            done = self._run_crew(crew, work, refused, rows, batch, reducer, buffers)
             self._agreed = samples
             return done
         except BaseException as error:
@@ -100,60 +120,61 @@ class Runner:
         finally:
             self._world.end()
 
-    def _agree_on(
-        self, inputs: Any, targets: Any, keywords: Keywords | None, with_targets: bool
-    ) -> tuple[int, Callable[[], Floats], Exception | None]:
-        """How many samples there are; the batches of all ranks, to be compared; and why this process cannot run.
+    def _agree_on(self, batch: Batch, elements: int) -> tuple[int, int, Callable[[], Floats], Exception | None]:
+        """How many samples there are, here and in all replicas; the batches of all ranks, to be compared; and why this
+        process cannot run.
 
         All is told without waiting. Only a rank that was given nothing, or another number of samples than in the last
-        step, waits until it knows what the others were given.
+        step, waits until it knows what the others were given. Where there are replicas, all ranks wait.
         """
-        alone = self._alone
+        alone, replicas = self._alone, self._replicas
         refused: Exception | None = None
         try:
-            given = look_at(self.schedule.stages, inputs, targets, keywords, digests=not alone)
-            if alone and (given.samples is None or inputs is None):
+            given = look_at(self.schedule.stages, batch.inputs, batch.targets, batch.keywords, digests=not alone)
+            if alone and (given.samples is None or batch.inputs is None):
                 raise StagelineError("the inputs are None; the first stage needs them")
-            if alone and with_targets and targets is None:
+            if alone and batch.with_targets and batch.targets is None:
                 raise StagelineError("the targets are None; the loss needs them")
         except StagelineError as error:
-            if alone:
+            if alone and replicas is None:
                 raise
             refused, given = error, Given(None, np.zeros(len(NAMES)))
-        rows = self._world.announce(given.row)
+        if replicas is not None:
+            row = replicas.row(given, batch.mode, batch.count, elements, refused is not None)
+            known = self._world.announce(row)()
+            counts = replicas.agree(known, [] if alone else batch.columns, refused)
+            mine = known[self._world.replica, :, : len(NAMES)]
+            return counts[self._world.replica], sum(counts), lambda: mine, None
+        heard = self._world.announce(given.row)
+
+        def rows() -> Floats:
+            first: Floats = heard()[0]
+            return first
+
         if given.samples is not None and (alone or given.samples == self._agreed):
-            return given.samples, rows, refused
+            return given.samples, given.samples, rows, refused
         known = rows()
         told = set(known[:, 0].tolist()) - {0.0}
         apart = difference(known, [0])
         if not told or (apart and self._agreed not in told):  # and every rank knows it
             raise refused or PipelineError(apart or "no rank was given the inputs")
         samples = int(self._agreed) if apart and self._agreed is not None else int(told.pop())
-        return samples, rows, refused or (PipelineError(apart) if apart else None)
+        return samples, samples, rows, refused or (PipelineError(apart) if apart else None)
 
-    def _work(
-        self,
-        inputs: Any,
-        targets: Any,
-        keywords: Keywords | None,
-        samples: int,
-        filled: int,
-        training: bool,
-        with_targets: bool,
-        keep: bool,
-        count: float | None,
-    ) -> Work:
+    def _work(self, batch: Batch, samples: int, total: int, filled: int) -> Work:
         """Cut the batch; parts that would be empty are left out."""
         parts = self.schedule.microbatches
+        predicting = not batch.with_targets
         return Work(
             step=self._steps,
-            samples=samples,
-            inputs=parts_of(inputs, parts, filled),
-            targets=parts_of(targets, parts, filled) if with_targets else [],
-            weights=weights(self.loss_reduction, samples, parts, filled, count, not with_targets),
-            keywords=keyword_parts(keywords, self.schedule.stages, parts, filled),
-            training=training,
-            keep_outputs=keep,
+            samples=total,
+            inputs=parts_of(batch.inputs, parts, filled),
+            targets=parts_of(batch.targets, parts, filled) if batch.with_targets else [],
+            weights=weights(self.loss_reduction, samples, parts, filled, batch.count, predicting, total),
+            keywords=keyword_parts(batch.keywords, self.schedule.stages, parts, filled),
+            training=batch.training,
+            keep_outputs=batch.keep,
+            scale=batch.scale,
         )
 
     def _check_keywords(self, crew: Crew, work: Work) -> None:
@@ -168,37 +189,46 @@ class Runner:
         work: Work | None,
         refused: Exception | None,
         rows: Callable[[], Floats],
-        with_targets: bool,
+        batch: Batch,
+        reducer: Reducer | None,
+        buffers: Taken,
     ) -> Done:
         """Run the ranks that are here; on GPUs, they begin after, and end before, what the caller's streams hold."""
         self._placed.start()
+        if self._replicas is not None and batch.training:
+            self._replicas.start()
         versions = [buffer._version for buffer in self.model.buffers()]
         generators = Generators.now()
         devices = {executor.device for executor in crew.executors if executor.device is not None}
         began = {device: (_event(device), time.perf_counter()) for device in devices}
         given = None if work is None else replace(work, began=began)
-        columns = [0, 1, 2, 3] if with_targets else [0, 1, 3]
         size = Outcome.size(crew.schedule, with_times=self._tells_times(crew))
+        meanwhile = reducer if self._replicas is not None and self._replicas.overlap else None
         try:
             with no_collections():
                 results, totals = self._world.run(
-                    crew, given, self.deadline, lambda found: self._sum_up(crew, found), size, refused
+                    crew, given, self.deadline, lambda found: self._sum_up(crew, found), size, refused, meanwhile
                 )
         except PipelineError as error:
             if refused is not None and not isinstance(refused, PipelineError):
                 raise refused from error  # this rank's own mistake, in its own words
-            apart = difference(rows(), columns)
+            apart = difference(rows(), batch.columns)
             raise (PipelineError(apart) if apart else error) from error.__cause__
         assert work is not None
-        self._check_batch(rows, columns)
+        self._check_batch(rows, batch.columns)
         outcome = Outcome.read(totals, crew.schedule)
+        losses, described, changed = [sum(outcome.losses)], outcome.described, np.zeros(0)
+        if self._replicas is not None:
+            losses, described, changed = self._replicas.losses(outcome, buffers if work.training else [])
         if work.training:
-            self._check_losses(outcome)
+            self._check_losses(outcome, losses)
             self._check_buffers(versions)
             self._check_generators(generators, crew)
             gather(self._placed, self._world.share, self._alone)
-        metrics = self._metrics(metrics_of(results, work.weights)) if outcome.described else {}
-        return Done(crew, work, results, outcome, metrics)
+            if self._replicas is not None:
+                self._replicas.finish(reducer, changed, buffers)
+        metrics = self._metrics(metrics_of(results, work.weights)) if described else {}
+        return Done(crew, work, results, outcome, sum(losses), metrics)
 
     def _sum_up(self, crew: Crew, results: list[RankResult]) -> Floats:
         for executor, result in zip(crew.executors, results, strict=True):
@@ -217,14 +247,14 @@ class Runner:
         return not self._alone and 3 * crew.schedule.num_actions * crew.schedule.ranks <= FEW
 
     def _check_batch(self, rows: Callable[[], Floats], columns: Sequence[int]) -> None:
-        if not self._alone:
+        if not self._alone and self._replicas is None:  # replicas have compared theirs before
             known = rows()
             apart = difference(known, columns)
             missing = next((NAMES[column] for column in columns if column in (1, 2) and not known[:, column].any()), "")
             if apart or missing:
                 raise PipelineError(apart or f"no rank was given {missing}")
 
-    def _check_losses(self, outcome: Outcome) -> None:
+    def _check_losses(self, outcome: Outcome, losses: Sequence[float]) -> None:
         """On a GPU, a loss that is not finite is found only now; on the host the last stage has found it before."""
         bad = first_not_finite(outcome.losses) if self.check_finite else None
         if bad is not None:
@@ -232,6 +262,8 @@ class Runner:
                 f"the loss of microbatch {bad} is {outcome.losses[bad]} on stage {self.schedule.stages - 1}; "
                 f"{GRADIENTS}; check_finite=False lets such losses pass"
             )
+        if self.check_finite and self._replicas is not None:
+            self._replicas.check_losses(losses)
 
     def _check_buffers(self, versions: list[int]) -> None:
         """With two directions each copy of a stage sees half of the microbatches, so no buffer may change."""
@@ -260,13 +292,11 @@ class Runner:
     def _metrics(self, own: dict[str, float]) -> dict[str, float]:
         """Add up the metrics of the ranks that hold the last stage, of which there may be two."""
         owners = sorted({int(rank) for rank in self.schedule.placement.table[:, -1]})
-        if self._alone:
-            return own
-        total: dict[str, float] = {}
-        for rank in owners:
+        total: dict[str, float] = own if self._alone else {}
+        for rank in [] if self._alone else owners:
             for name, value in json.loads(self._world.tell(json.dumps(own), rank)).items():
                 total[name] = total.get(name, 0.0) + value
-        return total
+        return total if self._replicas is None else self._replicas.metrics(total)
 
     def _crew(self, microbatches: int, *, training: bool) -> Crew:
         """The executors of all ranks for so many microbatches, made once."""
@@ -282,6 +312,7 @@ class Runner:
                         for stage, module in self._placed.modules[rank].items()
                     },
                     self._world.transport(rank),
+                    names=self._world.layout.rows[self._world.replica],
                     own_stream=len(self._world.here) > 1,
                     progress=self._world.progress(rank),
                     flight=self._world.flight(rank),
@@ -307,4 +338,6 @@ class Done:
     work: Work
     results: list[RankResult]
     outcome: Outcome
+    loss: float
+    """Of all replicas."""
     metrics: dict[str, float]

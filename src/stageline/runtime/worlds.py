@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +22,16 @@ from stageline.runtime.control.judge import EVERYONE
 from stageline.runtime.control.verdict import Failure, Verdict, place
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.flight import Flight
+from stageline.runtime.layout import Layout
 from stageline.runtime.progress import Notes, Progress, busy
 from stageline.runtime.surroundings import Surroundings
 from stageline.schedules.schedule import Schedule
 from stageline.transport.protocol import PeerFailed, Transport
 from stageline.transport.threads import ThreadHub
+
+if TYPE_CHECKING:
+    from stageline.runtime.collectives import Column
+    from stageline.runtime.reduce import Reducer
 
 Floats = NDArray[np.float64]
 SumUp = Callable[[list[RankResult]], Floats]
@@ -50,6 +55,12 @@ class World(Protocol):
 
     here: list[int]
     """The ranks of this process."""
+    layout: Layout
+    """Which process is which rank of which replica."""
+    replica: int
+    """The replica that this process is in."""
+    column: Column | None
+    """This rank in all replicas; None where there is but one."""
 
     def transport(self, rank: int) -> Transport:
         """The end of a rank that is here."""
@@ -64,14 +75,22 @@ class World(Protocol):
         """Begin a step, on all ranks alike."""
 
     def announce(self, row: Floats) -> Callable[[], Floats]:
-        """Tell all ranks a row of numbers, without waiting; when called, give back the rows of all."""
+        """Tell all ranks a row of numbers, without waiting; when called, give back all, by replica and rank."""
 
     def run(
-        self, crew: Crew, work: Work | None, deadline: float, sum_up: SumUp, size: int, refused: Exception | None = None
+        self,
+        crew: Crew,
+        work: Work | None,
+        deadline: float,
+        sum_up: SumUp,
+        size: int,
+        refused: Exception | None = None,
+        reducer: Reducer | None = None,
     ) -> tuple[list[RankResult], Floats]:
-        """Run one step of the ranks that are here, and add up what each process knows, `size` numbers, over all.
+        """Run one step of the ranks that are here, and add up what each process knows, `size` numbers, over a replica.
 
-        Comes back when all ranks have finished. With `refused`, this process takes part only to say why it cannot.
+        Comes back when all ranks of all replicas have finished. With `refused`, this process takes part only to say why
+        it cannot. `reducer` adds up gradients over replicas meanwhile.
         """
 
     def later(self, values: Callable[[], Floats]) -> Callable[[], Floats]:
@@ -95,13 +114,16 @@ class World(Protocol):
     def tell(self, text: str, owner: int) -> str:
         """Give all processes the text of a rank."""
 
+    def tell_all(self, text: str, process: int) -> str:
+        """Give the processes of all replicas the text of one."""
+
 
 GRADIENTS = "no parameter was changed, and gradients may hold part of this step: call zero_grad() before the next one"
 
 
-def failure(rank: int, doing: str, error: BaseException) -> PipelineError:
+def failure(who: str, doing: str, error: BaseException) -> PipelineError:
     """The one error that a failed step raises."""
-    return PipelineError(f"rank {rank} failed {place(doing)}: {type(error).__name__}: {error}; {GRADIENTS}")
+    return PipelineError(f"{who} failed {place(doing)}: {type(error).__name__}: {error}; {GRADIENTS}")
 
 
 def note_record(error: PipelineError, paths: Sequence[Path | None]) -> None:
@@ -117,6 +139,8 @@ class ThreadWorld:
     def __init__(self, ranks: int) -> None:
         """Start with empty channels."""
         self.here = list(range(ranks))
+        self.layout, self.replica = Layout.even(ranks), 0
+        self.column: Column | None = None
         self._hub = ThreadHub(ranks)
         self._progress = {rank: Notes() for rank in self.here}
         self._flights = {rank: Flight(rank, ranks) for rank in self.here}
@@ -147,10 +171,17 @@ class ThreadWorld:
 
     def announce(self, row: Floats) -> Callable[[], Floats]:
         """All is known here already."""
-        return lambda: row.reshape(1, -1)
+        return lambda: row.reshape(1, 1, -1)
 
     def run(
-        self, crew: Crew, work: Work | None, deadline: float, sum_up: SumUp, size: int, refused: Exception | None = None
+        self,
+        crew: Crew,
+        work: Work | None,
+        deadline: float,
+        sum_up: SumUp,
+        size: int,
+        refused: Exception | None = None,
+        reducer: Reducer | None = None,
     ) -> tuple[list[RankResult], Floats]:
         """Let every rank run its program on a thread of its own; the first failure stops all."""
         if refused is not None or work is None:
@@ -216,7 +247,7 @@ class ThreadWorld:
             origin, "raised", doing=told.doing, text=told.text, traceback=told.traceback, final=False,
             action=told.action, stage=told.stage, microbatch=told.microbatch,
         )  # fmt: skip
-        error = failure(origin, executor.doing, first)
+        error = failure(f"rank {origin}", executor.doing, first)
         note_record(error, [each.record(verdict) for each in crew.executors])
         for each in crew.executors:
             each.forget()
@@ -247,5 +278,9 @@ class ThreadWorld:
         """All is here already."""
 
     def tell(self, text: str, owner: int) -> str:
+        """All is known here already."""
+        return text
+
+    def tell_all(self, text: str, process: int) -> str:
         """All is known here already."""
         return text

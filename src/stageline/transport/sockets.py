@@ -21,13 +21,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from stageline.transport import wire
 from stageline.transport.cuda import Staging, pinned
+from stageline.transport.exchange import TURNS, Exchange, other_turn
 from stageline.transport.links import Inbound, Links
 from stageline.transport.outbox import Outbox
 from stageline.transport.payloads import PayloadGroups
@@ -43,9 +42,6 @@ GRACE = 10.0
 
 LARGE = 1 << 18
 """Bytes from which on a channel's messages are taken in by a thread: the network does not hold many of them."""
-
-TURNS = 1 << 20
-"""A turn of a transport is its number and so many times its steps."""
 
 Channel = tuple[int, Traffic]
 """The rank at the other end, and the traffic."""
@@ -77,7 +73,7 @@ class SocketTransport:
         self._before: dict[Channel, tuple[bytes, wire.Contents]] = {}
         """What the last message of each channel was, as its header told it."""
         self._threads: list[threading.Thread] = []
-        self._turn = self._rounds = number
+        self._turn = number
         self._broken = self._lost = ""
         self._device: torch.device | None = None
         self._staging: Staging | None = None
@@ -254,44 +250,9 @@ class SocketTransport:
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
 
-    # What all ranks tell each other.
-
-    def gather(self, row: NDArray[np.float64], check: Callable[[], None]) -> NDArray[np.float64]:
-        """The rows of all ranks; `check` is called now and then while others are waited for, and may raise.
-
-        In the k-th round a rank tells the one that is 2^k further all that it knows, so few rounds are enough.
-        """
-        self._rounds += TURNS
-        known, distance = np.ascontiguousarray(row, dtype=np.float64)[None], 1
-        while distance < self.ranks:
-            told = known[: min(distance, self.ranks - distance)]
-            head = wire.write_head(self._rounds, b"-", told.nbytes)
-            link = self._links.outbound((self.rank + distance) % self.ranks, "exchange")
-            self._outbox.send(link, [memoryview(head), memoryview(told.tobytes())])
-            source = (self.rank - distance) % self.ranks
-            heard = self._hear(source, check)
-            if len(heard) != told.size:
-                raise TransportError(
-                    f"rank {source} tells {len(heard)} numbers at the end of a step and rank {self.rank} {told.size}: "
-                    "one of them evaluates while the other trains, or they run different schedules"
-                )
-            known = np.concatenate([known, heard.reshape(told.shape)])
-            distance *= 2
-        return known[(self.rank - np.arange(self.ranks)) % self.ranks]
-
-    def _hear(self, source: int, check: Callable[[], None]) -> NDArray[np.float64]:
-        inbound = self._links.inbound(source, "exchange")
-
-        def open_it(prefix: wire.Prefix, text: bytes) -> tuple[NDArray[np.float64], list[memoryview]]:
-            if prefix.turn != self._rounds or prefix.payload % 8:
-                raise TransportError(f"rank {source}: {_other_turn(prefix.turn, self._rounds)}")
-            room = np.empty(prefix.payload // 8)
-            return room, [memoryview(room).cast("B")]  # type: ignore[arg-type]
-
-        while (found := inbound.pull(open_it)) is None:
-            self._links.wait(inbound, 0.05, wakeful=False)
-            check()
-        return found
+    def exchange(self, ranks: Sequence[int]) -> Exchange:
+        """A way for some of the ranks, this one among them, to tell each other numbers; all of them make it."""
+        return Exchange(self._links, self._outbox, ranks, self._number)
 
     # Sending.
 
@@ -384,7 +345,7 @@ class SocketTransport:
     def _open(self, prefix: wire.Prefix, text: bytes) -> tuple[_Opened, list[memoryview]]:
         """Find out what comes, and make room for it."""
         if prefix.turn != self._turn:
-            raise TransportError(_other_turn(prefix.turn, self._turn))
+            raise TransportError(other_turn(prefix.turn, self._turn))
         letter = _read(text, prefix)
         if not prefix.payload:
             return _Opened(letter, prefix.payload, None, _EMPTY), []
@@ -485,16 +446,6 @@ def _read(text: bytes, prefix: wire.Prefix) -> Letter | TransportError:
         return wire.read_text(text)
     except TransportError as error:
         return error
-
-
-def _other_turn(came: int, expected: int) -> str:
-    """Say what is wrong with a message of another step or pipeline."""
-    if came % TURNS != expected % TURNS:
-        return (
-            f"a message of pipeline {came % TURNS} came to pipeline {expected % TURNS}: the ranks run their pipelines "
-            "in different orders"
-        )
-    return f"a message of step {came // TURNS} came in step {expected // TURNS}"
 
 
 def _never(tensor: Tensor) -> bool:

@@ -108,6 +108,8 @@ class Verdict:
     microbatch: int | None = None
     ranks: tuple[Standing, ...] = ()
     """What was known of the ranks; of many, those nearest to the culprit."""
+    replica: int | None = None
+    """The replica of the culprit, where there are several."""
 
     def __str__(self) -> str:
         """The sentence."""
@@ -183,37 +185,41 @@ def place(doing: str) -> str:
     return doing if doing.startswith(("before its", "after its", "starting")) else f"in {doing}"
 
 
+def _who(verdict: Verdict) -> str:
+    return f"rank {verdict.culprit}" + ("" if verdict.replica is None else f" (replica {verdict.replica})")
+
+
 def _where(verdict: Verdict) -> str:
     return f" while it was {place(verdict.doing)}" if verdict.doing else ""
 
 
 def _died(verdict: Verdict) -> str:
     heard = f" (heard {verdict.silence:.1f} s before)" if verdict.doing else ""
-    return f"rank {verdict.culprit} died (its process ended without a word){_where(verdict)}{heard}"
+    return f"{_who(verdict)} died (its process ended without a word){_where(verdict)}{heard}"
 
 
 def _frozen(verdict: Verdict) -> str:
     waits = waiting(verdict.ranks)
     return (
-        f"rank {verdict.culprit} froze: no sign of life for {verdict.silence:.1f} s (the deadline is "
+        f"{_who(verdict)} froze: no sign of life for {verdict.silence:.1f} s (the deadline is "
         f"{verdict.deadline:g} s){_where(verdict)}{'; ' + waits if waits else ''}"
     )
 
 
 def _raised(verdict: Verdict) -> str:
     where = f" {place(verdict.doing)}" if verdict.doing else ""
-    return f"rank {verdict.culprit} failed{where}: {verdict.text}"
+    return f"{_who(verdict)} failed{where}: {verdict.text}"
 
 
 def _absent(verdict: Verdict) -> str:
     missing = [each.rank for each in verdict.ranks if each.state == "absent" and each.rank != verdict.culprit]
     also = f" (nor did {_list(missing)})" if missing else ""
-    return f"rank {verdict.culprit} never started: it did not come within {verdict.deadline:g} s{also}"
+    return f"{_who(verdict)} never started: it did not come within {verdict.deadline:g} s{also}"
 
 
 def _left(verdict: Verdict) -> str:
     waiter = "" if verdict.waiter is None else f" while rank {verdict.waiter} waits for it"
-    return f"rank {verdict.culprit} left ({verdict.text or 'its script ended'}){waiter}"
+    return f"{_who(verdict)} left ({verdict.text or 'its script ended'}){waiter}"
 
 
 def _list(ranks: list[int]) -> str:

@@ -1,0 +1,45 @@
+"""The norm of all gradients, where each process has a part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stageline.runtime.shadows import Placed
+from stageline.runtime.worlds import World
+from stageline.schedules.placement import Placement
+
+
+def norm_of(world: World, names: Sequence[str], own: Mapping[str, Tensor | None], norm_type: float) -> Tensor:
+    """The norm of the norms of all parameters, in the order of the model, in float32 on the CPU.
+
+    `own` are the gradients that are this process's to count. Replicas have the same gradients, so each takes the norm
+    over its own ranks.
+    """
+    numbers = {name: index for index, name in enumerate(names)}
+    found = {
+        numbers[name]: torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32)
+        for name, gradient in own.items()
+        if gradient is not None
+    }
+    norms = np.zeros(len(names))
+    for device in {norm.device for norm in found.values()}:  # asked for once: each question would stop a GPU
+        here = [index for index, norm in found.items() if norm.device == device]
+        norms[here] = torch.stack([found[index] for index in here]).cpu().numpy()
+    known = torch.from_numpy(world.add_up(norms)).float()
+    return torch.as_tensor(torch.linalg.vector_norm(known, norm_type))
+
+
+def owners_of(model: nn.Module, parts: Sequence[nn.Module], placement: Placement, placed: Placed) -> dict[str, int]:
+    """The rank that each parameter and buffer belongs to: the first that uses it."""
+    found: dict[str, int] = {}
+    for stage, part in enumerate(parts):
+        tensors = (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False))
+        for name, _ in tensors:
+            found.setdefault(name, int(placement.table[0, stage]))
+    first = {parameter: uses[0].rank for parameter, uses in placed.uses.items()}
+    found.update({name: first[each] for name, each in model.named_parameters() if each in first})
+    return found
