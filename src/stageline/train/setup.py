@@ -195,6 +195,8 @@ class Setup:
             seed=config.training.seed,
             deadline=config.comm.train_timeout_seconds,
             recompute=recompute[config.activation_checkpoint.mode],
+            replicas=layout.replicas,
+            bucket_mb=config.parallelism.bucket_mb,
             device=layout.device,
             compile=self._compile,
         )

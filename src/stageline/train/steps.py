@@ -72,9 +72,9 @@ class Stepper:
         for number, (inputs, targets) in enumerate(batches):
             given, wanted = self.task.batch(inputs, targets)
             with autocast(self._device, self._mixed):
-                stats = self.pipe.step(
-                    given, wanted, count=count, scale=scale * share, **self._sync(number == len(batches) - 1)
-                )
+                # Replicas add up what all batches gave, once.
+                last = number == len(batches) - 1
+                stats = self.pipe.step(given, wanted, count=count, scale=scale * share, sync=last)
             loss += stats.loss * share
         gradients = self.optimizer.gradients()
         norm = float(self.pipe.grad_norm(gradients=gradients)) / scale
@@ -93,10 +93,6 @@ class Stepper:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return Stepped(loss, norm, not stepping, scale, stats)
-
-    def _sync(self, last: bool) -> dict[str, Any]:
-        """Replicas add up what all batches gave, once."""
-        return {}
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """The loss on batches, without training on them."""
