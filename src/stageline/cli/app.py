@@ -76,6 +76,10 @@ def run(arguments: list[str] | None = None) -> int:
     except StagelineError as error:
         rule = f" [{error.rule}]" if isinstance(error, ScheduleError) and error.rule not in ("input", "format") else ""
         typer.echo(f"error{rule}: {error}", err=True)
+        for note in getattr(error, "__notes__", []):
+            typer.echo(note, err=True)
+        # A process that lost a peer is ended by force at its exit, and asks there how it went.
+        sys.last_value = error
         return 2
     except MemoryError:
         typer.echo(
