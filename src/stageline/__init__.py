@@ -22,6 +22,8 @@ from stageline.schedules.files import read_schedule
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import Family, families, family, schedule
 from stageline.schedules.schedule import Program, Schedule
+from stageline.synthesis.problem import MemoryCapError
+from stageline.synthesis.synthesize import Synthesis, synthesize
 from stageline.timeline.compare import Comparison, compare
 from stageline.timeline.costs import Costs
 from stageline.timeline.explain import Explanation, explain
@@ -51,6 +53,7 @@ __all__ = [
     "Evaluation",
     "Explanation",
     "Family",
+    "MemoryCapError",
     "Overlap",
     "Pipeline",
     "PipelineError",
@@ -63,6 +66,7 @@ __all__ = [
     "Staged",
     "StagelineError",
     "StepStats",
+    "Synthesis",
     "Timeline",
     "__version__",
     "build",
@@ -81,6 +85,7 @@ __all__ = [
     "schedule",
     "simulate",
     "split",
+    "synthesize",
     "verify",
 ]
 
