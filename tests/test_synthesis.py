@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 import stageline as sl
 from instances import examples
+from stageline.cli.app import run
 from stageline.synthesis.search import Progress
 
 
@@ -275,3 +278,51 @@ def test_gradients_are_those_of_one_process() -> None:
         pipe.step(x, y)
         found.append([parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None])
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_the_command_shows_what_was_achieved_and_what_is_needed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = "--forward 10 --backward-input 11 --backward-weight 7 --transfer 1"
+    out = called(f"synthesize -p 4 -m 8 {costs} --memory 4 --width 100", capsys)
+    assert "achieved     makespan 278, found by zb-h1" in out
+    assert "lower bound  278: no schedule here takes less" in out
+    assert "gap          0%: this is the best there is" in out
+    assert "best family  zb-h1: 278 (the same)" in out
+    assert "peak memory" in out
+    files = f"-o {tmp_path / 'a.json'} --svg {tmp_path / 'a.svg'} --html {tmp_path / 'a.html'}"
+    data = json.loads(
+        called(f"synthesize -p 2 -m 3 --chunks 2 --placement vee --split --seed 3 {files} --json", capsys)
+    )
+    assert data["achieved"] == data["makespan"]
+    assert data["gap"] == 0
+    assert "2F0" in data["programs"][1]
+    made = sl.read_schedule(tmp_path / "a.json")
+    assert made.placement.table.tolist() == [[0, 1, 1, 0]]
+    assert [[str(entry) for entry in program] for program in made.programs] == data["programs"]
+    assert (tmp_path / "a.svg").read_text().startswith("<svg")
+    assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("-p 2 -m 4 --memory much", "--memory takes a number, or one per rank"),
+        ("-p 2 -m 4 --memory 0.5", "the smallest that works is 1"),
+        ("-p 2 -m 4 --memory 1,2,3", "one for each of the 2 ranks"),
+        ("-p 2 -m 4 --objective bubble", "objective is 'makespan' or 'span'"),
+        ("-p 2 -m 4 --placement ring", "placement is 'loop' or 'vee'"),
+        ("-m 4", "-p"),
+    ],
+)
+def test_the_command_refuses_in_one_line(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"synthesize {words}".split()) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert "Traceback" not in err
+
+
+def called(words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command line; give back what it printed."""
+    assert run(words.split()) == 0
+    return capsys.readouterr().out

@@ -22,8 +22,6 @@ from stageline.schedules.files import read_schedule
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import Family, families, family, schedule
 from stageline.schedules.schedule import Program, Schedule
-from stageline.synthesis.problem import MemoryCapError
-from stageline.synthesis.synthesize import Synthesis, synthesize
 from stageline.timeline.compare import Comparison, compare
 from stageline.timeline.costs import Costs
 from stageline.timeline.explain import Explanation, explain
@@ -42,6 +40,8 @@ if TYPE_CHECKING:
     from stageline.runtime.pipeline import Pipeline
     from stageline.runtime.stats import Evaluation, StepStats
     from stageline.runtime.worlds import PipelineError
+    from stageline.synthesis.problem import MemoryCapError
+    from stageline.synthesis.synthesize import Synthesis, synthesize
 
 __all__ = [
     "Action",
@@ -89,7 +89,7 @@ __all__ = [
     "verify",
 ]
 
-_NEEDS_TORCH = {
+_LAZY = {
     "Evaluation": "stageline.runtime.stats",
     "Staged": "stageline.model.staged",
     "build": "stageline.model.build",
@@ -105,20 +105,23 @@ _NEEDS_TORCH = {
     "Pipeline": "stageline.runtime.pipeline",
     "PipelineError": "stageline.runtime.worlds",
     "StepStats": "stageline.runtime.stats",
+    "MemoryCapError": "stageline.synthesis.problem",
+    "Synthesis": "stageline.synthesis.synthesize",
+    "synthesize": "stageline.synthesis.synthesize",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Load what needs torch when it is first touched: importing torch takes seconds."""
-    if name not in _NEEDS_TORCH:
+    """Load what needs torch when it is first touched, for importing torch takes seconds, and what few need."""
+    if name not in _LAZY:
         raise AttributeError(f"module 'stageline' has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(_NEEDS_TORCH[name]), name)
+    value = getattr(import_module(_LAZY[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     """List the lazy names too."""
-    return sorted({*globals(), *_NEEDS_TORCH})
+    return sorted({*globals(), *_LAZY})

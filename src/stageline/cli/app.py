@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from stageline._version import __version__
-from stageline.cli import check, compare, doctor, families, inspect, profile, show, simulate, trace, verify
+from stageline.cli import check, compare, doctor, families, inspect, profile, show, simulate, synthesize, trace, verify
 from stageline.errors import ScheduleError, StagelineError
 
 app = typer.Typer(
@@ -20,7 +20,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for verb in (families, show, verify, simulate, compare, trace, doctor, inspect, profile, check):
+for verb in (families, show, verify, simulate, compare, synthesize, trace, doctor, inspect, profile, check):
     app.command(verb.__name__.rsplit(".", 1)[-1])(verb.command)
 
 

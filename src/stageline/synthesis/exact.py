@@ -269,17 +269,21 @@ class Model:
         """Read the order of every rank from a solution."""
         problem = self.problem
         size = problem.stages * problem.microbatches
-        found: list[list[tuple[int, int, int, int]]] = [[] for _ in range(problem.ranks)]
+        found: list[list[tuple[int, ...]]] = [[] for _ in range(problem.ranks)]
         for stage, row in enumerate(self.slots):
             for m, slot in enumerate(row):
                 place = stage * problem.microbatches + m
                 mine = found[problem.rank_of[stage]]
                 whole = bool(value(slot.whole)) if not isinstance(slot.whole, int) else bool(slot.whole)
                 back = kinds.B if whole else kinds.I
-                mine.append((value(slot.forward), 0, m, place))
-                mine.append((value(slot.back), 1, m, back * size + place))
+                # Actions that take no time may share a moment: they come first, in the order of the model.
+                end = value(slot.forward) + self.unit.down(problem.times[kinds.F][stage][m])
+                depth = 2 * problem.stages - stage
+                mine.append((value(slot.forward), end, stage, m, place))
+                mine.append((value(slot.back), value(slot.back_end), depth, m, back * size + place))
                 if not whole:
-                    mine.append((value(slot.weight), 2, m, kinds.W * size + place))
+                    weight = kinds.W * size + place
+                    mine.append((value(slot.weight), value(slot.weight_end), 2 * depth, m, weight))
         return [[code for *_, code in sorted(mine)] for mine in found]
 
 
