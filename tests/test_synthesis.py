@@ -203,9 +203,8 @@ def test_without_ortools_heuristics_answer_alone(monkeypatch: pytest.MonkeyPatch
     from stageline.synthesis import exact
 
     monkeypatch.setattr(exact, "is_available", lambda: False)
-    r = sl.synthesize(measured(0.5), 4, 8, memory=4)
-    assert r.achieved == 278
-    assert r.lower_bound == 263
+    r = sl.synthesize(measured(0.5), 4, 8, memory=5)
+    assert r.lower_bound < 258 <= r.achieved <= r.named["zb-h1"]
 
 
 def test_a_backward_stays_whole_where_splitting_it_gains_nothing() -> None:

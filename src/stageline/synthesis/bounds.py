@@ -17,6 +17,8 @@ so for it tails are counted to that one alone.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -104,6 +106,32 @@ class Relaxed:
                             found[stage][m].append(edge)
         return found
 
+    @cached_property
+    def _sums(self) -> list[tuple[list[float], list[float]]]:
+        """For every stage, its activations and what is kept of them, added up."""
+        tables = zip(self.problem.activation, self.kept, strict=True)
+        return [([0.0, *accumulate(sizes)], [0.0, *accumulate(kept)]) for sizes, kept in tables]
+
+    def choices(self, stage: int, m: int) -> Iterator[tuple[int, int]]:
+        """How many I and W may be done to make room for an F, where a rank holds one stage; the fewest I first.
+
+        The more I are done, the fewer W need be; each choice has the fewest of both. F comes after one of them.
+        """
+        held, residues = self._sums[stage]
+        extra = self.problem.transients[kinds.F][stage][m]
+        room = self.problem.caps[self.problem.rank_of[stage]] * (1 + 2 * SLACK) - extra - held[m + 1]
+        if room >= 0:
+            yield 0, 0
+            return
+        fewest = m + 1
+        for backs in range(self.edges[stage][m][0].backwards, m + 1):
+            weights = bisect_left(residues, residues[backs] - held[backs] - room, 0, backs + 1)
+            if weights <= backs and weights < fewest:
+                fewest = weights
+                yield backs, weights
+                if not weights:
+                    return
+
     def _edges(self, rank: int, mine: list[int], chunk: int, lower: int) -> list[Edge]:
         """What F of a chunk needs done of a lower chunk (or of its own), microbatch by microbatch."""
         problem = self.problem
@@ -160,9 +188,8 @@ class _Loads:
         self.forwards, self.forwards_with_weights = _Best(), _Best()
         self.backwards, self.backwards_with_weights = _Best(), _Best()
 
-    def before_forward(self, m: int) -> float:
+    def before_forward(self, m: int, backs: int, weights: int) -> float:
         f, i, w = self.sums
-        backs, weights = self.needs[m]
         base = f[m] + i[backs]
         return base + max(
             self.forwards.values[backs],
@@ -226,7 +253,15 @@ def heads_of(relaxed: Relaxed) -> Times:
                     if weights:
                         head = max(head, hw[stage][weights - 1] + weight[stage][weights - 1])
             if loads is not None:
-                head = max(head, loads[s].before_forward(m))
+                earliest = math.inf
+                for backs, weights in relaxed.choices(s, m):
+                    after = hi[s][backs - 1] + back[s][backs - 1] if backs else NEVER
+                    if after >= earliest:
+                        break
+                    if weights:
+                        after = max(after, hw[s][weights - 1] + weight[s][weights - 1])
+                    earliest = min(earliest, max(after, loads[s].before_forward(m, backs, weights)))
+                head = max(head, earliest if earliest < math.inf else NEVER)
                 loads[s].add_forward(m, head)
             hf[s][m] = head
         for s in reversed(range(stages)):

@@ -49,9 +49,12 @@ class Rule:
     whole: bool = False
     """Whether backwards run as a whole."""
     group: int = 0
-    """In a loop of several chunks: how many microbatches a chunk runs before the next chunk does; 0 is one per rank."""
+    """With several chunks: how many microbatches a chunk runs before the next chunk does; 0 is one per rank.
+
+    Below 0 chunks are not run in groups but along diagonals, so many turns for a microbatch.
+    """
     order: tuple[int, ...] = (3, 2, 1, 0)
-    """On a V: which goes first of F down (0), F up (1), B up (2) and B down (3)."""
+    """On a V: which goes first of F down (0), F up (1), B up (2) and B down (3); none for one order of down and up."""
 
 
 @dataclass(frozen=True)
@@ -143,34 +146,51 @@ class Board:
         return found
 
     def lanes(self, rule: Rule) -> list[list[list[Code]]]:
-        """The lanes of every rank under a rule: forwards and backwards, or both for the two chunks of a V."""
+        """The lanes of every rank under a rule: forwards and backwards, on a V those down and those up apart."""
         problem = self.problem
-        size, count = self.size, problem.microbatches
-        back = (kinds.B if rule.whole else kinds.I) * size
-        if is_vee(problem.placement):
-            found = []
-            for down, up in problem.stages_of:
-                low, high = range(down * count, down * count + count), range(up * count, up * count + count)
-                found.append([list(low), list(high), [back + at for at in high], [back + at for at in low]])
-            return found
-        group = min(rule.group or problem.ranks, count)
-        starts = [*range(0, count - count % group, group)] or [0]
-        ends = [*starts[1:], count]
-        chunks = range(problem.chunks)
-        pieces = [(chunk, start, end) for start, end in zip(starts, ends, strict=True) for chunk in chunks]
-        reverse = [(chunk, start, end) for start, end in zip(starts, ends, strict=True) for chunk in reversed(chunks)]
+        count = problem.microbatches
+        back = (kinds.B if rule.whole else kinds.I) * self.size
+        forwards, backwards = self._common_order(rule.group)
         found = []
         for mine in problem.stages_of:
-            forwards = [mine[chunk] * count + m for chunk, start, end in pieces for m in range(start, end)]
-            backwards = [back + mine[chunk] * count + m for chunk, start, end in reverse for m in range(start, end)]
-            found.append([forwards, backwards])
+            forth = [(chunk, mine[chunk] * count + m) for chunk, m in forwards]
+            behind = [(chunk, back + mine[chunk] * count + m) for chunk, m in backwards]
+            if rule.order and is_snake(problem.placement):
+                # What goes down and what comes up share no channel.
+                lanes = [[code for chunk, code in forth if chunk % 2 == way] for way in (0, 1)]
+                lanes += [[code for chunk, code in behind if chunk % 2 == way] for way in (1, 0)]
+            else:
+                lanes = [[code for _, code in lane] for lane in (forth, behind)]
+            found.append(lanes)
         return found
 
+    def _common_order(self, group: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """The order of (chunk, microbatch) that all ranks share, forwards and backwards."""
+        problem, count, chunks = self.problem, self.problem.microbatches, self.problem.chunks
+        every = [(chunk, m) for chunk in range(chunks) for m in range(count)]
+        if group < 0:
+            # Along diagonals: a microbatch comes round after as many turns as there are ranks.
+            turns = -group
 
-def is_vee(placement: Placement) -> bool:
-    """Whether each rank holds two stages and no channel carries messages of both."""
+            def forward(at: tuple[int, int]) -> tuple[int, int]:
+                return turns * at[1] + problem.ranks * at[0], at[1]
+
+            def backward(at: tuple[int, int]) -> tuple[int, int]:
+                return turns * at[1] + problem.ranks * (chunks - 1 - at[0]), at[1]
+
+            return sorted(every, key=forward), sorted(every, key=backward)
+        size = min(group or problem.ranks, count)
+        last = max(count // size - 1, 0)  # a short last group is folded into the one before it
+        return (
+            sorted(every, key=lambda at: (min(at[1] // size, last), at[0], at[1])),
+            sorted(every, key=lambda at: (min(at[1] // size, last), -at[0], at[1])),
+        )
+
+
+def is_snake(placement: Placement) -> bool:
+    """Whether stages go down the ranks and up again, so that each has several."""
     row = placement.table[0]
-    return len(row) == 2 * placement.ranks and row[-1] == 0 and placement.ranks > 1
+    return len(row) > placement.ranks > 1 and bool(row[placement.ranks] == placement.ranks - 1)
 
 
 class _Pass:
@@ -220,7 +240,7 @@ class _Pass:
                     blocked |= there <= now
                     continue
                 # Where nothing has come up yet that could be finished, leave room for the first that does.
-                tight = self.vee and lane == 0 and pointers[1] <= pointers[3]
+                tight = self.vee and lane == 0 and pointers[1] <= pointers[3] and pointers[1] < len(mine[1])
                 if tight and need + activation[mine[1][pointers[1]]] > room:
                     continue
                 if there <= now and rule.patience and due < now + rule.patience * board.taken[code]:

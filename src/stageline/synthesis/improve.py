@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from stageline.schedules import action as kinds
-from stageline.synthesis.greedy import Board, Code, Plan, Programs, is_vee
+from stageline.synthesis.greedy import Board, Code, Plan, Programs, is_snake
 from stageline.synthesis.replay import peak_of, times_of, value_of
 
 MEMORY_OF_SEARCH = 30
@@ -36,7 +36,8 @@ class Orders:
         """Lanes that all ranks share must stay as they are."""
         self.size = board.size
         self.count = board.problem.microbatches
-        self.lanes_are_fixed = board.problem.chunks > 1 and not is_vee(board.problem.placement)
+        chunks = board.problem.chunks
+        self.lanes_are_fixed = chunks > 2 or (chunks == 2 and not is_snake(board.problem.placement))
 
     def may_swap(self, first: Code, second: Code) -> bool:
         """Whether the second may run before the first, if nothing is between them."""

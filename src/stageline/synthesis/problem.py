@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
 
@@ -238,6 +238,24 @@ def problem_of(
     )
     _check_caps(found)
     return found
+
+
+def with_microbatches(problem: Problem, microbatches: int) -> Problem:
+    """The same problem for another number of microbatches, all of them alike."""
+    costs = problem.costs
+    if costs.scale is not None:
+        costs = replace(costs, scale=[costs.scale[0]] * microbatches)
+    is_loop = problem.chunks == 1 or problem.rank_of[problem.ranks] == 0
+    return problem_of(
+        costs,
+        problem.ranks,
+        microbatches,
+        problem.caps,
+        problem.chunks,
+        "loop" if is_loop else "vee",
+        problem.objective,
+        problem.split,
+    )
 
 
 def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:

@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 
 from stageline.synthesis import exact
 from stageline.synthesis.bounds import lower_bound
-from stageline.synthesis.greedy import Board, Plan, Rule, is_vee, run_greedy
+from stageline.synthesis.greedy import Board, Plan, Rule, is_snake, run_greedy
 from stageline.synthesis.improve import improve
 from stageline.synthesis.named import named_ones, one_by_one
-from stageline.synthesis.problem import SLACK, Problem
+from stageline.synthesis.problem import SLACK, Problem, with_microbatches
 from stageline.synthesis.replay import peak_of, times_of, value_of
+from stageline.synthesis.unroll import unrolled
 from stageline.synthesis.woven import weave_plans
 
-SPEED = 150_000
+SPEED = 300_000
 """Actions that one second of the time limit is worth; most machines look at more."""
 MOST_EXACT = 500
 """Actions up to which exact search is tried."""
@@ -59,6 +60,8 @@ class Search:
     """The families that fit, with what each takes."""
     best: Plan | None = None
     least: float = 0.0
+    is_part: bool = False
+    """Whether it serves another search, which goes on when this one's time is up."""
     was_cut: bool = False
     """Whether the clock, or the user, ended it before its work was done."""
 
@@ -100,13 +103,13 @@ class Search:
         """Go through all steps, until the bound is reached or time is up; an interrupt keeps what was found."""
         try:
             self._begin()
-            for step in (self._rules, self._turns, self._refine, self._moves, self._exact):
+            for step in (self._rules, self._turns, self._refine, self._moves, self._kernel, self._exact):
                 if self.is_proven or self.is_over():
                     break
                 step()
         except KeyboardInterrupt:
             self.was_cut = True
-            if self.best is None:
+            if self.best is None or self.is_part:
                 raise
 
     def _begin(self) -> None:
@@ -115,6 +118,7 @@ class Search:
             self.named[found.name] = min(found.value, self.named.get(found.name, found.value))
             if self.best is None or found.value < self.best.value:
                 self.offer(found.plan())
+        self.offer(run_greedy(self.board, next(rules_for(self.problem))))
         if self.best is None:
             self.offer(one_by_one(self.problem))
         self.least = lower_bound(self.problem)
@@ -141,7 +145,7 @@ class Search:
     def _turns(self) -> None:
         """Programs in turns."""
         wholes = [whole for whole in (False, True) if may_be(self.problem, whole)]
-        groups = [0] if self.problem.chunks == 1 else [0, 1, 2 * self.problem.ranks]
+        groups = [0] if self.problem.chunks == 1 else [0, -1, -2, 1]
         for whole in wholes:
             for group in groups:
                 if self.is_proven or self.is_over():
@@ -171,7 +175,7 @@ class Search:
                 value, rule = plan.value, plan.rule or rule
                 self.offer(plan)
 
-    def _moves(self) -> None:
+    def _moves(self, share: float = 0.25) -> None:
         """Local search on the critical path."""
         if self.best is not None and self.best.schedule is None:
             self.offer(
@@ -179,12 +183,29 @@ class Search:
                     self.board,
                     self.best,
                     dice=self.dice,
-                    moves=self._tries(0.3),
+                    moves=self._tries(share),
                     least=self.least * (1 + SLACK),
                     is_over=self.is_over,
                     tell=self.offer,
                 )
             )
+
+    def _kernel(self) -> None:
+        """Search a shorter step with more care, and repeat its middle."""
+        problem = self.problem
+        fewer = 2 * problem.ranks if problem.chunks == 1 else problem.ranks + 1
+        if not problem.is_uniform or problem.microbatches < fewer + 2 or self._is_small:
+            return
+        short = Search(with_microbatches(problem, fewer), 0.2 * self.seconds, self.seed, is_part=True)
+        short.run()
+        self.was_cut |= short.was_cut
+        if short.best is None:
+            return
+        before = self.best
+        for plan in unrolled(short.board, short.best, self.board, tries=self._tries(0.1), is_over=self.is_over):
+            self.offer(plan)
+        if self.best is not before:
+            self._moves(0.1)
 
     def _exact(self) -> None:
         """Exact search, and a bound that may be tighter."""
@@ -231,15 +252,15 @@ def rules_for(problem: Problem) -> Iterator[Rule]:
     """Rules for list scheduling, the most promising ones first."""
     ranks, chunks = problem.ranks, problem.chunks
     wholes = [whole for whole in (False, True) if may_be(problem, whole)]
-    vee = is_vee(problem.placement)
-    groups = [0] if vee or chunks == 1 else [0, 1, 2 * ranks, problem.microbatches]
+    snake = is_snake(problem.placement)
+    groups = [0] if chunks == 1 or (snake and chunks == 2) else [0, -1, -2, 1, 2 * ranks, problem.microbatches]
     depths: list[tuple[float, ...] | None] = [None]
     for depth in (2.0, 1.0, 1.5, 1.25):
         held = [round(depth * (ranks - rank)) + (chunks - 1) * ranks - (depth == 2) for rank in range(ranks)]
         depths.append(tuple(max(1.0, float(most)) for most in held))
     firsts: list[dict[str, Any]] = [{"forward_first": False}, {"forward_first": True}]
-    if vee:
-        firsts = [{"order": order} for order in ORDERS]
+    if snake:
+        firsts = [{"order": order} for order in ORDERS] + [{"order": ()}] * (chunks > 2)
     for patience, gap, owed in HABITS:
         most_owed = ranks if owed < 0 else owed
         for ahead, group, first, whole in product(depths, groups, firsts, wholes):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from stageline.schedules import action as kinds
-from stageline.synthesis.greedy import Board, Code, Plan, Programs, Rule, is_vee
+from stageline.synthesis.greedy import Board, Code, Plan, Programs, Rule
 from stageline.synthesis.problem import Problem
 from stageline.synthesis.replay import peak_of, times_of, value_of
 
@@ -26,7 +26,7 @@ class Weaver:
         """Take the lanes that all ranks share."""
         self.board = board
         self.whole = whole
-        self.lanes = board.lanes(Rule(group=group, whole=whole))
+        self.lanes = board.lanes(Rule(group=group, whole=whole, order=()))
         self._made: dict[tuple[int, Delay], list[Code] | None] = {}
 
     def program(self, rank: int, delay: Delay) -> list[Code] | None:
@@ -73,8 +73,6 @@ def weave_plans(
 ) -> Plan | None:
     """Try delays of the known forms, then change single ones; the best of all that fit."""
     problem = board.problem
-    if is_vee(problem.placement):
-        return None
     weaver = Weaver(board, group, whole)
     best: Plan | None = None
     delays: list[Delay] = []
