@@ -22,7 +22,7 @@ def test_exported_names_exist_and_are_sorted() -> None:
     assert sl.__all__ == sorted(sl.__all__)
     assert all(hasattr(sl, name) for name in sl.__all__)
     public = {name for name in vars(sl) if not name.startswith("_")}
-    rooms = {"model", "errors", "schedules", "timeline", "cli", "runtime", "transport", "testing", "train"}
+    rooms = {"model", "errors", "schedules", "timeline", "cli", "runtime", "transport", "testing", "train", "synthesis"}
     assert public - rooms - {"Any", "TYPE_CHECKING"} == set(sl.__all__) - {"__version__"}
 
 

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from stageline.runtime.pipeline import Pipeline
     from stageline.runtime.stats import Evaluation, StepStats
     from stageline.runtime.worlds import PipelineError
+    from stageline.synthesis.problem import MemoryCapError
+    from stageline.synthesis.synthesize import Synthesis, synthesize
     from stageline.train.config import Config
     from stageline.train.trainer import Trainer
 
@@ -54,6 +56,7 @@ __all__ = [
     "Evaluation",
     "Explanation",
     "Family",
+    "MemoryCapError",
     "Overlap",
     "Pipeline",
     "PipelineError",
@@ -66,6 +69,7 @@ __all__ = [
     "Staged",
     "StagelineError",
     "StepStats",
+    "Synthesis",
     "Timeline",
     "Trainer",
     "__version__",
@@ -85,6 +89,7 @@ __all__ = [
     "schedule",
     "simulate",
     "split",
+    "synthesize",
     "verify",
 ]
 
@@ -104,6 +109,9 @@ _LATER = {
     "Pipeline": "stageline.runtime.pipeline",
     "PipelineError": "stageline.runtime.worlds",
     "StepStats": "stageline.runtime.stats",
+    "MemoryCapError": "stageline.synthesis.problem",
+    "Synthesis": "stageline.synthesis.synthesize",
+    "synthesize": "stageline.synthesis.synthesize",
     "Trainer": "stageline.train.trainer",
     "Config": "stageline.train.config",
 }

@@ -20,6 +20,7 @@ from stageline.cli import (
     report,
     show,
     simulate,
+    synthesize,
     trace,
     train,
     verify,
@@ -34,7 +35,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for verb in (families, show, verify, simulate, compare, trace, report, doctor, inspect, profile, check):
+for verb in (families, show, verify, simulate, compare, synthesize, trace, report, doctor, inspect, profile, check):
     app.command(verb.__name__.rsplit(".", 1)[-1])(verb.command)
 app.command("train", cls=train.Train)(train.command)
 app.add_typer(checkpoint.app, name="checkpoint")

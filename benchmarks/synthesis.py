@@ -1,0 +1,170 @@
+"""How good synthesized schedules are: against proven bounds, the named families, and the zero-bubble heuristic.
+
+    python benchmarks/synthesis.py [--quick] [--time-limit SECONDS] [--json]
+
+Costs are like measured ones (F = 10, I = 10.5, W = 8, a transfer 0.5), with equal stages and with stages that
+differ by up to 30%. Every gap is proven in that run; nothing here depends on the speed of the machine but the seconds,
+and how far a search gets within its time limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import stageline as sl
+from zero_bubble_heuristic import zero_bubble_heuristic
+
+SPREAD = 0.3
+Row = dict[str, Any]
+
+
+def costs_of(ranks: int, seed: int | None, residue: float = 1.0) -> sl.Costs:
+    """Costs as they are measured; with a seed, of stages that differ by up to 30%."""
+    dice = random.Random(seed)
+    sizes = [1.0 if seed is None else dice.uniform(1 - SPREAD, 1 + SPREAD) for _ in range(ranks)]
+    return sl.Costs(
+        forward=[10 * size for size in sizes],
+        backward_input=[10.5 * size for size in sizes],
+        backward_weight=[8 * size for size in sizes],
+        transfer=0.5,
+        residue=residue,
+    )
+
+
+def optima(arguments: argparse.Namespace) -> Iterator[Row]:
+    """The instances whose optimum is known."""
+    for residue, known in ((0.5, {4: 278, 5: 258, None: 257}), (1.0, {4: 278, 5: 265, None: 257})):
+        costs = sl.Costs(forward=10, backward_input=11, backward_weight=7, transfer=1, residue=residue)
+        for cap, optimum in known.items():
+            r = sl.synthesize(costs, 4, 8, memory=cap, time_limit=max(10.0, arguments.time_limit))
+            yield {
+                "residue": residue, "cap": cap, "optimum": optimum, "achieved": r.achieved, "gap": r.gap,
+                "seconds": r.seconds,
+            }  # fmt: skip
+
+
+def gaps(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Gaps without a cap, for many microbatches and for few."""
+    for ranks in (8, 16) if arguments.quick else (8, 16, 32):
+        for count in (ranks // 2, ranks, 3 * ranks // 2, 2 * ranks, 4 * ranks, 8 * ranks):
+            for seeds in ([None], range(2 if arguments.quick else 6)):
+                found = [
+                    sl.synthesize(costs_of(ranks, seed), ranks, count, time_limit=arguments.time_limit)
+                    for seed in seeds
+                ]
+                yield {
+                    "ranks": ranks, "microbatches": count, "stages": "equal" if seeds == [None] else "±30%",
+                    "largest gap": max(r.gap for r in found), "mean gap": statistics.mean(r.gap for r in found),
+                    "seconds": max(r.seconds for r in found),
+                }  # fmt: skip
+
+
+def against_heuristic(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Makespan over that of the zero-bubble heuristic, at many caps; above 1 would be worse."""
+    for ranks in (4, 8):
+        for count in (2 * ranks, 4 * ranks):
+            for residue in (0.5, 1.0):
+                ratios, alone = [], 0
+                for seed in (None, 0) if arguments.quick else (None, 0, 1, 2):
+                    costs = costs_of(ranks, seed, residue)
+                    for share in (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, math.inf):
+                        cap = share * ranks
+                        peer = zero_bubble_heuristic(costs, ranks, count, [cap] * ranks)
+                        r = sl.synthesize(costs, ranks, count, memory=cap, time_limit=arguments.time_limit)
+                        if peer is None:
+                            alone += 1
+                        else:
+                            ratios.append(r.achieved / sl.simulate(peer, costs).makespan)
+                yield {
+                    "ranks": ranks, "microbatches": count, "residue": residue, "instances": len(ratios),
+                    "largest ratio": max(ratios), "mean ratio": statistics.mean(ratios), "heuristic found none": alone,
+                }  # fmt: skip
+
+
+def first_answer(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Seconds to the first answer, and to the end, for large steps."""
+    for ranks, count, cap in ((64, 256, None), (64, 256, 64), (32, 256, 24)):
+        told: list[Any] = []
+        begun = time.perf_counter()
+        r = sl.synthesize(
+            costs_of(ranks, 0), ranks, count, memory=cap, time_limit=arguments.time_limit, progress=told.append
+        )
+        total = time.perf_counter() - begun
+        yield {
+            "ranks": ranks, "microbatches": count, "cap": cap, "first seconds": told[0].seconds,
+            "first": told[0].achieved, "achieved": r.achieved, "gap": r.gap, "seconds": total,
+        }  # fmt: skip
+
+
+def memory_of_1f1b(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Unequal stages in the memory of 1f1b: how much shorter than 1f1b, and how much of what is possible is gained."""
+    for ranks in (4, 8):
+        for count in (2 * ranks, 4 * ranks):
+            for residue in (1.0, 0.5):
+                shorter, closed, gap = [], [], []
+                for seed in range(8 if arguments.quick else 50):
+                    costs = costs_of(ranks, seed, residue)
+                    caps = [ranks - rank for rank in range(ranks)]
+                    r = sl.synthesize(costs, ranks, count, memory=caps, time_limit=arguments.time_limit)
+                    best = min(r.named.values())
+                    shorter.append(1 - r.achieved / r.named["1f1b"])
+                    gap.append(r.gap)
+                    room = best - r.lower_bound
+                    closed.append((best - r.achieved) / room if room > 1e-9 * best else 1.0)
+                low, middle, high = statistics.quantiles(closed, n=10)[0], statistics.median(closed), max(closed)
+                yield {
+                    "ranks": ranks, "microbatches": count, "residue": residue,
+                    "shorter than 1f1b": statistics.mean(shorter), "mean gap": statistics.mean(gap),
+                    "closed, 10%": low, "closed, median": middle, "closed, best": high,
+                    "closed, mean": statistics.mean(closed),
+                }  # fmt: skip
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
+    "optima": optima,
+    "gaps": gaps,
+    "heuristic": against_heuristic,
+    "first": first_answer,
+    "1f1b": memory_of_1f1b,
+}
+SHARES = ("gap", "shorter", "closed")
+
+
+def shown(key: str, value: object) -> str:
+    if isinstance(value, float):
+        if any(word in key for word in SHARES):
+            return f"{value:.2%}"
+        return f"{value:.3f}" if "ratio" in key or "seconds" in key else f"{value:.6g}"
+    return "none" if value is None else str(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="which parts; all if none is named")
+    parser.add_argument("--quick", action="store_true", help="fewer instances")
+    parser.add_argument("--time-limit", type=float, default=2.0, help="seconds for each search")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args()
+    found: dict[str, list[Row]] = {}
+    for name in arguments.parts or PARTS:
+        if not arguments.json:
+            print(f"\n{name}: {(PARTS[name].__doc__ or '').strip()}", flush=True)
+        found[name] = []
+        for row in PARTS[name](arguments):
+            found[name].append(row)
+            if not arguments.json:
+                print("  " + "  ".join(f"{key} {shown(key, value)}" for key, value in row.items()), flush=True)
+    if arguments.json:
+        json.dump(found, sys.stdout, indent=2)
+
+
+if __name__ == "__main__":
+    main()

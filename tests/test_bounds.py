@@ -1,0 +1,224 @@
+"""Lower bounds against the true optimum, which is found by trying every order of small instances."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import stageline as sl
+from instances import examples
+from stageline.synthesis.bounds import lower_bound, one_rank
+from stageline.synthesis.exact import search as exact_search
+from stageline.synthesis.greedy import Board, schedule_of
+from stageline.synthesis.named import one_by_one, programs_of
+from stageline.synthesis.problem import Problem, problem_of
+from stageline.synthesis.replay import times_of
+
+Step = tuple[str, int, int]
+
+
+def orders(problem: Problem, rank: int, split: dict[tuple[int, int], bool]) -> Iterator[list[Step]]:
+    """Every order of a rank's actions that keeps stages in order and fits its memory."""
+    cap = problem.caps[rank] * (1 + 1e-9)
+    actions: list[Step] = []
+    for stage in problem.stages_of[rank]:
+        for m in range(problem.microbatches):
+            actions += [(kind, stage, m) for kind in ("FIW" if split[stage, m] else "FB")]
+
+    def before(one: Step, two: Step) -> bool:
+        """Whether the first must come before the second on this rank."""
+        (a, s, m), (b, t, n) = one, two
+        if s == t:
+            same = a == b or (a in "BI" and b in "BI") or (a in "BW" and b in "BW")
+            return (m < n and same) or (m == n and "FIW".replace("I", "BI").index(a) < "FBIW".index(b) and a != b)
+        if m != n:
+            return False
+        return (a == b == "F" and s < t) or (a in "BI" and b in "BI" and s > t) or (a == "F" and b in "BI")
+
+    def size(step: Step) -> tuple[float, float]:
+        """Memory during an action beside what was there, and what it leaves behind."""
+        kind, s, m = step
+        held, kept = problem.activation[s][m], problem.residue[s][m]
+        extra = problem.transients["FBIW".index(kind)][s][m]
+        change = {"F": held, "B": -held, "I": kept - held, "W": -kept}[kind]
+        return max(change, extra + (held if kind == "F" else 0.0)), change
+
+    def extend(done: list[Step], left: list[Step], level: float) -> Iterator[list[Step]]:
+        if not left:
+            yield done
+        for step in left:
+            during, change = size(step)
+            if level + during <= cap and not any(before(other, step) for other in left if other != step):
+                yield from extend([*done, step], [other for other in left if other != step], level + change)
+
+    yield from extend([], actions, 0.0)
+
+
+def optimum(problem: Problem, most: int = 40_000) -> float | None:
+    """The best objective over all orders of all ranks; None where there are too many to try."""
+    pairs = list(product(range(problem.stages), range(problem.microbatches)))
+    choices = [{True: (True,), False: (False,), None: (True, False)}[problem.split]] * len(pairs)
+    best, tried = math.inf, 0
+    for chosen in product(*choices):
+        split = dict(zip(pairs, chosen, strict=True))
+        ways = [list(orders(problem, rank, split)) for rank in range(problem.ranks)]
+        tried += math.prod(map(len, ways))
+        if tried > most:
+            return None
+        for programs in product(*ways):
+            texts = [[f"{stage}{kind}{m}" for kind, stage, m in program] for program in programs]
+            made = sl.Schedule.from_programs(texts, placement=problem.placement, training=True)
+            try:
+                sl.verify(made)
+            except sl.ScheduleError:
+                continue
+            timeline = sl.simulate(made, problem.costs)
+            best = min(best, timeline.makespan if problem.objective == "makespan" else timeline.span)
+    return best
+
+
+@st.composite
+def tiny(draw: st.DrawFn) -> Problem:
+    """An instance whose orders can all be tried: few stages, two microbatches, any costs and caps."""
+    dice = random.Random(draw(st.integers(0, 2**32 - 1)))
+    ranks, chunks, count = draw(st.sampled_from([(1, 1, 2), (2, 1, 2), (2, 1, 2), (1, 2, 2), (2, 2, 1), (3, 1, 1)]))
+    stages = ranks * chunks
+
+    def some(low: int = 0) -> list[int]:
+        return [dice.randint(low, 6) for _ in range(stages)]
+
+    transients: list[Any] = [0, {"F": some(), "W": some()}]
+    costs = sl.Costs(
+        forward=some(draw(st.integers(0, 1))),
+        backward_input=some(1),
+        backward_weight=some(draw(st.integers(0, 1))),
+        transfer=dice.choice([0, 1, 3]),
+        activation=some(1),
+        residue=some(),
+        transient=dice.choice(transients),
+        scale=dice.choice([None, [1, 2][:count]]),
+    )
+    arguments = (chunks, dice.choice(["loop", "vee"]), dice.choice(["makespan", "span"]), dice.choice([True, False]))
+    free = problem_of(costs, ranks, count, None, *arguments)
+    room = dice.choice([0, 0, 2, 5, math.inf])
+    return problem_of(costs, ranks, count, [least + room for least in free.least_memory], *arguments)
+
+
+@given(tiny())
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_no_bound_exceeds_the_optimum_and_exact_search_finds_it(problem: Problem) -> None:
+    best = optimum(problem)
+    if best is None:
+        return
+    assert lower_bound(problem) <= best + 1e-9
+    board = Board(problem)
+    plan = one_by_one(problem)
+    ends = times_of(board, plan.programs)
+    assert ends is not None
+    starts = {code: ends[code] - board.taken[code] for program in plan.programs for code in program}
+    found = exact_search(board, starts, lower_bound(problem), plan.value, seconds=60, effort=60, seed=0)
+    assert found.is_finished
+    assert found.programs is not None
+    assert found.bound == pytest.approx(best, abs=1e-6)
+    if any(time == 0 for kind in "FIW" for time in [problem.costs.of(kind, s) for s in range(problem.stages)]):
+        return  # actions that take no time can share a moment, and then have no order of their own
+    timeline = sl.simulate(schedule_of(problem, found.programs), problem.costs)
+    achieved = timeline.makespan if problem.objective == "makespan" else timeline.span
+    assert achieved == pytest.approx(best, abs=1e-6)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=examples(30), deadline=None)
+def test_a_choice_of_whole_and_split_backwards_is_bounded_too(seed: int) -> None:
+    dice = random.Random(seed)
+    costs = sl.Costs(
+        forward=[dice.randint(1, 5) for _ in range(2)],
+        backward_input=dice.randint(1, 5),
+        backward_weight=dice.randint(1, 5),
+        backward=dice.randint(2, 9),
+        residue=dice.choice([0, 1, 2]),
+        overlap=None,
+    )
+    problem = problem_of(costs, 2, 1, dice.choice([1, 2, None]), 1, "loop", "makespan", None)
+    best = optimum(problem)
+    assert best is not None
+    assert lower_bound(problem) <= best + 1e-9
+    r = sl.synthesize(costs, 2, 1, memory=problem.caps, time_limit=30)
+    assert r.achieved == pytest.approx(best)
+    assert r.gap == 0
+
+
+def test_the_known_bounds_hold_or_are_exceeded() -> None:
+    f, i, w, c = 10, 11, 7, 1
+    for residue in (0, 0.5, 1):
+        costs = sl.Costs(forward=f, backward_input=i, backward_weight=w, transfer=c, residue=residue)
+        for p, m, cap in [(4, 8, None), (4, 8, 4), (4, 8, 2), (8, 16, 6), (3, 20, 3), (6, 3, 4)]:
+            makespan, span = (
+                lower_bound(problem_of(costs, p, m, cap, 1, "loop", objective, None))
+                for objective in ("makespan", "span")
+            )
+            assert makespan >= m * (f + i + w) + (p - 1) * (f + c) - 1e-9
+            assert span >= (p - 1) * (f + i + 2 * c) + m * (f + i) + w - 1e-9
+            if cap is not None:
+                assert span >= m * (f + i + w) + max(0, (p - 1) * (i + 2 * c) + (p - min(cap, m)) * f) - 1e-9
+            assert makespan >= span - 1e-9
+
+
+def test_a_cap_of_one_leaves_no_choice_and_the_bound_says_so() -> None:
+    costs = sl.Costs(forward=[3, 5, 2], backward_input=[4, 1, 6], backward_weight=[2, 2, 9], transfer=1)
+    problem = problem_of(costs, 3, 5, 1, 1, "loop", "makespan", None)
+    r = sl.synthesize(costs, 3, 5, memory=1)
+    assert lower_bound(problem) == pytest.approx(r.achieved)
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 8)] * 3), min_size=1, max_size=6))
+@settings(max_examples=examples(100), deadline=None)
+def test_one_rank_is_between_the_simple_bounds_and_any_order(jobs: list[tuple[int, int, int]]) -> None:
+    found = one_rank([(float(head), float(time), float(tail)) for head, time, tail in jobs])
+    assert found >= max(head + time + tail for head, time, tail in jobs)
+    for chosen in range(1, 2 ** len(jobs)):
+        some = [job for at, job in enumerate(jobs) if chosen >> at & 1]
+        low, tail = min(job[0] for job in some), min(job[2] for job in some)
+        assert found >= low + sum(job[1] for job in some) + tail
+    now = longest = 0
+    for head, time, tail in sorted(jobs):
+        now = max(now, head) + time
+        longest = max(longest, now + tail)
+    assert found <= longest
+
+
+@given(st.sampled_from(["1f1b", "zb-h1", "zb-h2", "gpipe", "eager-1f1b"]), st.integers(1, 5), st.integers(1, 7))
+@settings(max_examples=examples(60), deadline=None)
+def test_replay_agrees_with_simulate(name: str, ranks: int, microbatches: int) -> None:
+    dice = random.Random(ranks * 100 + microbatches)
+    costs = sl.Costs(
+        forward=[dice.uniform(1, 3) for _ in range(ranks)],
+        backward_input=[dice.uniform(1, 3) for _ in range(ranks)],
+        transfer=[[dice.uniform(0, 2) for _ in range(ranks)] for _ in range(ranks)],
+        scale=[dice.uniform(0.5, 2) for _ in range(microbatches)],
+    )
+    made = sl.schedule(name, ranks, microbatches)
+    problem = problem_of(costs, ranks, microbatches, None, 1, "loop", "makespan", None)
+    ends = times_of(Board(problem), programs_of(made))
+    assert ends is not None
+    timeline = sl.simulate(made, costs)
+    codes = [code for program in programs_of(made) for code in program]
+    assert [ends[code] for code in codes] == pytest.approx(timeline.end.tolist())
+
+
+def test_the_bound_holds_for_overlapped_pairs_that_save_time() -> None:
+    costs = sl.Costs(overlap=1.5)
+    for p, m in [(2, 4), (4, 8), (3, 9)]:
+        timeline = sl.simulate(sl.schedule("dualpipe-v", p, m), costs)
+        for objective, value in (("makespan", timeline.makespan), ("span", timeline.span)):
+            assert lower_bound(problem_of(costs, p, m, None, 2, "vee", objective, None)) <= value + 1e-9
+        r = sl.synthesize(costs, p, m, chunks=2, placement="vee", time_limit=0.5)
+        assert r.achieved <= timeline.makespan
+        assert r.lower_bound <= r.achieved
