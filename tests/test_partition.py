@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -15,7 +16,10 @@ from hypothesis import strategies as st
 
 from instances import examples
 from stageline.errors import StagelineError
+from stageline.model.cuts import least
 from stageline.model.partition import Partition, evaluate, partition, uniform
+from stageline.model.request import Request
+from stageline.model.vee import every_pair
 from stageline.schedules.placement import Placement
 
 SHAPES = [(1, "loop"), (2, "v"), (2, "loop")]
@@ -219,6 +223,27 @@ def test_slack_buys_more_even_stages_and_says_what_it_cost(seed: int, placement:
     if slack == 1.0:
         longest = [max(costs[start:stop].sum() for start, stop in each.stages) for each in (best, even)]
         assert longest[1] <= longest[0] * 1.2
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(st.integers(0, 10**6))
+def test_a_quick_cut_of_a_v_counts_only_where_no_pair_of_places_is_better(seed: int) -> None:
+    # Heavy layers beside light ones, few layers a stage: there the quick search misses cuts.
+    dice = np.random.default_rng(seed)
+    ranks = int(dice.integers(2, 7))
+    layers = int(dice.integers(2 * ranks, 6 * ranks))
+    costs, held = dice.lognormal(0, 2, layers), dice.lognormal(0, 1, layers)
+    for caps in (None, held.sum() / ranks * dice.uniform(1.0, 2.0)):
+        request = Request.of(costs, ranks, 2, "v", None if caps is None else held, caps, None, None)
+        problem = request.problem({})
+        slow = least(partial(every_pair, problem, capped=caps is not None), 0.0)
+        if slow is None:
+            with pytest.raises(StagelineError, match="no cut fits"):
+                partition(costs, ranks, 2, "v", memory=held, caps=caps)
+            continue
+        found = partition(costs, ranks, 2, "v", memory=None if caps is None else held, caps=caps)
+        assert found.slowest == pytest.approx(max(request.sums(costs, slow)), rel=1e-11)
+        assert found.optimal
 
 
 def test_a_heavy_last_layer_gets_a_rank_with_less_beside_it() -> None:

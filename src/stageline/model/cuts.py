@@ -21,6 +21,8 @@ Test: TypeAlias = Callable[[float], tuple[Ints | None, float]]
 
 BITS = 48
 """The sum of all costs has this many bits: far finer than any measurement, and sums are exact."""
+FEW = 40
+"""So many entries a row are looked at all at once."""
 ROUNDS = 20
 """How often the search goes over all windows, at most; it mostly ends by itself after three."""
 
@@ -111,6 +113,11 @@ def limits_of(slowest: float, speed: Floats) -> Floats:
     return np.rint(slowest * speed)
 
 
+def next_above(limits: Floats, speed: Floats) -> float:
+    """The least time in which some rank gets more done; it is above that of the limits, whatever was rounded."""
+    return float(((limits + 1) / speed).min())
+
+
 def bound_of(problem: Problem) -> float:
     """A time that the slowest rank needs in any cut: the largest of several that are easily known."""
     costs = np.sort(np.diff(problem.time))
@@ -130,60 +137,81 @@ def bound_of(problem: Problem) -> float:
     return float(max(values))
 
 
-def least(test: Test, low: float) -> Ints | None:
+def least(test: Test, low: float, known: tuple[Ints, float] | None = None) -> Ints | None:
     """The cut whose slowest rank is fastest, by bisection; None if there is no cut at all.
 
     `test(slowest)` gives a cut that takes at most this, and what it takes; or None, and a time that any cut takes at
-    least, which is above `slowest`. `low` is such a time, too.
+    least, which is above `slowest`. `low` is such a time, too; `known` is a cut and what it takes.
     """
-    best, high, limit, step = None, np.inf, low, low / 64
+    best, high = (None, np.inf) if known is None else known
+    limit, step = low, low / 4096
     while True:
+        if low >= high:
+            return best
         found, value = test(limit)
         if found is not None:
             best, high = found, min(value, limit)
         else:
             low = value
-        if low >= high or low == np.inf:
+        if low == np.inf:
             return best
         if high == np.inf:
-            step = max(2 * step, low / 64)
+            step = max(4 * step, low / 4096)
             limit = low + step
         else:
             limit = (low + high) / 2 if (low + high) / 2 < high else low
 
 
-def reach(chain: Chain, limits: Floats) -> tuple[list[NDArray[np.bool_]], float]:
+def reach(chain: Chain, limits: Floats) -> tuple[list[Ints], float]:
     """For every cut the places it can have if no rank does more than its limit; and the least time that was refused.
 
-    A place is reached best from the last one before it: that is the least to do, and the least to hold.
+    A place is reached best from the last one before it: that is the least to do, and the least to hold. Behind it must
+    be no more than the stages to come can do.
     """
-    places = np.arange(len(chain.time))
-    now = places == 0
-    sets, refused = [now], np.inf
-    for stage, limit in enumerate(limits):
-        before = np.concatenate(([-1], np.maximum.accumulate(np.where(now, places, -1))[:-1]))
-        work = chain.base[stage] + (chain.time - chain.time[before])
-        allowed = (before >= 0) & (chain.held - chain.held[before] <= chain.room[stage])
-        allowed &= (places >= chain.low[stage + 1]) & (places <= chain.high[stage + 1])
-        now = allowed & (work <= limit)
-        refused = min(refused, np.min(work[allowed & ~now], initial=np.inf) / chain.speed[stage])
+    time, held, stages = chain.time, chain.held, len(limits)
+    share = limits - chain.base
+    to_come = running(share[::-1])[::-1]
+    behind = np.searchsorted(time, time[-1] - to_come, side="left")
+    over = chain.base.sum() + time[-1] - stages
+    now, sets, refused = np.zeros(1, dtype=np.int64), [np.zeros(1, dtype=np.int64)], np.inf
+    for stage in range(stages):
+        first, last = max(int(chain.low[stage + 1]), int(now[0]) + 1), min(int(chain.high[stage + 1]), len(time) - 1)
+        if behind[stage + 1] > first:
+            first = int(behind[stage + 1])
+            done = chain.base[: stage + 1].sum() + time[first - 1]
+            refused = min(refused, (over - done) / chain.speed[stage + 1 :].sum())
+        ahead = int(np.searchsorted(time, time[now[-1]] + share[stage], side="right"))
+        if ahead <= last:
+            refused = min(refused, (chain.base[stage] + time[ahead] - time[now[-1]]) / chain.speed[stage])
+            last = ahead - 1
+        places = np.arange(first, last + 1)
+        before = now[np.searchsorted(now, places, side="left") - 1]
+        work, room = time[places] - time[before], held[places] - held[before] <= chain.room[stage]
+        good = room & (work <= share[stage])
+        others = np.min(work[room & ~good], initial=np.inf)
+        refused = min(refused, (chain.base[stage] + others) / chain.speed[stage])
+        now = places[good]
         sets.append(now)
-        if not now.any():
+        if not len(now):
             break
     return sets, float(refused)
 
 
-def cut_chain(chain: Chain, low: float | None = None) -> Ints | None:
-    """The best cut of a window: the slowest of its ranks as fast as can be, then the smallest sum of squares."""
+def cut_chain(chain: Chain, known: Ints | None = None) -> Ints | None:
+    """The best cut of a window: the slowest of its ranks as fast as can be, then the smallest sum of squares.
+
+    `known` is a cut that keeps all there is to keep.
+    """
 
     def test(slowest: float) -> tuple[Ints | None, float]:
-        sets, refused = reach(chain, limits_of(slowest, chain.speed))
-        if not sets[-1].any():
-            return None, refused
+        limits = limits_of(slowest, chain.speed)
+        sets, refused = reach(chain, limits)
+        if not len(sets[-1]):
+            return None, max(refused, next_above(limits, chain.speed))
         cut = _back(sets)
         return cut, _slowest(chain, cut)
 
-    found = least(test, chain.bound if low is None else max(low, chain.bound))
+    found = least(test, chain.bound, None if known is None else (known, _slowest(chain, known)))
     if found is None:
         return None
     limits = limits_of(_slowest(chain, found), chain.speed)
@@ -194,24 +222,26 @@ def _slowest(chain: Chain, cut: Ints) -> float:
     return float(((chain.base + np.diff(chain.time[cut])) / chain.speed).max())
 
 
-def _back(sets: list[NDArray[np.bool_]]) -> Ints:
+def _back(sets: list[Ints]) -> Ints:
     """Some cut through the places that can be reached."""
-    place = len(sets[0]) - 1
-    cut = [place]
+    cut = [int(sets[-1][-1])]
     for now in sets[-2::-1]:
-        place = int(np.flatnonzero(now[:place])[-1])
-        cut.append(place)
+        cut.append(int(now[np.searchsorted(now, cut[-1], side="left") - 1]))
     return np.array(cut[::-1])
 
 
-def _most_even(chain: Chain, sets: list[NDArray[np.bool_]], limits: Floats) -> Ints:
+def _most_even(chain: Chain, places: list[Ints], limits: Floats) -> Ints:
     """Of all cuts within the limits, the one with the smallest sum of squares."""
     value = np.zeros(1)
-    places = [np.flatnonzero(now) for now in sets]
     best = []
-    for stage, (columns, rows) in enumerate(pairwise(places)):
-        squares = partial(_squares, chain, stage, limits[stage], rows, columns, value)
-        value, chosen = _row_minima(len(rows), len(columns), squares)
+    for stage, (starts, stops) in enumerate(pairwise(places)):
+        # Every stop has starts from which the stage may go there, all in a row.
+        first = np.maximum(
+            np.searchsorted(chain.time[starts], chain.time[stops] - (limits[stage] - chain.base[stage]), side="left"),
+            np.searchsorted(chain.held[starts], chain.held[stops] - chain.room[stage], side="left"),
+        )
+        last = np.searchsorted(starts, stops, side="left") - 1
+        value, chosen = _row_minima(first, last, partial(_squares, chain, stage, stops, starts, value))
         best.append(chosen)
     at, cut = 0, [int(places[-1][0])]
     for chosen, columns in zip(best[::-1], places[-2::-1], strict=True):
@@ -220,37 +250,39 @@ def _most_even(chain: Chain, sets: list[NDArray[np.bool_]], limits: Floats) -> I
     return np.array(cut[::-1])
 
 
-def _squares(
-    chain: Chain, stage: int, limit: float, stops: Ints, starts: Ints, before: Floats, row: Ints, column: Ints
-) -> Floats:
-    """The sum of squares up to a stage that goes from one place to another; infinite where it must not."""
-    start, stop = starts[column], stops[row]
-    work = chain.base[stage] + (chain.time[stop] - chain.time[start])
-    allowed = (start < stop) & (work <= limit) & (chain.held[stop] - chain.held[start] <= chain.room[stage])
-    return np.where(allowed, before[column] + (work / chain.speed[stage]) ** 2, np.inf)
+def _squares(chain: Chain, stage: int, stops: Ints, starts: Ints, before: Floats, row: Ints, column: Ints) -> Floats:
+    """The sum of squares up to a stage that goes from one place to another."""
+    work = chain.base[stage] + (chain.time[stops[row]] - chain.time[starts[column]])
+    return np.asarray(before[column] + (work / chain.speed[stage]) ** 2)
 
 
-def _row_minima(rows: int, columns: int, entry: Callable[[Ints, Ints], Floats]) -> tuple[Floats, Ints]:
-    """The smallest entry of every row and its column, the first if there are several.
+def _row_minima(first: Ints, last: Ints, entry: Callable[[Ints, Ints], Floats]) -> tuple[Floats, Ints]:
+    """The smallest entry of every row between two columns, and its column, the first if there are several.
 
     The squares of what lies between two places, and limits on it, make the columns of the minima go up with the rows.
-    So every second row, every fourth, … is searched only between the minima of its neighbours.
+    So where there are many entries, every second row, every fourth, … is searched only between the minima of its
+    neighbours.
     """
+    rows = len(first)
     value, best = np.full(rows, np.inf), np.zeros(rows, dtype=np.int64)
-    step = 1 << max(rows.bit_length() - 1, 0)
-    while step:
-        row = np.arange(step - 1, rows, 2 * step)
-        first = np.where(row >= step, best[row - step], 0)
-        last = np.where(row + step < rows, best[np.minimum(row + step, rows - 1)], columns - 1)
-        counts = np.maximum(last - first, 0) + 1
+    few = int((last - first).sum()) <= FEW * rows
+    step = 0 if few else 1 << (rows.bit_length() - 1)
+    while True:
+        row = np.arange(rows) if few else np.arange(step - 1, rows, 2 * step)
+        left, right = first[row], last[row]
+        if not few:
+            left = np.where(row >= step, np.maximum(left, best[row - step]), left)
+            right = np.where(row + step < rows, np.minimum(right, best[np.minimum(row + step, rows - 1)]), right)
+        counts = right - left + 1
         starts = np.cumsum(counts) - counts
-        column = np.arange(int(counts.sum())) - np.repeat(starts - first, counts)
+        column = np.arange(int(counts.sum())) - np.repeat(starts - left, counts)
         entries = entry(np.repeat(row, counts), column)
         value[row] = np.minimum.reduceat(entries, starts)
         hits = np.flatnonzero(entries == np.repeat(value[row], counts))
         best[row] = column[hits[np.searchsorted(hits, starts)]]
         step //= 2
-    return value, best
+        if not step:
+            return value, best
 
 
 def window(problem: Problem, cut: Ints, start: int, stop: int) -> Chain:
@@ -279,7 +311,7 @@ def improve(problem: Problem, cut: Ints) -> Ints:
             stop = start + 1
             while stop < stages and problem.rank_of[stop] not in problem.rank_of[start:stop]:
                 stop += 1
-            found = cut_chain(window(problem, cut, start, stop))
+            found = cut_chain(window(problem, cut, start, stop), cut[start : stop + 1] - cut[start])
             if found is None:
                 continue
             tried = np.concatenate((cut[:start], found + cut[start], cut[stop + 1 :]))

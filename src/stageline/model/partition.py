@@ -198,10 +198,11 @@ def _solve(problem: Problem, slack: float = 0.0) -> tuple[Ints | None, bool, flo
     if len(problem.rank_of) == ranks:
         cut, exact = _as_chain(problem), True
         return cut, exact, low if cut is None else problem.rating(cut)[0]
-    even = _search(problem)
+    vee = np.array_equal(problem.rank_of, np.concatenate((down, down[::-1])))
+    even = _search(problem, quick=vee)
     if len(problem.rank_of) > 2 * ranks:
         return even, False, low
-    if np.array_equal(problem.rank_of, np.concatenate((down, down[::-1]))):
+    if vee:
         best, exact = cut_vee(problem, low), True
     else:
         best, exact = cut_rounds(problem, low, even)
@@ -214,13 +215,13 @@ def _solve(problem: Problem, slack: float = 0.0) -> tuple[Ints | None, bool, flo
     return improve(problem, best), exact, low
 
 
-def _search(problem: Problem) -> Ints | None:
+def _search(problem: Problem, quick: bool) -> Ints | None:
     """A good cut that starts from stages that are all as even as they can be; None if none of them fits."""
     starts = [_as_chain(problem)]
-    if np.isfinite(problem.caps).any():
+    if np.isfinite(problem.caps).any() and not (quick and starts[0] is not None and problem.fits(starts[0])):
         by_memory = problem.by_memory()
         cut = _as_chain(by_memory)
-        starts.append(None if cut is None else improve(by_memory, cut))
+        starts.append(cut if cut is None or quick else improve(by_memory, cut))
     found = [improve(problem, cut) for cut in starts if cut is not None and problem.fits(cut)]
     return min(found, key=problem.rating, default=None)
 

@@ -12,23 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
-from stageline.model.cuts import Floats, Ints, Problem, least, limits_of, running
+from stageline.model.cuts import Floats, Ints, Problem, least, limits_of, next_above, running
+from stageline.model.fronts import Pairs, ask, back, last_of
 
 BUDGET = 1.5e8
 """How much work is spent on where the second of two rounds starts; enough for every place of 200 layers on 16 ranks."""
 ROUNDING = 1e-12
 """What is better by no more than this share is not better."""
-
-
-class Pairs(NamedTuple):
-    """Places (a, c), sorted by a, then by c."""
-
-    a: Ints
-    c: Ints
 
 
 @dataclass(frozen=True)
@@ -81,6 +74,10 @@ class Step:
         a, c_after = np.nonzero(source < far)
         c = source[a, c_after]
         right = time[c] - time[c_after + lowest]
+        # Most of that is more than the rank can do on the right alone.
+        near = right <= self.limit
+        least = np.min((right + time[a + top + 1] - time[a + top])[~near], initial=np.inf)
+        a, c, c_after, right = a[near], c[near], c_after[near], right[near]
         room = self.problem.caps[self.rank] - (held[c] - held[c_after + lowest])
         by_time = np.searchsorted(time, time[a + top] + (self.limit - right), side="right") - 1
         by_room = np.searchsorted(held, held[a + top] + room, side="right") - 1
@@ -91,7 +88,7 @@ class Step:
         stopped = (by_time < by_room) & (by_time + 1 < far)
         start = np.maximum(by_time[stopped] + 1, a[stopped] + top + 1)
         refused = time[np.minimum(start, far - 1)] - time[a[stopped] + top] + right[stopped]
-        return np.where(reached, 0.0, np.inf), refused
+        return np.where(reached, 0.0, np.inf), np.append(refused, least)
 
 
 def cut_vee(problem: Problem, low: float, below: float = np.inf) -> Ints | None:
@@ -100,17 +97,38 @@ def cut_vee(problem: Problem, low: float, below: float = np.inf) -> Ints | None:
     `low` is a time that the slowest rank takes at least; what is not better than `below` is not looked for.
     """
     capped = bool(np.isfinite(problem.caps).any())
-    # Without caps it is quicker; they cost nothing where they are kept anyway, and otherwise this is a bound.
+    # Without caps it is quicker; they cost nothing where they are kept anyway, and otherwise it is where to begin.
+    begin = low
     for kept in (False, True)[: 1 + capped]:
-        if np.isfinite(below) and _test(problem, below * (1 - ROUNDING), capped=kept)[0] is None:
+        if kept and not _has_room(problem):
             return None
-        found = least(partial(_test, problem, capped=kept), low)
+        quick = least(partial(ask, problem, capped=kept), begin)
+        if not kept and capped and quick is not None and not problem.fits(quick):
+            begin = float(problem.loads(quick).max())
+            continue
+        found = _proven(problem, low, below, quick, kept)
         if found is None or problem.fits(found):
             return found
-        low = max(low, float(problem.loads(found).max()))
-        if _test(problem.by_memory(), 1.0, capped=False)[0] is None:
-            return None  # there is no room, whatever time it takes
+        begin = low = float(problem.loads(found).max())
     return None
+
+
+def _has_room(problem: Problem) -> bool:
+    """Whether some cut keeps the caps, whatever time it takes."""
+    room = problem.by_memory()
+    return any(test(room, 1.0, capped=False)[0] is not None for test in (ask, every_pair))
+
+
+def _proven(problem: Problem, low: float, below: float, quick: Ints | None, capped: bool) -> Ints | None:
+    """The best cut, by asking for a better one than that which was found quickly; None if it is not below."""
+    test = partial(every_pair, problem, capped=capped)
+    slowest = np.inf if quick is None else float(problem.loads(quick).max())
+    if min(slowest, below) < np.inf:
+        found, value = test(min(slowest, below) * (1 - ROUNDING))
+        if found is None:
+            return quick if slowest < below * (1 - ROUNDING) else None
+        return least(test, low, (found, value))
+    return least(test, low)
 
 
 def cut_rounds(problem: Problem, low: float, start: Ints | None) -> tuple[Ints | None, bool]:
@@ -158,7 +176,7 @@ def _turned(problem: Problem, place: int) -> Problem:
     return replace(problem, time=turn(problem.time), held=turn(problem.held), rank_of=rank_of, low=low, high=high)
 
 
-def _test(problem: Problem, slowest: float, *, capped: bool) -> tuple[Ints | None, float]:
+def every_pair(problem: Problem, slowest: float, *, capped: bool) -> tuple[Ints | None, float]:
     """A cut that takes at most this and what it takes; or None, and what every cut takes at least."""
     ranks, end = len(problem.speed), len(problem.time) - 1
     limits = limits_of(slowest, problem.speed)
@@ -169,27 +187,20 @@ def _test(problem: Problem, slowest: float, *, capped: bool) -> tuple[Ints | Non
         after, outside = _candidates(step, limits)
         refused = min(refused, outside)
         if len(after.a):
-            work, others = step.by_both(after) if capped else step.by_time(after)
-            above = others[(others > limits[rank]) & np.isfinite(others)]
+            work, beyond = step.by_both(after) if capped else step.by_time(after)
+            above = beyond[(beyond > limits[rank]) & np.isfinite(beyond)]
             refused = min(refused, float(np.min(above, initial=np.inf)) / problem.speed[rank])
             after = Pairs(after.a[work <= limits[rank]], after.c[work <= limits[rank]])
         if not len(after.a):
             break
         pairs.append(after)
     if len(pairs) == ranks:
-        a, c = pairs[-1]
-        ends = problem.time[c] - problem.time[a]
-        fits = np.maximum(a + 1, problem.low[ranks]) <= np.minimum(c - 1, problem.high[ranks])
-        if capped:
-            fits &= problem.held[c] - problem.held[a] <= problem.caps[-1]
-        good = fits & (ends <= limits[-1])
-        refused = min(refused, float(np.min(ends[fits & ~good], initial=np.inf)) / problem.speed[-1])
-        if good.any():
-            pairs[-1] = Pairs(a[good], c[good])
-            cut = _back(problem, pairs, limits, capped)
+        good, others = last_of(problem, pairs[-1], limits[-1], capped)
+        refused = min(refused, others)
+        if len(good.a):
+            cut = back(problem, [*pairs[:-1], good], limits, capped)
             return cut, float(problem.loads(cut).max())
-    # One more than a limit is the least that any other cut takes; it is above `slowest` whatever was rounded.
-    return None, max(refused, float(((limits + 1) / problem.speed).min()))
+    return None, max(refused, next_above(limits, problem.speed))
 
 
 def _candidates(step: Step, limits: Floats) -> tuple[Pairs, float]:
@@ -224,26 +235,3 @@ def _candidates(step: Step, limits: Floats) -> tuple[Pairs, float]:
     counts = np.maximum(high - low + 1, 0)
     starts = np.cumsum(counts) - counts
     return Pairs(np.repeat(a, counts), np.arange(int(counts.sum())) - np.repeat(starts - low, counts)), float(refused)
-
-
-def _back(problem: Problem, pairs: list[Pairs], limits: Floats, capped: bool) -> Ints:
-    """A cut through pairs that can be reached; the stages of each rank are as near to half of its share as can be."""
-    time, held, ranks = problem.time, problem.held, len(problem.speed)
-    share = problem.speed * (time[-1] / problem.speed.sum())
-    at = int(np.argmin(np.abs(time[pairs[-1].c] - time[pairs[-1].a] - share[-1])))
-    a, c = int(pairs[-1].a[at]), int(pairs[-1].c[at])
-    between = np.arange(max(a + 1, problem.low[ranks]), min(c - 1, problem.high[ranks]) + 1)
-    middle = int(between[np.argmin(np.abs(2 * time[between] - time[a] - time[c]))])
-    left, right = [a, middle], [c]
-    for rank in range(ranks - 2, -1, -1):
-        start, stop = pairs[rank]
-        first, second = time[a] - time[start], time[stop] - time[c]
-        allowed = (start < a) & (stop > c) & (first + second <= limits[rank])
-        if capped:
-            allowed &= held[a] - held[start] + held[stop] - held[c] <= problem.caps[rank]
-        uneven = (2 * first - share[rank]) ** 2 + (2 * second - share[rank]) ** 2
-        at = int(np.argmin(np.where(allowed, uneven, np.inf)))
-        a, c = int(start[at]), int(stop[at])
-        left.insert(0, a)
-        right.append(c)
-    return np.array(left + right)
