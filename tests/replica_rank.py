@@ -28,7 +28,7 @@ def main(rank: int, folder: str) -> None:
     x = torch.full((8, 4), float(pipe.replica))
     pipe.step(x, x)
     if rank == 2:
-        stages[0].plant(die, "B", 2)
+        stages[0].plant(die, "B", 3)  # its last action: the others are adding up, or wait for it
     try:
         pipe.step(x, x)
     except sl.PipelineError as error:

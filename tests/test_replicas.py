@@ -151,6 +151,35 @@ class Choosy(Block):
         return torch.as_tensor(x + self.sometimes(x)) if float(x.detach().sum()) > 1e3 else x
 
 
+def precisions(rank: int) -> None:
+    """bfloat16 is added in float32 and rounded once; float32 in bfloat16, if that is asked for; what is frozen, not."""
+    for dtype, reduce_dtype in ((torch.bfloat16, None), (torch.float32, torch.bfloat16)):
+        plain = model(2).to(dtype)
+        pipe = pipeline(copy.deepcopy(plain), reduce_dtype=reduce_dtype)
+        for made in (plain, pipe.model):
+            made[0].up.requires_grad_(False)  # type: ignore[index]
+        each = []
+        for replica in range(2):
+            plain.zero_grad()
+            x, y = (part.to(dtype) for part in data(replica))
+
+            def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+                return functional.mse_loss(output, target) * (len(output) / 18)
+
+            one_process_step(plain, loss_fn, x, y, MICROBATCHES, loss_reduction="sum")
+            each.append(gradients(plain))
+        pipe.step(*(part.to(dtype) for part in data(pipe.replica)))
+        added_in = reduce_dtype or torch.float32
+        for name, grad in pipe.named_gradients():
+            first, second = each[0][name], each[1][name]
+            if "0.up" in name:
+                assert grad is first is second is None
+            else:
+                assert isinstance(first, Tensor)
+                assert isinstance(second, Tensor)
+                assert_same_bits({name: grad}, {name: (first.to(added_in) + second.to(added_in)).to(dtype)})
+
+
 def unused(rank: int) -> None:
     """A parameter that one replica uses has its gradient in all; one that none uses has none."""
     torch.manual_seed(3)
@@ -277,7 +306,7 @@ def overlap(rank: int) -> tuple[int, list[int]]:
 
 def several(rank: int) -> dict[str, Any]:
     told: dict[str, Any] = {}
-    for check in (accumulates, unused, buffers, ties, dropout, meshes, evaluates, overlap):
+    for check in (accumulates, precisions, unused, buffers, ties, dropout, meshes, evaluates, overlap):
         told[check.__name__] = check(rank)
     return told
 
@@ -341,6 +370,9 @@ def mistakes(rank: int) -> list[str]:
     attempt(lambda: pipe.step(x, y[: 9 - odd]))
     attempt(lambda: pipe.step(None if pipe.replica else x, y))
     attempt(lambda: pipe.step(x, y, sync=not odd))
+    frozen = layers[3].requires_grad_(pipe.replica == 0)
+    attempt(lambda: pipe.step(x, y))
+    frozen.requires_grad_(True)
     attempt(lambda: pipe.step(x, y) if rank < 2 else pipe.evaluate(x, y))
     attempt(lambda: pipe.step(x, y, stage_kwargs={1: {"mask": x}} if odd else None))
     for action, microbatch in (("F", 2), ("B", 3)):
@@ -375,6 +407,7 @@ def test_a_mistake_in_one_replica_is_said_in_all_and_the_next_step_is_right() ->
         r"rank 3 \(replica 1\) cannot run this batch: StagelineError: there are 9 samples of inputs and 8 of targets",
         r"replica 1: no rank was given the inputs",
         r"rank 3 \(replica 1\) and rank 0 \(replica 0\) differ in whether they train, evaluate or predict",
+        r"replicas 0 and 1 want gradients of different parameters on rank 1: \d+ and \d+ elements; freeze the same",
         r"rank 2 \(replica 1\) and rank 0 \(replica 0\) differ in whether they train, evaluate or predict",
         r"rank 3 \(replica 1\) failed .*: StagelineError: stage_kwargs has 'mask' for stage 1",
         rf"rank 3 \(replica 1\) failed in F of stage 1, microbatch 2: ArithmeticError: planted; {kept}",

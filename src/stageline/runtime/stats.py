@@ -15,17 +15,17 @@ class StepStats:
     """The figures of one step."""
 
     loss: float
-    """The loss of the step: the sum over microbatches of loss × weight, in their order."""
+    """The loss of the step: the sum over microbatches of loss × weight, in their order; then over replicas."""
     losses: tuple[float, ...]
-    """Each microbatch's part of it."""
+    """Each microbatch's part of it, in this replica."""
     metrics: dict[str, float]
     """What `loss_fn` returned beside the loss, weighed and added as the loss is."""
     seconds: float
     """How long the step took."""
     samples: int
-    """How many samples it trained on."""
+    """How many samples it trained on, in all replicas."""
     microbatches: int
-    """How many microbatches ran; fewer than asked for where the batch has fewer samples."""
+    """How many microbatches ran in this replica; fewer than asked for where the batch has fewer samples."""
     unsplit: float
     """The share of the parameters' elements whose gradients could not be split off and came with I, not with W."""
     measured: Callable[[], Timeline] = field(repr=False, compare=False)
