@@ -202,3 +202,23 @@ def test_ranks_without_a_shared_folder_are_found(nursery: Nursery, tokens: Path)
             os.chdir(before)
     assert ended(children) == [2, 2], said(tokens, "apart")
     assert "rank 1 does not see the folder 'here' of rank 0" in said(tokens, "apart")
+
+
+def test_replicas_of_a_pipeline_train_go_on_and_load_elsewhere(nursery: Nursery, tokens: Path) -> None:
+    """2 × 2 processes with a split backward: the same bits in every run of that layout, and nearly so in others."""
+    spread = ["--training.local_batch_size=4", "--training.global_batch_size=16", "--model.dropout=0",
+              "--parallelism.pipeline_parallel_schedule=zb-h1"]  # fmt: skip
+    assert ended(start(nursery, tokens, "whole", *spread, processes=4)) == [0] * 4, said(tokens, "whole")
+    children = start(nursery, tokens, "parts", *spread, processes=4)
+    wait_for(tokens, "parts", 13)
+    for child in children:
+        child.signal(signal.SIGKILL)
+    ended(children)
+    assert ended(start(nursery, tokens, "parts", *spread, processes=4)) == [0] * 4, said(tokens, "parts")
+    assert losses(tokens, "parts") == losses(tokens, "whole")
+    assert weights(tokens, "parts", 24) == weights(tokens, "whole", 24)
+    assert ended(start(nursery, tokens, "other", *spread, "--training.time_limit=0.00001", processes=4)) == [0] * 4
+    alone = [*spread, "--training.local_batch_size=16", "--parallelism.pipeline_parallel_degree=3"]
+    assert ended(start(nursery, tokens, "other", *alone)) == [0], said(tokens, "other")
+    apart = [abs(losses(tokens, "other")[step][0] - losses(tokens, "whole")[step][0]) for step in range(1, 25)]
+    assert max(apart) < 1e-4, apart
