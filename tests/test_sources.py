@@ -206,8 +206,8 @@ def test_functions_that_are_not_there_are_named(module: str) -> None:
     for dataset, says in {
         f"{module}:row": r"no function 'row' \(did you mean 'rows'\?\)",
         "no_such_module:rows": "cannot import no_such_module",
-        f"{module}:number": "returned a int, 5; it must return an iterable",
-        ":rows": "package.module:function, got ':rows'",
+        f"{module}:number": "is a int, 5; it must be an iterable",
+        ":rows": "':rows' names no function; write package.module:function",
     }.items():
         with pytest.raises(StagelineError, match=says):
             open_data(job(dataset))

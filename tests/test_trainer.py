@@ -361,3 +361,15 @@ def test_a_model_and_data_of_ones_own(tokens: Path) -> None:
     trainer.run()
     train(tokens, *more, "training.steps=20", "optimizer.lr=0.05", run="b")
     assert losses(tokens, "b") == found
+
+
+def test_a_trainer_takes_a_model_a_loss_and_samples_from_python(tokens: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    inputs = torch.randn(64, 4, generator=draw)
+    samples = [(x, x.flip(0)) for x in inputs]
+    config = make_config(tokens, "training.steps=20", "optimizer.lr=0.05")
+    result = Trainer(config, model=Regression, loss_fn=functional.mse_loss, data=samples).run()
+    found = losses(tokens)
+    assert result.step == 20
+    assert found[20][0] < found[1][0]
+    assert result.validation_loss is not None

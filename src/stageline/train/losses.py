@@ -72,7 +72,7 @@ def find_loss(name: str, weights: tuple[float, ...] = (), given: Any = None) -> 
     if name == "own":
         return Loss(own_loss, "mean")
     if ":" in name:
-        from stageline.train.named import find_function
+        from stageline.model.named import find_function
 
         return Loss(find_function(name), "mean")
     known = ["cross_entropy", "weighted_cross_entropy", "mse", "own"]

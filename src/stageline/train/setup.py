@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -25,7 +25,7 @@ from stageline.runtime.worlds import World
 from stageline.train.checkpoint import leave_mark, remove_mark, sees_mark
 from stageline.train.choice import Choice, choose
 from stageline.train.config import Config
-from stageline.train.data import Data, Loader, open_data
+from stageline.train.data import Data, Loader, data_of, open_data
 from stageline.train.layout import Layout
 from stageline.train.precision import mend_bfloat16
 from stageline.train.runs import RunFolder
@@ -42,7 +42,7 @@ class Setup:
         folder: RunFolder,
         model: Callable[[], nn.Module] | None,
         loss_fn: Callable[[Any, Any], Any] | None,
-        data: Data | None,
+        data: Data | Iterable[Any] | None,
     ) -> None:
         """Keep what is asked for."""
         self.config, self.layout, self.folder = config, layout, folder
@@ -72,7 +72,9 @@ class Setup:
     @cached_property
     def data(self) -> Data:
         """What is trained on."""
-        return open_data(self.config) if self._data is None else self._data
+        if self._data is None:
+            return open_data(self.config)
+        return self._data if isinstance(self._data, Data) else data_of(self._data, self.config)
 
     @cached_property
     def loader(self) -> Loader:

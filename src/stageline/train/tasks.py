@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from stageline.errors import StagelineError
 from stageline.model.huggingface import own_loss
+from stageline.model.named import find_function
 from stageline.train.config import Config
 from stageline.train.gpt import GPT
 from stageline.train.losses import Loss, find_loss
-from stageline.train.named import find_function
 
 
 @dataclass

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,10 @@ class Result:
 class Trainer:
     """Trains a model through a pipeline, as `stageline train` does; run it again, and it goes on where it was.
 
+    >>> import contextlib, io
     >>> config = Config.read(None, "training.steps=2", "training.seq_len=16", "model.dim=16", "job.dump_folder=run")
-    >>> result = Trainer(config).run()  # doctest: +ELLIPSIS
-    ...
+    >>> with contextlib.redirect_stdout(io.StringIO()):     # what it shows of itself
+    ...     result = Trainer(config).run()
     >>> result.step, result.why
     (2, 'finished')
     """
@@ -66,12 +67,12 @@ class Trainer:
         *,
         model: Callable[[], nn.Module] | None = None,
         loss_fn: Callable[[Any, Any], Any] | None = None,
-        data: Data | None = None,
+        data: Data | Iterable[Any] | None = None,
     ) -> None:
         """`config` is one, or a TOML file, or None for the embedded default.
 
-        `model` builds the model, `loss_fn` is its loss, and `data` (see `open_data`) what it is trained on, in place of
-        what the configuration names.
+        `model` builds the model, `loss_fn` is its loss, and `data` what it is trained on, in place of what the
+        configuration names: an iterable of samples (inputs and targets, or a dict), or what `open_data` gives.
         """
         self.config = config if isinstance(config, Config) else read_config(config)
         validate(self.config)
@@ -224,6 +225,7 @@ class Trainer:
             if self._over():
                 return "finished" if self.step >= config.training.steps else "early stop"
             self._one_step()
+            self._report_saved()
             early = self._due(config.validation.freq) and self._validate()
             why = self._agree_to_stop() or ("early stop" if early else "")
             why = why or ("finished" if self.step >= config.training.steps else "")

@@ -2,7 +2,7 @@
 
 from stageline.train.data.collate import Batch
 from stageline.train.data.loader import Loader
-from stageline.train.data.opening import Data, open_data
+from stageline.train.data.opening import Data, data_of, open_data
 from stageline.train.data.prefetch import Prefetch
 from stageline.train.data.source import Indexed, Items, Source, Tokens, check_same, split
 from stageline.train.data.stream import Stream
@@ -22,6 +22,7 @@ __all__ = [
     "Tokenizer",
     "Tokens",
     "check_same",
+    "data_of",
     "find_tokenizer",
     "open_data",
     "split",

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from stageline.errors import StagelineError, nearest, shorten
+from stageline.errors import StagelineError, shorten
+from stageline.model.named import find_function
 from stageline.train.config import Config
 from stageline.train.data.source import Indexed, Items, Tokens
 from stageline.train.data.stream import Stream, say
@@ -36,33 +34,6 @@ class Again:
         return self.make() if made is None else made
 
 
-def find_function(name: str) -> Callable[..., Any]:
-    """The function that package.module:function means, looked for in the current folder too.
-
-    >>> find_function("math:gcd")(12, 18)
-    6
-    >>> find_function("math:gdc")
-    Traceback (most recent call last):
-    stageline.errors.StagelineError: math has no function 'gdc' (did you mean 'gcd'?)
-    """
-    module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name:
-        raise StagelineError(f"a function is named as package.module:function, got {name!r}")
-    sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise StagelineError(f"cannot import {module_name}: {error}; run this where that import works") from error
-    finally:
-        sys.path.pop(0)
-    found = getattr(module, function_name, None)
-    if not callable(found):
-        near = nearest(function_name, [each for each in dir(module) if not each.startswith("_")])
-        raise StagelineError(f"{module_name} has no function {function_name!r}{near}")
-    function: Callable[..., Any] = found
-    return function
-
-
 def function_data(name: str, config: Config, *, note: Callable[[str], None] = say) -> Indexed | Stream:
     """What a function returns, as a source; a function that takes an argument is given the config.
 
@@ -76,6 +47,16 @@ def function_data(name: str, config: Config, *, note: Callable[[str], None] = sa
     function = find_function(name)
     takes = bool(_required(function))
     made = function(config) if takes else function()
+    again = Again(lambda: iter(function(config) if takes else function()), made) if _once(made) else made
+    return source_of(again, name, config, note=note)
+
+
+def source_of(made: Any, name: str, config: Config, *, note: Callable[[str], None] = say) -> Indexed | Stream:
+    """Samples as a source: a row of integers is tokens, what has numbered samples is shuffled, all else is a stream.
+
+    >>> source_of([(1, 2), (3, 4)], "pairs", Config()).length
+    2
+    """
     if isinstance(made, Tokens | Items | Stream):
         return made
     if isinstance(made, np.ndarray | torch.Tensor) and made.ndim == 1:
@@ -87,12 +68,15 @@ def function_data(name: str, config: Config, *, note: Callable[[str], None] = sa
         return Items(made, name=name)
     if not hasattr(made, "__iter__") or isinstance(made, str | bytes | dict):
         raise StagelineError(
-            f"{name} returned a {type(made).__name__}, {shorten(made)}; it must return an iterable of samples, a "
-            "sequence of them, or one row of tokens"
+            f"{name} is a {type(made).__name__}, {shorten(made)}; it must be an iterable of samples, a sequence of "
+            "them, or one row of tokens"
         )
-    if isinstance(made, Iterator) and not any(hasattr(made, each) for each in ("seek", "load_state_dict")):
-        made = Again(lambda: iter(function(config) if takes else function()), made)
     return Stream(made, name=name, note=note)
+
+
+def _once(made: Any) -> bool:
+    """Whether it can be read through only once, and not be set to a place."""
+    return isinstance(made, Iterator) and not any(hasattr(made, each) for each in ("seek", "load_state_dict"))
 
 
 def _required(function: Callable[..., Any]) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from stageline.errors import StagelineError, nearest
 from stageline.train.config import Config
 from stageline.train.data.dataset import dataset_documents, splits
 from stageline.train.data.documents import document_tokens, python_documents, text_documents
-from stageline.train.data.function import function_data
+from stageline.train.data.function import function_data, source_of
 from stageline.train.data.memmap import memmap_tokens
 from stageline.train.data.source import Indexed, Items, Tokens, split
 from stageline.train.data.stream import Stream, say
@@ -73,6 +74,21 @@ def open_data(config: Config, *, cache: str | Path | None = None, note: Callable
         if isinstance(source, Tokens | Items | Stream):
             source.vocab_size = source.vocab_size or vocab_size
     return Data(kind, train, held, tokenizer if known else None, vocab_size)
+
+
+def data_of(samples: Iterable[Any], config: Config, *, note: Callable[[str], None] = say) -> Data:
+    """Samples of one's own as the data of a job; what has numbered samples is held back from as configured.
+
+    >>> import torch
+    >>> data = data_of([(torch.ones(2), torch.ones(1))] * 40, Config())
+    >>> data.train.length, data.validation.length
+    (38, 2)
+    """
+    train = source_of(samples, "your data", config, note=note)
+    held: Indexed | Stream | None = None
+    if config.validation.enable and not isinstance(train, Stream):
+        train, held = split(train, config.validation.fraction)
+    return Data("your data", train, held, None, config.model.vocab_size)
 
 
 @dataclass
