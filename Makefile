@@ -50,6 +50,8 @@ bench: install
 	$(BIN)/python benchmarks/partition_speed.py
 	$(BIN)/python benchmarks/profile_accuracy.py
 	$(BIN)/python benchmarks/building.py
+	$(BIN)/python benchmarks/checkpointing.py
+	$(BIN)/python benchmarks/replicas.py
 	$(BIN)/python benchmarks/tracing.py
 	$(BIN)/python benchmarks/endurance.py
 	$(BIN)/python benchmarks/faults.py

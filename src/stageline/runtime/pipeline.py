@@ -143,6 +143,7 @@ class Pipeline(Runner):
             recipe.materialise(self._owned_names().__contains__, seed=common, device=device)
             self._parts = cut(given, self.model, self.schedule.stages, example)
         compile_units((part for stage, part in enumerate(self._parts) if self._holds(stage)), compile)
+        self._compiled = compile is not False
         self._placed = place(self._parts, self.schedule.placement, self._world.here)
         self._options = StageOptions(loss_fn, replica_seed(common, self.replica), again, check_finite)
         self._replicas = self._join_replicas(bucket_mb, reduce_dtype)

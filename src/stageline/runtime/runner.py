@@ -86,6 +86,8 @@ class Runner:
     """How many samples all ranks had in the last step."""
     _replicas: Replicas | None
     """What this process has to do with other replicas; None where there is one."""
+    _compiled: bool
+    """Whether torch.compile runs the units."""
     _crews: dict[tuple[int, bool], Crew]
 
     @property
@@ -282,6 +284,8 @@ class Runner:
             for executor in crew.executors:
                 for stage in executor.stages.values():
                     stage.watch_again()
+            if self._compiled:  # the compiler sets the generator back and forth
+                return
             warnings.warn(
                 f"something drew from torch's own random numbers during step {self._steps}: a layer that did not draw "
                 "in its first microbatch, or another thread of yours; layers are looked at again in the next step, or "
