@@ -33,6 +33,7 @@ from stageline.runtime.outcome import Outcome, first_not_finite, metrics_of, sum
 from stageline.runtime.randomness import Generators
 from stageline.runtime.shadows import Placed, gather
 from stageline.runtime.stage import Stage, StageOptions
+from stageline.runtime.tree import plain
 from stageline.runtime.worlds import GRADIENTS, Crew, Floats, PipelineError, World
 from stageline.schedules.schedule import Schedule
 
@@ -74,6 +75,7 @@ class Runner:
         count: float | None = None,
     ) -> Done:
         """Run a batch on all ranks. If it fails anywhere it fails everywhere, and buffers are as before."""
+        inputs, targets = plain(inputs), plain(targets)
         self._world.begin()
         buffers = all_buffers(self.model) if training else []
         try:
