@@ -196,7 +196,7 @@ def test_a_broken_schedule_names_rule_and_place(tmp_path: Path, capsys: Capture)
 
 
 VERBS = ["families", "show", "verify", "simulate", "compare", "trace", "doctor", "inspect", "profile", "check", "train"]
-VERBS += ["report"]
+VERBS += ["report", "synthesize"]
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -278,3 +278,17 @@ def test_a_config_of_hugging_face_is_a_model(made: Path, capsys: Capture) -> Non
 )
 def test_models_that_cannot_be_found_are_said(words: str, said: str, made: Path, capsys: Capture) -> None:
     assert said in " ".join(call(words, capsys, code=2).split())
+
+
+def test_what_the_users_code_raises_is_one_line_with_its_place(made: Path, capsys: Capture) -> None:
+    (made / "raises.py").write_text("import torch\n\ndef make():\n    return torch.nn.Linear(-1, 'x')\n")
+    said = call("inspect raises:make", capsys, code=2)
+    assert said.startswith("error: raises:make failed: TypeError: ")
+    assert said.endswith(", at raises.py:4 in make; --traceback shows all of it\n")
+    assert said.count("\n") == 1
+    with pytest.raises(TypeError):
+        run(["inspect", "raises:make", "--traceback"])
+    (made / "broken.py").write_text("def make(:\n")
+    assert "SyntaxError: invalid syntax (broken.py, line 1), at broken.py:1" in call(
+        "check broken:make", capsys, code=2
+    )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections import UserDict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import stageline as sl
@@ -122,7 +125,7 @@ def test_a_weight_that_is_used_outside_of_its_unit_is_held_where_it_is_needed() 
     torch.testing.assert_close(model.get_parameter("embed.weight").grad, plain.get_parameter("embed.weight").grad)
     pipe = sl.Pipeline(Tied(), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
     with pytest.raises(
-        sl.PipelineError, match=r"needs embed\.weight, which another stage holds; give example= to split"
+        sl.PipelineError, match=r"needs embed\.weight, which another stage holds; give example= to Pipeline"
     ):
         pipe.step(X, Y)
 
@@ -315,3 +318,142 @@ def test_inputs_that_the_first_stage_cannot_take_are_refused_in_its_words() -> N
         pipe.step({"y": X}, Y)
     with pytest.raises(sl.PipelineError, match=r"Model takes \(x\), and was given 2 arguments"):
         pipe.step((X, X), Y)
+
+
+class Two(NamedTuple):
+    hidden: Tensor
+    first: Tensor | None
+
+
+@dataclass
+class Held:
+    hidden: Tensor
+    first: Tensor | None = None
+    label: str = "x"
+
+
+def of_kind(kind: Any) -> type[Model]:
+    """Models whose blocks pass on a structure of their own."""
+
+    class Passes(Block):
+        def forward(self, x: Any) -> Any:
+            hidden, first = (x, x) if isinstance(x, Tensor) else (x.hidden, x.first)
+            return kind(hidden + torch.tanh(self.linear(hidden)), first)
+
+    class Structured(Model):
+        kind = Passes
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Any = self.embed(x)
+            for block in self.blocks:
+                found = block(found)
+            assert type(found) is kind
+            return torch.as_tensor(self.head(found.hidden + found.first))
+
+    return Structured
+
+
+@pytest.mark.parametrize("kind", [Two, Held])
+@pytest.mark.parametrize("family", ["1f1b", "zb-v"])
+def test_blocks_pass_on_named_tuples_and_dataclasses(kind: Any, family: str) -> None:
+    torch.manual_seed(0)
+    assert sl.check(of_kind(kind)(), (X, Y), ranks=2, schedule=family, loss_fn=functional.mse_loss).equal
+
+
+def structured(rank: int, ranks: int = 2) -> float:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), Wraps(), nn.Linear(8, 8)]
+    pipe = sl.Pipeline(
+        nn.Sequential(nn.Sequential(layers[0], layers[1]), nn.Sequential(Unwraps(), layers[2])),
+        loss_fn=functional.mse_loss, ranks=ranks, microbatches=2,
+    )  # fmt: skip
+    return pipe.step(X, Y).loss
+
+
+class Wraps(nn.Module):
+    def forward(self, x: Tensor) -> Two:
+        return Two(x, None)
+
+
+class Unwraps(nn.Module):
+    def forward(self, found: Two) -> Tensor:
+        assert type(found) is Two
+        return found.hidden
+
+
+def test_a_process_knows_the_classes_of_another() -> None:
+    assert len({*run_ranks(structured, 2), structured(0, 1)}) == 1
+
+
+def test_a_dataclass_that_no_constructor_can_make_is_refused() -> None:
+    @dataclass
+    class Odd:
+        hidden: Tensor
+        first: Tensor
+        more: int = field(default=0, init=False)
+
+    with pytest.raises(sl.PipelineError, match=r"passes on a Odd, .*; more of it is no argument of its constructor"):
+        sl.check(of_kind(Odd)(), (X, Y), ranks=2, loss_fn=functional.mse_loss)
+
+
+def test_a_dataclass_as_a_batch_is_cut_into_microbatches() -> None:
+    class Reads(Model):
+        def forward(self, batch: Any) -> Tensor:
+            assert batch.hidden.shape == batch.first.shape == (2, 8)
+            return super().forward(batch.hidden + batch.first)
+
+    pipe = sl.Pipeline(Reads(), loss_fn=functional.mse_loss, ranks=2, microbatches=3)
+    assert pipe.step(Held(X, X), Y).samples == 6
+
+
+def test_what_is_like_a_dict_is_one() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=2, microbatches=3)
+    assert pipe.step(UserDict(x=X), Y).loss == pipe.step({"x": X}, Y).loss
+    assert len(sl.profile(model, UserDict(x=X), repeats=1, warmup=0).layers) == 6
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class Parametrized(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(8))
+        parametrize.register_parametrization(self, "gain", Doubled())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.gain)
+
+
+def test_a_parameter_of_the_model_itself_may_be_parametrized() -> None:
+    torch.manual_seed(0)
+    model = Parametrized()
+    assert sl.split(model, stages=2).units[0].name == "embed"
+    report = sl.check(model, (X, Y), ranks=2, schedule="zb-h1", loss_fn=functional.mse_loss)
+    assert report.equal
+    assert report.compared == 13
+
+
+class Together(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for first in (0, 2):
+            pair = self.blocks[first : first + 2]
+            h = checkpoint(lambda h, pair=pair: pair[1](pair[0](h)), h, use_reentrant=False)
+        return torch.as_tensor(self.head(h))
+
+
+def test_blocks_of_one_checkpoint_stay_together() -> None:
+    torch.manual_seed(0)
+    assert sl.check(Together(), (X, Y), ranks=2, loss_fn=functional.mse_loss).equal
+    apart = sl.split(Together(), stages=2, layers_per_stage=[1, 3])
+    pipe = sl.Pipeline(apart, loss_fn=functional.mse_loss, ranks=2, microbatches=2)
+    with pytest.raises(
+        sl.PipelineError,
+        match=r"runs blocks\.0 and blocks\.1 in one checkpoint, .* cut it elsewhere .*layers_per_stage",
+    ):
+        pipe.step(X, Y)

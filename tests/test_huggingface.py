@@ -223,3 +223,21 @@ def test_hidden_states_are_collected_over_stages() -> None:
         expected = model(**given).hidden_states
     assert len(value.hidden_states) == len(expected)
     assert all(torch.equal(one, other) for one, other in zip(value.hidden_states, expected, strict=True))
+
+
+def test_a_batch_that_asks_for_a_cache_or_calls_a_unit_twice_is_refused_with_what_to_write() -> None:
+    words = torch.randint(3, WORDS, (4, 8))
+    pipe = sl.Pipeline(causal("llama")(), loss_fn=sl.own_loss, ranks=2, microbatches=2)
+    with pytest.raises(sl.PipelineError, match=r"the batch has use_cache=True; a pipeline fills no cache, .* leave"):
+        pipe.step({"input_ids": words, "labels": words, "use_cache": True})
+    model = causal("gpt2", **GPT2)()
+    batch = {"input_ids": words, "labels": words, "token_type_ids": words}
+    pipe = sl.Pipeline(model, loss_fn=sl.own_loss, ranks=2, microbatches=2)
+    with pytest.raises(
+        sl.PipelineError, match=r"calls transformer\.wte 2 times .* give example= to Pipeline or split, a"
+    ):
+        pipe.step(batch)
+    pipe = sl.Pipeline(model, loss_fn=sl.own_loss, ranks=2, microbatches=2, example=batch)
+    assert pipe.step(transformers.BatchEncoding(batch)).loss == pytest.approx(
+        float(model(**batch).loss.detach()), rel=1e-5
+    )

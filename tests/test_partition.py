@@ -16,11 +16,16 @@ from hypothesis import strategies as st
 
 from instances import examples
 from stageline.errors import StagelineError
+from stageline.model.chosen import Balance, Work, cut_by_cost
 from stageline.model.cuts import least
 from stageline.model.partition import Partition, evaluate, partition, uniform
 from stageline.model.request import Request
 from stageline.model.vee import every_pair
 from stageline.schedules.placement import Placement
+from stageline.schedules.registry import schedule
+from stageline.schedules.schedule import Schedule
+from stageline.timeline.costs import Costs
+from stageline.timeline.simulate import simulate
 
 SHAPES = [(1, "loop"), (2, "v"), (2, "loop")]
 OTHER_SHAPES = [(3, "loop"), (3, "v")]
@@ -244,6 +249,74 @@ def test_a_quick_cut_of_a_v_counts_only_where_no_pair_of_places_is_better(seed: 
         found = partition(costs, ranks, 2, "v", memory=None if caps is None else held, caps=caps)
         assert found.slowest == pytest.approx(max(request.sums(costs, slow)), rel=1e-11)
         assert found.optimal
+
+
+FAMILIES = ["1f1b", "zb-v", "interleaved", "dualpipe-v", "hanayo", "dualpipe", "chimera", "interleaved-zb"]
+
+
+def work_of(costs: Any, layers: int) -> Work:
+    third = (costs / 3).tolist()
+    return Work([f"layer.{index}" for index in range(layers)], costs.tolist(), third, third, third, [1.0] * layers)
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(FAMILIES))
+def test_a_cut_for_a_schedule_is_never_slower_in_simulation_than_equal_counts(seed: int, family: str) -> None:
+    dice = np.random.default_rng(seed)
+    made = schedule(family, 4, 16)
+    layers = int(dice.integers(made.stages, 5 * made.stages))
+    costs = dice.uniform(0.2, 1.8, layers)
+    even = uniform(layers, made.stages)
+    found = cut_by_cost(work_of(costs, layers), made.stages, Balance(schedule=made), even)
+
+    def makespan(stages: list[tuple[int, int]]) -> float:
+        works = [float(costs[start:stop].sum()) / 3 for start, stop in stages]
+        return simulate(made, Costs(works, works, works)).makespan
+
+    assert makespan(found.stages) <= makespan(even) * (1 + 1e-12)
+    assert found.bound <= found.slowest * (1 + 1e-12)
+    # The time of every rank is that of its stages, a microbatch; where stages are on two ranks, half of each.
+    share = 1 / len(made.placement.table)
+    loads = np.zeros(4)
+    for row in made.placement.table:
+        for (start, stop), rank in zip(found.stages, row, strict=True):
+            loads[rank] += costs[start:stop].sum() * share
+    assert found.loads == pytest.approx(loads.tolist())
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=4, max_size=9))
+def test_stages_on_two_ranks_are_cut_as_well_as_any(costs: list[int]) -> None:
+    made = schedule("dualpipe", 4, 8)
+    found = cut_by_cost(
+        work_of(np.array(costs, dtype=float), len(costs)), 4, Balance(schedule=made), uniform(len(costs), 4)
+    )
+
+    def slowest(stages: list[tuple[int, int]]) -> float:
+        works = [sum(costs[start:stop]) for start, stop in stages]
+        return max(works[0] + works[3], works[1] + works[2]) / 2
+
+    best = min(map(slowest, all_cuts(len(costs), 4)))
+    assert found.bound == pytest.approx(best)
+    assert found.slowest == pytest.approx(slowest(found.stages))
+    assert found.also_on == (3, 2, 1, 0)
+
+
+def test_caps_and_pins_hold_for_a_schedule_too_and_its_chart_shows_both_stages_of_a_rank() -> None:
+    work = work_of(np.array([1.0, 1, 1, 1, 1, 1, 1, 5]), 8)
+    found = cut_by_cost(work, 4, Balance(schedule="dualpipe", memory=5, pinned={"layer.5": 3}), uniform(8, 4))
+    assert found.memory is not None
+    assert max(found.memory) <= 5
+    assert found.stages[3][0] <= 5
+    assert "rank 0  0" in found.chart()
+    assert found.chart().splitlines()[2].split()[2:4] == found.chart().splitlines()[5].split()[2:4]
+    with pytest.raises(StagelineError, match="every stage is on two ranks of the schedule; leave speed= out"):
+        cut_by_cost(work, 4, Balance(schedule="dualpipe", speed=[1, 1, 1, 2]), uniform(8, 4))
+    odd = Schedule.from_programs(
+        [["0F0", "0B0", "2F0", "2B0"], ["1F0", "1B0"]], placement=Placement.of(2, [[0, 1, 0]], [0])
+    )
+    with pytest.raises(StagelineError, match=r"places its stages on ranks as .*; cuts by cost are for stages that go"):
+        cut_by_cost(work, 3, Balance(schedule=odd), uniform(8, 3))
 
 
 def test_a_heavy_last_layer_gets_a_rank_with_less_beside_it() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class StagelineError(ValueError):
@@ -61,3 +63,25 @@ def shorten(value: object, limit: int = 60) -> str:
     """
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def place_of(error: BaseException) -> str:
+    """Where in a user's code an error was raised: the innermost line that is neither a library's nor ours.
+
+    >>> place_of(ValueError("never raised"))
+    ''
+    """
+    import sysconfig
+    import traceback
+
+    if isinstance(error, SyntaxError) and error.filename:
+        return f", at {_short(error.filename)}:{error.lineno}"
+    libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    others = (str(Path(__file__).resolve().parent) + os.sep, "<", *libraries)
+    inner = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
+    return f", at {_short(inner[-1].filename)}:{inner[-1].lineno} in {inner[-1].name}" if inner else ""
+
+
+def _short(path: str) -> str:
+    """A path as it is seen from here."""
+    return path.removeprefix(os.getcwd() + os.sep)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from stageline.cli.models import Length, Model, Samples, find_model
+from stageline.cli.models import Length, Model, Samples, Traceback, find_model, of_the_user
 from stageline.cli.options import Json
 from stageline.cli.output import console, print_json
 from stageline.errors import StagelineError
@@ -21,6 +21,7 @@ def command(
     ] = None,
     samples: Samples = 8,
     length: Length = 32,
+    traceback: Traceback = False,
     json: Json = False,
 ) -> None:
     """Run a model alone and in a pipeline on the same batch, and compare the loss, gradients and buffers bit by bit.
@@ -33,7 +34,7 @@ def command(
     """
     from stageline.runtime.check import check
 
-    named = find_model(model, samples, length)
+    named = find_model(model, samples, length, whole=traceback)
     if named.inputs is None or (named.loss_fn is None and named.targets is None):
         raise StagelineError(
             f"{model} gives no batch; let it return (model, inputs, targets, loss_fn), or (model, inputs) with a dict "
@@ -42,10 +43,11 @@ def command(
     batch = named.inputs if isinstance(named.inputs, dict) and named.targets is None else (named.inputs, named.targets)
     from stageline.model.huggingface import own_loss
 
-    report = check(
-        named.model, batch, ranks=ranks, schedule=schedule, microbatches=microbatches, example=named.inputs,
-        loss_fn=named.loss_fn or own_loss,
-    )  # fmt: skip
+    with of_the_user(f"checking {model} failed", traceback):
+        report = check(
+            named.model, batch, ranks=ranks, schedule=schedule, microbatches=microbatches, example=named.inputs,
+            loss_fn=named.loss_fn or own_loss,
+        )  # fmt: skip
     wrong = [each for each in report.differing if each.name not in report.tied]
     if json:
         print_json(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from stageline.cli.models import Length, Model, Samples, find_model
+from stageline.cli.models import Length, Model, Samples, Traceback, find_model, of_the_user
 from stageline.cli.options import Json
 from stageline.cli.output import console, print_json
 
@@ -19,6 +19,7 @@ def command(
     ] = "layers",
     samples: Samples = 2,
     length: Length = 16,
+    traceback: Traceback = False,
     json: Json = False,
 ) -> None:
     """Show the units of a model, in the order in which it calls them, and where it is cut into stages.
@@ -31,8 +32,9 @@ def command(
     """
     from stageline.model.staged import split
 
-    named = find_model(model, samples, length)
-    staged = split(named.model, stages, by=by, example=named.inputs)
+    named = find_model(model, samples, length, whole=traceback)
+    with of_the_user(f"looking at {model} failed", traceback):
+        staged = split(named.model, stages, by=by, example=named.inputs)
     rows = [
         {"stage": stage, "name": unit.name, "class": type(unit.module).__name__, "block": unit.block,
          "parameters": unit.size}

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stageline.errors import StagelineError, nearest
+from stageline.errors import StagelineError, place_of
+from stageline.model.named import find_function
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,6 +27,9 @@ Model = Annotated[
     ),
 ]
 Samples = Annotated[int, typer.Option("--samples", min=1, help="Samples of the made-up batch of a Hugging Face model.")]
+Traceback = Annotated[
+    bool, typer.Option("--traceback", help="Show all of it where the model's own code raises an error.")
+]
 Length = Annotated[int, typer.Option("--length", min=2, help="Tokens of each sample of it.")]
 
 
@@ -40,26 +43,49 @@ class Named:
     loss_fn: Any = None
 
 
-def find_model(name: str, samples: int = 8, length: int = 64) -> Named:
-    """Make the model that a name stands for, with random weights."""
+@contextmanager
+def of_the_user(doing: str, whole: bool) -> Iterator[None]:
+    """Tell what a user's code raises in one line, with the file and line of theirs; or let all of it be seen."""
+    try:
+        yield
+    except StagelineError as error:
+        if whole and error.__cause__ is not None:
+            raise error.__cause__ from None
+        raise
+    except (ModuleNotFoundError, typer.Exit):
+        raise
+    except (Exception, SystemExit) as error:
+        if whole:
+            raise
+        place = place_of(error)
+        text = str(error).strip().splitlines()
+        raise StagelineError(
+            f"{doing}: {type(error).__name__}{f': {shorten_text(text[0])}' if text else ''}{place}; "
+            "--traceback shows all of it"
+        ) from error
+
+
+def shorten_text(text: str, limit: int = 200) -> str:
+    """A line of an error, cut where it is long.
+
+    >>> shorten_text("abcdefgh", limit=6)
+    'abc...'
+    """
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def find_model(name: str, samples: int = 8, length: int = 64, *, whole: bool = False) -> Named:
+    """Make the model that a name stands for, with random weights; `whole` shows all of what its code raises."""
     path = Path(name)
     if path.suffix == ".json" or path.is_dir():
         return _from_config(path / "config.json" if path.is_dir() else path, samples, length)
     if ":" not in name:
         raise StagelineError(f"a model is named as package.module:function or as a config.json, got {name!r}")
-    module_name, function_name = name.split(":", 1)
-    sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise StagelineError(f"cannot import {module_name}: {error}; run this where that import works") from error
-    finally:
-        sys.path.pop(0)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        near = nearest(function_name, [each for each in dir(module) if not each.startswith("_")])
-        raise StagelineError(f"{module_name} has no function {function_name!r}{near}")
-    return _understood(name, function())
+    with of_the_user(f"{name} cannot be imported", whole):
+        function = find_function(name)
+    with of_the_user(f"{name} failed", whole):
+        made = function()
+    return _understood(name, made)
 
 
 def _understood(name: str, made: Any) -> Named:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stageline.cli.models import Length, Model, Samples, find_model
+from stageline.cli.models import Length, Model, Samples, Traceback, find_model, of_the_user
 from stageline.cli.options import Json
 from stageline.cli.output import console
 from stageline.errors import StagelineError
@@ -23,6 +23,7 @@ def command(
     ] = None,
     samples: Samples = 2,
     length: Length = 64,
+    traceback: Traceback = False,
     json: Json = False,
 ) -> None:
     """Measure what the units of a model cost, one microbatch: F, I and W in time, activations and parameters in bytes.
@@ -38,10 +39,11 @@ def command(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    named = find_model(model, samples, length)
+    named = find_model(model, samples, length, whole=traceback)
     if named.inputs is None:
         raise StagelineError(f"{model} gives no inputs; let it return (model, inputs)")
-    found = profile(named.model, named.inputs, repeats=repeats)
+    with of_the_user(f"measuring {model} failed", traceback):
+        found = profile(named.model, named.inputs, repeats=repeats)
     if output is not None:
         found.write(output)
     if json:

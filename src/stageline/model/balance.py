@@ -66,7 +66,8 @@ def _title(found: Partition, before: Partition | None) -> list[str]:
 
 def _layers(found: Partition, rank: int) -> str:
     """The layers of a rank, stage by stage: 0-3 12-15."""
-    spans = [span for span, holder in zip(found.stages, found.rank_of, strict=True) if holder == rank]
+    others = found.also_on or found.rank_of
+    spans = [span for span, *holders in zip(found.stages, found.rank_of, others, strict=True) if rank in holders]
     return " ".join(str(start) if stop == start + 1 else f"{start}-{stop - 1}" for start, stop in spans)
 
 

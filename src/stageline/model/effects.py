@@ -58,10 +58,37 @@ def _contents(holder: Any) -> list[int]:
 
 def inside_a_checkpoint() -> bool:
     """Whether torch's reentrant checkpointing runs what runs now: without a graph, which it makes later."""
+    return _checkpoint("forward") is not None
+
+
+def _checkpoint(function: str) -> Any:
+    """The innermost call of a function of torch's checkpointing that is under way, as a frame of the interpreter."""
     frame: Any = sys._getframe()
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "forward" and code.co_filename.replace("\\", "/").endswith("torch/utils/checkpoint.py"):
-            return True
+        if code.co_name == function and code.co_filename.replace("\\", "/").endswith("torch/utils/checkpoint.py"):
+            return frame
         frame = frame.f_back
-    return False
+    return None
+
+
+class Checkpoints:
+    """The units that run in the same checkpoint: all of them on one stage, or it cannot be run once more there."""
+
+    def __init__(self) -> None:
+        """Nothing was called yet."""
+        self._seen: list[tuple[Any, str, bool]] = []
+
+    def check(self, name: str, own: bool) -> None:
+        """A unit is called, one of the stage's own or not."""
+        frame = _checkpoint("checkpoint")
+        if frame is None:
+            return
+        for other, before, mine in self._seen:
+            if other is frame and mine != own:
+                raise StagelineError(
+                    f"the forward runs {before} and {name} in one checkpoint, and the model is cut between them; cut "
+                    "it elsewhere (layers_per_stage=, or by= the first unit of each stage), or leave the checkpoint "
+                    "out and give recompute= to the pipeline"
+                )
+        self._seen.append((frame, name, own))

@@ -43,6 +43,15 @@ def defaults_of(model: nn.Module) -> dict[str, Any]:
     return {"use_cache": False}
 
 
+def refuse_cache(value: Any, defaults: dict[str, Any]) -> None:
+    """Refuse a batch that asks for a cache, which is no value that stages can pass."""
+    if "use_cache" in defaults and isinstance(value, dict) and value.get("use_cache"):
+        raise StagelineError(
+            f"the batch has use_cache={value['use_cache']!r}; a pipeline fills no cache, and training needs none: "
+            "leave use_cache out, or give False"
+        )
+
+
 def example_of(model: nn.Module) -> Any:
     """A small batch that a model of the library can be looked at with; None for others."""
     inner = pretrained(model)

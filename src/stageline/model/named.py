@@ -27,7 +27,7 @@ def find_function(name: str) -> Callable[..., Any]:
     sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise StagelineError(f"cannot import {module_name}: {error}; run this where that import works") from error
     finally:
         sys.path.remove(os.getcwd())

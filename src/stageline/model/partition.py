@@ -39,6 +39,8 @@ class Partition:
     """No cut makes the slowest rank faster than this."""
     names: tuple[str, ...] | None = None
     """The names of the layers, where they were given."""
+    also_on: tuple[int, ...] | None = None
+    """The second rank of every stage, for a schedule of two directions."""
 
     @property
     def slowest(self) -> float:

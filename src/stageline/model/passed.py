@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stageline.errors import StagelineError
 from stageline.model.absent import Absent, Keys
-from stageline.runtime.tree import flatten, unflatten
+from stageline.runtime.tree import flatten, plain, unflatten
 
 INPUT = "input"
 PARAMETER = "parameter "
@@ -116,7 +116,8 @@ class Passed:
                 found = [self._leaf(key_of(position, index), leaf) for index, leaf in enumerate(leaves)]
                 return unflatten(found, tree)
         raise StagelineError(
-            f"the model calls {name}, and no earlier stage did; give example= to split, so that the calls are seen"
+            f"the model calls {name}, and no earlier stage did; give example= to Pipeline or split, so that the calls "
+            "are seen"
         )
 
     def _leaf(self, key: str, told: Sequence[Any]) -> Any:
@@ -137,6 +138,7 @@ def arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     >>> arguments((1, 2)), arguments({"x": 1}), arguments(3)
     (((1, 2), {}), ((), {'x': 1}), ((3,), {}))
     """
+    value = plain(value)
     if isinstance(value, dict):
         return (), dict(value)
     return (tuple(value) if isinstance(value, tuple) else (value,)), {}

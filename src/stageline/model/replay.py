@@ -24,9 +24,10 @@ from torch.utils import _pytree as pytree
 from stageline.errors import StagelineError
 from stageline.model import huggingface
 from stageline.model.absent import Absent, Keys, keys_of, writes_allowed
-from stageline.model.effects import Effects, inside_a_checkpoint
+from stageline.model.effects import Checkpoints, Effects, inside_a_checkpoint
 from stageline.model.passed import PARAMETER, Passed, key_of, on_meta
 from stageline.runtime.randomness import draws, generator_alone
+from stageline.runtime.tree import learn
 
 _MISFITS = ("cannot be multiplied", "reduction dim", "must match", "size mismatch", "normalized_shape", "channels")
 """By these words torch says that something does not fit, and not that it cannot be done without contents."""
@@ -58,7 +59,7 @@ class Calls:
         if found is None:
             raise CallsError(
                 f"the model calls {name} {times + 1} times in one forward, and {self.names.count(name)} were expected; "
-                "give example= to split, so that the calls are seen"
+                "give example= to Pipeline or split, a batch with the same inputs, so that the calls are seen"
             )
         return found
 
@@ -136,6 +137,8 @@ class Replay:
 
     def run(self, frame: nn.Module, value: Any) -> Any:
         """Run a stage on the model's inputs, or on what the stage before passed on."""
+        if self.first:
+            huggingface.refuse_cache(value, self.defaults)
         arrived = Passed.first(value, self.defaults) if self.first else Passed.read(value)
         form = f"{arrived.form()} {frame.training}"
         fresh = form not in self._needs and not (self.first and self.last)
@@ -156,7 +159,7 @@ class Replay:
         if not self.last:
             raise StagelineError(
                 f"the forward of the model ended before it came to {self.calls.names[self.stop]}, with which the next "
-                "stage begins; give example= to split, so that the order of its calls is seen"
+                "stage begins; give example= to Pipeline or split, so that the order of its calls is seen"
             )
         lost = keys_of(found)
         if lost:
@@ -171,7 +174,10 @@ class Replay:
             for key in sorted(keys)
         ]  # fmt: skip
         if any(key.startswith(PARAMETER) for key in keys):
-            return f"{', '.join(names)}, which another stage holds; give example= to split, so that it is held here too"
+            return (
+                f"{', '.join(names)}, which another stage holds; give example= to Pipeline or split, so that it is "
+                "held here too"
+            )
         return (
             f"{', '.join(names)}, which the stages before did not pass on: the forward takes another way than when it "
             "was first seen; split(…, everything=True) passes all values on"
@@ -191,6 +197,8 @@ class Replay:
         now.times[name] = now.times.get(name, 0) + 1
         if now.dry is not None:
             return self._dry(name, position, now, args, kwargs)
+        if now.fresh:
+            now.checkpoints.check(name, self.start <= position < self.stop)
         if position < self.start:
             found, more = now.arrived.output(position, name)
             huggingface.collect(more)
@@ -283,6 +291,7 @@ class Replay:
         lists = huggingface.collected()
         before = huggingface.lengths(lists)
         found = self._shape_of(name, args, kwargs)
+        learn(found)
         leaves, spec = pytree.tree_flatten((found, huggingface.since(before)))
         for kind, size in before.items():
             del lists[kind][size:]
@@ -328,6 +337,7 @@ class _Now:
     seen: list[str] | None = None
     """The calls so far, where their order is not known yet."""
     times: dict[str, int] = field(default_factory=dict)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
     passed: Passed = field(init=False)
 
     def __post_init__(self) -> None:

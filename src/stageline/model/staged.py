@@ -7,35 +7,28 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
-from stageline.errors import StagelineError, nearest, shorten
+from stageline.errors import StagelineError, nearest, place_of, shorten
 from stageline.model import huggingface
+from stageline.model.asked import check_asked
 from stageline.model.build import Description, describe
+from stageline.model.chosen import Balance, Work, cut_by_cost
 from stageline.model.frame import Original, StagePart
-from stageline.model.partition import Partition, partition
+from stageline.model.partition import Partition
 from stageline.model.passed import arguments
 from stageline.model.profile import Profile, profile_model
 from stageline.model.replay import Calls, Needs, Replay
 from stageline.model.traced import Traced, trace
 from stageline.model.units import NoStack, Unit, find_units
+from stageline.schedules.schedule import Schedule
 
 Cut = list[tuple[int, int]]
 """For each stage, the calls that are its own: from the first to the one after the last."""
 
 By: TypeAlias = str | Sequence[str] | Profile
-
-
-class Balance(NamedTuple):
-    """What a cut by cost has to keep to."""
-
-    ranks: int | None = None
-    placement: Literal["loop", "v"] = "loop"
-    memory: float | Sequence[float] | None = None
-    pinned: Mapping[str | int, int] | None = None
-    speed: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -127,7 +120,8 @@ def split(
     stack: str | Sequence[str] = (),
     example: Any = None,
     ranks: int | None = None,
-    placement: Literal["loop", "v"] = "loop",
+    placement: Literal["loop", "v"] | None = None,
+    schedule: str | Schedule | None = None,
     memory: float | Sequence[float] | None = None,
     pinned: Mapping[str | int, int] | None = None,
     speed: Sequence[float] | None = None,
@@ -142,27 +136,28 @@ def split(
     class; or the names of the first unit of each stage. By parameters, time or a profile, the slowest of the `ranks`
     (as many as stages unless given, placed in a loop or a V) is as fast as can be, with at most `memory` bytes on each
     for parameters, gradients and two states of an optimizer, with units `pinned` to stages, and with ranks whose
-    `speed` differs. `layers_per_stage` gives the
-    number of blocks (or of all units) of each stage. `stack` names the list or lists of blocks, which are found
-    otherwise. `example` is a batch (a tuple of arguments, a dict of keywords, or one argument) that the model is run on
-    once, to see in which order it calls its units; needed where that is not the order in which it defines them, or
-    where it calls one of them twice, or uses the weights of one outside of it. `everything=True` passes the outputs of
-    all units on, for forwards whose way depends on more than the form of their inputs.
+    `speed` differs. With `schedule`, a family or what `sl.schedule` gives, ranks and placement are its own, and of
+    several good cuts, the one with equal counts among them, that is taken whose step is shortest in simulation.
+    `layers_per_stage` gives the number of blocks (or of all units) of each stage. `stack` names the list or lists of
+    blocks, which are found otherwise. `example` is a batch (a tuple of arguments, a dict of keywords, or one argument)
+    that the model is run on once, to see in which order it calls its units; needed where that is not the order in which
+    it defines them, or where it calls one of them twice, or uses the weights of one outside of it. `everything=True`
+    passes the outputs of all units on, for forwards whose way depends on more than the form of their inputs.
     """
     if not isinstance(model, nn.Module) and callable(model):
         recipe = describe(model)
         staged = split(
             recipe.model, stages, by=by, layers_per_stage=layers_per_stage, stack=stack, example=example, ranks=ranks,
-            placement=placement, memory=memory, pinned=pinned, speed=speed, everything=everything,
+            placement=placement, schedule=schedule, memory=memory, pinned=pinned, speed=speed, everything=everything,
         )  # fmt: skip
         return replace(staged, recipe=recipe)
     if not isinstance(model, nn.Module):
         raise StagelineError(f"split takes a model, an nn.Module, got {shorten(model)}")
-    if not isinstance(stages, int) or stages < 1:
-        raise StagelineError(f"stages is a whole number of at least 1, got {shorten(stages)}")
+    ask = Balance(ranks, placement, memory, pinned, speed, schedule)
+    stacks = check_asked(stages, by, layers_per_stage, stack, ask, example)
     traced, needs = None, None
     try:
-        units = _units(model, by, [stack] if isinstance(stack, str) and stack else list(stack))
+        units = _units(model, by, stacks)
     except NoStack:
         if example is None:
             raise
@@ -176,12 +171,10 @@ def split(
             f"{type(model).__name__} has {len(units)} units ({_listed([unit.name for unit in units])}), and {stages} "
             f"stages are asked for; give at most {len(units)}, or name smaller blocks with by='type:ClassOfBlock'"
         )
-    costs = None if layers_per_stage is not None else _costs(model, units, by, example)
-    if costs is not None:
-        balance = _balanced(units, stages, costs, Balance(ranks, placement, memory, pinned, speed))
+    work = None if layers_per_stage is not None else _costs(model, units, by, example)
+    if work is not None:
+        balance = cut_by_cost(work, stages, ask, _evenly(units, stages))
         return Staged(model, tuple(units), tuple(balance.stages), balance, traced, needs, everything)
-    if memory is not None or pinned or speed is not None:
-        raise StagelineError("memory=, pinned= and speed= need costs: give by='parameters', 'time' or a profile")
     cut = _cut(units, stages, by, layers_per_stage)
     return Staged(model, tuple(units), tuple(cut), None, traced, needs, everything)
 
@@ -200,8 +193,8 @@ def _in_order(model: nn.Module, units: list[Unit], example: Any) -> tuple[list[U
             return _as_called(model, units, example)
         except Exception as error:
             raise StagelineError(
-                f"{type(model).__name__} cannot run on the example, {shorten(error, 200)}; give a tuple of its "
-                "arguments, a dict of keywords, or its only argument"
+                f"{type(model).__name__} cannot run on the example, {shorten(error, 200)}{place_of(error)}; "
+                "give a tuple of its arguments, a dict of keywords, or its only argument"
             ) from error
     guess = huggingface.example_of(model)
     with suppress(Exception):  # it is not for every model
@@ -225,10 +218,7 @@ def _cut(units: Sequence[Unit], stages: int, by: By, layers_per_stage: Sequence[
         return _by_counts(units, stages, list(layers_per_stage))
     if not isinstance(by, str | Profile):
         return _by_names(units, stages, list(by))
-    if isinstance(by, str) and (by == "layers" or by.startswith("type:")):
-        return _evenly(units, stages)
-    ways = ["layers", "parameters", "time", "type:ClassOfBlock", "a list of names", "a profile"]
-    raise StagelineError(f"by is one of {', '.join(ways)}, got {by!r}{nearest(str(by), ways)}")
+    return _evenly(units, stages)
 
 
 def even_sizes(count: int, parts: int) -> list[int]:
@@ -262,8 +252,6 @@ def _by_counts(units: Sequence[Unit], stages: int, counts: list[int]) -> Cut:
         raise StagelineError(
             f"layers_per_stage has {len(counts)} numbers, and there are {stages} stages: give one for each"
         )
-    if any(not isinstance(count, int) or count < 1 for count in counts):
-        raise StagelineError(f"layers_per_stage is {counts}: every stage needs at least one layer")
     blocks = [index for index, unit in enumerate(units) if unit.block]
     if sum(counts) == len(blocks):
         return _at_blocks(units, blocks, counts)
@@ -291,42 +279,26 @@ def _by_names(units: Sequence[Unit], stages: int, names: list[str]) -> Cut:
     return list(pairwise([*starts, len(units)]))
 
 
-def _balanced(units: Sequence[Unit], stages: int, costs: Sequence[float], ask: Balance) -> Partition:
-    """Cut so that the slowest rank is as fast as can be."""
-    ranks = stages if ask.ranks is None else ask.ranks
-    if ranks < 1 or stages % ranks:
-        raise StagelineError(f"{stages} stages cannot be spread evenly over {ranks} ranks")
-    return partition(
-        costs,
-        ranks,
-        chunks=stages // ranks,
-        placement=ask.placement,
-        memory=None if ask.memory is None else [4 * unit.bytes for unit in units],
-        caps=ask.memory,
-        pinned=ask.pinned,
-        speed=ask.speed,
-        names=[unit.name for unit in units],
-    )
-
-
-def _costs(model: nn.Module, units: Sequence[Unit], by: By, example: Any) -> list[float] | None:
-    """What every unit costs, where a cut is to be by cost."""
+def _costs(model: nn.Module, units: Sequence[Unit], by: By, example: Any) -> Work | None:
+    """What every unit costs, where a cut is to be by cost; parameters, gradients and two states of an optimizer."""
+    names, memory = [unit.name for unit in units], [4.0 * unit.bytes for unit in units]
     if by == "parameters":
-        return [float(unit.size) for unit in units]
+        third = [unit.size / 3 for unit in units]
+        return Work(names, [float(unit.size) for unit in units], third, third, third, memory)
     if by == "time":
-        if example is None:
-            raise StagelineError("by='time' measures the model, and needs example=, a batch to run it on")
         by = profile_units(model, units, example)
     if not isinstance(by, Profile):
         return None
-    measured = {layer.name: layer.seconds for layer in by.layers}
+    measured = {layer.name: layer for layer in by.layers}
     missing = [unit.name for unit in units if unit.name not in measured]
     if missing:
         raise StagelineError(
             f"the profile has no layer {missing[0]!r}{nearest(missing[0], measured)}; profile the model that is split"
         )
-    calls = Counter(unit.name for unit in units)
-    return [measured[unit.name] / calls[unit.name] for unit in units]
+    calls = Counter(names)
+    parts = ("seconds", "forward", "backward_input", "backward_weight")
+    times = {part: [getattr(measured[name], part) / calls[name] for name in names] for part in parts}
+    return Work(names=names, memory=memory, **times)
 
 
 def profile_units(model: nn.Module, units: Sequence[Unit], example: Any, **how: Any) -> Profile:

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from stageline.errors import StagelineError, nearest
 
@@ -64,14 +65,15 @@ def find_units(model: nn.Module, stacks: Sequence[str] = (), kind: str = "") -> 
     """
     blocks = _blocks(model, stacks, kind)
     if not blocks:
-        parts = [name for name, child in model.named_children() if _has_parameters(child)]
+        named = [pair for pair in model.named_children() if _has_parameters(pair[1]) and not _is_of_frame(pair[1])]
+        parts = [name for name, _ in named]
         if len(parts) < 2:
             raise NoStack(
                 f"{type(model).__name__} has no stack of blocks to cut: no ModuleList or Sequential of like modules, "
                 f"and {len(parts)} parts with parameters ({', '.join(parts) or 'none'}); give an nn.Sequential or a "
                 "list of stages, name its blocks with by='type:ClassOfBlock', or give example= to have it traced"
             )
-        return [Unit(name, child, False) for name, child in model.named_children() if _has_parameters(child)]
+        return [Unit(name, child, False) for name, child in named]
     frames = {name for block in blocks for name in _above(block)}
     return list(_collect(model, "", blocks, frames))
 
@@ -95,8 +97,14 @@ def _collect(module: nn.Module, at: str, blocks: set[str], frames: set[str]) -> 
             yield Unit(path, child, True)
         elif path in frames:
             yield from _collect(child, path, blocks, frames)
-        elif _has_parameters(child) or _has_state(child):
+        elif (_has_parameters(child) or _has_state(child)) and not _is_of_frame(child):
             yield Unit(path, child, False)
+
+
+def _is_of_frame(module: nn.Module) -> bool:
+    """Whether a module only makes parameters of the module that holds it, as torch.nn.utils.parametrize has it."""
+    children = list(module.children())
+    return bool(children) and all(isinstance(child, parametrize.ParametrizationList) for child in children)
 
 
 def _has_state(module: nn.Module) -> bool:

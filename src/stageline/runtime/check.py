@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import StagelineError, shorten
+from stageline.model.asked import whole
 from stageline.model.huggingface import own_loss
 from stageline.model.passed import arguments
 from stageline.runtime.pipeline import Pipeline
@@ -90,6 +91,7 @@ def check(
     """
     if not isinstance(model, nn.Module):
         raise StagelineError(f"check takes a model, an nn.Module, got {shorten(model)}")
+    whole("ranks", ranks)
     inputs, targets, loss = _understood(batch, loss_fn)
     samples = batch_size(inputs, "the inputs")
     parts = min(2 * ranks, samples) if microbatches is None else microbatches

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,22 @@ from stageline.schedules.placement import Placement
 from stageline.schedules.registry import find_family, schedule
 from stageline.schedules.schedule import Schedule
 
+_FILES = (".json", ".csv")
+_OF_SPLIT = frozenset({"split", *inspect.signature(split).parameters}) - {"model", "example", "ranks", "schedule"}
 
-def whole_model(stages: nn.Module | Staged | Sequence[nn.Module]) -> nn.Module:
+
+def whole_model(stages: Any) -> nn.Module:
     """One model of all stages, whose names are those that checkpoints and optimizers see."""
     if isinstance(stages, Staged):
         return stages.model
     if isinstance(stages, nn.Module):
         return stages
-    found = list(stages)
+    found: list[Any] = list(stages) if isinstance(stages, list | tuple | nn.ModuleList) else [stages]
     wrong = [stage for stage in found if not isinstance(stage, nn.Module)]
     if wrong or not found:
         raise StagelineError(
-            f"stages must be a model or a list of modules, got {shorten(wrong[0] if wrong else found)}"
+            "a Pipeline is made of a model, a list of its stages, or what sl.split gives; or of a function that builds "
+            f"the model, or a list of functions that build its layers; got {shorten(wrong[0] if wrong else found)}"
         )
     return nn.Sequential(*found)
 
@@ -58,7 +63,13 @@ def find_schedule(
     given: str | Path | Schedule, layers: int, ranks: int | None, microbatches: int | None, **options: Any
 ) -> Schedule:
     """The schedule that was asked for."""
-    if isinstance(given, Schedule) or Path(given).suffix.lower() in (".json", ".csv"):
+    file = isinstance(given, Schedule) or (isinstance(given, str | Path) and Path(given).suffix.lower() in _FILES)
+    _refuse_cuts([] if file or not isinstance(given, str) else find_family(given).options, options)
+    if not isinstance(given, str | Path | Schedule):
+        raise StagelineError(
+            f"schedule is a family such as '1f1b', a file, or what sl.schedule(…) gives, got {shorten(given)}"
+        )
+    if file:
         made = given if isinstance(given, Schedule) else read_schedule(given)
         if microbatches is not None and microbatches != made.microbatches:
             raise ScheduleError(f"microbatches={microbatches}, and the schedule has {made.microbatches}")
@@ -84,6 +95,16 @@ def find_schedule(
         raise refused[0]  # it has nothing to do with the number of ranks
     last = f": {refused[-1]}" if refused else ""
     raise ScheduleError(f"{family.name} does not fit {layers} stages on any number of ranks{last}; give ranks=")
+
+
+def _refuse_cuts(known: Iterable[str], options: Mapping[str, Any]) -> None:
+    """Refuse options that say how to cut the model, unless the family has one of that name."""
+    asked = [name for name in options if name in _OF_SPLIT and name not in known]
+    if asked:
+        raise StagelineError(
+            f"{asked[0]}= says how to cut the model, and Pipeline cuts it by the count of its layers; cut it first: "
+            f"sl.Pipeline(sl.split(model, stages=…, {'by' if asked[0] == 'split' else asked[0]}=…), …)"
+        )
 
 
 def _divisors(number: int) -> list[int]:

@@ -35,6 +35,7 @@ from stageline.runtime.reduce import Reducer
 from stageline.runtime.replicas import Replicas
 from stageline.runtime.shadows import Placed, gather
 from stageline.runtime.stage import Stage, StageOptions
+from stageline.runtime.tree import plain
 from stageline.runtime.worlds import GRADIENTS, Crew, Floats, PipelineError, World
 from stageline.schedules.schedule import Schedule
 
@@ -97,6 +98,7 @@ class Runner:
 
     def _run(self, batch: Batch) -> Done:
         """Run a batch on all ranks. If it fails anywhere it fails everywhere, and buffers are as before."""
+        batch = replace(batch, inputs=plain(batch.inputs), targets=plain(batch.targets))
         self._world.begin()
         buffers = all_buffers(self.model) if batch.training else []
         reducer = self._replicas.reducer() if self._replicas is not None and batch.training and batch.sync else None

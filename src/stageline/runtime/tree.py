@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import re
+import sys
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -17,23 +21,27 @@ TENSOR = "tensor"
 """The text of the commonest shape of all: one tensor and nothing around it."""
 
 
+_learning = Lock()
+
+
 def flatten(tree: Any, where: str) -> tuple[list[Leaf], str]:
     """Turn a tree into its leaves and the text of its shape; refuse a leaf that no message can hold."""
     if isinstance(tree, Tensor):
         return [tree], TENSOR
+    learn(tree)
     leaves, spec = pytree.tree_flatten(tree)
     for leaf in leaves:
         if not isinstance(leaf, Tensor | int | float | str | bool | None):
             raise StagelineError(
                 f"{where} passes on a {type(leaf).__name__}, {shorten(leaf)}; stages can pass tensors, numbers, "
-                "strings and None, in tuples, lists and dicts"
+                f"strings and None, in tuples, lists, dicts, named tuples and dataclasses{_why_not(leaf)}"
             )
     try:
         return leaves, _text_of(spec)
     except NotImplementedError as error:
         raise StagelineError(
             f"{where} passes on a {type(tree).__name__} or something in it that cannot be told to another process; "
-            "stages can pass tuples, lists and dicts"
+            "stages can pass tuples, lists, dicts, named tuples and dataclasses"
         ) from error
 
 
@@ -44,6 +52,54 @@ def unflatten(leaves: Sequence[Any], text: str) -> Any:
     return pytree.tree_unflatten(list(leaves), _spec_of(text))
 
 
+def learn(tree: Any) -> None:
+    """Let the named tuples and dataclasses in a tree be parts of trees, by the names of their classes.
+
+    >>> @dataclasses.dataclass
+    ... class Hidden:
+    ...     states: Tensor
+    >>> learn([Hidden(torch.zeros(2))])
+    >>> pytree.tree_leaves(Hidden(torch.zeros(2)))
+    [tensor([0., 0.])]
+    """
+    if isinstance(tree, Tensor):
+        return
+    for each in pytree.tree_leaves(tree, is_leaf=_unknown):
+        if _unknown(each):
+            _learn_kind(type(each))
+            learn(each)
+
+
+def _unknown(each: Any) -> bool:
+    kind = type(each)
+    if isinstance(each, tuple):
+        return hasattr(kind, "_fields") and kind not in pytree.SUPPORTED_SERIALIZED_TYPES
+    return dataclasses.is_dataclass(each) and kind not in pytree.SUPPORTED_NODES and not _why_not(each)
+
+
+def _why_not(each: Any) -> str:
+    """Why a dataclass is no part of a tree."""
+    if not dataclasses.is_dataclass(each):
+        return ""
+    odd = [field.name for field in dataclasses.fields(each) if not field.init]
+    return f"; {odd[0]} of it is no argument of its constructor: make it one" if odd else ""
+
+
+def _learn_kind(kind: type) -> None:
+    """Name a class as another process names it: by where it is, and by its number where several are called so."""
+    with _learning:
+        if kind in pytree.SUPPORTED_SERIALIZED_TYPES:
+            return
+        name, number = f"{kind.__module__}.{kind.__qualname__}", 1
+        while (name if number == 1 else f"{name}#{number}") in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
+            number += 1
+        name = name if number == 1 else f"{name}#{number}"
+        if issubclass(kind, tuple):
+            pytree._register_namedtuple(kind, serialized_type_name=name)
+        else:
+            pytree.register_dataclass(kind, serialized_type_name=name)
+
+
 @lru_cache(maxsize=1024)
 def _text_of(spec: pytree.TreeSpec) -> str:
     return pytree.treespec_dumps(spec)
@@ -51,7 +107,43 @@ def _text_of(spec: pytree.TreeSpec) -> str:
 
 @lru_cache(maxsize=1024)
 def _spec_of(text: str) -> pytree.TreeSpec:
-    return pytree.treespec_loads(text)
+    for _ in range(100):
+        try:
+            return pytree.treespec_loads(text)
+        except NotImplementedError as error:
+            name = re.sub(r"^.*?(?:Deserializing|namedtuple class) (\S+) (?:in pytree|because).*$", r"\1", str(error))
+            kind = _kind_of(name)
+            if kind is None or kind in pytree.SUPPORTED_SERIALIZED_TYPES:
+                raise StagelineError(
+                    f"a stage passed on a {name}, a class that this process has not seen; define it in a module that "
+                    "all processes import, or let the stage pass on tuples, lists and dicts"
+                ) from error
+            _learn_kind(kind)
+    raise StagelineError(f"a stage passed on what cannot be read: {shorten(text)}")
+
+
+def _kind_of(name: str) -> type | None:
+    """A named tuple or dataclass of a module that is loaded."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:end]))
+        for part in parts[end:]:
+            found = getattr(found, part, None)
+        if isinstance(found, type) and (dataclasses.is_dataclass(found) or hasattr(found, "_fields")):
+            return found
+    return None
+
+
+def plain(batch: Any) -> Any:
+    """A batch as a tree: what is like a dict without being one, such as a tokenizer's output, becomes one.
+
+    >>> from collections import UserDict
+    >>> plain(UserDict(ids=[1, 2]))
+    {'ids': [1, 2]}
+    """
+    if isinstance(batch, Mapping) and not isinstance(batch, dict) and type(batch) not in pytree.SUPPORTED_NODES:
+        return dict(batch)
+    return batch
 
 
 def tensors_of(leaves: Sequence[Any]) -> list[Tensor]:
@@ -61,6 +153,7 @@ def tensors_of(leaves: Sequence[Any]) -> list[Tensor]:
 
 def batch_size(tree: Any, what: str) -> int:
     """How many samples a batch has: the first dimension of its tensors, which must agree."""
+    learn(tree)
     sizes = {int(tensor.shape[0]) for tensor in tensors_of(pytree.tree_leaves(tree)) if tensor.dim() > 0}
     if len(sizes) != 1:
         found = ", ".join(map(str, sorted(sizes))) or "no tensor with a first dimension"
@@ -74,6 +167,7 @@ def split_batch(tree: Any, parts: int) -> list[Any]:
     >>> [part.tolist() for part in split_batch(torch.arange(5), 2)]
     [[0, 1, 2], [3, 4]]
     """
+    learn(tree)
     leaves, spec = pytree.tree_flatten(tree)
     cut = [
         list(torch.tensor_split(leaf, parts)) if isinstance(leaf, Tensor) and leaf.dim() > 0 else [leaf] * parts
@@ -88,6 +182,7 @@ def join_batch(parts: Sequence[Any]) -> Any:
     >>> join_batch([torch.tensor([0, 1, 2]), torch.tensor([3, 4])]).tolist()
     [0, 1, 2, 3, 4]
     """
+    learn(parts[0] if parts else None)
     columns = [pytree.tree_flatten(part) for part in parts]
     joined = [
         torch.cat(list(leaves)) if isinstance(leaves[0], Tensor) and leaves[0].dim() > 0 else list(leaves)
