@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 import stageline as sl
 from instances import examples
-from stageline.synthesis.bounds import lower_bound, one_rank
+from stageline.synthesis.bounds import lower_bound, one_rank, quick_bound
 from stageline.synthesis.exact import search as exact_search
-from stageline.synthesis.greedy import Board, schedule_of
+from stageline.synthesis.greedy import Board, Rule, run_greedy, schedule_of
 from stageline.synthesis.named import one_by_one, programs_of
 from stageline.synthesis.problem import Problem, problem_of
-from stageline.synthesis.replay import times_of
+from stageline.synthesis.relaxed import Relaxed
+from stageline.synthesis.replay import peak_of, times_of
+from stageline.synthesis.unroll import unrolled
 
 Step = tuple[str, int, int]
 
@@ -118,12 +120,14 @@ def test_no_bound_exceeds_the_optimum_and_exact_search_finds_it(problem: Problem
     if best is None:
         return
     assert lower_bound(problem) <= best + 1e-9
+    assert quick_bound(Relaxed(problem)) <= best + 1e-9
     board = Board(problem)
     plan = one_by_one(problem)
     ends = times_of(board, plan.programs)
     assert ends is not None
     starts = {code: ends[code] - board.taken[code] for program in plan.programs for code in program}
-    found = exact_search(board, starts, lower_bound(problem), plan.value, seconds=60, effort=60, seed=0)
+    limits: dict[str, Any] = {"seconds": 60, "effort": 60, "seed": 0, "tell": lambda bound: None}
+    found = exact_search(board, starts, lower_bound(problem), plan.value, **limits)
     assert found.is_finished
     assert found.programs is not None
     assert found.bound == pytest.approx(best, abs=1e-6)
@@ -222,3 +226,35 @@ def test_the_bound_holds_for_overlapped_pairs_that_save_time() -> None:
         r = sl.synthesize(costs, p, m, chunks=2, placement="vee", time_limit=0.5)
         assert r.achieved <= timeline.makespan
         assert r.lower_bound <= r.achieved
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=examples(60), deadline=None)
+def test_a_repeated_middle_is_valid_and_needs_no_more_memory(seed: int) -> None:
+    dice = random.Random(seed)
+    ranks, chunks = dice.choice([(2, 1), (3, 1), (4, 1), (2, 2)])
+    more = dice.choice([12, dice.randint(1, 9)])
+    short, long = (
+        Board(problem_of(sl.Costs(residue=0.5), ranks, count, None, chunks, "loop", "makespan", True))
+        for count in (2 * ranks + 1, 2 * ranks + 1 + more)
+    )
+    held = dice.choice([ranks * chunks, 2 * ranks])
+    plan = run_greedy(short, Rule(ahead=(held,) * ranks, gap=dice.choice([0.01, 1])))
+    if plan is None:
+        return
+    peaks = [peak_of(short, program) for program in plan.programs]
+    for made in unrolled(short, plan, long, tries=10, is_over=lambda: False):
+        schedule = schedule_of(long.problem, made.programs)
+        assert sl.verify(schedule).in_order
+        timeline = sl.simulate(schedule, long.problem.costs)
+        assert made.value == pytest.approx(timeline.makespan)
+        if more == 12:  # a multiple of every part, so that none is run in part
+            assert all(now <= before for now, before in zip(timeline.peak_memory, peaks, strict=True))
+
+
+def test_the_quick_bound_of_a_large_step_is_near_the_careful_one() -> None:
+    costs = sl.Costs(forward=10, backward_input=11, backward_weight=7, transfer=1)
+    for cap in (None, 8, 6):
+        for objective in ("makespan", "span"):
+            problem = problem_of(costs, 8, 64, cap, 1, "loop", objective, None)
+            assert 0.75 * lower_bound(problem) <= quick_bound(Relaxed(problem)) <= lower_bound(problem) + 1e-9

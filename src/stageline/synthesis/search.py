@@ -207,6 +207,11 @@ class Search:
         if self.best is not before:
             self._moves(0.1)
 
+    def _raise(self, bound: float) -> None:
+        """Take a bound that may be better."""
+        self.least = max(self.least, bound)
+        self.tell("exact search")
+
     def _exact(self) -> None:
         """Exact search, and a bound that may be tighter."""
         best = self.best
@@ -225,8 +230,9 @@ class Search:
             seconds=self.seconds - self.elapsed,
             effort=2 * self.seconds,
             seed=self.seed,
+            tell=self._raise,
         )
-        self.was_cut |= not found.is_finished and self.elapsed >= self.seconds
+        self.was_cut |= found.was_cut
         self.least = max(self.least, found.bound)
         self.offer(judged(self.board, found.programs, "exact search"))
 
