@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 import stageline as sl
 from instances import examples
-from stageline.synthesis.bounds import lower_bound, one_rank
+from stageline.synthesis.bounds import lower_bound, one_rank, quick_bound
 from stageline.synthesis.exact import search as exact_search
-from stageline.synthesis.greedy import Board, schedule_of
+from stageline.synthesis.greedy import Board, Rule, run_greedy, schedule_of
 from stageline.synthesis.named import one_by_one, programs_of
 from stageline.synthesis.problem import Problem, problem_of
-from stageline.synthesis.replay import times_of
+from stageline.synthesis.relaxed import Relaxed
+from stageline.synthesis.replay import peak_of, times_of
+from stageline.synthesis.unroll import unrolled
 
 Step = tuple[str, int, int]
 
@@ -111,6 +113,119 @@ def tiny(draw: st.DrawFn) -> Problem:
     return problem_of(costs, ranks, count, [least + room for least in free.least_memory], *arguments)
 
 
+def best_of_states(problem: Problem) -> float:
+    """The best objective of an instance with one stage a rank, by going through everything that can be done.
+
+    A state is how many F, I and W every rank has run; of all ways to come to it, those are kept that no other way
+    beats in the moment each rank is free and each message arrives.
+    """
+    ranks, count = problem.ranks, problem.microbatches
+    kinds = {True: "FIW", False: "FB"}[bool(problem.split)]
+    start = ((0,) * len(kinds),) * ranks
+    blank = ((0.0,) * ranks, ((),) * ranks, ((),) * ranks)
+    layer: dict[Any, list[Any]] = {start: [blank]}
+    for _ in range(len(kinds) * ranks * count):
+        following: dict[Any, list[Any]] = {}
+        for state, ways in layer.items():
+            for rank, at in product(range(ranks), range(len(kinds))):
+                if not may_run(problem, state, rank, at):
+                    continue
+                done = list(state[rank])
+                done[at] += 1
+                key = (*state[:rank], tuple(done), *state[rank + 1 :])
+                for way in ways:
+                    keep_best(following.setdefault(key, []), ran(problem, state, way, rank, kinds[at], state[rank][at]))
+        layer = following
+    begins = [0.0] * ranks
+    if problem.objective == "span":
+        for rank in range(1, ranks):
+            begins[rank] = begins[rank - 1] + problem.times[0][rank - 1][0] + problem.ahead[rank - 1][0]
+    (ways,) = layer.values()
+    return float(min(max(end - begin for end, begin in zip(way[0], begins, strict=True)) for way in ways))
+
+
+def may_run(problem: Problem, state: Any, rank: int, at: int) -> bool:
+    """Whether a rank may run its next F, I or W: it is there, its input is made, and it fits."""
+    done = state[rank]
+    m = done[at]
+    if m == problem.microbatches or (at > 0 and m >= done[at - 1]):
+        return False
+    neighbour = rank - 1 if at == 0 else rank + 1
+    if at < 2 and 0 <= neighbour < problem.ranks and state[neighbour][at] <= m:
+        return False
+    sizes, kept = problem.activation[rank], problem.residue[rank]
+    level = sum(sizes[done[1] : done[0]]) + (sum(kept[done[2] : done[1]]) if len(done) == 3 else 0.0)
+    kind = (0, (2 if len(done) == 3 else 1), 3)[at]
+    during = level + problem.transients[kind][rank][m] + (sizes[m] if at == 0 else 0.0)
+    after = level - sizes[m] + kept[m] if (at == 1 and len(done) == 3) else 0.0
+    return bool(max(during, after) <= problem.caps[rank] * (1 + 1e-9))
+
+
+def ran(problem: Problem, state: Any, way: Any, rank: int, kind: str, m: int) -> Any:
+    """When ranks are free and messages arrive after one more action: outputs to each rank, and gradients to each."""
+    free, forth, back = way
+    begin = free[rank]
+    outputs, gradients = [list(row) for row in forth], [list(row) for row in back]
+    if kind == "F" and rank:
+        begin = max(begin, outputs[rank].pop(0))
+    if kind in "BI" and rank < problem.ranks - 1:
+        begin = max(begin, gradients[rank].pop(0))
+    end = begin + problem.times["FBIW".index(kind)][rank][m]
+    if kind == "F" and rank < problem.ranks - 1:
+        outputs[rank + 1].append(end + problem.ahead[rank][m])
+    if kind in "BI" and rank:
+        gradients[rank - 1].append(end + problem.back[rank][m])
+    return (*free[:rank], end, *free[rank + 1 :]), tuple(map(tuple, outputs)), tuple(map(tuple, gradients))
+
+
+def keep_best(ways: list[Any], new: Any) -> None:
+    """Keep a way unless another one is at least as early everywhere."""
+
+    def flat(way: Any) -> list[float]:
+        return [*way[0], *(time for rows in way[1:] for row in rows for time in row)]
+
+    mine = flat(new)
+    others = [flat(way) for way in ways]
+    if any(all(one <= two for one, two in zip(other, mine, strict=True)) for other in others):
+        return
+    ways[:] = [
+        way
+        for way, other in zip(ways, others, strict=True)
+        if not all(one <= two for one, two in zip(mine, other, strict=True))
+    ]
+    ways.append(new)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=examples(60), deadline=None)
+def test_under_a_cap_no_bound_exceeds_the_best_of_all_orders(seed: int) -> None:
+    dice = random.Random(seed)
+    ranks, count = dice.choice([(1, 5), (2, 3), (2, 4), (2, 4), (3, 2), (3, 3)])
+
+    def some(low: int, high: int) -> list[int]:
+        return [dice.randint(low, high) for _ in range(ranks)]
+
+    costs = sl.Costs(
+        forward=some(1, 5),
+        backward_input=some(1, 5),
+        backward_weight=some(1, 5),
+        transfer=dice.choice([0, 1, 4]),
+        activation=dice.choice([1, 2]),
+        residue=dice.choice([0, 1, 2]),
+        scale=dice.choice([None, None, [dice.choice([1, 2]) for _ in range(count)]]),
+    )
+    arguments = (1, "loop", dice.choice(["makespan", "makespan", "span"]), dice.choice([True, True, False]))
+    least = problem_of(costs, ranks, count, None, *arguments).least_memory
+    caps = [need + dice.randint(0, 4) for need in least]
+    problem = problem_of(costs, ranks, count, caps, *arguments)
+    best = best_of_states(problem)
+    assert lower_bound(problem) <= best + 1e-9
+    assert quick_bound(Relaxed(problem)) <= best + 1e-9
+    r = sl.synthesize(costs, ranks, count, memory=caps, objective=arguments[2], split=arguments[3], time_limit=30)
+    assert r.achieved == pytest.approx(best)
+    assert r.gap == 0
+
+
 @given(tiny())
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_bound_exceeds_the_optimum_and_exact_search_finds_it(problem: Problem) -> None:
@@ -118,12 +233,14 @@ def test_no_bound_exceeds_the_optimum_and_exact_search_finds_it(problem: Problem
     if best is None:
         return
     assert lower_bound(problem) <= best + 1e-9
+    assert quick_bound(Relaxed(problem)) <= best + 1e-9
     board = Board(problem)
     plan = one_by_one(problem)
     ends = times_of(board, plan.programs)
     assert ends is not None
     starts = {code: ends[code] - board.taken[code] for program in plan.programs for code in program}
-    found = exact_search(board, starts, lower_bound(problem), plan.value, seconds=60, effort=60, seed=0)
+    limits: dict[str, Any] = {"seconds": 60, "effort": 60, "seed": 0, "tell": lambda bound: None}
+    found = exact_search(board, starts, lower_bound(problem), plan.value, **limits)
     assert found.is_finished
     assert found.programs is not None
     assert found.bound == pytest.approx(best, abs=1e-6)
@@ -222,3 +339,35 @@ def test_the_bound_holds_for_overlapped_pairs_that_save_time() -> None:
         r = sl.synthesize(costs, p, m, chunks=2, placement="vee", time_limit=0.5)
         assert r.achieved <= timeline.makespan
         assert r.lower_bound <= r.achieved
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=examples(60), deadline=None)
+def test_a_repeated_middle_is_valid_and_needs_no_more_memory(seed: int) -> None:
+    dice = random.Random(seed)
+    ranks, chunks = dice.choice([(2, 1), (3, 1), (4, 1), (2, 2)])
+    more = dice.choice([12, dice.randint(1, 9)])
+    short, long = (
+        Board(problem_of(sl.Costs(residue=0.5), ranks, count, None, chunks, "loop", "makespan", True))
+        for count in (2 * ranks + 1, 2 * ranks + 1 + more)
+    )
+    held = dice.choice([ranks * chunks, 2 * ranks])
+    plan = run_greedy(short, Rule(ahead=(held,) * ranks, gap=dice.choice([0.01, 1])))
+    if plan is None:
+        return
+    peaks = [peak_of(short, program) for program in plan.programs]
+    for made in unrolled(short, plan, long, tries=10, is_over=lambda: False):
+        schedule = schedule_of(long.problem, made.programs)
+        assert sl.verify(schedule).in_order
+        timeline = sl.simulate(schedule, long.problem.costs)
+        assert made.value == pytest.approx(timeline.makespan)
+        if more == 12:  # a multiple of every part, so that none is run in part
+            assert all(now <= before for now, before in zip(timeline.peak_memory, peaks, strict=True))
+
+
+def test_the_quick_bound_of_a_large_step_is_near_the_careful_one() -> None:
+    costs = sl.Costs(forward=10, backward_input=11, backward_weight=7, transfer=1)
+    for cap in (None, 8, 6):
+        for objective in ("makespan", "span"):
+            problem = problem_of(costs, 8, 64, cap, 1, "loop", objective, None)
+            assert 0.75 * lower_bound(problem) <= quick_bound(Relaxed(problem)) <= lower_bound(problem) + 1e-9

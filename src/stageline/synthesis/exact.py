@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stageline.errors import StagelineError
 from stageline.schedules import action as kinds
-from stageline.synthesis.bounds import Relaxed, heads_of, tails_of
+from stageline.synthesis.bounds import heads_of, tails_of
 from stageline.synthesis.greedy import Board, Programs
 from stageline.synthesis.problem import SLACK, Problem
+from stageline.synthesis.relaxed import Relaxed
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -303,11 +304,13 @@ def is_split_enough(problem: Problem) -> bool:
 
 
 class Answer(NamedTuple):
-    """What exact search found: programs or None, a bound, and whether it came to its end."""
+    """What exact search found: programs or None, a bound, and how it ended."""
 
     programs: Programs | None
     bound: float
     is_finished: bool
+    was_cut: bool
+    """Whether the clock or an interrupt ended it, and not its proof or the effort it was given."""
 
 
 def search(
@@ -319,9 +322,12 @@ def search(
     seconds: float,
     effort: float,
     seed: int,
-    tell: Callable[[float, float], None] | None = None,
+    tell: Callable[[float], None],
 ) -> Answer:
-    """Look for something shorter than `most`, and for a proof that nothing is shorter than what was found."""
+    """Look for something shorter than `most`, and for a proof that nothing is shorter than what was found.
+
+    `tell` is told the bound whenever something was found.
+    """
     cp_model = solver()
     model = Model(board.problem, least, most)
     model.hint(starts)
@@ -335,13 +341,13 @@ def search(
 
     class Told(cp_model.CpSolverSolutionCallback):  # type: ignore[misc, name-defined]
         def on_solution_callback(self) -> None:
-            if tell is not None:
-                tell(self.objective_value / unit.per_one, (self.best_objective_bound - model.slack) / unit.per_one)
+            tell((self.best_objective_bound - model.slack) / unit.per_one)
 
     status = engine.solve(model.model, Told())
     if status == cp_model.INFEASIBLE:
-        return Answer(None, most, True)
+        return Answer(None, most, True, False)
+    bound = max(least, (math.ceil(engine.best_objective_bound - 1e-6) - model.slack) / unit.per_one)
+    was_cut = status != cp_model.OPTIMAL and engine.response_proto.deterministic_time < effort
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Answer(None, max(least, (engine.best_objective_bound - model.slack) / unit.per_one), False)
-    bound = (math.ceil(engine.best_objective_bound - 1e-6) - model.slack) / unit.per_one
-    return Answer(model.programs(engine.value), max(least, bound), status == cp_model.OPTIMAL)
+        return Answer(None, bound, False, was_cut)
+    return Answer(model.programs(engine.value), bound, status == cp_model.OPTIMAL, was_cut)

@@ -1,7 +1,8 @@
 """Local search: take the chain of actions that makes the step as long as it is, and move one of them.
 
 Only an action that waits for its rank, and not for its input, can gain by another order, so moves are made on the
-critical path alone: an action goes before some of those that its rank runs ahead of it, or after some that follow.
+critical path alone: an action goes before some of those that its rank runs ahead of it, or after some that follow; and
+where whole backwards may save time or memory, one is split or joined.
 A move that does not make the step longer than it was some moves ago is kept.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from stageline.schedules import action as kinds
+from stageline.synthesis.exact import is_split_enough
 from stageline.synthesis.greedy import Board, Code, Plan, Programs, is_snake
 from stageline.synthesis.replay import peak_of, times_of, value_of
 
@@ -22,11 +24,10 @@ FARTHEST = 8
 
 
 class Move(NamedTuple):
-    """Take the action at one position of a rank's program to another."""
+    """A rank's program as it was, with one action at another place or in another form."""
 
     rank: int
-    source: int
-    target: int
+    program: list[Code]
 
 
 class Orders:
@@ -37,6 +38,7 @@ class Orders:
         self.size = board.size
         self.count = board.problem.microbatches
         chunks = board.problem.chunks
+        self.mixes = board.problem.split is None and not is_split_enough(board.problem)
         self.lanes_are_fixed = chunks > 2 or (chunks == 2 and not is_snake(board.problem.placement))
 
     def may_swap(self, first: Code, second: Code) -> bool:
@@ -98,21 +100,34 @@ def _propose(dice: random.Random, programs: Programs, critical: list[tuple[int, 
     for _ in range(8):
         rank, at = critical[int(dice.random() * len(critical))]
         program = programs[rank]
+        if orders.mixes and dice.random() < 0.3:
+            changed = _in_other_form(program, at - int(dice.random() * 2), orders.size)
+            if changed is not None:
+                return Move(rank, changed)
         reach = 1 + int(dice.random() ** 2 * FARTHEST)
         if dice.random() < 0.5:
-            target = at
+            source = target = at
             while target > 0 and at - target < reach and orders.may_swap(program[target - 1], program[at]):
                 target -= 1
-            if target < at:
-                return Move(rank, at, target)
         else:
-            source = at - 1
-            target = source
+            source = target = at - 1
             last = len(program) - 1
             while target < last and target - source < reach and orders.may_swap(program[source], program[target + 1]):
                 target += 1
-            if target > source:
-                return Move(rank, source, target)
+        if target != source:
+            changed = program[:]
+            changed.insert(target, changed.pop(source))
+            return Move(rank, changed)
+    return None
+
+
+def _in_other_form(program: list[Code], at: int, size: int) -> list[Code] | None:
+    """A whole backward split, or a split one joined with the W right behind it; None for any other action."""
+    kind, key = divmod(program[at], size)
+    if kind == kinds.B:
+        return [*program[:at], kinds.I * size + key, kinds.W * size + key, *program[at + 1 :]]
+    if kind == kinds.I and at + 1 < len(program) and program[at + 1] == kinds.W * size + key:
+        return [*program[:at], kinds.B * size + key, *program[at + 2 :]]
     return None
 
 
@@ -142,11 +157,9 @@ def improve(
         move = _propose(dice, programs, critical, orders)
         if move is None:
             continue
-        changed = programs[move.rank][:]
-        changed.insert(move.target, changed.pop(move.source))
-        if peak_of(board, changed) > board.caps[move.rank]:
+        if peak_of(board, move.program) > board.caps[move.rank]:
             continue
-        kept, programs[move.rank] = programs[move.rank], changed
+        kept, programs[move.rank] = programs[move.rank], move.program
         ends = times_of(board, programs)
         now = value_of(board, programs, ends) if ends is not None else None
         slot = turn % MEMORY_OF_SEARCH

@@ -7,7 +7,7 @@ program changed.
 from __future__ import annotations
 
 from stageline.schedules import action as kinds
-from stageline.synthesis.greedy import Board, Code, Programs
+from stageline.synthesis.greedy import Board, Code, Plan, Programs
 
 
 def times_of(board: Board, programs: Programs) -> list[float] | None:
@@ -95,3 +95,13 @@ def peak_of(board: Board, program: list[Code]) -> float:
             most = max(most, level + transient[code])
             level -= activation[code - whole_base]
     return most
+
+
+def judged(board: Board, programs: Programs | None, how: str) -> Plan | None:
+    """Programs at the true costs, if they run and fit."""
+    if programs is None:
+        return None
+    ends = times_of(board, programs)
+    if ends is None or any(peak_of(board, mine) > cap for mine, cap in zip(programs, board.caps, strict=True)):
+        return None
+    return Plan(programs, value_of(board, programs, ends), how)

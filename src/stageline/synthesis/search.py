@@ -14,13 +14,15 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from stageline.schedules import action as kinds
 from stageline.synthesis import exact
 from stageline.synthesis.bounds import lower_bound
 from stageline.synthesis.greedy import Board, Plan, Rule, is_snake, run_greedy
 from stageline.synthesis.improve import improve
+from stageline.synthesis.mixed import mixed_plans
 from stageline.synthesis.named import named_ones, one_by_one
 from stageline.synthesis.problem import SLACK, Problem, with_microbatches
-from stageline.synthesis.replay import peak_of, times_of, value_of
+from stageline.synthesis.replay import judged, times_of
 from stageline.synthesis.unroll import unrolled
 from stageline.synthesis.woven import weave_plans
 
@@ -58,6 +60,8 @@ class Search:
     progress: Callable[[Progress], None] | None = None
     named: dict[str, float] = field(default_factory=dict)
     """The families that fit, with what each takes."""
+    by_form: dict[bool, Plan] = field(default_factory=dict)
+    """The best plan with all backwards whole, and the best with all of them split."""
     best: Plan | None = None
     least: float = 0.0
     is_part: bool = False
@@ -90,7 +94,14 @@ class Search:
 
     def offer(self, plan: Plan | None) -> None:
         """Keep a plan if it is the best so far."""
-        if plan is not None and (self.best is None or plan.value < self.best.value * (1 - 1e-12)):
+        if plan is None:
+            return
+        if plan.rule is not None or plan.how == "turns":
+            whole = plan.programs[0][-1] // self.board.size == kinds.B
+            known = self.by_form.get(whole)
+            if known is None or plan.value < known.value:
+                self.by_form[whole] = plan
+        if self.best is None or plan.value < self.best.value * (1 - 1e-12):
             self.best = plan
             self.tell(plan.how)
 
@@ -103,7 +114,7 @@ class Search:
         """Go through all steps, until the bound is reached or time is up; an interrupt keeps what was found."""
         try:
             self._begin()
-            for step in (self._rules, self._turns, self._refine, self._moves, self._kernel, self._exact):
+            for step in (self._rules, self._turns, self._refine, self._mixed, self._moves, self._kernel, self._exact):
                 if self.is_proven or self.is_over():
                     break
                 step()
@@ -175,6 +186,16 @@ class Search:
                 value, rule = plan.value, plan.rule or rule
                 self.offer(plan)
 
+    def _mixed(self) -> None:
+        """Some backwards in the other form, where that may save time or memory."""
+        if self.best is None or self.problem.split is not None or exact.is_split_enough(self.problem):
+            return
+        for whole in (True, False):
+            plan = self.by_form.get(whole)
+            if plan is not None:
+                for found in mixed_plans(self.board, plan, tries=self._tries(0.05), is_over=self.is_over):
+                    self.offer(found)
+
     def _moves(self, share: float = 0.25) -> None:
         """Local search on the critical path."""
         if self.best is not None and self.best.schedule is None:
@@ -207,6 +228,11 @@ class Search:
         if self.best is not before:
             self._moves(0.1)
 
+    def _raise(self, bound: float) -> None:
+        """Take a bound that may be better."""
+        self.least = max(self.least, bound)
+        self.tell("exact search")
+
     def _exact(self) -> None:
         """Exact search, and a bound that may be tighter."""
         best = self.best
@@ -225,20 +251,11 @@ class Search:
             seconds=self.seconds - self.elapsed,
             effort=2 * self.seconds,
             seed=self.seed,
+            tell=self._raise,
         )
-        self.was_cut |= not found.is_finished and self.elapsed >= self.seconds
+        self.was_cut |= found.was_cut
         self.least = max(self.least, found.bound)
         self.offer(judged(self.board, found.programs, "exact search"))
-
-
-def judged(board: Board, programs: list[list[int]] | None, how: str) -> Plan | None:
-    """Programs at the true costs, if they run and fit."""
-    if programs is None:
-        return None
-    ends = times_of(board, programs)
-    if ends is None or any(peak_of(board, mine) > cap for mine, cap in zip(programs, board.caps, strict=True)):
-        return None
-    return Plan(programs, value_of(board, programs, ends), how)
 
 
 def may_be(problem: Problem, whole: bool) -> bool:
