@@ -196,7 +196,9 @@ def run_deepspeed(rank: int, folder: Path, _: str, turns: Turns) -> None:
     for inputs, targets in batches(folder):
         if not turns.before_step(loss):
             os._exit(0)
-        loss = float(engine.train_batch(iter(zip(inputs.split(SIZE), targets.split(SIZE), strict=True))))
+        loss = float(
+            engine.train_batch(iter(zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True)))
+        )
 
 
 KINDS: dict[str, Callable[[int, Path, str, Turns], None]] = {
