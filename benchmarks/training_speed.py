@@ -21,13 +21,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -41,6 +40,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stageline.train.gpt import GPT
+from turns import Job, Turn, Turns, in_turns
 
 LAYERS, DIM, HEADS, LENGTH, WORDS, BATCH, SIZE = 8, 192, 4, 128, 256, 16, 2
 MICROBATCHES, TOKENS, WARMUP = BATCH // SIZE, BATCH * LENGTH, 2
@@ -53,24 +53,6 @@ BESIDE = {  # what each is measured against
 
 
 # What a job does, in a process of its own.
-
-
-class Turns:
-    """Waits for a job's turn before every few steps, and says when they are done."""
-
-    def __init__(self, steps: int, tell: int) -> None:
-        self.steps, self.made, self.tell, self.used = steps, -WARMUP, tell, 0.0
-
-    def before_step(self, loss: float | None = None) -> bool:
-        """Come here before every step; False when there are no more turns."""
-        if self.made == -WARMUP or (self.made >= 0 and self.made % self.steps == 0):
-            used = time.process_time() - self.used
-            os.write(self.tell, json.dumps({"cpu": used, "loss": loss}).encode() + b"\n")
-            if sys.stdin.readline().strip() != "go":
-                return False
-            self.used = time.process_time()
-        self.made += 1
-        return True
 
 
 def model() -> GPT:
@@ -117,8 +99,7 @@ def run_stageline(rank: int, folder: Path, schedule: str, turns: Turns) -> None:
 
     class Paced(Trainer):
         def _one_step(self) -> None:
-            if not turns.before_step(self._loss):
-                os._exit(0)
+            turns.before_step(self._loss)
             super()._one_step()
 
     settings = [*job_settings(folder), f"job.dump_folder={folder / schedule}"]
@@ -160,8 +141,7 @@ def run_torch(rank: int, folder: Path, name: str, turns: Turns) -> None:
     optimizer = make_optimizer(parameters)
     last, loss = len(stages) - 1 in mine, None
     for inputs, targets in batches(folder):
-        if not turns.before_step(loss):
-            os._exit(0)
+        turns.before_step(loss)
         losses: list[Tensor] = []
         given: dict[str, Any] = {"target": targets, "losses": losses} if last else {}
         schedule.step(*([inputs] if 0 in mine else []), **given)
@@ -194,8 +174,7 @@ def run_deepspeed(rank: int, folder: Path, _: str, turns: Turns) -> None:
     engine, *_rest = deepspeed.initialize(model=whole, config=config, optimizer=make_optimizer(parameters))
     loss = None
     for inputs, targets in batches(folder):
-        if not turns.before_step(loss):
-            os._exit(0)
+        turns.before_step(loss)
         loss = float(
             engine.train_batch(iter(zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True)))
         )
@@ -206,67 +185,13 @@ KINDS: dict[str, Callable[[int, Path, str, Turns], None]] = {
 }  # fmt: skip
 
 
-def work(job: str, rank: int, folder: Path, steps: int, tell: int) -> None:
+def work(job: str, folder: str, steps: str, rank: str, tell: str) -> None:
     torch.set_num_threads(1)
     kind, _, what = job.partition(" ")
-    KINDS[kind](rank, folder, what, Turns(steps, tell))
+    KINDS[kind](int(rank), Path(folder), what, Turns(WARMUP, int(steps), int(tell)))
 
 
 # What the jobs are led by.
-
-
-class Job:
-    """Two processes that train when they are told."""
-
-    def __init__(self, name: str, python: str, folder: Path, steps: int) -> None:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = str(found.getsockname()[1])
-        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-        common |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
-        common |= (
-            {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
-            if python == sys.executable
-            else {"PYTHONPATH": str(Path(__file__).resolve().parents[1] / "src")}
-        )
-        self.name, self.processes, self.ears, self.log = name, [], [], folder / f"{name}.log"
-        with self.log.open("wb") as log:
-            for rank in range(2):
-                ear, tell = os.pipe()
-                command = [python, __file__, "--work", name, str(rank), str(folder), str(steps), str(tell)]
-                self.processes.append(
-                    subprocess.Popen(
-                        command, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[tell], cwd=folder,
-                        env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    )
-                )  # fmt: skip
-                os.close(tell)
-                self.ears.append(os.fdopen(ear))
-
-    def hear(self) -> list[dict[str, Any]]:
-        """Wait until both have nothing to do."""
-        said = [ear.readline() for ear in self.ears]
-        if not all(said):
-            raise RuntimeError(f"{self.name} ended too early:\n{self.log.read_text()[-3000:]}")
-        return [json.loads(line) for line in said]
-
-    def turn(self) -> tuple[float, float, float]:
-        """Let it make its steps: seconds, CPU seconds and the loss."""
-        began = time.perf_counter()
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(b"go\n")
-            process.stdin.flush()
-        said = self.hear()
-        losses = [each["loss"] for each in said if each["loss"] is not None]
-        return time.perf_counter() - began, sum(each["cpu"] for each in said), losses[-1]
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.communicate()
-        for ear in self.ears:
-            ear.close()
 
 
 def prepare(folder: Path, steps: int) -> None:
@@ -296,41 +221,41 @@ def deepspeed_python(given: str) -> str:
     return str(python)
 
 
-def measure(pythons: dict[str, str], rounds: int, steps: int) -> dict[str, list[tuple[float, float, float]]]:
-    """Seconds, CPU seconds and the loss of every turn of every job."""
-    taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in pythons}
+def measure(pythons: dict[str, str], rounds: int, steps: int) -> dict[str, list[Turn]]:
+    """Every turn of every job."""
+    own = os.pathsep.join(each for each in sys.path if each)
+    source = str(Path(__file__).resolve().parents[1] / "src")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stageline-speed-")))
         prepare(folder, WARMUP + rounds * steps + 1)
         jobs = []
         for name, python in pythons.items():
-            jobs.append(Job(name, python, folder, steps))
+            environment = {"PYTHONPATH": own if python == sys.executable else source}
+            environment |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
+            command = [python, str(Path(__file__).resolve()), "--work", name, str(folder), str(steps)]
+            jobs.append(Job(name, command, folder, 2, environment))
             stack.callback(jobs[-1].close)
-            jobs[-1].hear()  # one after the other, so that profiles are not disturbed
+            jobs[-1].wait()  # one after the other, so that profiles are not disturbed
             jobs[-1].turn()  # the warm-up
-        for number in range(rounds):
-            first = number % len(jobs)
-            for job in jobs[first:] + jobs[:first]:
-                taken[job.name].append(job.turn())
-    return taken
+        return in_turns(jobs, rounds)
 
 
-def summary(taken: dict[str, list[tuple[float, float, float]]], steps: int) -> dict[str, Any]:
+def summary(taken: dict[str, list[Turn]], steps: int) -> dict[str, Any]:
     """Medians and ratios; an error if the losses are not those of the same training."""
-    losses = {name: turns[-1][2] for name, turns in taken.items()}
-    if max(losses.values()) - min(losses.values()) > 1e-3 * max(losses.values()):
+    losses = {name: turns[-1].loss or math.nan for name, turns in taken.items()}
+    if not max(losses.values()) - min(losses.values()) < 1e-3 * max(losses.values()):
         raise RuntimeError(f"these are not the same training: the last losses are {losses}")
     rows = {
         name: {
-            "tokens/s": statistics.median(steps * TOKENS / each[0] for each in turns),
-            "CPU ms a step": 1e3 * statistics.median(each[1] for each in turns) / steps,
+            "tokens/s": statistics.median(steps * TOKENS / each.seconds for each in turns),
+            "CPU ms a step": 1e3 * statistics.median(each.cpu for each in turns) / steps,
             "loss": losses[name],
         }
         for name, turns in taken.items()
     }
     ratios = [
         {"job": name, "against": peer,
-         "times": statistics.median(b[0] / a[0] for a, b in zip(taken[name], taken[peer], strict=True)),
+         "times": statistics.median(b.seconds / a.seconds for a, b in zip(taken[name], taken[peer], strict=True)),
          "times, by CPU": rows[peer]["CPU ms a step"] / rows[name]["CPU ms a step"]}
         for name, peers in BESIDE.items() for peer in peers if name in taken and peer in taken
     ]  # fmt: skip
@@ -371,6 +296,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--work"]:
-        work(sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5]), int(sys.argv[6]))
+        work(*sys.argv[2:])
     else:
         main()
