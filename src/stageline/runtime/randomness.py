@@ -57,13 +57,18 @@ def random_numbers(seed: int, step: int, microbatch: int, layer: str) -> Iterato
     """Let what runs inside draw from a generator of its own; afterwards the default one is as it was before."""
     words = f"{seed}/{step}/{microbatch}/{layer}".encode()
     own = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1
-    with _generator, torch.random.fork_rng(devices=_devices()):
-        torch.manual_seed(own)
+    with _generator:
+        default = Generators.now()
+        # Not torch.manual_seed, which writes down the stack for devices that are not in use: milliseconds a call.
+        torch.default_generator.manual_seed(own)
+        for device in _devices():
+            torch.cuda.default_generators[device].manual_seed(own)
         before, _inside.layer = _inside.layer, True
         try:
             yield
         finally:
             _inside.layer = before
+            default.restore()
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,12 @@ class Generators:
     def now(cls) -> Generators:
         """Take it."""
         return cls((torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in _devices())))
+
+    def restore(self) -> None:
+        """Let the generators go on from it."""
+        torch.set_rng_state(self.states[0])
+        for device, state in enumerate(self.states[1:]):
+            torch.cuda.set_rng_state(state, device)
 
     def moved(self) -> bool:
         """Whether something was drawn since."""
@@ -94,11 +105,13 @@ def replayed(state: Generators | None) -> Iterator[None]:
     if state is None:
         yield
         return
-    with _generator, torch.random.fork_rng(devices=_devices()):
-        torch.set_rng_state(state.states[0])
-        for device, each in zip(_devices(), state.states[1:], strict=False):
-            torch.cuda.set_rng_state(each, device)
-        yield
+    with _generator:
+        default = Generators.now()
+        state.restore()
+        try:
+            yield
+        finally:
+            default.restore()
 
 
 def _devices() -> list[int]:

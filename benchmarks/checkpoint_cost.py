@@ -1,0 +1,112 @@
+"""What checkpoints take away from training: the built-in job with one every 50 steps, against the same job with none.
+
+python benchmarks/checkpoint_cost.py [--rounds 5] [--every 50] [--where threads processes] [--json]
+
+Both jobs are there together and train in turns of as many steps as lie between two checkpoints, so that each turn of
+the one has just one, in its middle, written and published while it trains on. The cost is the median over the rounds of
+two turns that were close in time, with the lower and the upper quartile beside it; by CPU is the same for the CPU that
+all threads used, which the load of the machine changes less. Blocked is for how long training itself stood still, as
+the job's events say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stageline.train.config import Config
+from stageline.train.logs import read_metrics
+from stageline.train.trainer import Trainer
+from turns import Job, Turn, Turns, in_turns
+
+RANKS = 2
+
+
+def work(folder: str, enable: str, every: str, rank: str, tell: str) -> None:
+    turns = Turns(int(every) // 2, int(every), int(tell))  # so the checkpoint is in the middle of a turn
+
+    class Paced(Trainer):
+        def _one_step(self) -> None:
+            turns.before_step(self._loss)
+            super()._one_step()
+
+    torch.set_num_threads(1)
+    settings = [f"job.dump_folder={folder}", f"checkpoint.enable={enable}", f"checkpoint.interval={every}"]
+    settings += [f"parallelism.pipeline_parallel_degree={RANKS}", "parallelism.pipeline_parallel_schedule=zb-h1"]
+    settings += ["parallelism.pipeline_parallel_split=parameters", "validation.enable=false"]
+    settings += ["training.steps=1000000", "comm.train_timeout_seconds=3600"]
+    Paced(Config.read(None, *settings)).run()
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": middle, "low": low, "high": high}
+
+
+def measure(where: str, rounds: int, every: int) -> dict[str, Any]:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stageline-cost-")))
+        jobs = []
+        for name, enable in (("with", "true"), ("without", "false")):
+            command = [sys.executable, str(Path(__file__).resolve()), "--work", str(folder / name), enable, str(every)]
+            environment = {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+            jobs.append(Job(name, command, folder, RANKS if where == "processes" else 1, environment))
+            stack.callback(jobs[-1].close)
+            jobs[-1].wait()
+            jobs[-1].turn()  # the warm-up
+        for job in jobs:  # the first checkpoint makes the memory for its copies
+            job.turn()
+        taken = in_turns(jobs, rounds)
+        saved = read_metrics(folder / "with" / "metrics.jsonl").of("checkpoint")
+    pairs: list[tuple[Turn, Turn]] = list(zip(taken["with"], taken["without"], strict=True))
+    seconds = statistics.median(turn.seconds for turn in taken["without"])
+    blocked = statistics.median(row["blocked"] for row in saved[1:])
+    return {
+        "where": where,
+        "seconds of a turn": seconds,
+        "CPU seconds of a turn": statistics.median(turn.cpu for turn in taken["without"]),
+        "bytes": saved[-1]["bytes"],
+        "cost": spread([one.seconds / other.seconds - 1 for one, other in pairs]),
+        "cost by CPU": spread([one.cpu / other.cpu - 1 for one, other in pairs]),
+        "blocked": {"seconds": blocked, "share": blocked / seconds},
+        "checkpoints": len(saved),
+        "load": os.getloadavg()[0],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="turns of both jobs (default 5)")
+    parser.add_argument("--every", type=int, default=50, help="steps from one checkpoint to the next (default 50)")
+    parser.add_argument("--where", nargs="+", choices=["threads", "processes"], default=["threads", "processes"])
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args()
+    rows = [measure(where, given.rounds, given.every) for where in given.where]
+    if given.json:
+        print(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        print(
+            f"{RANKS} {row['where']}: a checkpoint of {row['bytes'] / 1e6:.0f} MB every {given.every} steps, "
+            f"which take {row['seconds of a turn']:.1f} s; load {row['load']:.1f}"
+        )
+        for what in ("cost", "cost by CPU"):
+            found = row[what]
+            print(f"  {what:12} {found['median']:+7.2%}   ({found['low']:+.2%} to {found['high']:+.2%})")
+        print(f"  {'blocked':12} {row['blocked']['share']:+7.2%}   {1e3 * row['blocked']['seconds']:.0f} ms")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--work"]:
+        work(*sys.argv[2:])
+    else:
+        main()

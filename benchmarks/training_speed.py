@@ -1,0 +1,301 @@
+"""The training job on two processes of one thread each, against torch.distributed.pipelining and DeepSpeed.
+
+python benchmarks/training_speed.py [--deepspeed PYTHON_OR_FOLDER] [--rounds 9] [--steps 4] [--json]
+
+All train the built-in GPT with the same weights, data, microbatches, cut, fused AdamW and clipping by the norm over all
+stages. The jobs are there together and train in turns, a few steps each, in another order every round; one that waits
+for its turn computes nothing. Tokens a second are medians; a ratio is the median over the rounds of two turns that were
+close in time. CPU is what both processes used for a step, which the load of the machine changes less. The loss at the
+end has to be the same for all, or there is no result.
+
+What is measured of this job is all that it does in a step: batches from a file, clipping, events into a file, agreeing
+on whether to stop. The others have their batches in memory and write nothing; torch has no norm over stages, so its
+ranks add up theirs by hand. The job's own choice of a schedule ("auto") is measured too.
+
+DeepSpeed is run from a virtual environment of its own: give its python, or a folder, in which one is made with pip if
+it is not there yet. Without that option it is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stageline.train.gpt import GPT
+from turns import Job, Turn, Turns, in_turns
+
+LAYERS, DIM, HEADS, LENGTH, WORDS, BATCH, SIZE = 8, 192, 4, 128, 256, 16, 2
+MICROBATCHES, TOKENS, WARMUP = BATCH // SIZE, BATCH * LENGTH, 2
+RATE, DECAY, BETAS, MAX_NORM = 1e-3, 0.1, (0.9, 0.95), 1.0
+BESIDE = {  # what each is measured against
+    "stageline 1f1b": ("torch Schedule1F1B", "deepspeed"),
+    "stageline zb-v": ("torch ScheduleZBVZeroBubble",),
+    "stageline auto": ("torch Schedule1F1B", "torch ScheduleZBVZeroBubble", "deepspeed"),
+}
+
+
+# What a job does, in a process of its own.
+
+
+def model() -> GPT:
+    return GPT(WORDS, LENGTH, DIM, LAYERS, HEADS)
+
+
+class Embed(nn.Module):
+    """The GPT before its first block."""
+
+    def __init__(self, whole: GPT) -> None:
+        super().__init__()
+        self.tokens, self.positions = whole.tokens, whole.positions
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.as_tensor(self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1])))
+
+
+def pieces(folder: Path) -> list[nn.Module]:
+    """The model of all, as embedding, blocks and head."""
+    whole = model()
+    whole.load_state_dict(torch.load(folder / "weights.pt", weights_only=True))
+    return [Embed(whole), *whole.blocks, nn.Sequential(whole.norm, whole.head)]
+
+
+def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [each for each in parameters if each.dim() > 1], "weight_decay": DECAY},
+        {"params": [each for each in parameters if each.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=1e-8, fused=True)
+
+
+def batches(folder: Path) -> Iterator[tuple[Tensor, Tensor]]:
+    return ((part[0], part[1]) for part in torch.from_numpy(np.load(folder / "batches.npy")))
+
+
+def sum_of_losses(logits: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum") / TOKENS
+
+
+def run_stageline(rank: int, folder: Path, schedule: str, turns: Turns) -> None:
+    from stageline.train.config import Config
+    from stageline.train.trainer import Trainer
+
+    class Paced(Trainer):
+        def _one_step(self) -> None:
+            turns.before_step(self._loss)
+            super()._one_step()
+
+    settings = [*job_settings(folder), f"job.dump_folder={folder / schedule}"]
+    settings += ["parallelism.pipeline_parallel_degree=2", f"parallelism.pipeline_parallel_schedule={schedule}"]
+    if schedule != "auto":  # the same cut as the others have
+        settings += ["parallelism.pipeline_parallel_split=parameters"]
+    Paced(Config.read(None, *settings)).run()
+
+
+def job_settings(folder: Path) -> list[str]:
+    return [
+        "training.dataset=memmap", f"training.dataset_path={folder / 'tokens.npy'}", f"training.seq_len={LENGTH}",
+        f"training.local_batch_size={BATCH}", f"parallelism.pipeline_parallel_microbatch_size={SIZE}",
+        f"model.dim={DIM}", f"model.n_layers={LAYERS}", f"model.n_heads={HEADS}", f"training.max_norm={MAX_NORM}",
+        f"optimizer.lr={RATE}", f"optimizer.weight_decay={DECAY}", f"optimizer.beta1={BETAS[0]}",
+        f"optimizer.beta2={BETAS[1]}", "lr_scheduler.warmup_steps=0", "lr_scheduler.decay_type=constant",
+        "training.steps=1000000", "validation.enable=false", "checkpoint.enable=false",
+        "comm.train_timeout_seconds=600",
+    ]  # fmt: skip
+
+
+def run_torch(rank: int, folder: Path, name: str, turns: Turns) -> None:
+    from torch.distributed import pipelining
+
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    many = name != "Schedule1F1B"
+    per, layers = LAYERS // (4 if many else 2), pieces(folder)
+    blocks = layers[1:-1]
+    stages = [nn.Sequential(*blocks[start : start + per]) for start in range(0, LAYERS, per)]
+    stages[0].insert(0, layers[0])
+    stages[-1].append(layers[-1])
+    mine = ([0, 3] if rank == 0 else [1, 2]) if many else [rank]
+    cpu = torch.device("cpu")
+    made = [pipelining.PipelineStage(stages[index], index, len(stages), cpu) for index in mine]
+    kind: Any = getattr(pipelining.schedules, name)
+    schedule = kind(made if many else made[0], MICROBATCHES, loss_fn=sum_of_losses, scale_grads=False)
+    parameters = [each for index in mine for each in stages[index].parameters()]
+    optimizer = make_optimizer(parameters)
+    last, loss = len(stages) - 1 in mine, None
+    for inputs, targets in batches(folder):
+        turns.before_step(loss)
+        losses: list[Tensor] = []
+        given: dict[str, Any] = {"target": targets, "losses": losses} if last else {}
+        schedule.step(*([inputs] if 0 in mine else []), **given)
+        square = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None]) ** 2
+        dist.all_reduce(square)
+        nn.utils.clip_grads_with_norm_(parameters, MAX_NORM, square.sqrt())
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = float(torch.stack(losses).sum()) if last else None
+
+
+def run_deepspeed(rank: int, folder: Path, _: str, turns: Turns) -> None:
+    deepspeed: Any = importlib.import_module("deepspeed")
+    pipe: Any = importlib.import_module("deepspeed.pipe")
+    deepspeed.init_distributed("gloo", verbose=False)
+    whole = pipe.PipelineModule(
+        pieces(folder),
+        num_stages=2,
+        partition_method="type:Block",
+        # It divides by the number of microbatches.
+        loss_fn=lambda logits, target: sum_of_losses(logits, target) * MICROBATCHES,
+    )
+    config = {
+        "train_batch_size": BATCH, "train_micro_batch_size_per_gpu": SIZE, "gradient_clipping": MAX_NORM,
+        "steps_per_print": 10**9, "pipeline": {"activation_checkpoint_interval": 0},
+    }  # fmt: skip
+    parameters = list(whole.parameters())
+    for parameter in parameters:  # else its norm is that of the first stage alone
+        parameter.model_parallel = True
+    engine, *_rest = deepspeed.initialize(model=whole, config=config, optimizer=make_optimizer(parameters))
+    loss = None
+    for inputs, targets in batches(folder):
+        turns.before_step(loss)
+        loss = float(
+            engine.train_batch(iter(zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True)))
+        )
+
+
+KINDS: dict[str, Callable[[int, Path, str, Turns], None]] = {
+    "stageline": run_stageline, "torch": run_torch, "deepspeed": run_deepspeed,
+}  # fmt: skip
+
+
+def work(job: str, folder: str, steps: str, rank: str, tell: str) -> None:
+    torch.set_num_threads(1)
+    kind, _, what = job.partition(" ")
+    KINDS[kind](int(rank), Path(folder), what, Turns(WARMUP, int(steps), int(tell)))
+
+
+# What the jobs are led by.
+
+
+def prepare(folder: Path, steps: int) -> None:
+    """Weights, tokens and batches, as this job would draw them."""
+    from stageline.model.build import build
+    from stageline.train.config import Config
+    from stageline.train.data import Loader, open_data
+
+    np.save(folder / "tokens.npy", open_data(Config()).train.array[:2_000_000])  # type: ignore[union-attr]
+    data = open_data(Config.read(None, *job_settings(folder)))
+    loader = Loader(data.train, batch=BATCH, seed=0)
+    made = [torch.stack(loader.batch(BATCH * step)).numpy() for step in range(steps)]
+    np.save(folder / "batches.npy", np.stack(made))
+    torch.save(build(model, seed=0).state_dict(), folder / "weights.pt")
+
+
+def deepspeed_python(given: str) -> str:
+    """A python that has DeepSpeed; in a folder it is made if need be."""
+    if Path(given).is_file():
+        return str(Path(given).absolute())
+    python = Path(given).absolute() / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", given], check=True)
+        wanted = [f"torch=={torch.__version__.partition('+')[0]}", "deepspeed", "numpy"]
+        environment = os.environ | {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
+        subprocess.run([str(python), "-m", "pip", "install", "-q", *wanted], check=True, env=environment)
+    return str(python)
+
+
+def measure(pythons: dict[str, str], rounds: int, steps: int) -> dict[str, list[Turn]]:
+    """Every turn of every job."""
+    own = os.pathsep.join(each for each in sys.path if each)
+    source = str(Path(__file__).resolve().parents[1] / "src")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stageline-speed-")))
+        prepare(folder, WARMUP + rounds * steps + 1)
+        jobs = []
+        for name, python in pythons.items():
+            environment = {"PYTHONPATH": own if python == sys.executable else source}
+            environment |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
+            command = [python, str(Path(__file__).resolve()), "--work", name, str(folder), str(steps)]
+            jobs.append(Job(name, command, folder, 2, environment))
+            stack.callback(jobs[-1].close)
+            jobs[-1].wait()  # one after the other, so that profiles are not disturbed
+            jobs[-1].turn()  # the warm-up
+        return in_turns(jobs, rounds)
+
+
+def summary(taken: dict[str, list[Turn]], steps: int) -> dict[str, Any]:
+    """Medians and ratios; an error if the losses are not those of the same training."""
+    losses = {name: turns[-1].loss or math.nan for name, turns in taken.items()}
+    if not max(losses.values()) - min(losses.values()) < 1e-3 * max(losses.values()):
+        raise RuntimeError(f"these are not the same training: the last losses are {losses}")
+    rows = {
+        name: {
+            "tokens/s": statistics.median(steps * TOKENS / each.seconds for each in turns),
+            "CPU ms a step": 1e3 * statistics.median(each.cpu for each in turns) / steps,
+            "loss": losses[name],
+        }
+        for name, turns in taken.items()
+    }
+    ratios = [
+        {"job": name, "against": peer,
+         "times": statistics.median(b.seconds / a.seconds for a, b in zip(taken[name], taken[peer], strict=True)),
+         "times, by CPU": rows[peer]["CPU ms a step"] / rows[name]["CPU ms a step"]}
+        for name, peers in BESIDE.items() for peer in peers if name in taken and peer in taken
+    ]  # fmt: skip
+    return {"torch": str(torch.__version__), "load": os.getloadavg()[0], "jobs": rows, "ratios": ratios}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deepspeed", default="", help="a python that has DeepSpeed, or a folder to make one in")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of every job (default 9)")
+    parser.add_argument("--steps", type=int, default=4, help="steps in a turn (default 4)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args()
+    names = [*BESIDE, *dict.fromkeys(peer for peers in BESIDE.values() for peer in peers)]
+    pythons = dict.fromkeys(names, sys.executable)
+    missing = ""
+    try:
+        if not given.deepspeed:
+            raise LookupError("give --deepspeed, a python that has it or a folder to make one in")
+        pythons["deepspeed"] = deepspeed_python(given.deepspeed)
+    except (LookupError, subprocess.CalledProcessError) as error:
+        missing = str(error)
+        del pythons["deepspeed"]
+    found = summary(measure(pythons, given.rounds, given.steps), given.steps)
+    if given.json:
+        print(json.dumps(found | {"not measured": {"deepspeed": missing} if missing else {}}, indent=2))
+        return
+    print(f"torch {found['torch']}, {LAYERS} blocks of width {DIM}, {BATCH} × {LENGTH} tokens in {MICROBATCHES} "
+          f"microbatches, two processes; load {found['load']:.1f}")  # fmt: skip
+    for name, row in found["jobs"].items():
+        print(f"{name:28} {row['tokens/s']:6.0f} tokens/s  {row['CPU ms a step']:6.0f} ms of CPU a step  "
+              f"loss {row['loss']:.4f}")  # fmt: skip
+    for row in found["ratios"]:
+        print(f"{row['job']:16} {row['times']:.2f} times {row['against']:28} {row['times, by CPU']:.2f} by CPU")
+    if missing:
+        print(f"{'deepspeed':28} not measured: {missing}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--work"]:
+        work(*sys.argv[2:])
+    else:
+        main()

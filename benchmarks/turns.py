@@ -1,0 +1,120 @@
+"""Jobs that are there together and work in turns, so that a machine that gets slower gets slower for all of them.
+
+Used by other benchmarks. A job is some processes of a script, each with a `Turns` that it asks before every step; who
+measures has a `Job` for each and gives them their turns. A job that waits for its turn computes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Turn(NamedTuple):
+    """What a turn took."""
+
+    seconds: float
+    cpu: float
+    """Seconds of CPU of all processes and their threads."""
+    loss: float | None
+
+
+class Turns:
+    """Waits for a job's turn before every few steps, and says when they are done; the first turn is the warm-up."""
+
+    def __init__(self, warmup: int, steps: int, tell: int) -> None:
+        """`tell` is the file to say it to."""
+        self.warmup, self.steps, self.made, self.tell, self.used = warmup, steps, -warmup, tell, 0.0
+
+    def before_step(self, loss: float | None = None) -> None:
+        """Come here before every step, with the loss of the last; the process ends when there are no more turns."""
+        if self.made == -self.warmup or (self.made >= 0 and self.made % self.steps == 0):
+            said = {"cpu": time.process_time() - self.used, "loss": loss}
+            os.write(self.tell, json.dumps(said).encode() + b"\n")
+            if sys.stdin.readline().strip() != "go":
+                os._exit(0)
+            self.used = time.process_time()
+        self.made += 1
+
+
+class Job:
+    """Processes that work when they are told; each is started with its number and its file at the command's end."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], folder: Path, processes: int, environment: Mapping[str, str]
+    ) -> None:
+        """Start them."""
+        self.name, self.log = name, folder / f"{name}.log"
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.ears = []
+        common = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+        if processes > 1:
+            common |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+            common |= {"GLOO_SOCKET_IFNAME": "lo"}
+        with self.log.open("wb") as log:
+            for rank in range(processes):
+                ear, tell = os.pipe()
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
+                self.processes.append(
+                    subprocess.Popen(
+                        [*command, str(rank), str(tell)],
+                        stdin=subprocess.PIPE,
+                        stdout=log,
+                        stderr=log,
+                        pass_fds=[tell],
+                        cwd=folder,
+                        env=common | own,
+                    )
+                )
+                os.close(tell)
+                self.ears.append(os.fdopen(ear))
+
+    def wait(self) -> list[dict[str, Any]]:
+        """Wait until all of them wait; what they say."""
+        said = [ear.readline() for ear in self.ears]
+        if not all(said):
+            raise RuntimeError(f"{self.name} ended too early:\n{self.log.read_text()[-3000:]}")
+        return [json.loads(line) for line in said]
+
+    def turn(self) -> Turn:
+        """Let it make its steps."""
+        began = time.perf_counter()
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(b"go\n")
+            process.stdin.flush()
+        said = self.wait()
+        losses = [each["loss"] for each in said if each["loss"] is not None]
+        return Turn(time.perf_counter() - began, sum(each["cpu"] for each in said), losses[-1] if losses else None)
+
+    def close(self) -> None:
+        """End them."""
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+        for ear in self.ears:
+            ear.close()
+
+
+def in_turns(jobs: Sequence[Job], rounds: int) -> dict[str, list[Turn]]:
+    """Give every job a turn in every round, in another order each time."""
+    taken: dict[str, list[Turn]] = {job.name: [] for job in jobs}
+    for number in range(rounds):
+        first = number % len(jobs)
+        for job in [*jobs[first:], *jobs[:first]]:
+            taken[job.name].append(job.turn())
+    return taken
+
+
+def free_port() -> str:
+    """A port that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
