@@ -27,18 +27,20 @@ from stageline.cli import (
 )
 from stageline.errors import ScheduleError, StagelineError
 
+ABOUT = "Pipeline-parallel training: train models; make, prove, simulate and draw schedules; explain what was measured."
+
 app = typer.Typer(
     name="stageline",
-    help="Pipeline-parallel schedules: make, prove, simulate, compare and draw them; explain measured steps.",
+    help=ABOUT,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for verb in (families, show, verify, simulate, compare, synthesize, trace, report, doctor, inspect, profile, check):
-    app.command(verb.__name__.rsplit(".", 1)[-1])(verb.command)
 app.command("train", cls=train.Train)(train.command)
 app.add_typer(checkpoint.app, name="checkpoint")
+for verb in (report, families, show, verify, simulate, compare, synthesize, trace, doctor, inspect, profile, check):
+    app.command(verb.__name__.rsplit(".", 1)[-1])(verb.command)
 
 
 def _version(asked: bool) -> None:
@@ -53,9 +55,10 @@ def root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Pipeline-parallel schedules: make, prove, simulate, compare and draw them; explain measured steps.
+    """Pipeline-parallel training: train models; make, prove, simulate and draw schedules; explain what was measured.
 
     \b
+    stageline train
     stageline show zb-v -p 4 -m 8
     """
 
