@@ -204,7 +204,7 @@ class Search:
                     self.board,
                     self.best,
                     dice=self.dice,
-                    moves=self._tries(share),
+                    moves=3 * self._tries(share),  # a move costs a third of a pass
                     least=self.least * (1 + SLACK),
                     is_over=self.is_over,
                     tell=self.offer,
