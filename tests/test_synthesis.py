@@ -267,6 +267,8 @@ def test_the_smallest_cap_works_and_a_smaller_one_does_not(request: dict[str, An
         ({"objective": "bubble"}, "objective is 'makespan' or 'span'"),
         ({"split": "yes"}, "split is True, False or None"),
         ({"time_limit": 0}, "time_limit is a number of seconds above 0"),
+        ({"time_limit": math.inf}, "time_limit is a number of seconds above 0"),
+        ({"memory": math.nan}, "from 0 upwards"),
         ({"seed": -1}, "seed is a whole number"),
         ({"ranks": 0}, "synthesize needs ranks to be a whole number from 1"),
         ({"costs": sl.Costs(forward=[1, 2, 3])}, "forward has 3 values and the schedule has 2 stages"),
