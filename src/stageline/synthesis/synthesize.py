@@ -19,7 +19,6 @@ from stageline.timeline.costs import Costs
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline
 
-
 LONGEST = 10**6
 """Seconds that a search may take."""
 
