@@ -16,7 +16,7 @@ import stageline as sl
 from instances import examples
 from stageline.synthesis.bounds import lower_bound, one_rank, quick_bound
 from stageline.synthesis.exact import search as exact_search
-from stageline.synthesis.greedy import Board, Rule, run_greedy, schedule_of
+from stageline.synthesis.greedy import Board, Plan, Rule, run_greedy, schedule_of
 from stageline.synthesis.named import one_by_one, programs_of
 from stageline.synthesis.problem import Problem, problem_of
 from stageline.synthesis.relaxed import Relaxed
@@ -363,6 +363,14 @@ def test_a_repeated_middle_is_valid_and_needs_no_more_memory(seed: int) -> None:
         assert made.value == pytest.approx(timeline.makespan)
         if more == 12:  # a multiple of every part, so that none is run in part
             assert all(now <= before for now, before in zip(timeline.peak_memory, peaks, strict=True))
+
+
+def test_a_middle_with_both_forms_of_the_backward_is_not_repeated() -> None:
+    short, long = (Board(problem_of(sl.Costs(), 1, count, None, 1, "loop", "makespan", None)) for count in (4, 8))
+    mixed = ["0F0", "0B0", "0F1", "0I1", "0W1", "0F2", "0B2", "0F3", "0I3", "0W3"]
+    programs = programs_of(sl.Schedule.from_programs([mixed]))
+    for plan in unrolled(short, Plan(programs, 12.0, "by hand"), long, tries=20, is_over=lambda: False):
+        sl.verify(schedule_of(long.problem, plan.programs))
 
 
 def test_the_quick_bound_of_a_large_step_is_near_the_careful_one() -> None:

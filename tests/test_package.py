@@ -58,10 +58,10 @@ from stageline.cli.app import run
 sl.simulate(sl.schedule("1f1b", 2, 2)).write("run.json")
 codes = [run(words.split()) for words in (
     "families", "show zb-v -p 2 -m 3", "verify 1f1b -p 2 -m 2", "simulate gpipe -p 2 -m 2", "compare -p 2 -m 4",
-    "trace run.json")]
+    "synthesize -p 2 -m 4 --memory 2", "trace run.json")]
 print(codes, "torch" in sys.modules)
 """
-    assert run(code).endswith("[0, 0, 0, 0, 0, 0] False\n")
+    assert run(code).endswith("[0, 0, 0, 0, 0, 0, 0] False\n")
 
 
 def test_without_typer_the_command_says_what_to_install() -> None:

@@ -178,6 +178,17 @@ def test_without_a_cap_many_microbatches_leave_no_gap() -> None:
     assert sl.synthesize(costs, 8, 32, time_limit=20).gap <= 0.01
 
 
+def test_a_family_of_the_users_own_is_one_to_start_from() -> None:
+    @sl.family("all-halves", "all F, all I, all W")
+    def all_halves(ranks: int, microbatches: int) -> list[list[str]]:
+        return [[f"{rank}{kind}{m}" for kind in "FIW" for m in range(microbatches)] for rank in range(ranks)]
+
+    r = sl.synthesize(measured(), 3, 4, time_limit=0.1)
+    assert r.named["all-halves"] == sl.simulate(sl.schedule("all-halves", 3, 4), measured()).makespan
+    assert r.achieved <= min(r.named.values())
+    assert "all-halves" not in sl.synthesize(measured(), 3, 4, memory=3, time_limit=0.1).named
+
+
 def test_progress_is_told_and_never_gets_worse() -> None:
     told: list[Progress] = []
     r = sl.synthesize(measured(), 4, 8, memory=5, progress=told.append)
@@ -256,6 +267,8 @@ def test_the_smallest_cap_works_and_a_smaller_one_does_not(request: dict[str, An
         ({"objective": "bubble"}, "objective is 'makespan' or 'span'"),
         ({"split": "yes"}, "split is True, False or None"),
         ({"time_limit": 0}, "time_limit is a number of seconds above 0"),
+        ({"time_limit": math.inf}, "time_limit is a number of seconds above 0"),
+        ({"memory": math.nan}, "from 0 upwards"),
         ({"seed": -1}, "seed is a whole number"),
         ({"ranks": 0}, "synthesize needs ranks to be a whole number from 1"),
         ({"costs": sl.Costs(forward=[1, 2, 3])}, "forward has 3 values and the schedule has 2 stages"),

@@ -22,26 +22,27 @@ if TYPE_CHECKING:
     from stageline.synthesis.synthesize import Synthesis
 
 
+Memory = Annotated[
+    str | None,
+    typer.Option("--memory", metavar="SIZE[,…]", help="The most memory of a rank, or one per rank. Default: no cap."),
+]
+Split = Annotated[
+    bool | None, typer.Option("--split/--no-split", help="Split every backward, or none. Default: where it helps.")
+]
+
+
 @takes(prices=Prices)
 def command(
     prices: Prices,
     ranks: Annotated[int, typer.Option("-p", "--ranks", help="How many ranks.")],
     microbatches: Annotated[int, typer.Option("-m", "--microbatches", help="How many microbatches.")],
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            "--memory", metavar="SIZE[,…]", help="The most memory of a rank, or one per rank. Default: no cap."
-        ),
-    ] = None,
+    memory: Memory = None,
     chunks: Annotated[int, typer.Option("--chunks", help="Stages that a rank holds.")] = 1,
     placement: Annotated[
         str, typer.Option("--placement", help="Several chunks round the ranks (loop), or down and up again (vee).")
     ] = "loop",
     objective: Annotated[str, typer.Option("--objective", help="What to make short: makespan or span.")] = "makespan",
-    split: Annotated[
-        bool | None,
-        typer.Option("--split/--no-split", help="Split every backward, or none. Default: where it helps."),
-    ] = None,
+    split: Split = None,
     time_limit: Annotated[float, typer.Option("--time-limit", help="Seconds to search; Ctrl-C ends it too.")] = 2.0,
     seed: Annotated[int, typer.Option("--seed", help="The same seed finds the same schedule, if time allows.")] = 0,
     output: Annotated[

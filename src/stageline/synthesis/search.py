@@ -136,8 +136,8 @@ class Search:
         self.tell("lower bound")
 
     def _tries(self, share: float) -> int:
-        """How many passes over all actions this share of the time is worth; where exact search follows, a second's."""
-        seconds = min(self.seconds, 1.0) if self._is_small else self.seconds
+        """How many passes over all actions this share of the time is worth; less where exact search follows."""
+        seconds = min(self.seconds, 1.0, self.problem.num_actions / 200) if self._is_small else self.seconds
         return max(1, int(share * seconds * SPEED / self.problem.num_actions))
 
     @property
@@ -204,7 +204,7 @@ class Search:
                     self.board,
                     self.best,
                     dice=self.dice,
-                    moves=self._tries(share),
+                    moves=3 * self._tries(share),  # a move costs a third of a pass
                     least=self.least * (1 + SLACK),
                     is_over=self.is_over,
                     tell=self.offer,

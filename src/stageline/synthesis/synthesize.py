@@ -19,6 +19,9 @@ from stageline.timeline.costs import Costs
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline
 
+LONGEST = 10**6
+"""Seconds that a search may take."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Synthesis:
@@ -113,8 +116,8 @@ def synthesize(
     >>> max(r.timeline.peak_memory)
     4.0
     """
-    if isinstance(time_limit, bool) or not isinstance(time_limit, int | float) or not time_limit > 0:
-        raise StagelineError(f"time_limit is a number of seconds above 0, got {shorten(time_limit)}")
+    if isinstance(time_limit, bool) or not isinstance(time_limit, int | float) or not 0 < time_limit <= LONGEST:
+        raise StagelineError(f"time_limit is a number of seconds above 0, {LONGEST} at most, got {shorten(time_limit)}")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
         raise StagelineError(f"seed is a whole number from 0 to {2**31 - 1}, got {shorten(seed)}")
     problem = problem_of(costs, ranks, microbatches, memory, chunks, placement, objective, split)

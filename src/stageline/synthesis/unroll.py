@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from stageline.schedules import action as kinds
 from stageline.synthesis.greedy import Board, Code, Plan, Programs
 from stageline.synthesis.replay import peak_of, times_of, value_of
 
@@ -23,6 +24,8 @@ MOMENTS = (0.5, 0.4, 0.6, 0.3, 0.7)
 
 def unrolled(short: Board, plan: Plan, long: Board, *, tries: int, is_over: Callable[[], bool]) -> Iterator[Plan]:
     """Plans for the long step from one for the short one, by repeating different parts of it."""
+    if _is_mixed(short, plan.programs):
+        return
     ends = times_of(short, plan.programs)
     more = long.problem.microbatches - short.problem.microbatches
     if ends is None or more <= 0:
@@ -40,6 +43,12 @@ def unrolled(short: Board, plan: Plan, long: Board, *, tries: int, is_over: Call
             found = times_of(long, programs)
             if found is not None:
                 yield Plan(programs, value_of(long, programs, found), "a repeated kernel")
+
+
+def _is_mixed(board: Board, programs: Programs) -> bool:
+    """Whether a stage has whole backwards and split ones: what repeats would then not be the same actions."""
+    found = {divmod(code // board.problem.microbatches, board.problem.stages) for mine in programs for code in mine}
+    return any((kinds.B, stage) in found and (kinds.I, stage) in found for stage in range(board.problem.stages))
 
 
 def _spliced(
