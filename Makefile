@@ -47,6 +47,7 @@ bench: install
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/runtime_speed.py
 	$(BIN)/python benchmarks/sleep_stages.py
+	$(BIN)/python benchmarks/synthesis.py --quick
 	$(BIN)/python benchmarks/partition_speed.py
 	$(BIN)/python benchmarks/profile_accuracy.py
 	$(BIN)/python benchmarks/building.py
