@@ -77,18 +77,21 @@ class Checkpoints:
 
     def __init__(self) -> None:
         """Nothing was called yet."""
-        self._seen: list[tuple[Any, str, bool]] = []
+        self._first = ("", True)
 
     def check(self, name: str, own: bool) -> None:
         """A unit is called, one of the stage's own or not."""
         frame = _checkpoint("checkpoint")
         if frame is None:
             return
-        for other, before, mine in self._seen:
-            if other is frame and mine != own:
-                raise StagelineError(
-                    f"the forward runs {before} and {name} in one checkpoint, and the model is cut between them; cut "
-                    "it elsewhere (layers_per_stage=, or by= the first unit of each stage), or leave the checkpoint "
-                    "out and give recompute= to the pipeline"
-                )
-        self._seen.append((frame, name, own))
+        if (
+            frame.f_trace_lines
+        ):  # the first unit in this call, which is marked so; to keep the frame would keep all in it
+            frame.f_trace_lines = False
+            self._first = (name, own)
+        elif self._first[1] != own:
+            raise StagelineError(
+                f"the forward runs {self._first[0]} and {name} in one checkpoint, and the model is cut between them; "
+                "cut it elsewhere (layers_per_stage=, or by= the first unit of each stage), or leave the checkpoint "
+                "out and give recompute= to the pipeline"
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,8 @@ class Executor:
         self._local: dict[tuple[Traffic, int, int], Message] = {}
         self.awaited: tuple[Header, float] | None = None
         """The message that this rank waits for, and since when."""
+        self.turns: AbstractContextManager[Any] = nullcontext()
+        """What an action takes and gives back: a lock of all ranks while torch compiles, which wants to be alone."""
         self.stopped: PeerFailed | None = None
         """Another rank's failure, told from another thread: no action is begun after it."""
         self.progress: Progress = Notes() if progress is None else progress
@@ -160,7 +163,8 @@ class Executor:
             progress.doing = task.place
             arrived = self._input(task, work, deadline, result)
             began = clock.start(position)
-            message = self._compute(task, arrived, work, result)
+            with self.turns:
+                message = self._compute(task, arrived, work, result)
             flown.append((*task.place, work.step, began, clock.end(position)))
             if message is not None:
                 self._pass_on(task, message)

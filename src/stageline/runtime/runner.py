@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,6 +117,8 @@ class Runner:
                     refused = error
             done = self._run_crew(crew, work, refused, rows, batch, reducer, buffers)
             self._agreed = samples
+            for executor in crew.executors:  # all is compiled by now
+                executor.turns = nullcontext()
             return done
         except BaseException as error:
             put_back(buffers)
@@ -326,6 +330,10 @@ class Runner:
                 for rank in self._world.here
             ]
             self._crews[key] = Crew(schedule, executors)
+            if self._compiled and len(executors) > 1:
+                lock = threading.Lock()
+                for executor in executors:
+                    executor.turns = lock
         return self._crews[key]
 
 
