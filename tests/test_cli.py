@@ -195,7 +195,19 @@ def test_a_broken_schedule_names_rule_and_place(tmp_path: Path, capsys: Capture)
     assert (found["valid"], found["rule"], found["rank"], found["position"]) == (False, "progress", 1, 0)
 
 
-VERBS = ["families", "show", "verify", "simulate", "compare", "trace", "doctor", "inspect", "profile", "check"]
+VERBS = [
+    "families",
+    "show",
+    "verify",
+    "simulate",
+    "compare",
+    "synthesize",
+    "trace",
+    "doctor",
+    "inspect",
+    "profile",
+    "check",
+]
 
 
 @pytest.mark.parametrize("verb", VERBS)
