@@ -57,6 +57,9 @@ bench: install
 	$(BIN)/python benchmarks/endurance.py
 	$(BIN)/python benchmarks/faults.py
 	$(BIN)/python benchmarks/kills.py --kills 20
+	$(BIN)/python benchmarks/training_speed.py
+	$(BIN)/python benchmarks/checkpoint_cost.py
+	$(BIN)/python benchmarks/resume.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,6 @@
 """What checkpoints take away from training: the built-in job with one every 50 steps, against the same job with none.
 
-python benchmarks/checkpoint_cost.py [--rounds 5] [--every 50] [--where threads processes] [--json]
+python benchmarks/checkpoint_cost.py [--rounds 5] [--every 50] [--dim 128] [--where threads processes] [--json]
 
 Both jobs are there together and train in turns of as many steps as lie between two checkpoints, so that each turn of
 the one has just one, in its middle, written and published while it trains on. The cost is the median over the rounds of
@@ -31,7 +31,7 @@ from turns import Job, Turn, Turns, in_turns
 RANKS = 2
 
 
-def work(folder: str, enable: str, every: str, rank: str, tell: str) -> None:
+def work(folder: str, enable: str, every: str, dim: str, rank: str, tell: str) -> None:
     turns = Turns(int(every) // 2, int(every), int(tell))  # so the checkpoint is in the middle of a turn
 
     class Paced(Trainer):
@@ -41,6 +41,7 @@ def work(folder: str, enable: str, every: str, rank: str, tell: str) -> None:
 
     torch.set_num_threads(1)
     settings = [f"job.dump_folder={folder}", f"checkpoint.enable={enable}", f"checkpoint.interval={every}"]
+    settings += [f"model.dim={dim}"]
     settings += [f"parallelism.pipeline_parallel_degree={RANKS}", "parallelism.pipeline_parallel_schedule=zb-h1"]
     settings += ["parallelism.pipeline_parallel_split=parameters", "validation.enable=false"]
     settings += ["training.steps=1000000", "comm.train_timeout_seconds=3600"]
@@ -52,12 +53,13 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": middle, "low": low, "high": high}
 
 
-def measure(where: str, rounds: int, every: int) -> dict[str, Any]:
+def measure(where: str, rounds: int, every: int, dim: int) -> dict[str, Any]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stageline-cost-")))
         jobs = []
         for name, enable in (("with", "true"), ("without", "false")):
-            command = [sys.executable, str(Path(__file__).resolve()), "--work", str(folder / name), enable, str(every)]
+            command = [sys.executable, str(Path(__file__).resolve()), "--work", str(folder / name)]
+            command += [enable, str(every), str(dim)]
             environment = {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
             jobs.append(Job(name, command, folder, RANKS if where == "processes" else 1, environment))
             stack.callback(jobs[-1].close)
@@ -87,22 +89,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="turns of both jobs (default 5)")
     parser.add_argument("--every", type=int, default=50, help="steps from one checkpoint to the next (default 50)")
+    parser.add_argument("--dim", type=int, default=128, help="the model's width (default 128)")
     parser.add_argument("--where", nargs="+", choices=["threads", "processes"], default=["threads", "processes"])
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args()
-    rows = [measure(where, given.rounds, given.every) for where in given.where]
+    rows = []
+    for where in given.where:
+        rows.append(measure(where, given.rounds, given.every, given.dim))
+        if not given.json:
+            show(rows[-1], given.every)
     if given.json:
         print(json.dumps(rows, indent=2))
-        return
-    for row in rows:
-        print(
-            f"{RANKS} {row['where']}: a checkpoint of {row['bytes'] / 1e6:.0f} MB every {given.every} steps, "
-            f"which take {row['seconds of a turn']:.1f} s; load {row['load']:.1f}"
-        )
-        for what in ("cost", "cost by CPU"):
-            found = row[what]
-            print(f"  {what:12} {found['median']:+7.2%}   ({found['low']:+.2%} to {found['high']:+.2%})")
-        print(f"  {'blocked':12} {row['blocked']['share']:+7.2%}   {1e3 * row['blocked']['seconds']:.0f} ms")
+
+
+def show(row: dict[str, Any], every: int) -> None:
+    print(
+        f"{RANKS} {row['where']}: a checkpoint of {row['bytes'] / 1e6:.0f} MB every {every} steps, "
+        f"which take {row['seconds of a turn']:.1f} s; load {row['load']:.1f}"
+    )
+    for what in ("cost", "cost by CPU"):
+        found = row[what]
+        print(f"  {what:12} {found['median']:+7.2%}   ({found['low']:+.2%} to {found['high']:+.2%})")
+    print(f"  {'blocked':12} {row['blocked']['share']:+7.2%}   {1e3 * row['blocked']['seconds']:.0f} ms", flush=True)
 
 
 if __name__ == "__main__":
