@@ -60,7 +60,7 @@ def find_loss(name: str, weights: tuple[float, ...] = (), given: Any = None) -> 
     >>> float(loss.function(torch.zeros(2, 2, 8), targets)) / loss.count(targets)     # the logarithm of 8
     2.079...
     """
-    if name == "cross_entropy" and given is not None:
+    if name in ("cross_entropy", "own") and given is not None:
         return Loss(given, "mean")
     if name == "cross_entropy":
         return Loss(_summed, "count", lambda targets: float((targets != IGNORED).sum()))
@@ -98,7 +98,13 @@ def _summed(output: Any, targets: Tensor, weights: Tensor | None = None) -> Tens
 
 
 def _squared(output: Any, targets: Tensor) -> Tensor:
-    return functional.mse_loss(logits_of(output).float(), targets.float())
+    found = logits_of(output)
+    if found.shape != targets.shape:  # torch would stretch one over the other, and train on something else
+        raise StagelineError(
+            f"training.loss is mse, the model gives back {tuple(found.shape)} and the targets are "
+            f"{tuple(targets.shape)}; give them one shape"
+        )
+    return functional.mse_loss(found.float(), targets.float())
 
 
 @dataclass(frozen=True)
@@ -109,4 +115,9 @@ class _Weigh:
 
     def __call__(self, targets: Tensor) -> float:
         counted = targets[targets != IGNORED].to(self.classes.device)
+        if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < len(self.classes):
+            raise StagelineError(
+                f"training.loss_weights has {len(self.classes)} numbers, and targets go from {int(counted.min())} to "
+                f"{int(counted.max())}: give a weight for every class"
+            )
         return float(self.classes.double()[counted].sum())

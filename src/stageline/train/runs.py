@@ -40,6 +40,8 @@ class RunFolder:
                 f"job.dump_folder is {str(self.path)!r}, which holds other files and no run; nothing is overwritten: "
                 "give another folder"
             )
+        if not self._begun():  # a start that failed before it made anything
+            return False, []
         earlier = read_config(self.path / CONFIG)
         apart = differences(config, earlier, ignore=WARN | FREE)
         if apart:
@@ -48,6 +50,11 @@ class RunFolder:
                 "give another job.dump_folder, or the configuration of that run to go on with it"
             )
         return True, differences(config, earlier, ignore=FIXED | FREE)
+
+    def _begun(self) -> bool:
+        """Whether a job got as far as events, or left anything that only a job at work writes."""
+        started = {CONFIG, LOCK, ENVIRONMENT, "choice.json", "schedule.json", "profile.json"}
+        return any(each.name not in started and not each.name.startswith(".") for each in self.path.iterdir())
 
     def claim(self, config: Config) -> None:
         """Make the folder this job's own; refuse while another works in it."""
@@ -76,14 +83,15 @@ class RunFolder:
             self._lock.close()
             self._lock = None
 
-    def set_aside(self, name: str) -> None:
-        """Keep a file of an earlier start under another name."""
+    def set_aside(self, name: str) -> Path | None:
+        """Keep a file of an earlier start under another name, and give that back; None if there is no such file."""
         path = self.path / name
-        if path.is_file() and path.stat().st_size:
-            number = 1
-            while (aside := path.with_suffix(f".{number}{path.suffix}")).exists():
-                number += 1
-            path.rename(aside)
+        if not path.is_file() or not path.stat().st_size:
+            return None
+        number = 1
+        while (aside := path.with_suffix(f".{number}{path.suffix}")).exists():
+            number += 1
+        return path.rename(aside)
 
     def write(self, name: str, text: str) -> Path:
         """Write a file, aside first, so that it is there as a whole or not at all."""

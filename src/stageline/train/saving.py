@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 from stageline.errors import StagelineError, nearest
+from stageline.model.load import load_weights
 from stageline.runtime.pipeline import Pipeline
 from stageline.runtime.worlds import World
-from stageline.train.checkpoint import Checkpoint, newest, open_checkpoint, step_name
+from stageline.train.checkpoint import Checkpoint, newest, open_checkpoint, published
+from stageline.train.checkpoint.manifest import MANIFEST
+from stageline.train.checkpoint.reader import at_step, inspect
 from stageline.train.optimizers import Optimizer, State
 
 
@@ -25,17 +28,49 @@ def find(folder: Path, step: int, world: World) -> Checkpoint | None:
     told = {"path": "", "error": ""}
     if 0 in world.here:
         try:
-            if step >= 0:
-                chosen: Checkpoint | None = open_checkpoint(folder / step_name(step))
-            else:
-                chosen = newest(folder, on_damage=lambda damage: print(f"warning: {damage}", file=sys.stderr))
-            told["path"] = "" if chosen is None else str(chosen.path)
+            chosen = _whole(at_step(folder, step)) if step >= 0 else _newest(folder)
+            told["path"] = "" if chosen is None else str(chosen)
         except StagelineError as error:
             told["error"] = str(error)
     told = json.loads(world.tell(json.dumps(told), 0))
     if told["error"]:
         raise StagelineError(told["error"])
     return open_checkpoint(Path(told["path"])) if told["path"] else None
+
+
+def _newest(folder: Path) -> Path | None:
+    found = newest(folder, on_damage=lambda damage: print(f"warning: {damage}", file=sys.stderr))
+    return None if found is None else found.path
+
+
+def _whole(path: Path) -> Path:
+    """The checkpoint that was asked for, every byte of it as it was written: no other one is taken in its place."""
+    _, damages = inspect(path)
+    if damages:
+        raise StagelineError(
+            f"{'; '.join(map(str, damages[:3]))}; nothing is taken from it: name another checkpoint, or leave the "
+            "choice to the job, which takes the newest whole one"
+        )
+    return path
+
+
+def begin_with(pipe: Pipeline, given: str, world: World) -> None:
+    """Give the pipeline the weights of a checkpoint, of the newest whole one in a folder of them, or of safetensors."""
+    told = {"path": given, "error": ""}
+    if 0 in world.here:
+        try:
+            path: Path | None = Path(given)
+            if (Path(given) / MANIFEST).exists():
+                path = _whole(Path(given))
+            elif Path(given).is_dir() and published(given):
+                path = _newest(Path(given))
+            told["path"] = str(path)
+        except StagelineError as error:
+            told["error"] = str(error)
+    told = json.loads(world.tell(json.dumps(told), 0))
+    if told["error"]:
+        raise StagelineError(f"checkpoint.initial_load_path is {given!r}: {told['error']}")
+    load_weights(pipe.model, told["path"], cast=True)
 
 
 def own_weights(pipe: Pipeline) -> dict[str, Tensor]:

@@ -90,9 +90,7 @@ class Setup:
         else:
             name = getattr(self._model, "__name__", type(self._model).__name__)
             task = Task(name, self._model, training.loss, tuple(training.loss_weights), getattr(torch, training.dtype))
-        if self._loss_fn is not None:
-            build, given = task.build, self._loss_fn
-            task.build = lambda: (build(), None, None, given)
+        task.given = self._loss_fn
         return task
 
     def _make_batches(self) -> None:

@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from stageline.model.huggingface import own_loss
 from stageline.timeline import draw
 from stageline.timeline.timeline import Timeline
+from stageline.train.logs.screen import put
 from stageline.train.runs import ENVIRONMENT, METRICS, environment
 from stageline.train.sample import generate
 from stageline.train.steps import Stepped
 
 if TYPE_CHECKING:
     from stageline.train.trainer import Trainer
+
+LANGUAGE = ("cross_entropy", "weighted_cross_entropy", "own")
+"""Losses of a model that can write."""
 
 
 class Show:
@@ -33,8 +38,11 @@ class Show:
         if not self._main:
             return
         setup, folder, layout = self._of.setup, self._of.folder, self._of.layout
-        if not resumed:
-            folder.set_aside(METRICS)
+        if not resumed and (aside := folder.set_aside(METRICS)) is not None:
+            setup.notes.append(
+                f"{folder.path} holds a run without a checkpoint in {self._of.checkpoints.name}, so it begins anew; "
+                f"its events so far are kept in {aside.name}"
+            )
         schedule = setup.choice.schedule
         count = sum(parameter.numel() for parameter in self._of.pipe.model.parameters())
         (folder.path / "timeline").mkdir(exist_ok=True)
@@ -50,15 +58,15 @@ class Show:
             "schedule": schedule.name,
         }
         folder.write(ENVIRONMENT, environment(**about))
-        for note in setup.notes:
-            print(f"note: {note}")
         tried = setup.choice.tried
         best = f", the fastest of {len(tried)} by the profile" if len(tried) > 1 else ""
-        print(f"model     {setup.task.name}, {count:,} parameters")
-        print(f"data      {setup.data.describe()}")
-        print(f"ranks     {layout}")
-        print(f"schedule  {schedule.name}{best}: {schedule.stages} stages, {schedule.microbatches} microbatches")
-        print(f"folder    {folder.path}", flush=True)
+        for note in setup.notes:
+            put(f"note: {note}")
+        put(f"model     {setup.task.name}, {count:,} parameters")
+        put(f"data      {setup.data.describe()}")
+        put(f"ranks     {layout}")
+        put(f"schedule  {schedule.name}{best}: {schedule.stages} stages, {schedule.microbatches} microbatches")
+        put(f"folder    {folder.path}")
 
     def step(self, done: Stepped, factor: float, seconds: float) -> None:
         """Tell of a step, and keep its timeline now and then."""
@@ -100,7 +108,7 @@ class Show:
         folder = self._of.folder
         if text:
             folder.write("sample.txt", text)
-            print(f"\n{text}\n", flush=True)
+            put(f"\n{text}\n")
         if self._measured is not None:
             name = self._measured.schedule.name
             names = [f"{name}, {what}" for what in ("planned", "measured")]
@@ -112,13 +120,13 @@ class Show:
         if self._main:
             from stageline.train.report import make_report
 
-            print(f"report    {make_report(self._of.folder.path)}")
+            put(f"report    {make_report(self._of.folder.path)}")
 
     def _sample(self) -> str:
         """Text that the model writes; every process takes part."""
         of = self._of
         asked, data, task = of.config.sample, of.setup.data, of.setup.task
-        if not asked.tokens or data.tokenizer is None or task.loss_name not in ("cross_entropy", "own"):
+        if not asked.tokens or data.tokenizer is None or task.loss_name not in LANGUAGE:
             return ""
         prompt = [int(token) for token in data.tokenizer.encode(asked.prompt or "\n")]
         last = int(of.setup.choice.schedule.placement.table[0, -1])
@@ -130,7 +138,7 @@ class Show:
             tell=lambda token: int(of.world.tell(str(token), last if of.layout.processes > 1 else 0)),
             temperature=asked.temperature,
             seed=of.config.training.seed,
-            give=lambda tokens: {"input_ids": tokens} if task.loss_name == "own" else tokens,
+            give=lambda tokens: {"input_ids": tokens} if task.loss.function is own_loss else tokens,
         )
         return data.tokenizer.decode(found)
 

@@ -34,6 +34,8 @@ class Task:
     """Small files that belong to the model, such as the config.json by which transformers opens it."""
     own: Any = None
     """The loss that came with the model."""
+    given: Callable[[Any, Any], Any] | None = None
+    """A loss from Python, in place of the one that is named."""
 
     def make(self) -> nn.Module:
         """Build the model, with random weights."""
@@ -51,14 +53,20 @@ class Task:
     @property
     def loss(self) -> Loss:
         """The loss; one that comes with the model is known once that was built."""
+        if self.given is not None:
+            return Loss(self.given, "mean")
         return find_loss(self.loss_name, self.loss_weights, self.own)
 
     def batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
         """What a pipeline is given for a batch of data."""
         if self.loss.function is not own_loss or isinstance(inputs, Mapping):
             return inputs, targets
-        # The model shifts by itself, so it is given the tokens twice.
-        return {"input_ids": inputs, "labels": inputs}, inputs
+        # The model shifts by itself: a place is given the target of the one before it.
+        labels = inputs
+        if isinstance(targets, Tensor):
+            alike = targets.shape == inputs.shape and targets.dim() == 2
+            labels = torch.cat([inputs[:, :1], targets[:, :-1]], 1) if alike else targets
+        return {"input_ids": inputs, "labels": labels}, labels
 
     def example(self, inputs: Any) -> Any:
         """What the model alone is called with."""
@@ -100,6 +108,11 @@ def _gpt(config: Config, vocab_size: int) -> Callable[[], GPT]:
         )
     if model.dim % model.n_heads:
         raise StagelineError(f"model.dim is {model.dim}, which {model.n_heads} heads (model.n_heads) do not divide")
+    weights = config.training.loss_weights
+    if weights and len(weights) != words:
+        raise StagelineError(
+            f"training.loss_weights has {len(weights)} numbers and the model knows {words} words; give one for each"
+        )
     return lambda: GPT(
         words, config.training.seq_len, model.dim, model.n_layers, model.n_heads, model.dropout, model.tie_embeddings
     )

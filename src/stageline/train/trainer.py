@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from stageline.errors import StagelineError
-from stageline.model.load import load_weights
 from stageline.train import saving
 from stageline.train.checkpoint import Checkpoint, Writer
 from stageline.train.config import Config
 from stageline.train.data import Data, Loader, Prefetch
 from stageline.train.layout import find_layout
 from stageline.train.logs import Logs, read_metrics
+from stageline.train.logs.screen import put
 from stageline.train.optimizers import Optimizer, outer_parameters, rate
 from stageline.train.precision import LossScale
 from stageline.train.runs import METRICS, RunFolder
@@ -112,9 +112,10 @@ class Trainer:
         setup.prepare()
         self.pipe, self.world, self.loader = setup.pipe, setup.world, setup.loader
         self.checkpoints = self.folder.path / config.checkpoint.folder
-        found = saving.find(self.checkpoints, config.checkpoint.load_step, self.world) if setup.goes_on else None
+        asked = config.checkpoint.load_step
+        found = saving.find(self.checkpoints, asked, self.world) if setup.goes_on or asked >= 0 else None
         if found is None and config.checkpoint.initial_load_path:
-            load_weights(self.pipe.model, config.checkpoint.initial_load_path, cast=True)
+            saving.begin_with(self.pipe, config.checkpoint.initial_load_path, self.world)
         self.scale = LossScale(config.training.mixed_precision_param == "float16")
         self.optimizer = Optimizer(
             config.optimizer, self.pipe.named_parameters(), outer=outer_parameters(self.pipe.model)
@@ -171,12 +172,21 @@ class Trainer:
     def _run(self, resumed: bool) -> Result:
         config, layout = self.config, self.layout
         if self._over() and self._ended():
+            why = self._why_over()
             if layout.main:
-                print(
-                    f"{self.folder.path} is finished: step {self.step} of {config.training.steps}; raise "
-                    "training.steps to go on, or give another job.dump_folder"
+                is_, more = (
+                    ("is finished", "training.steps")
+                    if why == "finished"
+                    else (
+                        f"stopped early, after {self._since_best} evaluations without a better loss",
+                        "validation.patience",
+                    )
                 )
-            return Result(self.step, "finished", None, None, self.folder.path)
+                put(
+                    f"{self.folder.path} {is_}: step {self.step} of {config.training.steps}; raise {more} to go on, "
+                    "or give another job.dump_folder"
+                )
+            return Result(self.step, why, None, None, self.folder.path)
         self.show = Show(self)
         self.show.begin(resumed)
         self.logs.event("start", step=self.step, resumed=resumed)
@@ -213,17 +223,23 @@ class Trainer:
         patience = self.config.validation.patience
         return self.step >= self.config.training.steps or 0 < patience <= self._since_best
 
+    def _why_over(self) -> str:
+        return "finished" if self.step >= self.config.training.steps else "early stop"
+
     def _ended(self) -> bool:
-        """Whether the run came to its very end, and was not killed between its last step and that."""
-        ends = [row for row in read_metrics(self.folder.path / METRICS).of("end") if row["step"] == self.step]
-        return bool(self.world.tell("yes" if self.layout.main and ends else "", 0))
+        """Whether the run came to its very end: not killed, and not failed, between its last step and that."""
+        ended = ""
+        if self.layout.main and (self.folder.path / METRICS).is_file():
+            ends = [row for row in read_metrics(self.folder.path / METRICS).of("end") if row["step"] == self.step]
+            ended = "yes" if any(row.get("why") in ("finished", "early stop") for row in ends) else ""
+        return bool(self.world.tell(ended, 0))
 
     def _loop(self) -> str:
         """Make steps until one is the last; say why it was."""
         config = self.config
         while True:
             if self._over():
-                return "finished" if self.step >= config.training.steps else "early stop"
+                return self._why_over()
             self._one_step()
             self._report_saved()
             early = self._due(config.validation.freq) and self._validate()

@@ -66,8 +66,10 @@ class Bytes:
         return np.frombuffer(text.encode(), np.uint8)
 
     def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
-        """The text of bytes; separators are left out, and what is no UTF-8 is shown as �."""
-        return bytes(int(token) for token in tokens if token != self.separator).decode(errors="replace")
+        """The text of bytes; separators are left out, and what is no byte or no UTF-8 is shown as �."""
+        # A byte that no UTF-8 has stands for what a model with more words than bytes may draw.
+        kept = (int(token) for token in tokens if token != self.separator)
+        return bytes(token if 0 <= token < self.size else self.separator for token in kept).decode(errors="replace")
 
 
 class File:

@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import time
+from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from stageline.train.logs.line import Part, choose, fit, gaps
@@ -44,6 +45,29 @@ def clean(text: str) -> str:
     return "".join(letter if letter.isprintable() else "�" for letter in " ".join(text.split()))
 
 
+def put(line: str, file: IO[str] | None = None) -> bool:
+    """Print a line, and give back whether it could be: that nobody reads along is no reason to end a training job.
+
+    >>> put("one line")
+    one line
+    True
+    """
+    to = file or sys.stdout
+    try:
+        try:
+            print(line, file=to, flush=True)
+        except UnicodeEncodeError:
+            print(line.encode("ascii", "replace").decode(), file=to, flush=True)
+    except OSError:  # whoever read along went away, or the disk of the output is full
+        if to is sys.stdout:
+            with suppress(OSError, ValueError):  # what is still in the buffer goes nowhere, also at the very end
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, to.fileno())
+                os.close(nowhere)
+        return False
+    return True
+
+
 class Lines:
     """Plain lines, for a pipe, a file, or where rich is not installed."""
 
@@ -66,17 +90,7 @@ class Lines:
         """Nothing is open."""
 
     def _print(self, line: str) -> None:
-        if self._gone:
-            return
-        file = self._file or sys.stdout
-        try:
-            print(line, file=file, flush=True)
-        except UnicodeEncodeError:
-            print(line.encode("ascii", "replace").decode(), file=file, flush=True)
-        except BrokenPipeError:  # whoever read along has seen enough: no reason to end a training job
-            self._gone = True
-            if file is sys.stdout:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        self._gone = self._gone or not put(line, self._file)
 
 
 class Terminal:
@@ -92,6 +106,10 @@ class Terminal:
 
     def show(self, parts: list[Part], share: float, *, now: bool = False) -> None:
         """Update the line, a few times a second at most."""
+        with suppress(OSError):  # the terminal was closed
+            self._update(parts, share, now)
+
+    def _update(self, parts: list[Part], share: float, now: bool) -> None:
         from rich.live import Live
 
         text = self._text(parts, share)
@@ -107,15 +125,17 @@ class Terminal:
 
     def say(self, text: str, style: str = "") -> None:
         """Print a line above."""
-        self._console.print(clean(text), style=style, markup=False, highlight=False, emoji=False)
+        with suppress(OSError):
+            self._console.print(clean(text), style=style, markup=False, highlight=False, emoji=False)
 
     def close(self) -> None:
         """Leave the last line where it is, below all others."""
         if self._live is not None:
-            self._live.refresh()
-            self._live.stop()
-            self._live = None
             atexit.unregister(self.close)
+            with suppress(OSError):
+                self._live.refresh()
+                self._live.stop()
+            self._live = None
 
     def _text(self, parts: list[Part], share: float) -> Text:
         from rich.text import Text

@@ -1,0 +1,224 @@
+"""What a training job must not let pass: options that do nothing, damage, silent restarts, losses of something else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stageline.errors import StagelineError
+from stageline.train.config import Config
+from stageline.train.data import Bytes
+from stageline.train.losses import find_loss
+from stageline.train.tasks import Task
+from stageline.train.trainer import Result, Trainer
+
+TINY = (
+    "training.steps=4",
+    "training.seq_len=8",
+    "training.local_batch_size=4",
+    "model.dim=8",
+    "model.n_layers=2",
+    "model.n_heads=2",
+    "sample.tokens=3",
+    "validation.freq=2",
+    "validation.steps=1",
+    "parallelism.pipeline_parallel_degree=2",
+    "parallelism.pipeline_parallel_schedule=1f1b",
+    "parallelism.pipeline_parallel_split=layers",
+    "checkpoint.interval=2",
+    "training.dataset=text",
+    "training.dataset_path=text.txt",
+    "job.dump_folder=run",
+)
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("one two three four five six seven\n" * 40)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def train(*more: str, **given: Any) -> Result:
+    return Trainer(Config.read(None, *TINY, *more), **given).run()
+
+
+def refused(match: str, *more: str, **given: Any) -> None:
+    with pytest.raises(StagelineError, match=match):
+        train(*more, **given)
+
+
+def events(kind: str, run: str = "run") -> list[dict[str, Any]]:
+    lines = Path(run, "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["event"] == kind]
+
+
+def flip_a_bit(step: int) -> str:
+    weights = next(Path(f"run/checkpoint/step-{step:08}").glob("model-*.safetensors"))
+    raw = bytearray(weights.read_bytes())
+    raw[-1] ^= 1
+    weights.write_bytes(raw)
+    return weights.name
+
+
+def test_a_step_that_is_asked_for_must_be_there_and_whole() -> None:
+    refused("has no checkpoint of step 2; it has none", "checkpoint.load_step=2")
+    train()
+    refused("has no checkpoint of step 3; it has 2, 4", "checkpoint.load_step=3")
+    name = flip_a_bit(2)
+    refused(f"{name}: has other bytes than were written", "checkpoint.load_step=2", "training.steps=6")
+    assert train("checkpoint.load_step=4", "training.steps=6").step == 6
+
+
+def test_weights_to_begin_with_are_those_of_a_whole_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    train()
+    name = flip_a_bit(4)
+    damaged = "checkpoint.initial_load_path=run/checkpoint/step-00000004"
+    refused(f"initial_load_path.*{name}: has other bytes than were written", damaged, "job.dump_folder=b")
+    # A folder of checkpoints stands for its newest whole one.
+    train("checkpoint.initial_load_path=run/checkpoint", "job.dump_folder=b")
+    train("checkpoint.initial_load_path=run/checkpoint/step-00000002", "job.dump_folder=c")
+    assert name in capsys.readouterr().err
+    assert [row["loss"] for row in events("step", "b")] == [row["loss"] for row in events("step", "c")]
+    assert events("step", "b")[0]["loss"] < events("step")[0]["loss"]
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return torch.as_tensor(self.head(x))
+
+
+SAMPLES = [(torch.full((4,), float(number)), torch.tensor([float(number)])) for number in range(40)]
+
+
+def far(output: Tensor, targets: Tensor) -> Tensor:
+    return ((output - targets) ** 2).mean() + 1000.0
+
+
+@pytest.mark.parametrize("named", ["cross_entropy", "mse", "own"])
+def test_a_loss_from_python_stands_in_place_of_any_that_is_named(named: str) -> None:
+    result = train(f"training.loss={named}", model=Small, loss_fn=far, data=SAMPLES)
+    assert result.loss is not None
+    assert result.loss > 1000
+
+
+def test_the_models_own_loss_is_the_one_that_came_with_it() -> None:
+    assert find_loss("own", given=far).function is far
+    assert find_loss("mse", given=far).function is not far
+
+
+def test_squares_of_different_shapes_are_refused() -> None:
+    loss = find_loss("mse").function
+    with pytest.raises(StagelineError, match=r"gives back \(2, 1\) and the targets are \(2,\)"):
+        loss(torch.zeros(2, 1), torch.zeros(2))
+    refused(r"training.loss is mse", "training.loss=mse", model=Small, data=[(x, y[0]) for x, y in SAMPLES])
+
+
+def test_every_class_needs_a_weight() -> None:
+    refused(
+        "loss_weights has 2 numbers and the model knows 256", "training.loss=weighted_cross_entropy",
+        "training.loss_weights=1.0,2.0",
+    )  # fmt: skip
+    assert not Path("run").exists()
+    count = find_loss("weighted_cross_entropy", (1.0, 2.0)).count
+    assert count is not None
+    assert count(torch.tensor([0, 1, 1, -100])) == 5.0
+    with pytest.raises(StagelineError, match="targets go from 0 to 7"):
+        count(torch.tensor([0, 7]))
+
+
+def test_a_model_that_shifts_by_itself_is_given_the_targets_of_the_data() -> None:
+    task = Task("mine", Small, "own")
+    row = torch.arange(10)[None]
+    given, _ = task.batch(row[:, :-1], row[:, 1:])
+    assert torch.equal(given["labels"], row[:, :-1])
+    padded = row[:, 1:].clone()
+    padded[:, 4:] = -100
+    given, _ = task.batch(row[:, :-1], padded)
+    assert given["labels"].tolist() == [[0, 1, 2, 3, 4, -100, -100, -100, -100]]
+    labels = torch.tensor([3])
+    assert task.batch(row, labels)[0]["labels"] is labels
+
+
+def test_a_folder_where_nothing_was_made_can_be_used_for_another_configuration() -> None:
+    refused("does not exist", "checkpoint.initial_load_path=nowhere")
+    assert Path("run/config.toml").exists()
+    assert train("model.dim=16").step == 4
+    refused("model.dim is 8 and was 16")
+
+
+def test_a_run_that_failed_at_its_very_end_is_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stageline.train.show import Show
+
+    def fail(self: Show) -> str:
+        raise ValueError("no sample today")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Show, "_sample", fail)
+        with pytest.raises(ValueError, match="no sample today"):
+            train()
+    assert not Path("run/sample.txt").exists()
+    assert train().why == "finished"
+    assert Path("run/sample.txt").exists()
+    Path("run/metrics.jsonl").unlink()
+    assert train().why == "finished"
+
+
+def test_a_model_may_know_more_words_than_there_are_bytes() -> None:
+    assert Bytes().decode([72, 105, 255, 2999]) == "Hi�"
+    train("model.vocab_size=3000", "sample.tokens=12")
+    assert Path("run/sample.txt").exists()
+
+
+def test_that_a_run_begins_anew_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    train("checkpoint.enable=false")
+    assert "note:" not in capsys.readouterr().out
+    train("checkpoint.enable=false")
+    assert "begins anew; its events so far are kept in metrics.1.jsonl" in capsys.readouterr().out
+
+
+def test_a_run_that_stopped_early_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    more = ("validation.patience=1", "validation.freq=1", "optimizer.lr=1e-12", "training.steps=20")
+    first = train(*more)
+    capsys.readouterr()
+    again = train(*more)
+    assert (again.step, again.why) == (first.step, "early stop")
+    assert "raise validation.patience to go on" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is always full")
+@pytest.mark.parametrize("reader", ["gone", "full"])
+def test_a_job_goes_on_when_nobody_can_read_what_it_says(reader: str) -> None:
+    words = [f"--{each}" for each in TINY]
+    if reader == "gone":
+        ours, theirs = os.pipe()
+        os.close(ours)
+    else:
+        theirs = os.open("/dev/full", os.O_WRONLY)
+    command = [sys.executable, "-m", "stageline", "train", *words]
+    try:
+        done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, timeout=120, check=False)
+    finally:
+        os.close(theirs)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert events("end")[-1]["why"] == "finished"
+    assert Path("run/report.html").exists()
