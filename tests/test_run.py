@@ -211,6 +211,11 @@ def test_leaving_the_loop_leaves_the_parameters_after_the_step_it_was_left_in(st
     assert_stopped_after(steps, run, optimizer, OPTIMIZERS["SGD"], layers())
 
 
+def collect(run: Iterator[sl.StepStats], told: list[sl.StepStats]) -> None:
+    for stats in run:
+        told.append(stats)  # one by one: what was told before an error counts
+
+
 def broken(count: int) -> Iterator[tuple[Tensor, Tensor]]:
     yield from batches()[:count]
     raise LookupError("no more of these")
@@ -220,10 +225,9 @@ def broken(count: int) -> Iterator[tuple[Tensor, Tensor]]:
 def test_batches_that_fail_end_the_run_after_the_steps_before(steps: int) -> None:
     run = pipeline(layers())
     optimizer = OPTIMIZERS["AdamW"](run.parameters())
-    told = []
+    told: list[sl.StepStats] = []
     with pytest.raises(LookupError, match="no more of these"):
-        for stats in run.run(broken(steps), optimizer=optimizer, max_norm=MAX_NORM):
-            told.append(stats)
+        collect(run.run(broken(steps), optimizer=optimizer, max_norm=MAX_NORM), told)
     assert len(told) == steps
     assert_stopped_after(steps, run, optimizer, OPTIMIZERS["AdamW"], layers())
 
@@ -243,10 +247,9 @@ def test_a_step_that_fails_leaves_the_parameters_after_the_step_before(action: A
     run = pipeline(stages, "zb-h2", 4)
     optimizer = OPTIMIZERS["AdamW"](run.parameters())
     stages[stage].plant(fail, action, microbatch=3 * 4 + 1)
-    told = []
+    told: list[sl.StepStats] = []
     with pytest.raises(sl.PipelineError, match=rf"rank {stage} failed in [FI] of stage {stage}.*planted") as caught:
-        for stats in run.run(batches(), optimizer=optimizer, max_norm=1e9):
-            told.append(stats)
+        collect(run.run(batches(), optimizer=optimizer, max_norm=1e9), told)
     assert "the parameters are those before this step" in str(caught.value)
     assert isinstance(caught.value.__cause__, ArithmeticError)
     assert len(told) == 3
@@ -281,7 +284,7 @@ def infinite(gradient: Tensor) -> Tensor:
 def test_gradients_that_are_not_finite_fail_the_step_or_leave_it_out() -> None:
     for skips in (False, True):
         stages = faulty()
-        run = pipeline(stages)
+        run = pipeline(stages, ranks=4)
         optimizer = OPTIMIZERS["SGD"](run.parameters())
         stages[1].plant(infinite, "B", microbatch=2 * 4 + 1)
         steps = run.run(batches(5), optimizer=optimizer, skip_not_finite=skips)
@@ -293,7 +296,7 @@ def test_gradients_that_are_not_finite_fail_the_step_or_leave_it_out() -> None:
             with pytest.raises(sl.PipelineError, match=r"gradients of step 2 are not finite .*skip_not_finite=True"):
                 next(steps)
             assert run.steps == 2
-        loop = pipeline(faulty())
+        loop = pipeline(faulty(), ranks=4)
         first = OPTIMIZERS["SGD"](loop.parameters())
         plain(loop, first, batches(5)[:2], None)
         if skips:  # the step is made, and only its optimizer is not
@@ -381,6 +384,8 @@ def test_what_cannot_be_run_is_refused_and_nothing_is_lost() -> None:
     assert len(list(run)) == 2
     pipe.load_state_dict(before)
     x, y = batches(1)[0]
+    wrong: Any
+    chosen: Any
     for wrong, said in [
         ([x], "a batch is a pair of inputs and targets"),
         ([(x, None)], "the targets are None"),
@@ -390,14 +395,14 @@ def test_what_cannot_be_run_is_refused_and_nothing_is_lost() -> None:
     ]:
         with pytest.raises(sl.StagelineError, match=said):
             list(pipe.run(wrong, optimizer=optimizer))
-    for given, said in [
+    for chosen, said in [
         ({"max_norm": -1.0}, "max_norm is a number above 0"),
         ({"lr_schedule": 0.1}, "lr_schedule is a function"),
         ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "2 parameters that are not of this pipeline"),
         ({"optimizer": "AdamW"}, "optimizer= is an optimizer of torch"),
     ]:
         with pytest.raises(sl.StagelineError, match=said):
-            pipe.run(batches(1), **{"optimizer": optimizer, **given})
+            pipe.run(batches(1), **{"optimizer": optimizer, **chosen})
     assert_same_bits(dict(before), dict(pipe.state_dict()))
     (stats,) = pipe.run([{"inputs": x, "targets": y, "scale": 2.0}], optimizer=optimizer)
     assert stats.samples == len(x)
@@ -452,8 +457,9 @@ def failing_on_processes(rank: int) -> list[str]:
         assert figures(run.run(rest, optimizer=optimizer, max_norm=1e9)) == plain(loop, first, rest, 1e9)
         assert_same_bits(state_of(loop, first), state_of(run, optimizer))
 
-    for stage, action in [(0, "F"), (1, "B"), (2, "F")]:
-        attempt(2, batches(), lambda stages: stages[stage].plant(fail, action, 2 * 4 + 3))  # type: ignore[arg-type]
+    attempt(2, batches(), lambda stages: stages[0].plant(fail, "F", 2 * 4 + 3))
+    attempt(2, batches(), lambda stages: stages[1].plant(fail, "B", 2 * 4 + 3))
+    attempt(2, batches(), lambda stages: stages[2].plant(fail, "F", 2 * 4 + 3))
     attempt(1, batches(), lambda stages: stages[1].plant(infinite, "B", 1 * 4 + 3))
     attempt(4, batches(), lambda stages: None)
     attempt(3, broken(3) if rank == 1 else batches(), lambda stages: None)

@@ -22,7 +22,7 @@ from stageline.runtime.lanes_processes import ProcessGround, ProcessRun, Pulled
 from stageline.runtime.lanes_threads import ThreadRun
 from stageline.runtime.outcome import Measured
 from stageline.runtime.processes import ProcessWorld
-from stageline.runtime.randomness import Generators, generator_alone
+from stageline.runtime.randomness import Generators, draw_in_turn
 from stageline.runtime.rollback import Make, Part, find_optimizer
 from stageline.runtime.runner import Batch, began_now
 from stageline.runtime.stats import StepStats
@@ -119,11 +119,13 @@ class Outside:
         """Note the state of the generators."""
         self._pipe = pipe
         self._before = Generators.now()
+        self.turn = threading.RLock()
+        """What a rank of the run holds while it draws. Ranks of other pipelines, which may run meanwhile, do not."""
 
     @contextmanager
     def leave(self) -> Iterator[None]:
         """While this lasts no rank draws, and what is drawn is the caller's."""
-        with generator_alone():
+        with self.turn:
             if self._before.moved():
                 for crew in self._pipe._crews.values():
                     self._pipe._check_generators(self._before, crew)
@@ -211,7 +213,14 @@ class Course:
 
         made: ThreadRun | ProcessRun
         if isinstance(world, ThreadWorld):
-            made = ThreadRun(world, terms, lane, pipe.deadline, lambda step: self._offer(step, outside))
+            made = ThreadRun(
+                world,
+                terms,
+                lane,
+                pipe.deadline,
+                lambda step: self._offer(step, outside),
+                lambda: draw_in_turn(outside.turn),
+            )
         else:
             assert isinstance(world, ProcessWorld)
             ground = ProcessGround(world, pipe.deadline, lambda: self._pull(outside), self._plan)

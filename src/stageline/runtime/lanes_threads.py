@@ -167,9 +167,16 @@ class ThreadRun:
     """The run as the caller sees it: starts the ranks, feeds them, and is told of every step that is judged."""
 
     def __init__(
-        self, world: ThreadWorld, terms: Terms, make: Callable[[int, ThreadGround], Lane], deadline: float, pull: Pull
+        self,
+        world: ThreadWorld,
+        terms: Terms,
+        make: Callable[[int, ThreadGround], Lane],
+        deadline: float,
+        pull: Pull,
+        started: Callable[[], None],
     ) -> None:
-        """`make` gives a rank its lane."""
+        """`make` gives a rank its lane; `started` is called on its thread before anything else."""
+        self._started = started
         self._world, self._terms, self._pull = world, terms, pull
         self._board = Board(world, len(world.here), deadline, terms.first)
         self.lanes = [make(rank, ThreadGround(self._board, rank)) for rank in world.here]
@@ -218,6 +225,7 @@ class ThreadRun:
         board = self._board
 
         def drive() -> None:
+            self._started()
             for judged in lane.steps():
                 board.wait(lambda step=judged.step: board.permitted > step)  # type: ignore[misc]
 

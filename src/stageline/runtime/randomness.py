@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,20 +37,26 @@ def draws(layer: nn.Module) -> bool:
     return False
 
 
-@contextmanager
-def generator_alone() -> Iterator[None]:
-    """While this lasts, no other thread of the runtime draws."""
-    with _generator:
-        yield
-
-
 class _Inside(threading.local):
-    """Whether this thread draws from a generator of a layer's own."""
+    """Whether this thread draws from a generator of a layer's own, and what it must hold to draw at all."""
 
     layer = False
+    turn: AbstractContextManager[Any] = nullcontext()
 
 
 _inside = _Inside()
+
+
+def draw_in_turn(turn: AbstractContextManager[Any]) -> None:
+    """Let this thread draw only while it holds this, too: so that its caller can keep it from drawing for a while."""
+    _inside.turn = turn
+
+
+@contextmanager
+def generator_alone() -> Iterator[None]:
+    """While this lasts, no other thread of the runtime draws."""
+    with _inside.turn, _generator:
+        yield
 
 
 @contextmanager
@@ -57,7 +64,7 @@ def random_numbers(seed: int, step: int, microbatch: int, layer: str) -> Iterato
     """Let what runs inside draw from a generator of its own; afterwards the default one is as it was before."""
     words = f"{seed}/{step}/{microbatch}/{layer}".encode()
     own = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1
-    with _generator, torch.random.fork_rng(devices=_devices()):
+    with generator_alone(), torch.random.fork_rng(devices=_devices()):
         torch.manual_seed(own)
         before, _inside.layer = _inside.layer, True
         try:
@@ -94,7 +101,7 @@ def replayed(state: Generators | None) -> Iterator[None]:
     if state is None:
         yield
         return
-    with _generator, torch.random.fork_rng(devices=_devices()):
+    with generator_alone(), torch.random.fork_rng(devices=_devices()):
         torch.set_rng_state(state.states[0])
         for device, each in zip(_devices(), state.states[1:], strict=False):
             torch.cuda.set_rng_state(each, device)
