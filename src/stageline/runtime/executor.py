@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,25 +143,12 @@ class Executor:
         if self.device is None:
             return self._run(work, deadline, HostClock(len(self._tasks)), ready)
         event, moment = work.began[self.device]
-        with self.around():
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             stream = torch.cuda.current_stream()
             stream.wait_event(event)
             result = self._run(work, deadline, DeviceClock(len(self._tasks), stream, event, moment), ready)
             result.over = stream.record_event()
         return result
-
-    def around(self) -> AbstractContextManager[Any]:
-        """What this rank does beside its actions belongs into this: it is done on its GPU and in its stream."""
-        if self.device is None:
-            return nullcontext()
-        stack = ExitStack()
-        stack.enter_context(torch.cuda.device(self.device))
-        stack.enter_context(torch.cuda.stream(self._stream))
-        return stack
-
-    def moment(self) -> Any:
-        """An event in the stream of now, for others to wait for; None without a GPU."""
-        return None if self.device is None else torch.cuda.current_stream(self.device).record_event()
 
     def _run(self, work: Work, deadline: float, clock: Clock, ready: Callable[[int], None] | None) -> RankResult:
         progress, flown = self.progress, self.flight.actions

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -24,7 +23,7 @@ from stageline.runtime.outcome import Measured
 from stageline.runtime.processes import ProcessWorld
 from stageline.runtime.randomness import Generators, draw_in_turn
 from stageline.runtime.rollback import Make, Part, find_optimizer
-from stageline.runtime.runner import Batch, began_now
+from stageline.runtime.runner import Batch
 from stageline.runtime.stats import StepStats
 from stageline.runtime.worlds import Floats, ThreadWorld
 
@@ -106,6 +105,9 @@ def why_not(pipe: Pipeline, optimizer: Optimizer) -> str:
     if scattered:
         name = next(name for name, each in pipe.model.named_parameters() if id(each) in scattered)
         return f"several ranks use the parameter {name}, so its gradient is complete when all are at the end of a step"
+    devices = {tensor.device.type for tensor in (*pipe.model.parameters(), *pipe.model.buffers())} - {"cpu", "meta"}
+    if devices:
+        return f"stages are on {' and '.join(sorted(devices))}, and only those of the host interlock"
     hooks = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
     if pipe._alone and hooks:
         return "the optimizer has hooks, which expect to be called once for all parameters"
@@ -260,7 +262,7 @@ class Course:
         filled = min(pipe.schedule.microbatches, samples)
         crew = pipe._crew(filled, training=True)
         try:
-            work = replace(pipe._work(batch, samples, samples, filled), step=step, began=began_now(crew))
+            work = replace(pipe._work(batch, samples, samples, filled), step=step)
             pipe._check_keywords(crew, work)
         except StagelineError as error:
             return Offer(step, crew, refused=error)
@@ -274,9 +276,6 @@ class Course:
         pipe._measured = Measured(crew.schedule, times)
         pipe._steps = judged.step + 1
         pipe._agreed = judged.offer.work.samples
-        for lane in self._lanes:
-            if lane.made is not None:  # the caller's streams go on after the ranks'
-                torch.cuda.current_stream().wait_event(lane.made)
 
     def _stats(self, judged: Judged, began: float) -> StepStats:
         work, outcome = judged.offer.work, judged.told.outcome

@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -174,8 +174,6 @@ class Lane:
         """The step that is being made."""
         self._waiting: Ran | None = None
         """The step that is made, and not judged yet."""
-        self.made: Any = None
-        """An event of the rank's GPU, after which the last step of the optimizer is made."""
 
     @property
     def bytes(self) -> int:
@@ -231,21 +229,19 @@ class Lane:
         assert work is not None
         executor.progress.doing = "the step of its optimizer"
         try:
-            with executor.around():
-                gather(terms.placed, _nobody, True, self.rank)
-                found = {name: parameter.grad for name, parameter in self._own.items()}
-                row = self._sheet(ran.offer).write(
-                    self.rank,
-                    outcome=sums(crew.schedule, [result]),
-                    norms=norms_of(terms.names, found) if terms.measures else None,
-                    metrics=metrics_of([result], work.weights),
-                )
-                self._snapshot.take()
-                self._gradients.before()
-                self._waiting, self._current = ran, None
-                self._part.step()
-                self._gradients.after()
-                self.made = executor.moment()
+            gather(terms.placed, _nobody, True, self.rank)
+            found = {name: parameter.grad for name, parameter in self._own.items()}
+            row = self._sheet(ran.offer).write(
+                self.rank,
+                outcome=sums(crew.schedule, [result]),
+                norms=norms_of(terms.names, found) if terms.measures else None,
+                metrics=metrics_of([result], work.weights),
+            )
+            self._snapshot.take()
+            self._gradients.before()
+            self._waiting, self._current = ran, None
+            self._part.step()
+            self._gradients.after()
         except Exception as error:
             ran.failed = (time.time(), executor.doing, error)
         else:
@@ -263,15 +259,11 @@ class Lane:
 
     def _again(self, judged: Judged) -> None:
         """Go back to before a step of the optimizer, and make it as it should have been made."""
-        assert judged.offer.crew is not None
-        executor = next(each for each in judged.offer.crew.executors if each.rank == self.rank)
-        with executor.around():
-            self._snapshot.restore()
-            if judged.factor is not None:
-                self._gradients.put_back(judged.factor)
-                self._part.step()
-                self._zero()
-            self.made = executor.moment()
+        self._snapshot.restore()
+        if judged.factor is not None:
+            self._gradients.put_back(judged.factor)
+            self._part.step()
+            self._zero()
         self.ground.meet(judged.offer)
 
     def _failure(self, ran: Ran, failed: Failed) -> BaseException:

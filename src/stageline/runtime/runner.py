@@ -225,7 +225,9 @@ class Runner:
             self._replicas.start()
         versions = [buffer._version for buffer in self.model.buffers()]
         generators = Generators.now()
-        given = None if work is None else replace(work, began=began_now(crew))
+        devices = {executor.device for executor in crew.executors if executor.device is not None}
+        began = {device: (_event(device), time.perf_counter()) for device in devices}
+        given = None if work is None else replace(work, began=began)
         size = Outcome.size(crew.schedule, with_times=self._tells_times(crew))
         meanwhile = reducer if self._replicas is not None and self._replicas.overlap else None
         try:
@@ -347,15 +349,11 @@ class Runner:
         return self._crews[key]
 
 
-def began_now(crew: Crew) -> dict[int, tuple[Any, float]]:
-    """For every GPU of the ranks: an event in the caller's stream, and its moment."""
-    found = {}
+def _event(device: int) -> Any:
     make: Any = torch.cuda.Event
-    for device in {executor.device for executor in crew.executors if executor.device is not None}:
-        event = make(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        found[device] = (event, time.perf_counter())
-    return found
+    event = make(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 @dataclass(frozen=True)
