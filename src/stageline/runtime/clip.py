@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.runtime.shadows import Placed
-from stageline.runtime.worlds import World
+from stageline.runtime.worlds import Floats, World
 from stageline.schedules.placement import Placement
 
 
@@ -19,6 +19,11 @@ def norm_of(world: World, names: Sequence[str], own: Mapping[str, Tensor | None]
     `own` are the gradients that are this process's to count. Replicas have the same gradients, so each takes the norm
     over its own ranks.
     """
+    return total_norm(world.add_up(norms_of(names, own, norm_type)), norm_type)
+
+
+def norms_of(names: Sequence[str], own: Mapping[str, Tensor | None], norm_type: float = 2.0) -> Floats:
+    """The norm of each parameter's gradient, in the order of the model; 0 for those that are not given."""
     numbers = {name: index for index, name in enumerate(names)}
     found = {
         numbers[name]: torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32)
@@ -29,8 +34,21 @@ def norm_of(world: World, names: Sequence[str], own: Mapping[str, Tensor | None]
     for device in {norm.device for norm in found.values()}:  # asked for once: each question would stop a GPU
         here = [index for index, norm in found.items() if norm.device == device]
         norms[here] = torch.stack([found[index] for index in here]).cpu().numpy()
-    known = torch.from_numpy(world.add_up(norms)).float()
-    return torch.as_tensor(torch.linalg.vector_norm(known, norm_type))
+    return norms
+
+
+def total_norm(norms: Floats, norm_type: float = 2.0) -> Tensor:
+    """The norm of norms."""
+    return torch.as_tensor(torch.linalg.vector_norm(torch.from_numpy(norms).float(), norm_type))
+
+
+def clip_factor(max_norm: float, total: Tensor) -> Tensor:
+    """What gradients of this norm are multiplied by.
+
+    >>> clip_factor(1.0, torch.tensor(0.5)), round(float(clip_factor(1.0, torch.tensor(4.0))), 4)
+    (tensor(1.), 0.25)
+    """
+    return torch.clamp(max_norm / (total + 1e-6), max=1.0)
 
 
 def owners_of(model: nn.Module, parts: Sequence[nn.Module], placement: Placement, placed: Placed) -> dict[str, int]:

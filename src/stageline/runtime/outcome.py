@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from stageline.runtime.executor import RankResult
+from stageline.runtime.tree import join_batch
 from stageline.runtime.worlds import Crew, Floats
 from stageline.schedules.build import PAIRED
 from stageline.schedules.schedule import Schedule
@@ -64,6 +66,12 @@ def metrics_of(results: Sequence[RankResult], weights: Sequence[float]) -> dict[
             for name, value in result.metrics[microbatch].items():
                 found[name] = found.get(name, 0.0) + float(value) * weights[microbatch]
     return found
+
+
+def joined(results: Sequence[RankResult]) -> Any:
+    """The outputs of the whole batch, where the last stage is; None elsewhere."""
+    found = {microbatch: output for result in results for microbatch, output in result.outputs.items()}
+    return join_batch([found[microbatch] for microbatch in sorted(found)]) if found else None
 
 
 def first_not_finite(losses: Sequence[float]) -> int | None:

@@ -3,40 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError, shorten
-from stageline.model.huggingface import own_loss
 from stageline.model.staged import Staged
 from stageline.runtime.batch import (
     Keywords,
     Reduction,
     check_reduction,
 )
-from stageline.runtime.clip import norm_of, owners_of
+from stageline.runtime.clip import clip_factor, norm_of, owners_of
 from stageline.runtime.compiled import Compile, compile_units
 from stageline.runtime.cut import count_layers, cut, described, find_schedule, whole_model
-from stageline.runtime.executor import RankResult
 from stageline.runtime.handshake import common_seed, facts_of, find_deadline
+from stageline.runtime.interlock import Rates, Run
 from stageline.runtime.layout import mesh_of, ranks_of
-from stageline.runtime.outcome import Measured, times_of
+from stageline.runtime.outcome import Measured, joined, times_of
 from stageline.runtime.processes import find_world
 from stageline.runtime.recompute import Choice, Policy, mark, understand
 from stageline.runtime.reduce import check_buckets
 from stageline.runtime.replicas import Replicas, replica_seed
+from stageline.runtime.rollback import Make
 from stageline.runtime.runner import Batch, Runner
 from stageline.runtime.shadows import place
 from stageline.runtime.stage import StageOptions
-from stageline.runtime.state import gather_state, watched
+from stageline.runtime.state import check_state, gather_state, watched
 from stageline.runtime.stats import Evaluation, StepStats
-from stageline.runtime.tree import join_batch
 from stageline.runtime.worlds import Crew
 from stageline.schedules.certificate import verify
 from stageline.schedules.schedule import Schedule
@@ -151,6 +149,7 @@ class Pipeline(Runner):
         self._steps = 0
         self._agreed: int | None = None
         self._measured: Measured | None = None
+        self._running = False
 
     def _join_replicas(self, bucket_mb: float, dtype: torch.dtype | None) -> Replicas | None:
         """What joins this process to the other replicas, which must begin with the same weights."""
@@ -237,17 +236,7 @@ class Pipeline(Runner):
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state with names of the whole model; what belongs to stages elsewhere is passed over."""
-        if not isinstance(state, Mapping):
-            raise StagelineError(f"a state is a dict of tensors by name, got {shorten(state)}")
-        known, own = set(self.model.state_dict()), set(self.state_dict())
-        unknown = sorted(set(state) - known)
-        # A state that has more than this rank's part is the whole one, and then all of it must be there.
-        missing = sorted((known if set(state) & known - own else own) - set(state))
-        if strict and (unknown or missing):
-            raise StagelineError(
-                f"the state does not fit the model: {len(missing)} names are missing (first: {missing[:1]}), "
-                f"{len(unknown)} are unknown (first: {unknown[:1]})"
-            )
+        check_state(state, set(self.model.state_dict()), set(self.state_dict()), strict)
         for part in self._own_parts():
             names = part.state_dict().keys()
             part.load_state_dict({name: state[name] for name in names if name in state}, strict=False)
@@ -273,7 +262,7 @@ class Pipeline(Runner):
                 "sync=True"
             )
         total = self.grad_norm(norm_type)
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        factor = clip_factor(max_norm, total)
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor.to(parameter.grad.dtype))
@@ -300,14 +289,6 @@ class Pipeline(Runner):
 
     # Steps.
 
-    def _targets(self, inputs: Any, targets: Any) -> Any:
-        """What the loss is computed with; a model that computes its own is given it among its inputs."""
-        if targets is None and self.loss_fn is own_loss and inputs is not None:
-            labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-            found = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim())
-            return next(found, None) if labels is None else labels  # it is not looked at
-        return targets
-
     def step(
         self,
         inputs: Any,
@@ -329,10 +310,7 @@ class Pipeline(Runner):
         Each replica is given samples of its own, and gradients are added up over all of them. With `sync=False` they
         only accumulate in every replica; the next step without it adds up all that has been accumulated.
         """
-        if torch.is_inference_mode_enabled():
-            raise StagelineError("step cannot train inside of torch.inference_mode(); call it outside")
-        if not self.schedule.training:
-            raise StagelineError(f"{self.schedule.name} has no backwards to train with; use predict or evaluate")
+        self._refuse_to_train()
         if not (isinstance(scale, int | float) and 0 < scale < float("inf")):
             raise StagelineError(f"scale is a number above 0, got {shorten(scale)}")
         began = time.perf_counter()
@@ -354,6 +332,29 @@ class Pipeline(Runner):
             measured=self._measured.timeline,
         )
 
+    def run(
+        self,
+        batches: Iterable[Any],
+        *,
+        optimizer: torch.optim.Optimizer | Make,
+        max_norm: float | None = None,
+        lr_schedule: Rates | None = None,
+        skip_not_finite: bool = False,
+    ) -> Run:
+        """Train on batches, step after step: gives the figures of every step, as soon as all ranks have made it.
+
+        The same as `step`, `clip_grad_norm_(max_norm)`, `optimizer.step()` and `zero_grad()`, bit for bit, but a rank
+        begins the next step while others still run the last one (see "Interlocking steps" in docs/runtime.md). What
+        should have been clipped is found out one step later, and then made good; for that each rank keeps a copy of its
+        parameters, optimizer state and buffers, and one more set of gradients: `snapshot_bytes` of the run.
+        A batch is (inputs, targets); a dict of inputs; or a dict of arguments of `step`, with "inputs" among them.
+        `optimizer` is one over `pipe.parameters()`, or a function that makes it of them. `lr_schedule` is a function
+        from the number of a step to a factor, or a scheduler of torch's. Gradients that are not finite fail a step, or
+        leave it out with `skip_not_finite`; if a step fails, parameters are those before it.
+        """
+        self._refuse_to_train()
+        return Run(self, batches, optimizer, max_norm, lr_schedule, skip_not_finite)
+
     def evaluate(
         self,
         inputs: Any,
@@ -371,14 +372,14 @@ class Pipeline(Runner):
             loss=done.loss,
             losses=done.outcome.losses,
             metrics=done.metrics,
-            outputs=_joined(done.results),
+            outputs=joined(done.results),
             seconds=time.perf_counter() - began,
         )
 
     def predict(self, inputs: Any, *, stage_kwargs: Keywords | None = None) -> Any:
         """Run the forwards alone; give back the outputs of the whole batch."""
         done = self._run(Batch(inputs, None, stage_kwargs, with_targets=False, keep=True))
-        return _joined(done.results)
+        return joined(done.results)
 
     @property
     def steps(self) -> int:
@@ -397,9 +398,3 @@ class Pipeline(Runner):
         if self._measured is None:
             raise StagelineError("there is no timeline before the first step")
         return self._measured.timeline()
-
-
-def _joined(results: Sequence[RankResult]) -> Any:
-    """The outputs of the whole batch, where the last stage is; None elsewhere."""
-    found = {microbatch: output for result in results for microbatch, output in result.outputs.items()}
-    return join_batch([found[microbatch] for microbatch in sorted(found)]) if found else None

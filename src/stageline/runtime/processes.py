@@ -31,6 +31,7 @@ from stageline.runtime.reduce import Reducer
 from stageline.runtime.worlds import (
     GRADIENTS,
     Crew,
+    Failed,
     Floats,
     PipelineError,
     SumUp,
@@ -119,6 +120,20 @@ class ProcessWorld(Collectives):
         reducer: Reducer | None = None,
     ) -> tuple[list[RankResult], Floats]:
         """Run this rank's program in this thread; all ranks come to the end of the step together, failed or not."""
+        results, own, failed = self.turn(crew, work, deadline, sum_up, size, refused, reducer)
+        return results, self._end_together(failed, own)
+
+    def turn(
+        self,
+        crew: Crew,
+        work: Work | None,
+        deadline: float,
+        sum_up: SumUp,
+        size: int,
+        refused: Exception | None = None,
+        reducer: Reducer | None = None,
+    ) -> tuple[list[RankResult], Floats, Failed | None]:
+        """Run this rank's program; failed or not, all its messages of this turn are sent and received afterwards."""
         (executor,) = crew.executors
         executor.stopped = None
         self._running = executor
@@ -131,7 +146,7 @@ class ProcessWorld(Collectives):
             if channel.source == executor.rank:
                 owed[(names[channel.target], channel.traffic)] = len(channel.messages)
         results: list[RankResult] = []
-        failed: tuple[float, str, BaseException] | None = None
+        failed: Failed | None = None
         device = None if executor.device is None else torch.device("cuda", executor.device)
         self._transport.begin(expected, owed, device)
         known = self._control.verdict()
@@ -154,7 +169,7 @@ class ProcessWorld(Collectives):
             self._transport.finish(deadline)
         except TransportError as error:
             raise self.lose(str(error)) from (failed[2] if failed else error)
-        return results, self._end_together(failed, own)
+        return results, own, failed
 
     def _report(self, executor: Executor, error: BaseException) -> None:
         """Tell all ranks of this one's failure, and learn whether another's was the cause of it."""
@@ -173,7 +188,7 @@ class ProcessWorld(Collectives):
         if verdict is not None and verdict.final:
             raise self.over(verdict) from error
 
-    def _end_together(self, failed: tuple[float, str, BaseException] | None, own: Floats) -> Floats:
+    def _end_together(self, failed: Failed | None, own: Floats) -> Floats:
         """Add up what all know; or let all ranks of all replicas know that one failed, and which was the first to."""
         own_flags = np.zeros(2)
         if failed is not None:
@@ -181,13 +196,17 @@ class ProcessWorld(Collectives):
         origin, totals = self._gather_sums(own_flags, own)
         if origin is None:
             return totals
-        mine = "" if failed is None else str(failure(self.layout.name(self.process), failed[1], failed[2]))
+        raise self.failed(failed, origin) from (failed[2] if failed else None)
+
+    def failed(self, failed: Failed | None, origin: int, left: str = GRADIENTS) -> PipelineError:
+        """The error that all ranks raise together: what the process says that failed first."""
+        mine = "" if failed is None else str(failure(self.layout.name(self.process), failed[1], failed[2], left))
         error = PipelineError(self.tell_all(mine, origin))
         verdict = self._blamed()
         if verdict is not None and verdict.traceback and verdict.culprit != self.process:
             error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
         note_record(error, [self._record(verdict)])
-        raise error from (failed[2] if failed else None)
+        return error
 
     def _gather_sums(self, flags: Floats, own: Floats) -> tuple[int | None, Floats]:
         """Which process was the first to fail, if one did; and the sums of what the ranks of this replica know."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,20 +37,26 @@ def draws(layer: nn.Module) -> bool:
     return False
 
 
-@contextmanager
-def generator_alone() -> Iterator[None]:
-    """While this lasts, no other thread of the runtime draws."""
-    with _generator:
-        yield
-
-
 class _Inside(threading.local):
-    """Whether this thread draws from a generator of a layer's own."""
+    """Whether this thread draws from a generator of a layer's own, and what it must hold to draw at all."""
 
     layer = False
+    turn: AbstractContextManager[Any] = nullcontext()
 
 
 _inside = _Inside()
+
+
+def draw_in_turn(turn: AbstractContextManager[Any]) -> None:
+    """Let this thread draw only while it holds this, too: so that its caller can keep it from drawing for a while."""
+    _inside.turn = turn
+
+
+@contextmanager
+def generator_alone() -> Iterator[None]:
+    """While this lasts, no other thread of the runtime draws."""
+    with _inside.turn, _generator:
+        yield
 
 
 @contextmanager
@@ -57,7 +64,7 @@ def random_numbers(seed: int, step: int, microbatch: int, layer: str) -> Iterato
     """Let what runs inside draw from a generator of its own; afterwards the default one is as it was before."""
     words = f"{seed}/{step}/{microbatch}/{layer}".encode()
     own = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1
-    with _generator:
+    with generator_alone():
         default = Generators.now()
         # Not torch.manual_seed, which writes down the stack for devices that are not in use: milliseconds a call.
         torch.default_generator.manual_seed(own)
@@ -105,7 +112,7 @@ def replayed(state: Generators | None) -> Iterator[None]:
     if state is None:
         yield
         return
-    with _generator:
+    with generator_alone():
         default = Generators.now()
         state.restore()
         try:

@@ -6,16 +6,18 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError
+from stageline.model.huggingface import own_loss
 from stageline.runtime.batch import (
     NAMES,
     Given,
@@ -92,14 +94,38 @@ class Runner:
     _compiled: bool
     """Whether torch.compile runs the units."""
     _crews: dict[tuple[int, bool], Crew]
+    _running: bool
+    """Whether a run is under way whose steps interlock."""
 
     @property
     def _alone(self) -> bool:
         """Whether all ranks are in this process."""
         return len(self._world.here) == self.schedule.ranks
 
+    def _targets(self, inputs: Any, targets: Any) -> Any:
+        """What the loss is computed with; a model that computes its own is given it among its inputs."""
+        if targets is None and self._options.loss_fn is own_loss and inputs is not None:
+            labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+            found = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim())
+            return next(found, None) if labels is None else labels  # it is not looked at
+        return targets
+
+    def _refuse_to_train(self) -> None:
+        if torch.is_inference_mode_enabled():
+            raise StagelineError("step cannot train inside of torch.inference_mode(); call it outside")
+        if not self.schedule.training:
+            raise StagelineError(f"{self.schedule.name} has no backwards to train with; use predict or evaluate")
+
+    def _refuse_in_run(self) -> None:
+        if self._running:
+            raise StagelineError(
+                "a run of this pipeline is under way, and its next step is being computed; go on with it to its end, "
+                "or leave it: run.close(), or break out of its loop"
+            )
+
     def _run(self, batch: Batch) -> Done:
         """Run a batch on all ranks. If it fails anywhere it fails everywhere, and buffers are as before."""
+        self._refuse_in_run()
         batch = replace(batch, inputs=plain(batch.inputs), targets=plain(batch.targets))
         self._world.begin()
         buffers = all_buffers(self.model) if batch.training else []

@@ -38,15 +38,23 @@ class Placed:
     shadows: list[tuple[nn.Sequential, nn.Sequential]]
     """The originals and their shadows."""
 
-    def start(self) -> None:
-        """Begin a step: shadows train or evaluate as their originals do, and have no gradients yet."""
+    def start(self, rank: int | None = None) -> None:
+        """Begin a step, of a rank or of all: shadows train or evaluate as their originals do, and have no gradients."""
+        mine = None if rank is None else set(map(id, self.modules[rank].values()))
         for original, shadow in self.shadows:
-            for mine, other in zip(original.modules(), shadow.modules(), strict=True):
-                other.training = mine.training
+            if mine is not None and id(shadow) not in mine:
+                continue
+            for module, copied in zip(original.modules(), shadow.modules(), strict=True):
+                copied.training = module.training
         for parameter, uses in self.uses.items():
             for use in uses:
-                if use.own is not None and use.own is not parameter:
+                if use.own is not None and use.own is not parameter and rank in (None, use.rank):
                     use.own.grad = None
+
+    @property
+    def scattered(self) -> list[nn.Parameter]:
+        """The parameters that several ranks use."""
+        return [parameter for parameter, uses in self.uses.items() if len({use.rank for use in uses}) > 1]
 
 
 def place(parts: Sequence[nn.Sequential], placement: Placement, here: Sequence[int]) -> Placed:
@@ -90,14 +98,14 @@ def shadow_of(
     return copy.deepcopy(module, memo), aliases
 
 
-def gather(placed: Placed, share: Callable[[Tensor, int], None], everywhere: bool) -> None:
+def gather(placed: Placed, share: Callable[[Tensor, int], None], everywhere: bool, rank: int | None = None) -> None:
     """Add the uses of every shared parameter in their order, and give all ranks that use it the sum.
 
     `share` gives all processes the tensor of the rank that owns it; `everywhere` says that all ranks are here, and
-    there is nobody to give it to.
+    there is nobody to give it to. With `rank`, only what this rank uses.
     """
     for parameter, uses in placed.uses.items():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or (rank is not None and uses[0].rank != rank):
             continue
         total: Tensor | None = None
         for use in uses:

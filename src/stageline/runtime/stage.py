@@ -346,6 +346,7 @@ class Stage:
     def forget(self) -> None:
         """Drop everything kept, after a step that failed."""
         self._kept.clear()
+        self._refreshed = None
         self.take_counts()
 
     @property

@@ -44,6 +44,20 @@ def gather_state(world: World, ranks: int, own: Mapping[str, Any], order: Sequen
     return {name: found[name] for name in order}
 
 
+def check_state(state: Any, known: set[str], own: set[str], strict: bool) -> None:
+    """Refuse a state that does not fit the model, of whose names some are this process's own."""
+    if not isinstance(state, Mapping):
+        raise StagelineError(f"a state is a dict of tensors by name, got {shorten(state)}")
+    unknown = sorted(set(state) - known)
+    # A state that has more than this rank's part is the whole one, and then all of it must be there.
+    missing = sorted((known if set(state) & known - own else own) - set(state))
+    if strict and (unknown or missing):
+        raise StagelineError(
+            f"the state does not fit the model: {len(missing)} names are missing (first: {missing[:1]}), "
+            f"{len(unknown)} are unknown (first: {unknown[:1]})"
+        )
+
+
 def _copy(value: Any) -> Any:
     return value.detach().to("cpu", copy=True).contiguous() if isinstance(value, Tensor) else value
 

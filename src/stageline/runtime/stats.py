@@ -21,7 +21,7 @@ class StepStats:
     metrics: dict[str, float]
     """What `loss_fn` returned beside the loss, weighed and added as the loss is."""
     seconds: float
-    """How long the step took."""
+    """How long the step took; in a run, how long after the one before it was over."""
     samples: int
     """How many samples it trained on, in all replicas."""
     microbatches: int
@@ -30,6 +30,8 @@ class StepStats:
     """The share of the parameters' elements whose gradients could not be split off and came with I, not with W."""
     measured: Callable[[], Timeline] = field(repr=False, compare=False)
     """Gives the measured timeline of the step."""
+    norm: float | None = None
+    """In a run: the norm of all gradients before they were clipped; None where nothing asked for it."""
 
     @cached_property
     def bubble(self) -> float:

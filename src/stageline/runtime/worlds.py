@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 SumUp = Callable[[list[RankResult]], Floats]
 """What a process knows at the end of a step, as numbers that are added up over all of them."""
+Failed = tuple[float, str, BaseException]
+"""When a rank failed, in what, and by which error."""
 
 
 class PipelineError(StagelineError, RuntimeError):
@@ -121,9 +123,9 @@ class World(Protocol):
 GRADIENTS = "no parameter was changed, and gradients may hold part of this step: call zero_grad() before the next one"
 
 
-def failure(who: str, doing: str, error: BaseException) -> PipelineError:
-    """The one error that a failed step raises."""
-    return PipelineError(f"{who} failed {place(doing)}: {type(error).__name__}: {error}; {GRADIENTS}")
+def failure(who: str, doing: str, error: BaseException, left: str = GRADIENTS) -> PipelineError:
+    """The one error that a failed step raises; `left` is what it left behind."""
+    return PipelineError(f"{who} failed {place(doing)}: {type(error).__name__}: {error}; {left}")
 
 
 def note_record(error: PipelineError, paths: Sequence[Path | None]) -> None:
@@ -141,10 +143,10 @@ class ThreadWorld:
         self.here = list(range(ranks))
         self.layout, self.replica = Layout.even(ranks), 0
         self.column: Column | None = None
-        self._hub = ThreadHub(ranks)
+        self.hub = ThreadHub(ranks)
         self._progress = {rank: Notes() for rank in self.here}
         self._flights = {rank: Flight(rank, ranks) for rank in self.here}
-        self._hub.patience = self._busy
+        self.hub.patience = self._busy
 
     def _busy(self, rank: int) -> bool:
         """Whether there is reason to go on waiting for a rank; one that takes a message just now seems to wait too."""
@@ -156,7 +158,7 @@ class ThreadWorld:
 
     def transport(self, rank: int) -> Transport:
         """The end of a rank."""
-        return self._hub.end(rank)
+        return self.hub.end(rank)
 
     def progress(self, rank: int) -> Progress:
         """Where a rank says what it is doing."""
@@ -186,7 +188,7 @@ class ThreadWorld:
         """Let every rank run its program on a thread of its own; the first failure stops all."""
         if refused is not None or work is None:
             raise refused or StagelineError("there is nothing to run")
-        self._hub.reset()
+        self.hub.reset()
         results: dict[int, RankResult] = {}
         failures: dict[int, BaseException] = {}
         around = Surroundings()
@@ -207,7 +209,7 @@ class ThreadWorld:
         else:
             self._on_threads(crew, run)
         if failures:
-            self._stop(crew, failures)
+            raise self.failed(crew, failures)
         found = [results[rank] for rank in self.here]
         return found, sum_up(found)
 
@@ -215,7 +217,7 @@ class ThreadWorld:
         """Wake all ranks, and let none begin another action."""
         for each in crew.executors:
             each.stopped = each.stopped or PeerFailed(f"rank {each.rank} stopped: {where}", rank)
-        self._hub.set_failure(rank, error, where)
+        self.hub.set_failure(rank, error, where)
 
     def _on_threads(self, crew: Crew, run: Callable[[Executor], None]) -> None:
         threads = [
@@ -237,8 +239,8 @@ class ThreadWorld:
             raise
 
     @staticmethod
-    def _stop(crew: Crew, failures: dict[int, BaseException]) -> None:
-        """Raise the failure that came first, after everything is put away."""
+    def failed(crew: Crew, failures: Mapping[int, BaseException], left: str = GRADIENTS) -> BaseException:
+        """The failure that came first, after everything is put away."""
         own = [rank for rank, error in failures.items() if not isinstance(error, PeerFailed)]
         origin = (own or sorted(failures))[0]
         first, executor = failures[origin], crew.executors[origin]
@@ -247,13 +249,14 @@ class ThreadWorld:
             origin, "raised", doing=told.doing, text=told.text, traceback=told.traceback, final=False,
             action=told.action, stage=told.stage, microbatch=told.microbatch,
         )  # fmt: skip
-        error = failure(f"rank {origin}", executor.doing, first)
+        error = failure(f"rank {origin}", executor.doing, first, left)
         note_record(error, [each.record(verdict) for each in crew.executors])
         for each in crew.executors:
             each.forget()
         if not isinstance(first, Exception):
-            raise first  # a KeyboardInterrupt stays what it is
-        raise error from first
+            return first  # a KeyboardInterrupt stays what it is
+        error.__cause__ = first
+        return error
 
     def later(self, values: Callable[[], Floats]) -> Callable[[], Floats]:
         """All is known here already, and is asked for when it is wanted."""

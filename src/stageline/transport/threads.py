@@ -18,6 +18,9 @@ Arrive = Callable[[], None]
 Failed = tuple[int, str, BaseException]
 """The rank that failed, where it did, and its error."""
 
+ANY = -1
+"""Earlier than every step."""
+
 _Waiting = tuple[Message | TransportError, Arrive, float]
 """A message, what to do when it is taken, and when it came."""
 
@@ -43,6 +46,7 @@ class ThreadHub:
         self._changed = [threading.Condition() for _ in range(ranks)]
         self._waiting: dict[tuple[int, int, Traffic], deque[_Waiting]] = {}
         self._failure: Failed | None = None
+        self._failed_step = ANY
         self.patience: Callable[[int], bool] = lambda rank: False
         """Asked when a deadline has passed: whether there is reason to go on waiting for that rank."""
 
@@ -54,6 +58,7 @@ class ThreadHub:
         """Forget messages and failures, before a new step after a failed one."""
         self._waiting = {}
         self._failure = None
+        self._failed_step = ANY
 
     def put(
         self, channel: tuple[int, int, Traffic], message: Message | TransportError, arrive: Arrive = _nothing
@@ -79,10 +84,10 @@ class ThreadHub:
         changed = self._changed[header.target]
         while True:
             with changed:
-                changed.wait_for(lambda: self._waiting.get(key) or self._failure is not None, deadline)
+                changed.wait_for(lambda: self._waiting.get(key) or self._failed(header.step), deadline)
                 if self._waiting.get(key):
                     return self._waiting[key].popleft()
-                failure = self._failure
+                failure = self._failed(header.step)
             if failure is not None:
                 raise stopped_waiting(header, failure)
             if not self.patience(header.source):
@@ -93,10 +98,14 @@ class ThreadHub:
         """The first failure, if there was one."""
         return self._failure
 
-    def set_failure(self, rank: int, error: BaseException, where: str) -> None:
-        """Keep the first failure and wake everyone."""
-        if self._failure is None:
-            self._failure = (rank, where, error)
+    def _failed(self, step: int) -> Failed | None:
+        """The failure of this step or of one before it."""
+        return self._failure if step >= self._failed_step else None
+
+    def set_failure(self, rank: int, error: BaseException, where: str, step: int = ANY) -> None:
+        """Keep the first failure and wake everyone; steps before the one that failed go on."""
+        if self._failure is None or step < self._failed_step:
+            self._failure, self._failed_step = (rank, where, error), step
         for changed in self._changed:
             with changed:
                 changed.notify_all()
