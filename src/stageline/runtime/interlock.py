@@ -25,6 +25,7 @@ from stageline.runtime.randomness import Generators, draw_in_turn
 from stageline.runtime.rollback import Make, Part, find_optimizer
 from stageline.runtime.runner import Batch
 from stageline.runtime.stats import StepStats
+from stageline.runtime.tree import plain
 from stageline.runtime.worlds import Floats, ThreadWorld
 
 if TYPE_CHECKING:
@@ -94,7 +95,14 @@ def read_batch(pipe: Pipeline, given: Any) -> Batch:
         )
     wanted = pipe._targets(said["inputs"], said.get("targets"))
     scale = said.get("scale", 1.0)
-    return Batch(said["inputs"], wanted, said.get("stage_kwargs"), True, count=said.get("count"), scale=float(scale))
+    return Batch(
+        plain(said["inputs"]),
+        plain(wanted),
+        said.get("stage_kwargs"),
+        True,
+        count=said.get("count"),
+        scale=float(scale),
+    )
 
 
 def why_not(pipe: Pipeline, optimizer: Optimizer) -> str:
