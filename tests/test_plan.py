@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import stageline as sl
+from stageline.cli.app import run
 from stageline.model.partition import partition
 from stageline.model.profile import Layer
 from stageline.model.staged import even_sizes
@@ -24,7 +25,7 @@ from stageline.planning.stages import Links, stage_costs
 
 
 def layer(name: str, forward: float = 1.0, **more: Any) -> Layer:
-    known = {
+    known: dict[str, Any] = {
         "kind": "Linear",
         "backward_input": forward,
         "backward_weight": forward,
@@ -83,12 +84,12 @@ def test_no_family_that_fits_is_faster(
     profile: sl.Profile, ranks: int, batch: int, transfer: float, capped: bool
 ) -> None:
     ranks = min(ranks, len(profile.layers))
-    memory = None
+    memory: float | None = None
     if capped:  # as much as a middling plan takes
-        memory = sl.plan(
+        plain = sl.plan(
             profile=profile, ranks=ranks, batch=batch, samples=1, schedule="1f1b", recompute="none", transfer=transfer
-        ).memory
-        memory = max(rank.total for rank in memory) or 1.0
+        )
+        memory = max(rank.total for rank in plain.memory) or 1.0
     found = sl.plan(
         profile=profile, ranks=ranks, batch=batch, samples=1, transfer=transfer, memory=memory, time_limit=2.0
     )
@@ -194,7 +195,14 @@ def test_recomputing_is_priced_as_a_forward_more_and_activations_less() -> None:
 @pytest.mark.parametrize("given", [{"memory": 700.0}, {"memory": 500.0}, {"memory": 700.0, "recompute": "none"},
                                    {"memory": 900.0, "recompute": "none", "schedule": "gpipe"}])  # fmt: skip
 def test_the_advice_fits_where_nothing_did(given: dict[str, Any]) -> None:
-    asked = {"profile": even(8), "ranks": 2, "batch": 8, "microbatches": 4, "samples": 2, "time_limit": 1.0} | given
+    asked: dict[str, Any] = {
+        "profile": even(8),
+        "ranks": 2,
+        "batch": 8,
+        "microbatches": 4,
+        "samples": 2,
+        "time_limit": 1.0,
+    } | given
     with pytest.raises(sl.NothingFits, match=r"nothing fits: the closest, .* on rank") as caught:
         sl.plan(**asked)
     assert caught.value.needs > given["memory"]
@@ -277,12 +285,17 @@ def test_a_planned_pipeline_computes_what_the_model_does() -> None:
     )
     x, y = torch.randn(8, 8), torch.randn(8, 8)
     pipe.step(x, y)
-    grads = [parameter.grad.clone() for parameter in model.parameters()]
+    found_grads = gradients(model)
     model.zero_grad()
     for part in range(found.microbatches):
         rows = slice(part * found.samples, (part + 1) * found.samples)
-        (functional.mse_loss(model(x[rows]), y[rows]) * (found.samples / 8)).backward()
-    assert all(torch.equal(grad, parameter.grad) for grad, parameter in zip(grads, model.parameters(), strict=True))
+        torch.autograd.backward(functional.mse_loss(model(x[rows]), y[rows]) * (found.samples / 8))
+    assert all(map(torch.equal, found_grads, gradients(model)))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    found = [parameter.grad for parameter in model.parameters()]
+    return [grad.clone() for grad in found if grad is not None]
 
 
 def test_a_plan_refuses_another_model() -> None:
@@ -305,3 +318,28 @@ def test_a_unit_that_is_called_twice_stands_in_both_places() -> None:
     found = sl.plan(Twice(), torch.randn(2, 8), ranks=2, microbatches=2, schedule="1f1b", repeats=1)
     assert found.names == ("layers.0", "layers.1", "layers.2", "layers.0")
     assert len(found.split(Twice(), torch.randn(2, 8))) == 2
+
+
+def test_the_command_plans_from_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    even(8).write(tmp_path / "profile.json")
+    words = ["plan", str(tmp_path / "profile.json"), "-p", "2", "--batch", "8", "--schedule", "1f1b,zb-h1"]
+    files = ["-o", str(tmp_path / "plan.json"), "--svg", str(tmp_path / "plan.svg"), "--html", str(tmp_path / "a.html")]
+    assert run([*words, *files, "--memory", "2KiB"]) == 0
+    said = capsys.readouterr().out
+    kept = sl.read_plan(tmp_path / "plan.json")
+    assert kept.caps == (2048.0, 2048.0)
+    assert f"{kept.schedule.name}: 2 ranks" in said
+    assert "chosen" in said
+    assert (tmp_path / "plan.svg").read_text().startswith("<svg")
+    assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
+    assert run([*words, "--json", "--memory", "2KiB"]) == 0
+    assert json.loads(capsys.readouterr().out)["layers_per_stage"] == list(kept.layers_per_stage)
+
+
+def test_the_command_says_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    even(4).write(tmp_path / "profile.json")
+    words = ["plan", str(tmp_path / "profile.json"), "-p", "2", "-m", "4", "--time-limit", "0.5"]
+    assert run([*words, "--memory", "100"]) == 2
+    assert "error: nothing fits" in capsys.readouterr().err
+    assert run([*words, "--memory", "much"]) == 2
+    assert "--memory takes a size" in capsys.readouterr().err

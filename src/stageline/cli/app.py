@@ -16,6 +16,7 @@ from stageline.cli import (
     doctor,
     families,
     inspect,
+    plan,
     profile,
     report,
     show,
@@ -35,7 +36,21 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for verb in (families, show, verify, simulate, compare, synthesize, trace, report, doctor, inspect, profile, check):
+for verb in (
+    families,
+    show,
+    verify,
+    simulate,
+    compare,
+    synthesize,
+    plan,
+    trace,
+    report,
+    doctor,
+    inspect,
+    profile,
+    check,
+):
     app.command(verb.__name__.rsplit(".", 1)[-1])(verb.command)
 app.command("train", cls=train.Train)(train.command)
 app.add_typer(checkpoint.app, name="checkpoint")
