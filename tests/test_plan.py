@@ -22,6 +22,7 @@ from stageline.model.staged import even_sizes
 from stageline.planning.candidates import shape_of
 from stageline.planning.memory import buffers_of
 from stageline.planning.stages import Links, stage_costs
+from stageline.testing import run_ranks
 
 
 def layer(name: str, forward: float = 1.0, **more: Any) -> Layer:
@@ -343,3 +344,92 @@ def test_the_command_says_what_does_not_fit(tmp_path: Path, capsys: pytest.Captu
     assert "error: nothing fits" in capsys.readouterr().err
     assert run([*words, "--memory", "much"]) == 2
     assert "--memory takes a size" in capsys.readouterr().err
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)]
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(8, 8), torch.randn(8, 8)
+
+
+def test_a_pipeline_plans_itself() -> None:
+    x, y = batch()
+    model, plain = nn.Sequential(*layers()), nn.Sequential(*layers())
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="auto", ranks=2, microbatches=4, example=x)
+    assert pipe.plan is not None
+    assert (pipe.schedule, pipe.plan.microbatches, sum(pipe.plan.layers_per_stage)) == (pipe.plan.schedule, 4, 6)
+    pipe.step(x, y)
+    for part in range(4):
+        rows = slice(2 * part, 2 * part + 2)
+        torch.autograd.backward(functional.mse_loss(plain(x[rows]), y[rows]) * 0.25)
+    assert all(map(torch.equal, gradients(model), gradients(plain)))
+
+
+def test_a_pipeline_chooses_its_microbatches_and_builds_only_after_that() -> None:
+    x, y = batch()
+    pipe = sl.Pipeline(
+        lambda: nn.Sequential(*layers()), loss_fn=functional.mse_loss, schedule="auto", ranks=2, example=x,
+        recompute="auto", seed=3,
+    )  # fmt: skip
+    assert pipe.plan is not None
+    assert pipe.schedule.microbatches * pipe.plan.samples == 8
+    assert pipe.plan.recompute == "none"  # nothing is short of memory here
+    assert pipe.step(x, y).microbatches == pipe.schedule.microbatches
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"ranks": 2}, "needs example="),
+        ({"example": torch.ones(4, 8)}, "needs ranks="),
+        ({"ranks": 2, "example": torch.ones(4, 8), "group": 3}, "takes no option 'group'"),
+        ({"ranks": 9, "example": torch.ones(4, 8)}, "the model has 6 units, and 9 ranks"),
+        ({"ranks": 2, "example": torch.ones(4, 8), "microbatches": 0}, "microbatches is a whole number from 1"),
+        ({"ranks": 2, "example": 5}, "the example must have tensors"),
+    ],
+)
+def test_auto_says_what_it_lacks(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(sl.StagelineError, match=said):
+        sl.Pipeline(nn.Sequential(*layers()), loss_fn=functional.mse_loss, schedule="auto", **given)
+
+
+def test_auto_refuses_stages_that_are_cut_already() -> None:
+    with pytest.raises(sl.StagelineError, match="give the model, or a function that builds it, not its stages"):
+        sl.Pipeline(layers(), loss_fn=functional.mse_loss, schedule="auto", ranks=2, example=torch.ones(4, 8))
+
+
+def on_a_process(rank: int) -> tuple[str, list[list[str]], list[torch.Tensor]]:
+    x, y = batch()
+    pipe = sl.Pipeline(
+        nn.Sequential(*layers()), loss_fn=functional.mse_loss, schedule="auto", microbatches=4, example=x, deadline=30
+    )
+    pipe.step(x, y)
+    programs = [[str(entry) for entry in program] for program in pipe.schedule.programs]
+    try:  # what rank 0 finds wrong, all ranks raise
+        sl.Pipeline(
+            nn.Sequential(*layers()),
+            loss_fn=functional.mse_loss,
+            schedule="auto",
+            example=torch.ones(4, 3),
+            deadline=30,
+        )
+    except sl.StagelineError as error:
+        return str(error), programs, gradients(pipe.model)
+    raise AssertionError("a model that cannot run on the example was planned")
+
+
+def test_processes_do_as_rank_0_plans() -> None:
+    first, second = run_ranks(on_a_process, 2)
+    assert first[1] == second[1]
+    assert first[0] == second[0] != ""
+    x, y = batch()
+    plain = nn.Sequential(*layers())
+    for part in range(4):
+        rows = slice(2 * part, 2 * part + 2)
+        torch.autograd.backward(functional.mse_loss(plain(x[rows]), y[rows]) * 0.25)
+    found = {tuple(grad.flatten().tolist()) for each in (first, second) for grad in each[2]}
+    assert found == {tuple(grad.flatten().tolist()) for grad in gradients(plain)}
