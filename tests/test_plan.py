@@ -74,7 +74,7 @@ def profiles(draw: st.DrawFn) -> sl.Profile:
 def cuts_of(profile: sl.Profile, made: sl.Schedule) -> list[list[int]]:
     found = [even_sizes(len(profile.layers), made.stages)]
     shape = shape_of(made)
-    if shape is not None and shape.place is not None and shape.chunks <= 2:
+    if shape.place is not None and shape.chunks <= 2:
         found.append(partition(profile.seconds, made.ranks, shape.chunks, shape.place).layers_per_stage)
     return found
 

@@ -160,11 +160,18 @@ def check_sizes(asked: Asked) -> None:
             f"the model has {units} units, and {asked.ranks} ranks need at least {stages} stages, each of a unit; use "
             f"fewer ranks{' or chunks' if asked.chunks else ''}"
         )
+    if asked.given is not None and asked.given.stages > units:
+        raise StagelineError(
+            f"{asked.given.name} has {asked.given.stages} stages, and the model only {units} units; use fewer ranks or "
+            "chunks, or another schedule"
+        )
     if asked.pinned is not None and (sum(asked.pinned) != units or min(asked.pinned, default=0) < 1):
         raise StagelineError(
             f"layers_per_stage is {shorten(list(asked.pinned))}; every stage needs a unit, and they must add up to "
             f"{units}"
         )
+    if asked.given is not None and not asked.given.training:
+        raise StagelineError(f"{asked.given.name} is for inference; give a schedule that trains")
     if asked.given is not None and (asked.given.ranks, asked.given.microbatches) != (asked.ranks, asked.splits[0][0]):
         raise StagelineError(
             f"the schedule has {asked.given.ranks} ranks and {asked.given.microbatches} microbatches, and the plan is "

@@ -25,17 +25,17 @@ EXACT = 300
 
 @dataclass(frozen=True)
 class Shape:
-    """How stages lie on ranks: so many on each, round the ranks or down and up."""
+    """How stages lie on ranks: how many there are, round the ranks or down and up."""
 
     ranks: int
-    chunks: int
+    stages: int
     place: Place | None
     """None where it is another way, which only an even cut is made for."""
 
     @property
-    def stages(self) -> int:
-        """How many there are."""
-        return self.ranks * self.chunks
+    def chunks(self) -> int:
+        """How many a rank has."""
+        return -(-self.stages // self.ranks)
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,16 @@ class Kind:
         return made if fine and shape_of(made) == self.shape else None
 
 
-def shape_of(made: Schedule) -> Shape | None:
-    """The shape of a schedule; None where ranks have different numbers of stages."""
+def shape_of(made: Schedule) -> Shape:
+    """The shape of a schedule."""
     chunks, rest = divmod(made.stages, made.ranks)
-    if rest:
-        return None
     table = made.placement.table[0].tolist()
     places: dict[Place, Placement] = {
-        "loop": Placement.loop(made.ranks, chunks),
-        "v": Placement.snake(made.ranks, chunks),
+        "loop": Placement.loop(made.ranks, max(1, chunks)),
+        "v": Placement.snake(made.ranks, max(1, chunks)),
     }
     place = next((name for name, placed in places.items() if placed.table[0].tolist() == table), None)
-    return Shape(made.ranks, chunks, place)
+    return Shape(made.ranks, made.stages, None if rest else place)
 
 
 def kinds_of(ranks: int, units: int, names: Sequence[str] | None, chunks: int | None) -> list[Kind]:
@@ -93,8 +91,9 @@ def _small_shape(name: str, options: dict[str, Any], ranks: int) -> Shape | None
             made = schedule(name, few, microbatches, **options)
         except ScheduleError:
             continue
-        small = shape_of(made) if made.training and made.placement.directions == 1 else None
-        return None if small is None else Shape(ranks, small.chunks, small.place)
+        if not made.training or made.placement.directions > 1 or made.stages % few:
+            return None
+        return Shape(ranks, made.stages // few * ranks, shape_of(made).place)
     return None
 
 
@@ -185,8 +184,3 @@ def ranks_of(shape: Shape) -> list[int]:
     """The rank of every stage of a shape that has a name."""
     placed = Placement.snake if shape.place == "v" else Placement.loop
     return [int(rank) for rank in placed(shape.ranks, shape.chunks).table[0]]
-
-
-def holders_of(made: Schedule) -> list[int]:
-    """The rank of every stage of a schedule with one direction."""
-    return [int(rank) for rank in made.placement.table[0]]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from stageline.model.profile import Profile
-from stageline.planning.candidates import holders_of, ranks_of
+from stageline.planning.candidates import ranks_of
 from stageline.planning.memory import RankMemory, memory_of, weights_of
 from stageline.planning.stages import spans_of, stage_costs
 from stageline.planning.tried import Asked, Place
@@ -47,7 +47,9 @@ class Prices:
 
     def memory(self, timeline: Timeline, place: Place) -> tuple[RankMemory, ...]:
         """Of every rank, for a simulated step."""
-        return memory_of(timeline, self.weights(place, holders_of(timeline.schedule)), self._asked.states)
+        rows = timeline.schedule.placement.table.tolist()  # with two directions every stage is held twice
+        weights = np.sum([self.weights(place, row) for row in rows], axis=0)
+        return memory_of(timeline, weights, self._asked.states)
 
     def weights(self, place: Place, rank_of: Sequence[int]) -> Floats:
         """Bytes of the parameters of every rank."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from stageline.errors import StagelineError
-from stageline.planning.candidates import Cuts, Kind, Shape, holders_of, kinds_of, shape_of
+from stageline.planning.candidates import Cuts, Kind, Shape, kinds_of, shape_of
 from stageline.planning.memory import RankMemory
 from stageline.planning.prices import SLACK, Prices
 from stageline.planning.tried import Asked, Found, Place, one_by_one, place_of
@@ -102,12 +102,11 @@ class Search:
         asked = self.asked
         if asked.given is None:
             return kinds_of(asked.ranks, self.units, asked.names, asked.chunks)
-        shape = shape_of(asked.given)
-        return [] if shape is None else [Kind(asked.given.name, tuple(asked.given.options.items()), shape)]
+        return [Kind(asked.given.name, tuple(asked.given.options.items()), shape_of(asked.given))]
 
     def _in_order(self, splits: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """The numbers of microbatches, those with the lowest bound first."""
-        shape = Shape(self.asked.ranks, 1, "loop")
+        shape = Shape(self.asked.ranks, self.asked.ranks, "loop")
 
         def bound(split: tuple[int, int]) -> float:
             return min(
@@ -154,7 +153,7 @@ class Search:
 
     def _leanest(self) -> None:
         """One microbatch after the other, in as little memory as there is: where this does not fit, nothing does."""
-        shape = Shape(self.asked.ranks, 1, "loop")
+        shape = Shape(self.asked.ranks, self.asked.ranks, "loop")
         if self.asked.caps is None or (self.asked.chunks or 1) != 1:
             return
         units = tuple(sorted({layer.name for layer in self.asked.sizes.any.layers}))
@@ -219,7 +218,7 @@ class Search:
 
         Only what is kept is counted here, and messages as they are when nothing is computed once more.
         """
-        queues = self.prices.queues(place, holders_of(made))
+        queues = self.prices.queues(place, made.placement.table[0].tolist())
         plain = self.prices.memory(simulate(made, self.prices.costs(replace(place, again="none"))), place)
 
         def fits(counts: Sequence[int]) -> list[bool]:
@@ -254,7 +253,8 @@ class Search:
             seconds, bubble, memory, all(self.prices.fitting(memory)), made if keep else None,
         )  # fmt: skip
         self.found.append(each)
-        if each.fits and (self.best is None or each.order < self.best.order) and _keeps_order(made):
+        better = each.fits and (self.best is None or each.order < self.best.order)
+        if better and (self.asked.given is not None or _keeps_order(made)):
             self.best = each
         return each.fits
 

@@ -52,8 +52,8 @@ class Show:
         folder.write(ENVIRONMENT, environment(**about))
         for note in setup.notes:
             print(f"note: {note}")
-        tried = setup.choice.tried
-        best = f", the fastest of {len(tried)} by the profile" if len(tried) > 1 else ""
+        tried = 1 + len(setup.choice.alternatives)
+        best = f", the fastest of {tried} by the profile" if tried > 1 else ""
         print(f"model     {setup.task.name}, {count:,} parameters")
         print(f"data      {setup.data.describe()}")
         print(f"ranks     {layout}")
