@@ -196,7 +196,7 @@ def test_a_broken_schedule_names_rule_and_place(tmp_path: Path, capsys: Capture)
 
 
 VERBS = ["families", "show", "verify", "simulate", "compare", "trace", "doctor", "inspect", "profile", "check", "train"]
-VERBS += ["report", "synthesize"]
+VERBS += ["report", "synthesize", "plan"]
 
 
 @pytest.mark.parametrize("verb", VERBS)

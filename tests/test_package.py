@@ -22,7 +22,19 @@ def test_exported_names_exist_and_are_sorted() -> None:
     assert sl.__all__ == sorted(sl.__all__)
     assert all(hasattr(sl, name) for name in sl.__all__)
     public = {name for name in vars(sl) if not name.startswith("_")}
-    rooms = {"model", "errors", "schedules", "timeline", "cli", "runtime", "transport", "testing", "train", "synthesis"}
+    rooms = {
+        "model",
+        "errors",
+        "schedules",
+        "timeline",
+        "cli",
+        "runtime",
+        "transport",
+        "testing",
+        "train",
+        "synthesis",
+        "planning",
+    }
     assert public - rooms - {"Any", "TYPE_CHECKING"} == set(sl.__all__) - {"__version__"}
 
 

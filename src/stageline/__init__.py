@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from stageline.model.partition import partition
     from stageline.model.profile import Profile, read_profile
     from stageline.model.staged import Staged, profile, split
+    from stageline.planning.advice import NothingFits
+    from stageline.planning.files import read_plan
+    from stageline.planning.plan import Plan, plan
     from stageline.runtime.check import Report, check
     from stageline.runtime.pipeline import Pipeline
     from stageline.runtime.stats import Evaluation, StepStats
@@ -57,10 +60,12 @@ __all__ = [
     "Explanation",
     "Family",
     "MemoryCapError",
+    "NothingFits",
     "Overlap",
     "Pipeline",
     "PipelineError",
     "Placement",
+    "Plan",
     "Profile",
     "Program",
     "Report",
@@ -82,7 +87,9 @@ __all__ = [
     "load_weights",
     "own_loss",
     "partition",
+    "plan",
     "profile",
+    "read_plan",
     "read_profile",
     "read_schedule",
     "read_timeline",
@@ -102,6 +109,10 @@ _LATER = {
     "check": "stageline.runtime.check",
     "own_loss": "stageline.model.huggingface",
     "Profile": "stageline.model.profile",
+    "NothingFits": "stageline.planning.advice",
+    "Plan": "stageline.planning.plan",
+    "plan": "stageline.planning.plan",
+    "read_plan": "stageline.planning.files",
     "partition": "stageline.model.partition",
     "profile": "stageline.model.staged",
     "read_profile": "stageline.model.profile",

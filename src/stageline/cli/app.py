@@ -16,6 +16,7 @@ from stageline.cli import (
     doctor,
     families,
     inspect,
+    plan,
     profile,
     report,
     show,
@@ -39,7 +40,21 @@ app = typer.Typer(
 )
 app.command("train", cls=train.Train)(train.command)
 app.add_typer(checkpoint.app, name="checkpoint")
-for verb in (report, families, show, verify, simulate, compare, synthesize, trace, doctor, inspect, profile, check):
+for verb in (
+    report,
+    families,
+    show,
+    verify,
+    simulate,
+    compare,
+    synthesize,
+    plan,
+    trace,
+    doctor,
+    inspect,
+    profile,
+    check,
+):
     app.command(verb.__name__.rsplit(".", 1)[-1])(verb.command)
 
 

@@ -13,11 +13,8 @@ from torch import Tensor, nn
 
 from stageline.errors import StagelineError, shorten
 from stageline.model.staged import Staged
-from stageline.runtime.batch import (
-    Keywords,
-    Reduction,
-    check_reduction,
-)
+from stageline.runtime.automatic import factory_of, plan_together, ranks_for, staged_as
+from stageline.runtime.batch import Keywords, Reduction, check_reduction
 from stageline.runtime.clip import clip_factor, norm_of, owners_of
 from stageline.runtime.compiled import Compile, compile_units
 from stageline.runtime.cut import count_layers, cut, described, find_schedule, whole_model
@@ -35,13 +32,15 @@ from stageline.runtime.shadows import place
 from stageline.runtime.stage import StageOptions
 from stageline.runtime.state import check_state, gather_state, watched
 from stageline.runtime.stats import Evaluation, StepStats
-from stageline.runtime.worlds import Crew
+from stageline.runtime.worlds import Crew, World
 from stageline.schedules.certificate import verify
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from stageline.planning.plan import Plan
 
 
 class Pipeline(Runner):
@@ -102,6 +101,8 @@ class Pipeline(Runner):
         rank may be silent, or be waited for while nobody is at work, before the step fails with its name (60, or what
         the environment says as STAGELINE_DEADLINE). `check_finite` fails a step whose loss is not a finite number.
         `example` is a batch by which a model shows the order in which it calls its parts (see `sl.split`).
+        `schedule="auto"` measures the model on the example, a batch as a step is given it, and takes the cut, the
+        schedule and, unless given, the number of microbatches that `sl.plan` finds; `recompute="auto"` is its too.
         `replicas` trains so many copies of the pipeline, each on samples of its own, in ranks × replicas processes;
         `mesh` says which process is which, by dimensions named "dp" and "pp". Gradients are added up over them in
         buckets of `bucket_mb` MiB, in float32 or better unless `reduce_dtype` says otherwise.
@@ -112,12 +113,24 @@ class Pipeline(Runner):
         check_buckets(bucket_mb, reduce_dtype)
         if not callable(loss_fn):
             raise StagelineError(f"loss_fn is a function of output and target, got {shorten(loss_fn)}")
-        again = understand(recompute, recompute_policy)
         self.deadline = find_deadline(deadline)
         given, recipe = described(stages)
+        ranks = ranks_of(mesh) if ranks is None and mesh is not None else ranks
+        world: World | None = None
+        self.plan: Plan | None = None
+        if schedule == "auto":
+            ranks = ranks_for(ranks, replicas, self.deadline)
+            world = find_world(ranks, self.deadline, replicas, mesh)
+            self.plan = plan_together(
+                world, given, None if recipe is None else factory_of(stages), ranks=ranks, microbatches=microbatches,
+                example=example, recompute=recompute, device=device, options=options,
+            )  # fmt: skip
+            given = staged_as(self.plan, given, recipe, example)
+            schedule, recompute = self.plan.schedule, self.plan.recompute if recompute == "auto" else recompute
+            microbatches, options = None, {}
+        again = understand(recompute, recompute_policy)
         self.model = whole_model(given)
         self._exact = not isinstance(given, nn.Module | Staged)
-        ranks = ranks_of(mesh) if ranks is None and mesh is not None else ranks
         self.schedule = find_schedule(schedule, count_layers(given), ranks, microbatches, **options)
         self.certificate = verify(self.schedule)
         self.loss_fn = loss_fn
@@ -126,7 +139,7 @@ class Pipeline(Runner):
         self.recomputed = mark(self.model, again, recompute)
         self._parts = cut(given, self.model, self.schedule.stages, example)
         self._mesh = mesh
-        self._world = find_world(self.schedule.ranks, self.deadline, replicas, mesh)
+        self._world = world or find_world(self.schedule.ranks, self.deadline, replicas, mesh)
         self._world.agree(
             {
                 **facts_of(self.model, self.schedule),

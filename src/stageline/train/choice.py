@@ -1,110 +1,80 @@
-"""Choosing the cut and the schedule: by the profile of the model, the fastest in simulation."""
+"""Choosing the cut and the schedule of a job: by a plan from the model's profile, kept for when the run goes on."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-
-from stageline.errors import CostError, ScheduleError, StagelineError
-from stageline.model.partition import partition
+from stageline.errors import ScheduleError, StagelineError
 from stageline.model.profile import Profile
-from stageline.model.staged import even_sizes
-from stageline.schedules.certificate import verify
+from stageline.planning.advice import NothingFits
+from stageline.planning.files import read_plan
+from stageline.planning.plan import Plan, plan
 from stageline.schedules.files import read_schedule
-from stageline.schedules.registry import families, schedule
+from stageline.schedules.registry import schedule
 from stageline.schedules.schedule import Schedule
-from stageline.timeline.costs import Costs
-from stageline.timeline.simulate import simulate
-from stageline.timeline.timeline import Timeline
-from stageline.train.config import Parallelism
+from stageline.train.config import Config, Parallelism
+
+PLAN, ASKED = "plan.json", "choice.json"
+TIME_LIMIT = 1.0
+"""Seconds that the search may take: a job should start at once."""
+STATES = {"AdamW": 8.0, "Adam": 8.0, "SGD": 4.0, "Adafactor": 1.0, "Muon": 4.0}
+"""Bytes of an optimizer's state for a parameter, about."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A schedule, how many units each of its stages has, and what it is expected to take."""
-
-    schedule: Schedule
-    layers_per_stage: tuple[int, ...]
-    costs: Costs
-    tried: tuple[tuple[str, float], ...] = ()
-    """What was compared: families and the seconds that a step takes in simulation, the fastest first."""
-
-    @property
-    def timeline(self) -> Timeline:
-        """The planned step."""
-        return simulate(self.schedule, self.costs)
-
-    def write(self, folder: Path, asked: dict[str, Any]) -> None:
-        """Keep it, with what was asked for, so that a run that goes on makes the same choice."""
-        self.schedule.write(folder / "schedule.json")
-        kept = {
-            "asked": asked,
-            "layers_per_stage": list(self.layers_per_stage),
-            "costs": self.costs.to_json(),
-            "tried": [list(pair) for pair in self.tried],
-        }
-        (folder / "choice.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-
-    @staticmethod
-    def read(folder: Path, asked: dict[str, Any]) -> Choice | None:
-        """The choice that an earlier start of the run made, if it was asked for the same."""
-        try:
-            kept = json.loads((folder / "choice.json").read_text(encoding="utf-8"))
-            if kept["asked"] != asked:
-                return None
-            return Choice(
-                read_schedule(folder / "schedule.json"),
-                tuple(kept["layers_per_stage"]),
-                Costs.from_json(kept["costs"]),
-                tuple((str(name), float(seconds)) for name, seconds in kept["tried"]),
-            )
-        except (OSError, ValueError, KeyError, TypeError):
-            return None  # it is made again
+def keep(found: Plan, folder: Path, asked: dict[str, Any]) -> None:
+    """Keep it with what was asked for, so that a run that goes on makes the same choice."""
+    found.write(folder / PLAN)
+    (folder / ASKED).write_text(json.dumps({"asked": asked}, indent=1) + "\n", encoding="utf-8")
 
 
-def choose(profile: Profile, asked: Parallelism, ranks: int, microbatches: int) -> Choice:
-    """The fastest of the schedules that were asked for, each with its best cut, simulated with the profile's costs.
+def kept(folder: Path, asked: dict[str, Any]) -> Plan | None:
+    """The choice that an earlier start of the run made, if it was asked for the same."""
+    try:
+        if json.loads((folder / ASKED).read_text(encoding="utf-8"))["asked"] != asked:
+            return None
+        return read_plan(folder / PLAN)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # it is made again
+
+
+def choose(
+    profile: Profile, config: Config, ranks: int, microbatches: int, memory: float | None = None
+) -> tuple[Plan, str]:
+    """The fastest of the schedules that were asked for, with its best cut; and what people should know of it.
 
     >>> import torch
     >>> from stageline.model.staged import profile
     >>> layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
-    >>> found = choose(profile(layers, torch.ones(32, 64), repeats=1), Parallelism(), ranks=2, microbatches=4)
-    >>> len(found.tried) > 5, sum(found.layers_per_stage)
+    >>> found, _ = choose(profile(layers, torch.ones(32, 64), repeats=1), Config(), ranks=2, microbatches=4)
+    >>> len(found.alternatives) > 5, sum(found.layers_per_stage)
     (True, 8)
     """
-    found: list[tuple[float, float, Choice]] = []
-    refused = ""
-    for made in _candidates(asked, ranks, microbatches):
-        if isinstance(made, ScheduleError):
-            refused = str(made)
-            continue
-        try:
-            counts = _cut(profile, made, asked.pipeline_parallel_split)
-        except StagelineError as error:
-            refused = f"{made.name}: {error}"
-            continue
-        ends = np.cumsum([0, *counts]).tolist()
-        costs = profile.costs(list(pairwise(ends)))
-        planned = simulate(made, costs)
-        found.append((planned.makespan, max(planned.peak_memory), Choice(made, tuple(counts), costs)))
-    if not found:
-        raise StagelineError(
-            f"no schedule fits {len(profile.layers)} units on {ranks} ranks with {microbatches} microbatches: {refused}"
-        )
-    found.sort(key=lambda each: each[:2])
-    best = found[0][2]
-    tried = tuple((each.schedule.name, makespan) for makespan, _, each in found)
-    return Choice(best.schedule, best.layers_per_stage, best.costs, tried)
+    asked = config.parallelism
+    made = _given(asked, ranks, microbatches)
+    half = config.training.dtype == "bfloat16"
+    given: dict[str, Any] = {
+        "profile": profile,
+        "ranks": ranks,
+        "microbatches": microbatches,
+        "schedule": "auto" if made is None else made,
+        "chunks": asked.pipeline_parallel_chunks or None if made is None else None,
+        "split": asked.pipeline_parallel_split,
+        "recompute": "stage" if config.activation_checkpoint.mode == "full" else "none",
+        "parameter_bytes": 2.0 if half else 4.0,
+        # The optimizer works on a float32 master of what is held in bfloat16.
+        "optimizer_bytes_per_parameter": STATES.get(config.optimizer.name, 8.0) + (4.0 if half else 0.0),
+        "time_limit": TIME_LIMIT,
+    }
+    try:
+        return plan(memory=memory, **given), ""
+    except NothingFits as error:  # it is an estimate: the job may try all the same
+        return plan(**given), str(error)
 
 
-def _candidates(asked: Parallelism, ranks: int, microbatches: int) -> Iterator[Schedule | ScheduleError]:
-    """The schedule that was asked for, or all that accumulate gradients in order, so that bits do not depend on it."""
+def _given(asked: Parallelism, ranks: int, microbatches: int) -> Schedule | None:
+    """The schedule that was asked for; None where it is to be chosen."""
     if asked.pipeline_parallel_schedule_csv:
         made = read_schedule(asked.pipeline_parallel_schedule_csv)
         if (made.ranks, made.microbatches) != (ranks, microbatches):
@@ -113,32 +83,11 @@ def _candidates(asked: Parallelism, ranks: int, microbatches: int) -> Iterator[S
                 f"and the job has {ranks} and {microbatches}; see pipeline_parallel_degree, local_batch_size and "
                 "pipeline_parallel_microbatch_size"
             )
-        yield made
-        return
+        return made
+    if asked.pipeline_parallel_schedule.lower() == "auto":
+        return None
     chunks = {"chunks": asked.pipeline_parallel_chunks} if asked.pipeline_parallel_chunks else {}
-    if asked.pipeline_parallel_schedule != "auto":
-        yield schedule(asked.pipeline_parallel_schedule, ranks, microbatches, **chunks)
-        return
-    for name in families():
-        try:
-            made = schedule(name, ranks, microbatches, **chunks)
-            if made.training and made.placement.directions == 1 and verify(made).in_order:
-                yield made
-        except (ScheduleError, TypeError) as error:
-            yield error if isinstance(error, ScheduleError) else ScheduleError(str(error))
-
-
-def _cut(profile: Profile, made: Schedule, by: Literal["time", "parameters", "layers"]) -> list[int]:
-    """How many units each stage has."""
-    units = len(profile.layers)
-    if made.stages > units:
-        raise CostError(f"there are {made.stages} stages and only {units} units")
-    table = made.placement.table[0].tolist()
-    chunks = made.stages // made.ranks
-    loop = [stage % made.ranks for stage in range(made.stages)]
-    vee = [*range(made.ranks), *reversed(range(made.ranks))]
-    placement: Literal["loop", "v"] | None = "loop" if table == loop else "v" if table == vee else None
-    if by == "layers" or placement is None:
-        return even_sizes(units, made.stages)
-    costs: Sequence[float] = profile.seconds if by == "time" else [float(layer.parameters) for layer in profile.layers]
-    return partition(costs, made.ranks, chunks=chunks, placement=placement).layers_per_stage
+    made = schedule(asked.pipeline_parallel_schedule, ranks, microbatches, **chunks)
+    if not made.training:
+        raise StagelineError(f"{made.name} is for inference; take a schedule that trains, or auto")
+    return made

@@ -16,14 +16,18 @@ from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError
 from stageline.model.build import build, describe
-from stageline.model.profile import Profile, parse_profile
+from stageline.model.profile import Profile
 from stageline.model.staged import Staged, profile, split
+from stageline.planning.asked import device_memory
+from stageline.planning.files import parse_plan, to_text
+from stageline.planning.plan import Plan
+from stageline.planning.sizes import by_calls
 from stageline.runtime.compiled import Compile
 from stageline.runtime.pipeline import Pipeline
 from stageline.runtime.processes import job_world
 from stageline.runtime.worlds import World
 from stageline.train.checkpoint import leave_mark, remove_mark, sees_mark
-from stageline.train.choice import Choice, choose
+from stageline.train.choice import choose, keep, kept
 from stageline.train.config import Config
 from stageline.train.data import Data, Loader, data_of, open_data
 from stageline.train.layout import Layout
@@ -144,8 +148,22 @@ class Setup:
             )
 
     @cached_property
-    def choice(self) -> Choice:
-        """The cut and the schedule: of an earlier start, if the same was asked for, or by a profile."""
+    def choice(self) -> Plan:
+        """The cut and the schedule: of an earlier start, if the same was asked for, or by a profile; rank 0 chooses."""
+        said = {"plan": "", "error": ""}
+        if self.layout.main:
+            try:
+                said["plan"] = to_text(self._choose())
+            except StagelineError as error:
+                if self.layout.processes == 1:
+                    raise
+                said["error"] = str(error)
+        said = json.loads(self.world.tell(json.dumps(said), 0))
+        if said["error"]:
+            raise StagelineError(said["error"])
+        return parse_plan(said["plan"], "the plan of rank 0")
+
+    def _choose(self) -> Plan:
         config, layout, path = self.config, self.layout, self.folder.path
         asked = {
             "parallelism": asdict(config.parallelism),
@@ -153,17 +171,14 @@ class Setup:
             "ranks": layout.ranks,
             "microbatches": self.microbatches,
         }
-        kept = Choice.read(path, asked) if layout.main and self.goes_on else None
-        if self.world.tell("" if kept is None else "kept", 0):
-            kept = kept or Choice.read(path, asked)
-            assert kept is not None
-            return kept
-        found = parse_profile(self.world.tell(self._profile() if layout.main else "", 0), "the profile of rank 0")
-        chosen = choose(found, config.parallelism, layout.ranks, self.microbatches)
-        if layout.main:
-            found.write(path / "profile.json")
-            chosen.write(path, asked)
-        return chosen
+        found = kept(path, asked) if self.goes_on else None
+        if found is None:
+            profiled, room = self._profile()
+            found, note = choose(profiled, config, layout.ranks, self.microbatches, room)
+            self.notes += [note] if note else []
+            profiled.write(path / "profile.json")
+            keep(found, path, asked)
+        return found
 
     @cached_property
     def example(self) -> Any:
@@ -171,8 +186,8 @@ class Setup:
         inputs, _ = self.task.batch(*self.loader.batch(0, 0, 1, self.size))
         return inputs
 
-    def _profile(self) -> str:
-        """Measure the units of the model, in the order of their calls, on a microbatch."""
+    def _profile(self) -> tuple[Profile, float | None]:
+        """Measure the units of the model, in the order of their calls, on a microbatch; and what a rank may hold."""
         device = self.layout.device
         model = build(self.task.make, seed=self.config.training.seed, device=device, otherwise="construct")
         here = pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, self.example)
@@ -180,7 +195,10 @@ class Setup:
         if self.config.compile.enable:  # a compiled backward is one piece
             layers = [replace(each, backward_input=each.backward, backward_weight=0.0) for each in found.layers]
             found = replace(found, layers=tuple(layers))
-        return _by_calls(found, [unit.name for unit in split(model, 1, example=here).units]).to_text()
+        room = device_memory(model)
+        shared = self.layout.ranks if self.layout.processes == 1 else 1  # ranks that are threads share a GPU
+        named = by_calls(found, [unit.name for unit in split(model, 1, example=here).units])
+        return named, None if room is None else room / shared
 
     @cached_property
     def pipe(self) -> Pipeline:
@@ -222,20 +240,3 @@ class Setup:
         seed, device = self.config.training.seed, self.layout.device
         model = build(self.task.make, seed=seed, device=device, otherwise="construct")
         return split(model, stages, layers_per_stage=counts, example=self.example)
-
-
-def _by_calls(found: Profile, names: list[str]) -> Profile:
-    """A layer for every call of a unit, also where the model calls one twice."""
-    if names == [layer.name for layer in found.layers]:
-        return found
-    by_name = {layer.name: layer for layer in found.layers}
-    times = ("forward", "backward_input", "backward_weight", "backward")
-    sizes = ("activation", "residue")
-    layers = []
-    for name in names:
-        layer = by_name[name]
-        shares = {each: getattr(layer, each) / layer.calls for each in times}
-        layers.append(
-            replace(layer, calls=1, **shares, **{each: getattr(layer, each) // layer.calls for each in sizes})
-        )
-    return replace(found, layers=tuple(layers))

@@ -58,8 +58,8 @@ class Show:
             "schedule": schedule.name,
         }
         folder.write(ENVIRONMENT, environment(**about))
-        tried = setup.choice.tried
-        best = f", the fastest of {len(tried)} by the profile" if len(tried) > 1 else ""
+        tried = 1 + len(setup.choice.alternatives)
+        best = f", the fastest of {tried} by the profile" if tried > 1 else ""
         for note in setup.notes:
             put(f"note: {note}")
         put(f"model     {setup.task.name}, {count:,} parameters")
