@@ -12,6 +12,7 @@ STAMP := $(VENV)/.installed
 
 CONFIG ?=
 ARGS ?=
+JOBS ?= 2
 
 .PHONY: install train test lint types unit format bench clean
 
@@ -36,7 +37,7 @@ types: install
 	$(BIN)/mypy
 
 unit: install
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 format: install
 	$(BIN)/ruff check --fix .

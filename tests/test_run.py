@@ -277,6 +277,48 @@ def test_a_step_that_fails_only_because_the_one_before_was_not_clipped_yet_is_ma
     assert_same_bits(state_of(loop, first), state_of(run, second))
 
 
+class Stubborn(torch.optim.SGD):
+    """Fails in a step of one rank, counted over all its ranks, once."""
+
+    left = 0
+
+    def step(self, closure: Any = None) -> Any:
+        Stubborn.left -= 1
+        if Stubborn.left == 0:
+            raise ArithmeticError("will not")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("calls", [1, 4, 7])
+def test_an_optimizer_that_fails_fails_the_step(calls: int) -> None:
+    run, loop = pipeline(layers()), pipeline(layers())
+    optimizer, first = Stubborn(run.parameters(), lr=0.1), torch.optim.SGD(loop.parameters(), lr=0.1)
+    Stubborn.left = calls
+    told: list[sl.StepStats] = []
+    with pytest.raises(sl.PipelineError, match=r"rank \d failed in the step of its optimizer: .*will not"):
+        collect(run.run(batches(), optimizer=optimizer, max_norm=1e9), told)
+    plain(loop, first, batches()[: len(told)], 1e9)
+    assert_same_bits(state_of(loop, first), state_of(run, optimizer))
+    rest = batches()[len(told) :]
+    assert figures(run.run(rest, optimizer=optimizer, max_norm=1e9)) == plain(loop, first, rest, 1e9)
+
+
+def interrupted() -> Iterator[tuple[Tensor, Tensor]]:
+    yield from batches()[:3]
+    raise KeyboardInterrupt
+
+
+def test_an_interruption_leaves_the_parameters_after_a_whole_step() -> None:
+    run, loop = pipeline(layers()), pipeline(layers())
+    optimizer, first = OPTIMIZERS["SGD"](run.parameters()), OPTIMIZERS["SGD"](loop.parameters())
+    told: list[sl.StepStats] = []
+    with pytest.raises(KeyboardInterrupt):
+        collect(run.run(interrupted(), optimizer=optimizer, max_norm=MAX_NORM), told)
+    assert run.steps == len(told)
+    plain(loop, first, batches()[: len(told)])
+    assert_same_bits(state_of(loop, first), state_of(run, optimizer))
+
+
 def infinite(gradient: Tensor) -> Tensor:
     return gradient * float("inf")
 

@@ -25,8 +25,12 @@ from stageline.runtime.randomness import Generators, draw_in_turn
 from stageline.runtime.rollback import Make, Part, find_optimizer
 from stageline.runtime.runner import Batch
 from stageline.runtime.stats import StepStats
+<<<<<<< HEAD
 from stageline.runtime.tree import plain
 from stageline.runtime.worlds import Floats, ThreadWorld
+=======
+from stageline.runtime.worlds import Crew, Floats, ThreadWorld
+>>>>>>> inter
 
 if TYPE_CHECKING:
     from stageline.runtime.pipeline import Pipeline
@@ -137,8 +141,8 @@ class Outside:
         """While this lasts no rank draws, and what is drawn is the caller's."""
         with self.turn:
             if self._before.moved():
-                for crew in self._pipe._crews.values():
-                    self._pipe._check_generators(self._before, crew)
+                everyone = [executor for crew in self._pipe._crews.values() for executor in crew.executors]
+                self._pipe._check_generators(self._before, Crew(self._pipe.schedule, everyone))
             try:
                 yield
             finally:

@@ -27,6 +27,7 @@ from stageline.runtime.outcome import first_not_finite, metrics_of, sums
 from stageline.runtime.rollback import Gradients, Part, Snapshot
 from stageline.runtime.shadows import Placed, gather
 from stageline.runtime.sheet import Sheet, Told
+from stageline.runtime.surroundings import plain_precision
 from stageline.runtime.worlds import Crew, Failed, Floats, PipelineError
 from stageline.transport.protocol import PeerFailed
 
@@ -234,19 +235,24 @@ class Lane:
             row = self._sheet(ran.offer).write(
                 self.rank,
                 outcome=sums(crew.schedule, [result]),
-                norms=norms_of(terms.names, found) if terms.measures else None,
+                norms=self._norms(found) if terms.measures else None,
                 metrics=metrics_of([result], work.weights),
             )
             self._snapshot.take()
             self._gradients.before()
             self._waiting, self._current = ran, None
-            self._part.step()
+            with plain_precision():
+                self._part.step()
             self._gradients.after()
         except Exception as error:
             ran.failed = (time.time(), executor.doing, error)
         else:
-            executor.progress.doing = "between its steps"
+            executor.progress.doing = "after its last step"
             self.ground.tell(ran.offer, row, result)
+
+    def _norms(self, found: Mapping[str, Tensor | None]) -> Floats:
+        with plain_precision():
+            return norms_of(self.terms.names, found)
 
     def _judged(self, ran: Ran) -> Judged:
         told = self._sheet(ran.offer).read(self.ground.hear(ran.offer))
@@ -262,7 +268,8 @@ class Lane:
         self._snapshot.restore()
         if judged.factor is not None:
             self._gradients.put_back(judged.factor)
-            self._part.step()
+            with plain_precision():
+                self._part.step()
             self._zero()
         self.ground.meet(judged.offer)
 

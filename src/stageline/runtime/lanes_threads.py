@@ -188,9 +188,9 @@ class ThreadRun:
         board = self._board
         self._world.hub.reset()
         self._world.begin()
-        offer = self._pull(self._terms.first)
-        board.offers[offer.step] = replace(offer, error=None)
         try:
+            offer = self._pull(self._terms.first)
+            board.offers[offer.step] = replace(offer, error=None)
             self._start()
             while offer.crew is not None:
                 coming = self._pull(offer.step + 1)
@@ -234,10 +234,10 @@ class ThreadRun:
                 around.run(drive)
             except Closed:
                 pass
-            except BaseException as error:
+            except BaseException as error:  # all ranks raise it, or it is none of a step's: either way the run is over
                 with board.writing():
                     board.failures.setdefault(lane.rank, (lane.terms.first, error))
-                    board.closed = board.closed or not isinstance(error, Exception)
+                board.close(error)
             finally:
                 with board.writing():
                     board.ended += 1

@@ -249,6 +249,7 @@ class Pipeline(Runner):
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state with names of the whole model; what belongs to stages elsewhere is passed over."""
+        self._refuse_in_run()
         check_state(state, set(self.model.state_dict()), set(self.state_dict()), strict)
         for part in self._own_parts():
             names = part.state_dict().keys()
