@@ -25,12 +25,8 @@ from stageline.runtime.randomness import Generators, draw_in_turn
 from stageline.runtime.rollback import Make, Part, find_optimizer
 from stageline.runtime.runner import Batch
 from stageline.runtime.stats import StepStats
-<<<<<<< HEAD
 from stageline.runtime.tree import plain
-from stageline.runtime.worlds import Floats, ThreadWorld
-=======
 from stageline.runtime.worlds import Crew, Floats, ThreadWorld
->>>>>>> inter
 
 if TYPE_CHECKING:
     from stageline.runtime.pipeline import Pipeline
