@@ -16,7 +16,7 @@ from stageline.model.partition import partition
 from stageline.model.profile import Profile
 from stageline.model.staged import even_sizes
 from stageline.schedules.certificate import verify
-from stageline.schedules.files import read_schedule
+from stageline.schedules.files import read_schedule, write_aside
 from stageline.schedules.registry import families, schedule
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Costs
@@ -49,18 +49,19 @@ class Choice:
             "costs": self.costs.to_json(),
             "tried": [list(pair) for pair in self.tried],
         }
-        (folder / "choice.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        write_aside(folder / "choice.json", iter([json.dumps(kept, indent=1) + "\n"]))
 
     @staticmethod
     def read(folder: Path, asked: dict[str, Any]) -> Choice | None:
         """The choice that an earlier start of the run made, if it was asked for the same."""
         try:
             kept = json.loads((folder / "choice.json").read_text(encoding="utf-8"))
-            if kept["asked"] != asked:
+            made, counts = read_schedule(folder / "schedule.json"), [int(each) for each in kept["layers_per_stage"]]
+            if kept["asked"] != asked or len(counts) != made.stages or min(counts) < 1:
                 return None
             return Choice(
-                read_schedule(folder / "schedule.json"),
-                tuple(kept["layers_per_stage"]),
+                made,
+                tuple(counts),
                 Costs.from_json(kept["costs"]),
                 tuple((str(name), float(seconds)) for name, seconds in kept["tried"]),
             )
