@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import stageline as sl
 from stageline.errors import StagelineError
 from stageline.train.config import Config
 from stageline.train.data import Bytes
 from stageline.train.losses import find_loss
+from stageline.train.runs import RunFolder
 from stageline.train.tasks import Task
 from stageline.train.trainer import Result, Trainer
 
@@ -222,3 +224,114 @@ def test_a_job_goes_on_when_nobody_can_read_what_it_says(reader: str) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
     assert events("end")[-1]["why"] == "finished"
     assert Path("run/report.html").exists()
+
+
+def test_folders_of_a_run_are_inside_of_it() -> None:
+    refused("checkpoint.folder is .* inside of job.dump_folder", "checkpoint.folder=/tmp/elsewhere")
+    refused("metrics.save_tb_folder is .* inside of job.dump_folder", "metrics.save_tb_folder=../elsewhere")
+    refused("job.dump_folder is empty", "job.dump_folder=")
+
+
+def stream() -> Iterator[list[int]]:
+    for number in range(100):
+        yield list(range(number, number + 9))
+
+
+def test_patience_needs_something_to_wait_for() -> None:
+    refused("validation.enable is false", "validation.patience=1", "validation.enable=false")
+    more = ("training.dataset=test_careful:stream", "training.dataset_path=", "validation.patience=1")
+    refused("nothing is validated on", *more)
+    assert not Path("run").exists()
+
+
+def test_a_choice_that_cannot_be_is_made_again() -> None:
+    train()
+    file = Path("run/choice.json")
+    kept = json.loads(file.read_text())
+    for wrong in (["a", None], [1], [-1, 3]):
+        file.write_text(json.dumps({**kept, "layers_per_stage": wrong}))
+        assert train("training.steps=5").step == 5
+        assert len(json.loads(file.read_text())["layers_per_stage"]) == 2
+
+
+def test_a_schedule_file_that_changed_is_read_again() -> None:
+    more = ("parallelism.pipeline_parallel_schedule=auto", "parallelism.pipeline_parallel_schedule_csv=plan.json")
+    for name, steps in (("gpipe", 4), ("1f1b", 6)):
+        sl.schedule(name, ranks=2, microbatches=2).write("plan.json")
+        train(*more, f"training.steps={steps}")
+        assert sl.read_schedule("run/schedule.json") == sl.read_schedule("plan.json")
+
+
+def test_a_job_leaves_the_process_as_it_was() -> None:
+    torch.set_num_threads(2)
+    train("training.deterministic=true", "training.steps=1")
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.get_num_threads() == 2
+
+
+def test_a_file_that_cannot_be_written_is_named_and_nothing_is_left() -> None:
+    folder = RunFolder("run")
+    Path("run/config.toml").mkdir(parents=True)
+    with pytest.raises(StagelineError, match=r"cannot write run/config.toml: "):
+        folder.write("config.toml", "x")
+    assert [path.name for path in Path("run").iterdir()] == ["config.toml"]
+
+
+def test_samples_that_are_no_tokens_count_as_one_each() -> None:
+    train("training.loss=mse", model=Small, data=SAMPLES)
+    assert [row["tokens"] for row in events("step")] == [4] * 4
+    train("job.dump_folder=b")
+    assert [row["tokens"] for row in events("step", "b")] == [4 * 8] * 4
+
+
+def pictures() -> list[tuple[Tensor, int]]:
+    return [(x, number % 2) for number, (x, _) in enumerate(SAMPLES)]
+
+
+def test_what_is_no_language_model_writes_nothing() -> None:
+    more = ("training.dataset=test_careful:pictures", "training.dataset_path=")
+    result = train(*more, model=lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))))
+    assert result.why == "finished"
+    assert not Path("run/sample.txt").exists()
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.norm = nn.BatchNorm1d(4).eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_what_is_frozen_stays_so_after_a_validation() -> None:
+    data = [(x, x) for x, _ in SAMPLES]
+    trainer = Trainer(Config.read(None, *TINY, "training.loss=mse"), model=Frozen, data=data)
+    trainer.run()
+    assert len(events("validation")) == 2
+    assert trainer.pipe.state_dict()["norm.running_mean"].tolist() == [0.0] * 4
+
+
+def test_rows_of_tokens_from_python_need_a_vocabulary() -> None:
+    rows = [list(range(9))] * 40
+    refused("set model.vocab_size", data=rows)
+    assert train("model.vocab_size=16", data=rows).step == 4
+
+
+def test_a_model_that_sees_what_it_is_to_foretell_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import BertConfig, GPT2Config
+
+    sizes: dict[str, Any] = {"vocab_size": 256, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    BertConfig(**sizes, intermediate_size=8, architectures=["BertForMaskedLM"]).save_pretrained("bert")
+    GPT2Config(**sizes, architectures=["GPT2LMHeadModel"]).save_pretrained("gpt2")
+    for name, expected in (("bert", True), ("gpt2", False)):
+        for loss in ("cross_entropy", "own"):
+            more = (f"model.name={name}", f"training.loss={loss}", f"job.dump_folder={name}-{loss}", "training.steps=1")
+            train(*more)
+            assert ("sees the tokens that it is to foretell" in capsys.readouterr().out) == expected
+    GPT2Config(**{**sizes, "vocab_size": 100}, architectures=["GPT2LMHeadModel"]).save_pretrained("few")
+    refused("vocab_size of 100, and the data has 256 words", "model.name=few")

@@ -11,7 +11,7 @@ from stageline.model.profile import Profile
 from stageline.planning.advice import NothingFits
 from stageline.planning.files import read_plan
 from stageline.planning.plan import Plan, plan
-from stageline.schedules.files import read_schedule
+from stageline.schedules.files import read_schedule, write_aside
 from stageline.schedules.registry import schedule
 from stageline.schedules.schedule import Schedule
 from stageline.train.config import Config, Parallelism
@@ -26,7 +26,7 @@ STATES = {"AdamW": 8.0, "Adam": 8.0, "SGD": 4.0, "Adafactor": 1.0, "Muon": 4.0}
 def keep(found: Plan, folder: Path, asked: dict[str, Any]) -> None:
     """Keep it with what was asked for, so that a run that goes on makes the same choice."""
     found.write(folder / PLAN)
-    (folder / ASKED).write_text(json.dumps({"asked": asked}, indent=1) + "\n", encoding="utf-8")
+    write_aside(folder / ASKED, iter([json.dumps({"asked": asked}, indent=1) + "\n"]))
 
 
 def kept(folder: Path, asked: dict[str, Any]) -> Plan | None:

@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -96,10 +97,15 @@ class RunFolder:
     def write(self, name: str, text: str) -> Path:
         """Write a file, aside first, so that it is there as a whole or not at all."""
         path = self.path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f".{path.name}.{os.getpid()}")
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside.write_text(text, encoding="utf-8")
+            aside.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
+            raise StagelineError(f"cannot write {path}: {error.strerror or error}") from error
         return path
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stageline.runtime.pipeline import Pipeline
 from stageline.train.losses import logits_of
+from stageline.train.tasks import evaluating
 
 
 def generate(
@@ -35,14 +36,10 @@ def generate(
     """
     tokens = list(prompt)
     draw = torch.Generator().manual_seed(seed)
-    training = pipe.model.training
-    pipe.eval()
-    try:
+    with evaluating(pipe.model):
         for _ in range(count):
             output = pipe.predict(give(torch.tensor([tokens[-length:]])))
             tokens.append(tell(-1 if output is None else _pick(logits_of(output)[0, -1], temperature, draw)))
-    finally:
-        pipe.train(training)
     return tokens
 
 

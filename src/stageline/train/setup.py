@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,10 +28,11 @@ from stageline.runtime.compiled import Compile
 from stageline.runtime.pipeline import Pipeline
 from stageline.runtime.processes import job_world
 from stageline.runtime.worlds import World
+from stageline.train.causal import looks_ahead
 from stageline.train.checkpoint import leave_mark, remove_mark, sees_mark
 from stageline.train.choice import choose, keep, kept
 from stageline.train.config import Config
-from stageline.train.data import Data, Loader, data_of, open_data
+from stageline.train.data import Data, Loader, Tokens, data_of, open_data
 from stageline.train.layout import Layout
 from stageline.train.precision import mend_bfloat16
 from stageline.train.runs import RunFolder
@@ -63,6 +66,11 @@ class Setup:
         inside = "bfloat16" if self.config.optimizer.name == "Muon" else ""  # what it orthogonalises in
         mended = mend_bfloat16(self.layout.device, training.dtype, training.mixed_precision_param, inside)
         _ = self.world, self.loader, self.task
+        if self.config.validation.patience and self.data.validation is None:
+            raise StagelineError(
+                f"validation.patience is {self.config.validation.patience}, and nothing is validated on: of a stream "
+                "nothing is held back; give a validation.dataset_path, or 0 for the patience"
+            )
         self._look_at_folder()
         self._share_folder()
         self.notes += [mended] if mended else []
@@ -165,12 +173,15 @@ class Setup:
 
     def _choose(self) -> Plan:
         config, layout, path = self.config, self.layout, self.folder.path
-        asked = {
+        asked: dict[str, Any] = {
             "parallelism": asdict(config.parallelism),
             "model": asdict(config.model) | {"seq_len": config.training.seq_len},
             "ranks": layout.ranks,
             "microbatches": self.microbatches,
         }
+        if file := config.parallelism.pipeline_parallel_schedule_csv:  # it may have changed under its name
+            with suppress(OSError):
+                asked["file"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
         found = kept(path, asked) if self.goes_on else None
         if found is None:
             profiled, room = self._profile()
@@ -186,11 +197,26 @@ class Setup:
         inputs, _ = self.task.batch(*self.loader.batch(0, 0, 1, self.size))
         return inputs
 
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens in a sample; 0 where samples are no rows of tokens."""
+        inputs = self.example
+        rows = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
+        if isinstance(rows, Tensor) and rows.dim() == 2 and not rows.is_floating_point():
+            return int(rows.shape[1])
+        return 0
+
     def _profile(self) -> tuple[Profile, float | None]:
         """Measure the units of the model, in the order of their calls, on a microbatch; and what a rank may hold."""
         device = self.layout.device
         model = build(self.task.make, seed=self.config.training.seed, device=device, otherwise="construct")
         here = pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, self.example)
+        words = self.data.vocab_size
+        if isinstance(self.data.train, Tokens) and self.task.speaks and looks_ahead(model, here, words=words):
+            self.notes.append(
+                f"{self.task.name} sees the tokens that it is to foretell: what it says of a place changes with those "
+                "behind it; take a causal model, or samples of your own"
+            )
         found = profile(model, here, repeats=3, warmup=1)
         if self.config.compile.enable:  # a compiled backward is one piece
             layers = [replace(each, backward_input=each.backward, backward_weight=0.0) for each in found.layers]

@@ -19,9 +19,6 @@ from stageline.train.steps import Stepped
 if TYPE_CHECKING:
     from stageline.train.trainer import Trainer
 
-LANGUAGE = ("cross_entropy", "weighted_cross_entropy", "own")
-"""Losses of a model that can write."""
-
 
 class Show:
     """Tells of a trainer's steps; only the main process has something to say."""
@@ -73,7 +70,7 @@ class Show:
         if not self._main:
             return
         of, config = self._of, self._of.config
-        tokens = of.setup.per_step * config.training.seq_len
+        tokens = of.setup.per_step * (of.setup.tokens or 1)  # what is no row of tokens counts as one
         measured = done.stats.measured()
         of.logs.event(
             "step",
@@ -126,7 +123,7 @@ class Show:
         """Text that the model writes; every process takes part."""
         of = self._of
         asked, data, task = of.config.sample, of.setup.data, of.setup.task
-        if not asked.tokens or data.tokenizer is None or task.loss_name not in LANGUAGE:
+        if not asked.tokens or data.tokenizer is None or not task.speaks or not of.setup.tokens:
             return ""
         prompt = [int(token) for token in data.tokenizer.encode(asked.prompt or "\n")]
         last = int(of.setup.choice.schedule.placement.table[0, -1])

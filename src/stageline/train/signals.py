@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -46,6 +46,21 @@ class StopSignals:
         again = self.number == signal.SIGINT == number
         self.number = self.number or number
         if again:
-            sys.stderr.write("\nended at once; the last published checkpoint is whole\n")
-            sys.stderr.flush()
+            show = "\x1b[?25h" if _shows(1) else ""  # a line that updates hides the cursor
+            _write(1, show)
+            _write(2, "\nended at once; the last published checkpoint is whole\n")
             os._exit(128 + number)
+        elif number == signal.SIGINT and _shows(2):
+            _write(2, "\nstopping after this step; once more Ctrl-C ends at once, without saving\n")
+
+
+def _shows(handle: int) -> bool:
+    with suppress(OSError):
+        return os.isatty(handle)
+    return False
+
+
+def _write(handle: int, text: str) -> None:
+    """Write past Python's buffers, which the signal may have come in the middle of."""
+    with suppress(OSError):
+        os.write(handle, text.encode())

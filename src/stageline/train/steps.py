@@ -14,7 +14,7 @@ from stageline.runtime.pipeline import Pipeline
 from stageline.runtime.stats import StepStats
 from stageline.train.optimizers import Optimizer
 from stageline.train.precision import LossScale, autocast
-from stageline.train.tasks import Task, count_targets
+from stageline.train.tasks import Task, count_targets, evaluating
 
 Batch = tuple[Any, Any]
 
@@ -96,9 +96,7 @@ class Stepper:
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """The loss on batches, without training on them."""
-        training = self.pipe.model.training
-        self.pipe.eval()
-        try:
+        with evaluating(self.pipe.model):
             count = self._count(batches)
             found = 0.0
             for inputs, targets in batches:
@@ -107,5 +105,3 @@ class Stepper:
                     loss = self.pipe.evaluate(given, wanted, count=count).loss
                 found += (loss or 0.0) * (1.0 if count is not None else 1.0 / len(batches))
             return found
-        finally:
-            self.pipe.train(training)

@@ -51,6 +51,11 @@ class Task:
         return parts[0]
 
     @property
+    def speaks(self) -> bool:
+        """Whether its loss is that of a language model."""
+        return self.loss_name in ("cross_entropy", "weighted_cross_entropy", "own")
+
+    @property
     def loss(self) -> Loss:
         """The loss; one that comes with the model is known once that was built."""
         if self.given is not None:
@@ -88,7 +93,9 @@ def make_task(config: Config, vocab_size: int) -> Task:
         build: Callable[[], Any] = _gpt(config, vocab_size)
         assets: dict[str, bytes] = {}
     elif path.suffix == ".json" or path.is_dir():
-        build, assets = _huggingface(path / "config.json" if path.is_dir() else path)
+        build, assets = _huggingface(
+            path / "config.json" if path.is_dir() else path, vocab_size if training.dataset in ("python", "text") else 0
+        )
     elif ":" in name:
         build, assets = find_function(name), {}
     else:
@@ -102,6 +109,8 @@ def make_task(config: Config, vocab_size: int) -> Task:
 def _gpt(config: Config, vocab_size: int) -> Callable[[], GPT]:
     model = config.model
     words = model.vocab_size or vocab_size
+    if not words:
+        raise StagelineError("nothing says how many different tokens the data has: set model.vocab_size")
     if words < vocab_size:
         raise StagelineError(
             f"model.vocab_size is {words} and the data has {vocab_size} words; give at least as many, or 0 for just so"
@@ -118,7 +127,7 @@ def _gpt(config: Config, vocab_size: int) -> Callable[[], GPT]:
     )
 
 
-def _huggingface(path: Path) -> tuple[Callable[[], nn.Module], dict[str, bytes]]:
+def _huggingface(path: Path, vocab_size: int) -> tuple[Callable[[], nn.Module], dict[str, bytes]]:
     try:
         text = path.read_bytes()
         given = json.loads(text)
@@ -134,6 +143,12 @@ def _huggingface(path: Path) -> tuple[Callable[[], nn.Module], dict[str, bytes]]
         config = transformers.AutoConfig.for_model(**{**given, "model_type": given["model_type"]})
     except (KeyError, ValueError, TypeError) as error:
         raise StagelineError(f"{path} is no config that transformers knows: {error}") from error
+    words = getattr(config, "vocab_size", None)
+    if isinstance(words, int) and words < vocab_size:
+        raise StagelineError(
+            f"{path} has a vocab_size of {words}, and the data has {vocab_size} words; set model.tokenizer_path to the "
+            "tokenizer of that model, or give it more words"
+        )
     names = given.get("architectures") or []
     kind: Any = getattr(transformers, names[0], None) if names else None
     automatic: Any = transformers.AutoModelForCausalLM
@@ -146,6 +161,26 @@ def _huggingface(path: Path) -> tuple[Callable[[], nn.Module], dict[str, bytes]]
         return made
 
     return build, assets
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Let all modules evaluate, and then each do what it did before: what a user froze stays frozen.
+
+    >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
+    >>> with evaluating(model):
+    ...     [each.training for each in model]
+    [False, False]
+    >>> [each.training for each in model]
+    [True, False]
+    """
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
 
 
 @contextmanager

@@ -7,7 +7,8 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from stageline.train import saving
 from stageline.train.checkpoint import Checkpoint, Writer
 from stageline.train.config import Config
 from stageline.train.data import Data, Loader, Prefetch
-from stageline.train.layout import find_layout
+from stageline.train.layout import Layout, find_layout
 from stageline.train.logs import Logs, read_metrics
 from stageline.train.logs.screen import put
 from stageline.train.optimizers import Optimizer, outer_parameters, rate
@@ -33,6 +34,21 @@ from stageline.train.show import Show
 from stageline.train.signals import StopSignals
 from stageline.train.steps import Batch, Stepper
 from stageline.train.validate import validate
+
+
+@contextmanager
+def _surroundings(config: Config, layout: Layout) -> Iterator[None]:
+    """What holds for the whole process while a job runs, and is afterwards as it was."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.use_deterministic_algorithms(config.training.deterministic or deterministic)
+        if layout.processes == 1 and "OMP_NUM_THREADS" not in os.environ:
+            # Ranks that are threads share the cores.
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // layout.ranks))
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
@@ -90,12 +106,7 @@ class Trainer:
     def run(self) -> Result:
         """Train until the last step, the time limit, an early stop or a signal; every process calls this alike."""
         self._began = time.monotonic()
-        if self.config.training.deterministic:
-            torch.use_deterministic_algorithms(True)
-        if self.layout.processes == 1 and "OMP_NUM_THREADS" not in os.environ:
-            # Ranks that are threads share the cores.
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.layout.ranks))
-        with StopSignals() as self._asked:
+        with _surroundings(self.config, self.layout), StopSignals() as self._asked:
             try:
                 found = self._prepare()
                 steps = self.config.training.steps

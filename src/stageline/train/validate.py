@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from stageline.errors import StagelineError, nearest
 from stageline.schedules.files import read_schedule
@@ -114,6 +114,28 @@ def _data(config: Config) -> Iterator[str]:
         yield (
             f"validation.dataset_path is {show(validation.dataset_path)}, and validation.enable is false; enable it, "
             "or leave the path out"
+        )
+
+
+def _folders(config: Config) -> Iterator[str]:
+    inside = {
+        "checkpoint.folder": config.checkpoint.folder,
+        "metrics.save_tb_folder": config.metrics.save_tb_folder,
+    }
+    for key, name in inside.items():
+        path = PurePath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            yield f"{key} is {show(name)}; it is a folder inside of job.dump_folder: give its name alone"
+    if not config.job.dump_folder:
+        yield "job.dump_folder is empty; name a folder, like outputs"
+
+
+def _patience(config: Config) -> Iterator[str]:
+    asked = config.validation
+    if asked.patience and not asked.enable:
+        yield (
+            f"validation.patience is {asked.patience}, and validation.enable is false, so there is no loss to wait "
+            "for; enable it, or leave the patience out"
         )
 
 
@@ -241,7 +263,17 @@ def _schedule_file(file: str, name: str, ranks: int, local: int, size: int) -> I
 
 
 Check = Callable[[Config], Iterator[str]]
-CHECKS: tuple[Check, ...] = (_model, _data, _loss, _batch, _learning_rate, _recomputation, _schedule)
+CHECKS: tuple[Check, ...] = (
+    _folders,
+    _model,
+    _data,
+    _patience,
+    _loss,
+    _batch,
+    _learning_rate,
+    _recomputation,
+    _schedule,
+)
 
 
 def multiples(value: int, of: int) -> str:
