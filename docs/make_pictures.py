@@ -26,7 +26,7 @@ def pictures() -> dict[str, str]:
     slower = sl.Costs(forward=[10, 10, 14, 10], backward_input=11, backward_weight=7, transfer=3)
     both = [sl.simulate(made, COSTS), sl.simulate(made, slower)]
     found["trace.svg"] = draw.svg(both, names=["1f1b, planned", "1f1b, measured"])
-    return found | synthesized()
+    return found | synthesized() | planned()
 
 
 def synthesized() -> dict[str, str]:
@@ -40,6 +40,28 @@ def synthesized() -> dict[str, str]:
         "synthesis.svg": draw.svg([h1, more.timeline], names=["zb-h1", "synthesized for a cap of 5"]),
         "synthesis-unequal.svg": draw.svg([plain, same.timeline], names=["1f1b", "synthesized for the same memory"]),
     }
+
+
+def planned() -> dict[str, str]:
+    """A plan beside what one would take without: 1f1b and as many layers on every rank."""
+    found = sl.plan(profile=example_profile(), ranks=4, microbatches=8, schedule=["1f1b", "zb-h1", "zb-v"])
+    even = sl.plan(profile=example_profile(), ranks=4, microbatches=8, schedule="1f1b", split="layers")
+    names = ["1f1b, cut by layers", f"planned: {found.schedule.name}, cut by time"]
+    return {"plan.svg": draw.svg([even.timeline, found.timeline], names=names)}
+
+
+def example_profile() -> sl.Profile:
+    """An embedding, twelve blocks and a head, as docs/plan.md has them."""
+    from stageline.model.profile import Layer
+
+    sizes = {"activation": 200, "residue": 120, "tied": 0, "message": 16, "arriving": 0, "leaving": 0, "calls": 1}
+
+    def layer(name: str, time: float, parameters: int) -> Layer:
+        return Layer(name, "Block", time, time, 0.8 * time, 1.8 * time, parameters=parameters, **sizes)
+
+    blocks = [layer(f"blocks.{number}", 0.010, 50) for number in range(12)]
+    layers = (layer("embedding", 0.002, 200), *blocks, layer("head", 0.018, 200))
+    return sl.Profile(layers, "an example", "cpu", "2.13.0", 1, 1)
 
 
 if __name__ == "__main__":

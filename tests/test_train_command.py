@@ -70,11 +70,6 @@ def test_a_job_is_made_of_file_settings_and_flags_in_the_order_given(trainers: T
     assert trainers.configs[-1] == Config()
 
 
-def test_the_exit_code_is_that_of_the_job(trainers: Trainers) -> None:
-    trainers.code = 3
-    assert train() == 3
-
-
 @pytest.mark.parametrize(
     ("words", "value"),
     [

@@ -31,6 +31,8 @@ TRIES = 6
 """How many cuts are looked for that take units from full ranks: that takes longer than all else."""
 SPEED = 12_000
 """About how many actions an order is made for in a second."""
+SMALL = 20_000
+"""Schedules of so many actions are simulated in no time: of the first number of microbatches all of them are."""
 KEPT = 64
 """How many schedules are kept to be used again."""
 
@@ -53,6 +55,7 @@ class Search:
         self._began = time.monotonic()
         self._schedules: dict[Any, Schedule | None] = {}
         self._tries = 0
+        self._screened = False
 
     @property
     def elapsed(self) -> float:
@@ -86,8 +89,11 @@ class Search:
 
     def _screen(self, split: tuple[int, int], until: float) -> None:
         """All families with every cut for their shape."""
+        first = not self._screened
+        self._screened = True
         for kind in self._kinds:
-            if self._over(until):
+            small = first and 3 * kind.shape.stages * split[0] <= SMALL
+            if not small and self._over(until):
                 return
             places = self._hopeful(kind.shape, *split)
             made = self._made(kind, split[0]) if places else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +17,14 @@ from stageline.model.build import Description, build
 from stageline.model.staged import Staged, split
 from stageline.model.units import NoStack, find_units
 from stageline.runtime.groups import several_processes
+from stageline.runtime.processes import find_world
 from stageline.runtime.recompute import Choice, understand
 from stageline.runtime.tree import batch_size
 from stageline.runtime.worlds import World
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from stageline.planning.plan import Plan
 
 TIME_LIMIT = 2.0
@@ -35,6 +38,49 @@ def ranks_for(ranks: int | None, replicas: int | None, deadline: float) -> int:
     if several_processes(deadline):
         return max(1, dist.get_world_size() // (replicas or 1))
     raise StagelineError("schedule='auto' needs ranks=, how many ranks the pipeline has")
+
+
+@dataclass(frozen=True)
+class Automatic:
+    """What a pipeline is made of once it has been planned."""
+
+    world: World
+    plan: Plan
+    staged: Staged
+    recompute: Choice
+
+
+def automatic(
+    stages: Any,
+    given: Any,
+    recipe: Description[Any] | None,
+    *,
+    ranks: int | None,
+    replicas: int | None,
+    mesh: DeviceMesh | None,
+    deadline: float,
+    microbatches: int | None,
+    example: Any,
+    recompute: Choice,
+    device: torch.device | str,
+    options: Mapping[str, Any],
+) -> Automatic:
+    """Plan together with all ranks, and cut the model as planned."""
+    ranks = ranks_for(ranks, replicas, deadline)
+    world = find_world(ranks, deadline, replicas, mesh)
+    found = plan_together(
+        world,
+        given,
+        None if recipe is None else factory_of(stages),
+        ranks=ranks,
+        microbatches=microbatches,
+        example=example,
+        recompute=recompute,
+        device=device,
+        options=options,
+    )
+    chosen = found.recompute if isinstance(recompute, str) and recompute == "auto" else recompute
+    return Automatic(world, found, staged_as(found, given, recipe, example), chosen)
 
 
 def factory_of(stages: Any) -> Callable[[], nn.Module] | None:

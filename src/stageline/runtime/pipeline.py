@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stageline.errors import StagelineError, shorten
 from stageline.model.staged import Staged
-from stageline.runtime.automatic import factory_of, plan_together, ranks_for, staged_as
+from stageline.runtime.automatic import Automatic, automatic
 from stageline.runtime.batch import Keywords, Reduction, check_reduction
 from stageline.runtime.clip import clip_factor, norm_of, owners_of
 from stageline.runtime.compiled import Compile, compile_units
@@ -25,6 +25,7 @@ from stageline.runtime.outcome import Measured, joined, times_of
 from stageline.runtime.processes import find_world
 from stageline.runtime.recompute import Choice, Policy, mark, understand
 from stageline.runtime.reduce import check_buckets
+from stageline.runtime.replan import Replan, watch_for
 from stageline.runtime.replicas import Replicas, replica_seed
 from stageline.runtime.rollback import Make
 from stageline.runtime.runner import Batch, Runner
@@ -32,9 +33,10 @@ from stageline.runtime.shadows import place
 from stageline.runtime.stage import StageOptions
 from stageline.runtime.state import check_state, gather_state, watched
 from stageline.runtime.stats import Evaluation, StepStats
-from stageline.runtime.worlds import Crew, World
+from stageline.runtime.worlds import Crew
 from stageline.schedules.certificate import verify
 from stageline.schedules.schedule import Schedule
+from stageline.timeline.costs import Costs
 from stageline.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -86,6 +88,9 @@ class Pipeline(Runner):
         example: Any = None,
         device: torch.device | str = "cpu",
         compile: Compile = False,
+        replan: Replan = "off",
+        replan_every: int = 10,
+        planned: Costs | Plan | None = None,
         **options: Any,
     ) -> None:
         """`stages` is a model, which is cut evenly (see `sl.split` for other cuts), or one module per stage.
@@ -108,6 +113,8 @@ class Pipeline(Runner):
         buckets of `bucket_mb` MiB, in float32 or better unless `reduce_dtype` says otherwise.
         `compile` is True, the name of a backend or the keywords of torch.compile, which then compiles every layer, or
         unit of a model (see docs/runtime.md). `options` are the family's own, such as `chunks`.
+        `replan` compares the last steps of every `replan_every` with `planned`, with the plan of "auto" or with the
+        first of them: "warn" says which stage drifts, "auto" takes a better order for the next step (see docs/plan.md).
         """
         check_reduction(loss_reduction)
         check_buckets(bucket_mb, reduce_dtype)
@@ -116,30 +123,35 @@ class Pipeline(Runner):
         self.deadline = find_deadline(deadline)
         given, recipe = described(stages)
         ranks = ranks_of(mesh) if ranks is None and mesh is not None else ranks
-        world: World | None = None
-        self.plan: Plan | None = None
-        if schedule == "auto":
-            ranks = ranks_for(ranks, replicas, self.deadline)
-            world = find_world(ranks, self.deadline, replicas, mesh)
-            self.plan = plan_together(
-                world, given, None if recipe is None else factory_of(stages), ranks=ranks, microbatches=microbatches,
-                example=example, recompute=recompute, device=device, options=options,
+        auto: Automatic | None = None
+        if isinstance(schedule, str) and schedule == "auto":
+            auto = automatic(
+                stages, given, recipe, ranks=ranks, replicas=replicas, mesh=mesh, deadline=self.deadline,
+                microbatches=microbatches, example=example, recompute=recompute, device=device, options=options,
             )  # fmt: skip
-            given = staged_as(self.plan, given, recipe, example)
-            schedule, recompute = self.plan.schedule, self.plan.recompute if recompute == "auto" else recompute
-            microbatches, options = None, {}
+            given, schedule, recompute, microbatches, options = (
+                auto.staged,
+                auto.plan.schedule,
+                auto.recompute,
+                None,
+                {},
+            )
+        self.plan = None if auto is None else auto.plan
+        """How it was planned, where it was."""
         again = understand(recompute, recompute_policy)
         self.model = whole_model(given)
         self._exact = not isinstance(given, nn.Module | Staged)
         self.schedule = find_schedule(schedule, count_layers(given), ranks, microbatches, **options)
         self.certificate = verify(self.schedule)
+        self._watch = watch_for(replan, replan_every, planned, self.plan, self.schedule)
+        self.replans = []
         self.loss_fn = loss_fn
         self.loss_reduction = loss_reduction
         self.check_finite = check_finite
         self.recomputed = mark(self.model, again, recompute)
         self._parts = cut(given, self.model, self.schedule.stages, example)
         self._mesh = mesh
-        self._world = world or find_world(self.schedule.ranks, self.deadline, replicas, mesh)
+        self._world = auto.world if auto is not None else find_world(self.schedule.ranks, self.deadline, replicas, mesh)
         self._world.agree(
             {
                 **facts_of(self.model, self.schedule),
@@ -147,6 +159,7 @@ class Pipeline(Runner):
                 "loss_reduction": loss_reduction,
                 "replicas and mesh": repr(self._world.layout.rows),
                 "bucket_mb and reduce_dtype": f"{bucket_mb:g} {reduce_dtype}",
+                "replan, replan_every and planned": f"{replan} {replan_every} {planned}",
             }
         )
         common = common_seed(self._world, seed)
@@ -335,6 +348,9 @@ class Pipeline(Runner):
         later = self._world.later(lambda: times_of(crew, results).reshape(-1)) if times is None else lambda: times
         self._measured = Measured(crew.schedule, later)
         self._steps += 1
+        measured = self._measured.timeline
+        if self._watch is not None:
+            self._look_at(self._watch, measured if len(done.work.weights) == self.schedule.microbatches else None)
         return StepStats(
             loss=done.loss,
             losses=done.outcome.losses,
@@ -343,7 +359,7 @@ class Pipeline(Runner):
             samples=done.work.samples,
             microbatches=len(done.work.weights),
             unsplit=done.outcome.unsplit,
-            measured=self._measured.timeline,
+            measured=measured,
         )
 
     def run(

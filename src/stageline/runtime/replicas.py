@@ -90,6 +90,12 @@ class Replicas:
         self._owners = {module for part in self._parts for module in part.modules()}
         self._reducer: tuple[Any, Reducer] | None = None
 
+    def follow(self, schedule: Schedule) -> None:
+        """Add up in the order in which stages finish from now on."""
+        (rank,) = self.world.here
+        self._stages = {stage: self._stages[stage] for stage in finishing_order(schedule, rank)}
+        self._reducer = None
+
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All that are added up."""
         for named in (*self._stages.values(), *self._shared):

@@ -36,12 +36,16 @@ from stageline.runtime.garbage import no_collections
 from stageline.runtime.outcome import Outcome, first_not_finite, metrics_of, sums, times_of
 from stageline.runtime.randomness import Generators
 from stageline.runtime.reduce import Reducer
+from stageline.runtime.replan import Replanned, Watch
 from stageline.runtime.replicas import Replicas
 from stageline.runtime.shadows import Placed, gather
 from stageline.runtime.stage import Stage, StageOptions
 from stageline.runtime.tree import plain
 from stageline.runtime.worlds import GRADIENTS, Crew, Floats, PipelineError, World
+from stageline.schedules.certificate import Certificate, verify
 from stageline.schedules.schedule import Schedule
+from stageline.timeline.drift import Drift
+from stageline.timeline.timeline import Timeline
 
 FEW = 1 << 16
 """How many numbers all ranks together tell at the end of a step without thinking twice."""
@@ -96,6 +100,11 @@ class Runner:
     _crews: dict[tuple[int, bool], Crew]
     _running: bool
     """Whether a run is under way whose steps interlock."""
+    _watch: Watch | None
+    """What compares steps with the plan; None where nobody asked for it."""
+    certificate: Certificate
+    replans: list[Replanned]
+    """The orders that were changed."""
 
     @property
     def _alone(self) -> bool:
@@ -339,28 +348,60 @@ class Runner:
         key = (microbatches, training)
         if key not in self._crews:
             schedule = only_microbatches(self.schedule if training else forwards_of(self.schedule), microbatches)
-            executors = [
-                Executor(
-                    schedule,
-                    rank,
-                    {
-                        stage: Stage(stage, module, self._options, spread=self._exact)
-                        for stage, module in self._placed.modules[rank].items()
-                    },
-                    self._world.transport(rank),
-                    names=self._world.layout.rows[self._world.replica],
-                    own_stream=len(self._world.here) > 1,
-                    progress=self._world.progress(rank),
-                    flight=self._world.flight(rank),
-                )
+            stages = {
+                rank: {
+                    stage: Stage(stage, module, self._options, spread=self._exact)
+                    for stage, module in self._placed.modules[rank].items()
+                }
                 for rank in self._world.here
-            ]
-            self._crews[key] = Crew(schedule, executors)
-            if self._compiled and len(executors) > 1:
-                lock = threading.Lock()
-                for executor in executors:
-                    executor.turns = lock
+            }
+            self._crews[key] = self._crew_of(schedule, stages)
         return self._crews[key]
+
+    def _crew_of(self, schedule: Schedule, stages: Mapping[int, Mapping[int, Stage]]) -> Crew:
+        """The executors of the ranks that are here."""
+        executors = [
+            Executor(
+                schedule,
+                rank,
+                stages[rank],
+                self._world.transport(rank),
+                names=self._world.layout.rows[self._world.replica],
+                own_stream=len(self._world.here) > 1,
+                progress=self._world.progress(rank),
+                flight=self._world.flight(rank),
+            )
+            for rank in self._world.here
+        ]
+        if self._compiled and len(executors) > 1:
+            lock = threading.Lock()
+            for executor in executors:
+                executor.turns = lock
+        return Crew(schedule, executors)
+
+    def _look_at(self, watch: Watch, measured: Callable[[], Timeline] | None) -> None:
+        """Compare the step with the plan, and take another order where that is better."""
+        seen = measured() if measured is not None and watch.wants() else None
+        changed = watch.after(self._steps - 1, seen, self.schedule, self._world)
+        if changed is not None:
+            self._reorder(changed.schedule)
+            self.replans.append(changed)
+
+    @property
+    def drift(self) -> Drift | None:
+        """Which stages drifted from their plan when it was last looked at; None before that, or with replan="off"."""
+        return None if self._watch is None else self._watch.drift
+
+    def _reorder(self, schedule: Schedule) -> None:
+        """Train in another order from the next step on; stages stay where they are, with all they have learned."""
+        self.schedule, self.certificate = schedule, verify(schedule)
+        for (microbatches, training), crew in list(self._crews.items()):
+            if training:
+                stages = {executor.rank: executor.stages for executor in crew.executors}
+                made = self._crew_of(only_microbatches(schedule, microbatches), stages)
+                self._crews[(microbatches, training)] = made
+        if self._replicas is not None:
+            self._replicas.follow(schedule)
 
 
 def _event(device: int) -> Any:

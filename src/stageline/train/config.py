@@ -160,6 +160,10 @@ class Parallelism:
     pipeline_parallel_split: Literal["time", "parameters", "layers"] = _say(
         "time", "What the cut into stages balances: measured time, parameters, or the number of layers."
     )
+    replan: Literal["off", "warn", "auto"] = _say(
+        "off", "Where stages drift from their profile: say so (warn), or take a better order of the same stages (auto)."
+    )
+    replan_freq: int = _say(10, "Steps from one look at that to the next.", minimum=2)
     bucket_mb: float = _say(25.0, "Megabytes of gradients that replicas reduce at once.", above=0)
 
 

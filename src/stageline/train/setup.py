@@ -243,6 +243,9 @@ class Setup:
             bucket_mb=config.parallelism.bucket_mb,
             device=layout.device,
             compile=self._compile,
+            replan=config.parallelism.replan,
+            replan_every=config.parallelism.replan_freq,
+            planned=choice,
         )
 
     @property

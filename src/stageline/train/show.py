@@ -29,6 +29,7 @@ class Show:
         self._main = trainer.layout.main
         self._planned = trainer.setup.choice.timeline
         self._measured: Timeline | None = None
+        self._replans = 0
 
     def begin(self, resumed: bool) -> None:
         """Say what is about to be trained, and keep where."""
@@ -86,6 +87,10 @@ class Show:
             memory=memory_in_use(of.layout.device),
             **({"scale": done.scale, "skipped": done.skipped} if of.scale.enabled else {}),
         )
+        for changed in of.pipe.replans[self._replans :]:
+            self._planned = changed.timeline
+            of.logs.event("replan", step=of.step, said=str(changed), before=changed.before, after=changed.after)
+        self._replans = len(of.pipe.replans)
         every = config.metrics.timeline_freq
         self._measured = measured
         if (every and of.step % every == 0) or of.step == config.training.steps:
