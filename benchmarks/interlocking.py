@@ -5,8 +5,10 @@ python benchmarks/interlocking.py [--ranks 4] [--microbatches 8 16] [--families 
 
 Every rank sleeps 10 ms in F, in I and in W of every microbatch; where it holds V chunks, each sleeps a V-th of that. A
 turn is so many steps by the loop and then as many by `pipe.run`, with AdamW, on the same pipeline; figures are medians
-over the turns of steps a second. The limit is what `sl.simulate` gives for the same order and the nominal sleeps: the
-makespan, which a step costs when all ranks wait for its end, over the span, which it costs at best when they do not.
+over the turns, of steps a second and of their ratio, the gain. The limits: what `sl.simulate` gives for the order and
+the nominal sleeps: "for ever" is the makespan, which a step costs when all ranks wait for its end, over the span,
+which it costs at best when they do not; "limit" is that for a turn, whose last step is waited for either way. What the
+loop does between steps, and a run beside them, is in the gain and not in the limits.
 With --max-norm below the norms every step is clipped after the fact, and so is computed twice: what that costs.
 """
 
@@ -70,23 +72,25 @@ def in_process(rank: int, *sizes: Any) -> dict[str, list[float]]:
     return measure(*sizes)
 
 
-def row_of(where: str, name: str, ranks: int, microbatches: int, seen: list[dict[str, list[float]]]) -> dict[str, Any]:
+def row_of(
+    where: str, name: str, ranks: int, microbatches: int, steps: int, seen: list[dict[str, list[float]]]
+) -> dict[str, Any]:
     """The figures of all ranks; the slowest one is the pipeline's."""
     schedule = sl.schedule(name, ranks, microbatches)
     part = NOMINAL * schedule.ranks / schedule.stages
     planned = sl.simulate(schedule, sl.Costs(forward=part, backward_input=part, backward_weight=part))
-    loop, run = (
-        statistics.median(min(each) for each in zip(*(one[way] for one in seen), strict=True)) for way in seen[0]
-    )
+    turns = {way: [min(each) for each in zip(*(one[way] for one in seen), strict=True)] for way in ("loop", "run")}
+    together = (steps - 1) * planned.span + planned.makespan
     return {
         "where": where,
         "family": name,
         "ranks": ranks,
         "microbatches": microbatches,
-        "loop": loop,
-        "run": run,
-        "gain": run / loop,
-        "limit": planned.makespan / planned.span,
+        "loop": statistics.median(turns["loop"]),
+        "run": statistics.median(turns["run"]),
+        "gain": statistics.median(run / loop for loop, run in zip(*turns.values(), strict=True)),
+        "limit": steps * planned.makespan / together,
+        "for ever": planned.makespan / planned.span,
     }
 
 
@@ -99,6 +103,7 @@ def show(row: dict[str, Any], markdown: bool) -> str:
         f"{row['run']:.3f}",
         f"{row['gain']:.3f}",
         f"{row['limit']:.3f}",
+        f"{row['for ever']:.3f}",
     ]
     return f"| {' | '.join(cells)} |" if markdown else "  ".join(f"{cell:>9}" for cell in cells)
 
@@ -122,15 +127,15 @@ def main() -> None:
         given.microbatches, given.steps, given.repeats = [8], 4, 2
     torch.set_num_threads(1)
     if not given.json:
-        names = ["where", "family", "M", "loop /s", "run /s", "gain", "limit"]
+        names = ["where", "family", "M", "loop /s", "run /s", "gain", "limit", "for ever"]
         print(f"| {' | '.join(names)} |" if given.markdown else "  ".join(f"{name:>9}" for name in names))
         if given.markdown:
-            print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+            print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     rows = []
     for where, microbatches, name in itertools.product(given.where, given.microbatches, given.families):
         sizes = (name, given.ranks, microbatches, given.steps, given.repeats, given.max_norm)
         seen = [measure(*sizes)] if where == "threads" else run_ranks(in_process, given.ranks, *sizes, timeout=300)
-        rows.append(row_of(where, name, given.ranks, microbatches, seen))
+        rows.append(row_of(where, name, given.ranks, microbatches, given.steps, seen))
         if not given.json:
             print(show(rows[-1], given.markdown), flush=True)
     if given.json:
