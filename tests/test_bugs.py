@@ -6,7 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -415,15 +415,10 @@ def test_a_compiled_module_is_not_chosen_and_one_around_it_may_be() -> None:
     assert_same_bits(gradients(outer), gradients(plain))
 
 
-class Pair(NamedTuple):
-    first: Tensor
-    second: Tensor
-
-
 def test_mistakes_that_were_told_in_the_words_of_others() -> None:
-    class Pairs(nn.Linear):
+    class Sets(nn.Linear):
         def forward(self, x: Tensor) -> Any:
-            return Pair(super().forward(x), x)
+            return frozenset([super().forward(x), x])
 
     x, y = torch.randn(8, 4), torch.randn(8, 4)
 
@@ -442,7 +437,10 @@ def test_mistakes_that_were_told_in_the_words_of_others() -> None:
         (lambda: make(seed="a"), "seed is a whole number, got 'a'"),
         (lambda: make(loss_fn=lambda o, t: (o.mean(), {"m": "text"})).step(x, y), "the metric 'm' is 'text'"),
         (lambda: make(loss_fn=lambda o, t: (o.mean(), {"m": o})).step(x, y), "a metric is one number"),
-        (lambda: make(layers=[Pairs(4, 4), nn.Linear(4, 4)]).step(x, y), "stage 0 passes on .*tuples, lists and dicts"),
+        (
+            lambda: make(layers=[Sets(4, 4), nn.Linear(4, 4)]).step(x, y),
+            "stage 0 passes on a frozenset",
+        ),
         (lambda: copy.deepcopy(make()), "copy its model"),
     ]
     for mistake, words in mistakes:

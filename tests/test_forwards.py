@@ -457,3 +457,123 @@ def test_blocks_of_one_checkpoint_stay_together() -> None:
         match=r"runs blocks\.0 and blocks\.1 in one checkpoint, .* cut it elsewhere .*layers_per_stage",
     ):
         pipe.step(X, Y)
+
+
+class Experts(nn.Module):
+    """A block whose way depends on values, which cannot be looked at without computing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 2)
+        self.experts = nn.ModuleDict({name: nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for name in "ab"})
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = self.gate(x).argmax(-1)
+        found = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts.values()):
+            if (chosen == index).any():
+                found = found + expert(x) * (chosen == index)[:, None]
+        return x + found, found.square().mean()
+
+
+class InDicts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleDict({"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)})
+        self.layers = nn.ModuleDict({f"layer{index}": Experts() for index in range(4)})
+        self.gains = nn.ParameterList(torch.ones(8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Any = 0.0
+        for name, gain in zip(self.layers, self.gains, strict=True):
+            x, more = self.layers[name](x * gain)
+            total = total + more
+        return torch.as_tensor(self.heads["first"](x) + self.heads["second"](x) + total)
+
+
+@pytest.mark.filterwarnings("ignore:what has to pass from stage to stage could not be found out")
+def test_blocks_heads_and_parameters_may_be_in_dicts_and_lists() -> None:
+    torch.manual_seed(0)
+    model = InDicts()
+    staged = sl.split(model, stages=2, example=X)
+    assert staged.names == [
+        ["layers.layer0", "layers.layer1"],
+        ["layers.layer2", "layers.layer3", "heads.first", "heads.second"],
+    ]
+    assert len(sl.profile(model, X, repeats=1, warmup=0).layers) == 6
+    for family in ("1f1b", "zb-v"):
+        assert sl.check(model, (X, Y), ranks=2, schedule=family, loss_fn=functional.mse_loss, example=X).equal
+
+
+def test_looking_at_an_example_by_running_it_changes_nothing() -> None:
+    class Normed(InDicts):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(functional.dropout(self.norm(x)))
+
+    model = Normed()
+    before, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    assert sl.split(model, stages=2, example=X).names[0][0] == "norm"
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Counts(Model):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class Limits(Model):
+    longest = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.longest = max(self.longest, x.shape[1])
+        return super().forward(x) * self.longest
+
+
+def test_a_forward_that_counts_its_calls_is_refused_and_one_that_keeps_a_number_is_not() -> None:
+    model = Counts()
+    model.calls = 0
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=2, microbatches=2)
+    with pytest.raises(sl.PipelineError, match="changes calls of Counts every time, outside of its units"):
+        pipe.step(X, Y)
+    kept = Limits()
+    kept.longest = 0
+    assert sl.check(kept, (X, Y), ranks=2, microbatches=3, loss_fn=functional.mse_loss).equal
+
+
+class Hooked(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+            if h.requires_grad:
+                h.register_hook(lambda grad: 2 * grad)
+        return torch.as_tensor(self.head(h))
+
+
+class HookedInside(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda grad: 2 * grad)  # type: ignore[no-untyped-call]
+        return super().forward(x)
+
+
+def test_a_hook_on_what_crosses_a_cut_is_never_called_twice() -> None:
+    torch.manual_seed(0)
+    pipe = sl.Pipeline(Hooked(), loss_fn=functional.mse_loss, ranks=2, microbatches=2)
+    with pytest.raises(
+        sl.PipelineError, match=r"puts a hook on what blocks\.1 gives, .* register_hook inside of a unit"
+    ):
+        pipe.step(X, Y)
+
+    class Inside(Model):
+        kind = HookedInside
+
+    assert sl.check(Inside(), (X, Y), ranks=2, loss_fn=functional.mse_loss).equal

@@ -468,7 +468,7 @@ def test_mistakes_are_told_in_words() -> None:
         (lambda: make(schedule="1f1"), "did you mean '1f1b'"),
         (lambda: make(microbatches=None), "needs microbatches="),
         (lambda: make(nn.Linear(2, 2), ranks=2), "Linear has no stack of blocks to cut"),
-        (lambda: make([nn.Linear(2, 2), 3]), "a model or a list of modules, got 3"),
+        (lambda: make([nn.Linear(2, 2), 3]), "or a list of functions that build its layers; got 3"),
         (lambda: make(schedule="1f1b", ranks=5), "5 stages and the model only 4 layers"),
         (lambda: make(list(blocks(4)), schedule="1f1b", ranks=3), "3 stages and 4 were given"),
         (lambda: make(schedule=sl.schedule("1f1b", 2, 3)), "microbatches=4, and the schedule has 3"),

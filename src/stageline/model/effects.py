@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -84,9 +86,8 @@ class Checkpoints:
         frame = _checkpoint("checkpoint")
         if frame is None:
             return
-        if (
-            frame.f_trace_lines
-        ):  # the first unit in this call, which is marked so; to keep the frame would keep all in it
+        # The first unit in this call, which is marked so: to keep the frame would keep all that is in it.
+        if frame.f_trace_lines:
             frame.f_trace_lines = False
             self._first = (name, own)
         elif self._first[1] != own:
@@ -95,3 +96,59 @@ class Checkpoints:
                 "cut it elsewhere (layers_per_stage=, or by= the first unit of each stage), or leave the checkpoint "
                 "out and give recompute= to the pipeline"
             )
+
+
+def refuse_hooks(found: Any, name: str, outside: Callable[[], bool]) -> None:
+    """Let the frame put no hook on what a unit of another stage gave: each stage would put it there once more."""
+    for leaf in [found] if isinstance(found, Tensor) else pytree.tree_leaves(found):
+        if isinstance(leaf, Tensor):
+            leaf.register_hook = partial(_hook, leaf, name, outside)  # type: ignore[method-assign]
+
+
+def _hook(tensor: Tensor, name: str, outside: Callable[[], bool], hook: Any) -> Any:
+    if outside():
+        raise StagelineError(
+            f"the forward puts a hook on what {name} gives, outside of its units, and several stages run that; call "
+            "register_hook inside of a unit"
+        )
+    return Tensor.register_hook(tensor, hook)  # type: ignore[no-untyped-call]
+
+
+Numbers = dict[tuple[int, str], Any]
+
+
+class Counters:
+    """Numbers that a forward sets on the model around its units: one that changes in every forward is refused.
+
+    Every stage runs that part, and some more than once, so they would count differently.
+    """
+
+    def __init__(self, frames: Sequence[nn.Module]) -> None:
+        """Look at the modules that hold units."""
+        self._frames = frames
+        self._changed: set[tuple[int, str]] = set()
+
+    def now(self) -> Numbers:
+        """All of them as they are."""
+        return {
+            (index, key): value
+            for index, frame in enumerate(self._frames)
+            for key, value in vars(frame).items()
+            if isinstance(value, int | float) and key != "training"
+        }
+
+    def put_back(self, before: Numbers) -> None:
+        """After a look at the forward, which is none."""
+        for (index, key), value in before.items():
+            vars(self._frames[index])[key] = value
+
+    def check(self, before: Numbers) -> None:
+        """After a forward."""
+        for (index, key), value in self.now().items():
+            if (index, key) in before and before[index, key] != value:
+                if (index, key) in self._changed:
+                    raise StagelineError(
+                        f"the forward changes {key} of {type(self._frames[index]).__name__} every time, outside of its "
+                        "units, and every stage runs that; keep it outside of the model, or in a unit"
+                    )
+                self._changed.add((index, key))

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stageline.errors import StagelineError
+from stageline.model.effects import Counters
 from stageline.model.replay import Replay
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -167,6 +168,8 @@ class StagePart(nn.Sequential):
         self.__dict__["_copies"] = []
         marked = {**dict.fromkeys(units, False), **dict.fromkeys(own, True)}
         frame = self._framed(model, "", marked)
+        if not (replay.first and replay.last):
+            replay.counters = Counters([made for _, made in self._copies if "named_parameters" in made.__dict__])
         self.__dict__["_frame"] = (frame,)  # in a tuple: its children are this module's, under their own names
         self.__dict__["_modules"] = frame._modules
         self.__dict__["_parameters"] = frame._parameters
@@ -226,8 +229,9 @@ class StagePart(nn.Sequential):
         """Run the model's forward as far as this stage goes."""
         for original, made in self._copies:
             made.training = original.module.training
-        before = [buffer._version for _, buffer in self._shared]
+        before, numbers = [buffer._version for _, buffer in self._shared], self.replay.counters.now()
         found = self.replay.run(self._frame[0], value)
+        self.replay.counters.check(numbers)
         for (name, buffer), version in zip(self._shared, before, strict=True):
             if buffer._version != version and not (self.replay.first and self.replay.last):
                 raise StagelineError(

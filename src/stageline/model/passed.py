@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stageline.errors import StagelineError
 from stageline.model.absent import Absent, Keys
@@ -171,3 +172,26 @@ def on_meta(tensor: Tensor) -> Tensor:
     if isinstance(tensor, Absent):
         return tensor._meta
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def check_arguments(frame: nn.Module, arrived: Passed) -> None:
+    """Refuse inputs that the model does not take, in the words of its signature."""
+    args, kwargs = arrived.inputs()
+    try:
+        takes = inspect.signature(frame.forward)
+    except (TypeError, ValueError):
+        return
+    try:
+        takes.bind(*args, **kwargs)
+    except TypeError as error:
+        given = [f"{len(args)} arguments"] if args else []
+        given += [", ".join(kwargs)] if kwargs else []
+        raise StagelineError(
+            f"the first stage cannot take its inputs: {error}; {type(frame).__name__} takes {_shown(takes)}, and was "
+            f"given {' and '.join(given) or 'nothing'}; a tuple is its arguments, a dict its keywords"
+        ) from error
+
+
+def _shown(takes: inspect.Signature) -> str:
+    names = list(takes.parameters)
+    return f"({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"

@@ -9,7 +9,6 @@ U-Net also the skip connections.
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,8 +23,8 @@ from torch.utils import _pytree as pytree
 from stageline.errors import StagelineError
 from stageline.model import huggingface
 from stageline.model.absent import Absent, Keys, keys_of, writes_allowed
-from stageline.model.effects import Checkpoints, Effects, inside_a_checkpoint
-from stageline.model.passed import PARAMETER, Passed, key_of, on_meta
+from stageline.model.effects import Checkpoints, Counters, Effects, inside_a_checkpoint, refuse_hooks
+from stageline.model.passed import PARAMETER, Passed, check_arguments, key_of, on_meta
 from stageline.runtime.randomness import draws, generator_alone
 from stageline.runtime.tree import learn
 
@@ -116,6 +115,8 @@ class Replay:
     """Pass all values on, whether they are known to be needed or not."""
     draw: Draw | None = None
     """How the stage lets its units draw random numbers; as they come, unless given."""
+    counters: Counters = field(default_factory=lambda: Counters([]))
+    """What the frame counts."""
     _needs: dict[str, Needs] = field(default_factory=dict)
     _metas: dict[str, nn.Module] = field(default_factory=dict)
     _now: _Now | None = None
@@ -143,9 +144,11 @@ class Replay:
         form = f"{arrived.form()} {frame.training}"
         fresh = form not in self._needs and not (self.first and self.last)
         if fresh and self.first:
-            _check_arguments(frame, arrived)
+            check_arguments(frame, arrived)
         if fresh:
+            before = self.counters.now()
             self._needs[form] = self._look(frame, arrived)
+            self.counters.put_back(before)
         needs = self._needs.get(form, Needs())
         arrived.changed = needs.changed
         self._now = now = _Now(arrived, needs, fresh=fresh)
@@ -201,6 +204,7 @@ class Replay:
             now.checkpoints.check(name, self.start <= position < self.stop)
         if position < self.start:
             found, more = now.arrived.output(position, name)
+            refuse_hooks(found, name, self.outside)
             huggingface.collect(more)
             return found
         if position >= self.stop:
@@ -351,29 +355,6 @@ class _Now:
             values = self.passed.values
             self.passed.values = {key: value for key, value in values.items() if key in wanted}
             self.passed.forget_inputs(wanted)
-
-
-def _check_arguments(frame: nn.Module, arrived: Passed) -> None:
-    """Refuse inputs that the model does not take, in the words of its signature."""
-    args, kwargs = arrived.inputs()
-    try:
-        takes = inspect.signature(frame.forward)
-    except (TypeError, ValueError):
-        return
-    try:
-        takes.bind(*args, **kwargs)
-    except TypeError as error:
-        given = [f"{len(args)} arguments"] if args else []
-        given += [", ".join(kwargs)] if kwargs else []
-        raise StagelineError(
-            f"the first stage cannot take its inputs: {error}; {type(frame).__name__} takes {_shown(takes)}, and was "
-            f"given {' and '.join(given) or 'nothing'}; a tuple is its arguments, a dict its keywords"
-        ) from error
-
-
-def _shown(takes: inspect.Signature) -> str:
-    names = list(takes.parameters)
-    return f"({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
 
 
 @contextmanager

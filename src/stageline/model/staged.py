@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import nn
 
 from stageline.errors import StagelineError, nearest, place_of, shorten
@@ -161,6 +162,11 @@ def split(
     except NoStack:
         if example is None:
             raise
+        if by == "time" or isinstance(by, Profile):
+            raise StagelineError(
+                f"{type(model).__name__} has no units that can be measured on their own, so it cannot be cut by time; "
+                "cut by='layers' or 'parameters', or give an nn.Sequential"
+            ) from None
         traced = trace(model, example)
         units = traced.units()
     if traced is None and not isinstance(model, nn.Sequential):
@@ -192,14 +198,43 @@ def _in_order(model: nn.Module, units: list[Unit], example: Any) -> tuple[list[U
         try:
             return _as_called(model, units, example)
         except Exception as error:
-            raise StagelineError(
-                f"{type(model).__name__} cannot run on the example, {shorten(error, 200)}{place_of(error)}; "
-                "give a tuple of its arguments, a dict of keywords, or its only argument"
-            ) from error
+            if any(tensor.is_meta for tensor in model.parameters()):
+                raise _no_example(model, error) from error
+        try:  # what cannot be looked at without computing may run all the same
+            return _as_run(model, units, example), None
+        except Exception as error:
+            raise _no_example(model, error) from error
     guess = huggingface.example_of(model)
     with suppress(Exception):  # it is not for every model
         return (units, None) if guess is None else _as_called(model, units, guess)
     return units, None
+
+
+def _no_example(model: nn.Module, error: Exception) -> StagelineError:
+    return StagelineError(
+        f"{type(model).__name__} cannot run on the example, {shorten(error, 200)}{place_of(error)}; give a tuple of "
+        "its arguments, a dict of keywords, or its only argument"
+    )
+
+
+def _as_run(model: nn.Module, units: list[Unit], example: Any) -> list[Unit]:
+    """The units in the order in which a forward that computes calls them; buffers and random numbers stay."""
+    called: list[Unit] = []
+    args, kwargs = arguments(example)
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    hooks = [unit.module.register_forward_pre_hook(lambda *_, unit=unit: called.append(unit)) for unit in units]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model(*args, **{**huggingface.defaults_of(model), **kwargs})
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for buffer, value in kept:
+            buffer.copy_(value)
+    missing = [unit.name for unit in units if unit not in called]
+    if missing:
+        raise StagelineError(f"it never calls {missing[0]}")
+    return called
 
 
 def _as_called(model: nn.Module, units: list[Unit], example: Any) -> tuple[list[Unit], Needs]:
@@ -325,5 +360,6 @@ def profile(model: nn.Module, example: Any, *, repeats: int = 5, warmup: int = 2
     units = _units(model, "layers", ())
     if not isinstance(model, nn.Sequential):
         huggingface.prepare(model)
-        units, _ = _in_order(model, units, example)
+        with suppress(StagelineError):  # what is measured does not depend on it
+            units, _ = _in_order(model, units, example)
     return profile_units(model, units, example, repeats=repeats, warmup=warmup)

@@ -1,8 +1,9 @@
 """The units that a model is cut between: its blocks, and the modules with parameters before, between and after them.
 
 A model whose body is a stack of blocks needs no tracing. Its blocks are found as the children of a `ModuleList` or
-`Sequential` of like modules; every other module with parameters beside the stack is a unit of its own. What holds
-units is a *frame*, and runs on every stage; so does what has no parameters, such as rotary tables and dropout.
+`Sequential` of like modules, or else of a `ModuleDict`; every other module with parameters beside the stack is a unit
+of its own. What holds units is a *frame*, and runs on every stage; so does what has no parameters, such as rotary
+tables and dropout.
 
 ```text
  LlamaForCausalLM            frame
@@ -65,13 +66,14 @@ def find_units(model: nn.Module, stacks: Sequence[str] = (), kind: str = "") -> 
     """
     blocks = _blocks(model, stacks, kind)
     if not blocks:
-        named = [pair for pair in model.named_children() if _has_parameters(pair[1]) and not _is_of_frame(pair[1])]
+        named = [(unit.name, unit.module) for unit in _collect(model, "", set(), set()) if _has_parameters(unit.module)]
         parts = [name for name, _ in named]
         if len(parts) < 2:
             raise NoStack(
-                f"{type(model).__name__} has no stack of blocks to cut: no ModuleList or Sequential of like modules, "
-                f"and {len(parts)} parts with parameters ({', '.join(parts) or 'none'}); give an nn.Sequential or a "
-                "list of stages, name its blocks with by='type:ClassOfBlock', or give example= to have it traced"
+                f"{type(model).__name__} has no stack of blocks to cut: no ModuleList, Sequential or ModuleDict of "
+                f"like modules, and {len(parts)} parts with parameters ({', '.join(parts) or 'none'}); give an "
+                "nn.Sequential or a list of stages, name its blocks with by='type:ClassOfBlock', or give example= to "
+                "have it traced"
             )
         return [Unit(name, child, False) for name, child in named]
     frames = {name for block in blocks for name in _above(block)}
@@ -95,14 +97,18 @@ def _collect(module: nn.Module, at: str, blocks: set[str], frames: set[str]) -> 
         path = f"{at}.{name}" if at else name
         if path in blocks:
             yield Unit(path, child, True)
-        elif path in frames:
+        elif _is_of_frame(child):
+            continue
+        elif path in frames or type(child) in (nn.ModuleList, nn.ModuleDict):  # what is never called itself
             yield from _collect(child, path, blocks, frames)
-        elif (_has_parameters(child) or _has_state(child)) and not _is_of_frame(child):
+        elif _has_parameters(child) or _has_state(child):
             yield Unit(path, child, False)
 
 
 def _is_of_frame(module: nn.Module) -> bool:
-    """Whether a module only makes parameters of the module that holds it, as torch.nn.utils.parametrize has it."""
+    """Whether a module only holds or makes parameters of the module around it, and is never called."""
+    if isinstance(module, nn.ParameterList | nn.ParameterDict):
+        return True
     children = list(module.children())
     return bool(children) and all(isinstance(child, parametrize.ParametrizationList) for child in children)
 
@@ -149,8 +155,8 @@ def _blocks(model: nn.Module, stacks: Sequence[str], kind: str) -> set[str]:
         if not len(known[name]._modules):
             raise StagelineError(f"{name!r} is a {type(known[name]).__name__} without children, and no stack of blocks")
     chosen = list(stacks)
-    for simple in (False, True):
-        chosen = chosen or _outermost(name for name, module in known.items() if name and _is_stack(module, simple))
+    for is_stack in (_is_list, _is_dict, _is_plain_list):
+        chosen = chosen or _outermost(name for name, module in known.items() if name and is_stack(module))
     return {
         f"{name}.{child}" for name in chosen for child, module in known[name]._modules.items() if module is not None
     }
@@ -162,15 +168,36 @@ def _outermost(names: Iterable[str]) -> list[str]:
     return [name for name in sorted(found) if not any(above in found for above in _above(name))]
 
 
-def _is_stack(module: nn.Module, simple: bool) -> bool:
+def _is_list(module: nn.Module) -> bool:
     """Whether a module is a list of at least two modules with parameters, most of which are of one class.
 
-    A Sequential of single layers is rather a part of the model than a stack, unless there is no other (`simple`).
+    A Sequential of single layers is rather a part of the model than a stack.
     """
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return False
     like = [child for child in module if _has_parameters(child)]
-    if isinstance(module, nn.Sequential) and not simple:
+    if isinstance(module, nn.Sequential):
         like = [child for child in like if any(True for _ in child.children())]
+    return _most_alike(like)
+
+
+def _is_plain_list(module: nn.Module) -> bool:
+    """The same, where a Sequential may also be of single layers."""
+    return isinstance(module, nn.ModuleList | nn.Sequential) and _most_alike(
+        [child for child in module if _has_parameters(child)]
+    )
+
+
+def _is_dict(module: nn.Module) -> bool:
+    """Whether a module is a dict of blocks: all of one class, which holds other modules; heads mostly do not."""
+    if not isinstance(module, nn.ModuleDict):
+        return False
+    kinds = {type(child) for child in module.values()}
+    return (
+        len(module) >= 2 and len(kinds) == 1 and all(any(True for _ in child.children()) for child in module.values())
+    )
+
+
+def _most_alike(like: Sequence[nn.Module]) -> bool:
     kinds = Counter(map(type, like))
     return bool(kinds) and max(kinds.values()) >= 2 and 2 * max(kinds.values()) >= len(like)
