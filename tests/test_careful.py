@@ -246,7 +246,7 @@ def test_patience_needs_something_to_wait_for() -> None:
 
 def test_a_choice_that_cannot_be_is_made_again() -> None:
     train()
-    file = Path("run/choice.json")
+    file = Path("run/plan.json")
     kept = json.loads(file.read_text())
     for wrong in (["a", None], [1], [-1, 3]):
         file.write_text(json.dumps({**kept, "layers_per_stage": wrong}))
@@ -259,7 +259,7 @@ def test_a_schedule_file_that_changed_is_read_again() -> None:
     for name, steps in (("gpipe", 4), ("1f1b", 6)):
         sl.schedule(name, ranks=2, microbatches=2).write("plan.json")
         train(*more, f"training.steps={steps}")
-        assert sl.read_schedule("run/schedule.json") == sl.read_schedule("plan.json")
+        assert sl.read_plan("run/plan.json").schedule == sl.read_schedule("plan.json")
 
 
 def test_a_job_leaves_the_process_as_it_was() -> None:

@@ -205,7 +205,10 @@ def test_a_script_that_ends_finishes_its_checkpoint(tmp_path: Path, nursery: Nur
     assert is_step(found, 1)
 
 
-def test_hugging_face_opens_a_checkpoint_as_it_is(tmp_path: Path, capsys: Capture) -> None:
+def test_hugging_face_opens_a_checkpoint_as_it_is(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,

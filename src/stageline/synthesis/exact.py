@@ -336,6 +336,8 @@ def search(
     parameters.max_time_in_seconds = max(0.01, seconds)
     parameters.max_deterministic_time = effort
     parameters.random_seed = seed
+    # It would take Ctrl-C over and give it back to nobody: a job that plans itself could not be stopped any more.
+    parameters.catch_sigint_signal = False
     parameters.num_workers = 1  # one thread proves as fast as many on these, and always finds the same
     unit = model.unit
 

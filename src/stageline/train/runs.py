@@ -54,7 +54,7 @@ class RunFolder:
 
     def _begun(self) -> bool:
         """Whether a job got as far as events, or left anything that only a job at work writes."""
-        started = {CONFIG, LOCK, ENVIRONMENT, "choice.json", "schedule.json", "profile.json"}
+        started = {CONFIG, LOCK, ENVIRONMENT, "choice.json", "plan.json", "profile.json"}
         return any(each.name not in started and not each.name.startswith(".") for each in self.path.iterdir())
 
     def claim(self, config: Config) -> None:
