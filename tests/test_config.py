@@ -93,7 +93,7 @@ def test_every_option_is_explained_with_its_bounds_choices_and_default() -> None
     text = write_toml(Config.read(None, "training.steps=7"))
     assert tomllib.loads(text)["training"]["steps"] == 7
     lines = text.splitlines()
-    assert "steps = 7  # default: 300" in lines
+    assert "steps = 7  # default: 200" in lines
     assert "seed = 0  # default" in lines
     assert "# It takes one of none, selective, full." in lines
     assert "# It takes a number from 0 to below 1." in lines
@@ -200,7 +200,7 @@ def test_the_last_setting_wins_over_earlier_ones_over_the_file_over_defaults(tmp
         ("qqqqqq=1", "there is no option qqqqqq"),
         ("training.dtype=bfloat6", "it takes one of float32, bfloat16 (did you mean 'bfloat16'?)"),
         ("=1", "names no option; write it as section.key=value"),
-        ("training.steps", "training.steps has no value; write it as training.steps=300"),
+        ("training.steps", "training.steps has no value; write it as training.steps=200"),
         ("optimizer.lr=nan", "optimizer.lr is nan, not finite"),
         (f"optimizer.lr={'9' * 400}", ", too large for a number; it takes a number above 0"),
         ("training.seed=9223372036854775808", "it takes a whole number from 0 to 2**63 - 1"),
@@ -335,7 +335,7 @@ def test_python_reads_writes_and_compares_configs(tmp_path: Path) -> None:
         ("training.global_batch_size=48 parallelism.data_parallel_replicate_degree=2",
          "local_batch_size 16 × 2 replicas (parallelism.data_parallel_replicate_degree); take 32 or 64"),
         ("lr_scheduler.decay_ratio=-0.5", "lr_scheduler.decay_ratio is -0.5; it takes -1, or a share"),
-        ("lr_scheduler.decay_ratio=0.95", "take up to 15 for the warm-up, or at least 601 for the steps"),
+        ("lr_scheduler.decay_ratio=0.95", "take up to 10 for the warm-up, or at least 601 for the steps"),
         ("activation_checkpoint.mode=selective", "name modules, like activation_checkpoint.modules=blocks.*.mlp"),
         ("activation_checkpoint.modules=head", "mode is none; take selective, or leave the modules out"),
         ("parallelism.pipeline_parallel_schedule=zb-w", "no schedule family is named 'zb-w' (did you mean 'zb-v'?)"),

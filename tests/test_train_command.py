@@ -115,12 +115,12 @@ def test_all_mistakes_of_words_and_file_are_said_at_once(trainers: Trainers, cap
         "  'model.dim=3' is neither an option nor a .toml file; did you mean --set model.dim=3?",
         "  --no-training.seed is no option: only true or false can be turned off; write --training.seed 0",
         "  there is no option --chek; did you mean --check?",
-        "  --training.steps needs a value, like --training.steps 300",
+        "  --training.steps needs a value, like --training.steps 200",
         "  --job.description needs a value, like --job.description 'the first run'",
         "  there is no option --qqqqqq",
         "  there is no option -p",
         "  there are two config files, job.toml and second.toml; give one",
-        "  job.toml: training.steps is 0; it takes a whole number from 1 upwards, like steps = 300",
+        "  job.toml: training.steps is 0; it takes a whole number from 1 upwards, like steps = 200",
         "  model.dim is x; it takes a whole number from 1 upwards, like model.dim=128",
     ]
     assert trainers.configs == []
@@ -162,7 +162,7 @@ def test_help_fits_the_terminal_and_has_every_option(
     assert "--set SECTION.KEY=VALUE" in shown
     if width < 110:
         assert all(option.help in shown for option in options().values())
-        assert "Steps of the optimizer. [from 1 upwards; default: 300]" in shown
+        assert "Steps of the optimizer. [from 1 upwards; default: 200]" in shown
 
 
 def test_help_check_and_the_printed_config_leave_torch_alone() -> None:

@@ -85,7 +85,7 @@ class Training:
         "0 is local_batch_size times the replicas.",
         minimum=0,
     )
-    steps: int = _warn(300, "Steps of the optimizer.", minimum=1)
+    steps: int = _warn(200, "Steps of the optimizer.", minimum=1)
     time_limit: float = _say(0.0, "Minutes after which the job saves a checkpoint and ends; 0 is never.", minimum=0)
     loss: str = _fixed(
         "cross_entropy",
@@ -198,7 +198,7 @@ class Checkpoint:
     async_mode: Literal["disabled", "async"] = _say("async", "async writes while training goes on.")
     load_step: int = _say(-1, "Go on from this step's checkpoint; -1 is the newest whole one.", minimum=-1)
     initial_load_path: str = _say(
-        "", "Begin with the weights of a checkpoint or of safetensors files.", example="outputs/checkpoint/step-300"
+        "", "Begin with the weights of a checkpoint or of safetensors files.", example="outputs/checkpoint/step-200"
     )
 
 
@@ -253,7 +253,7 @@ class Config:
 
     >>> config = Config()
     >>> config.training.steps, config.parallelism.pipeline_parallel_degree
-    (300, 4)
+    (200, 4)
     """
 
     job: Job = field(default_factory=Job)
