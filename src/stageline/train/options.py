@@ -36,7 +36,7 @@ class Option:
 
     >>> steps = options()["training.steps"]
     >>> steps.takes, steps.default
-    ('a whole number from 1 upwards', 300)
+    ('a whole number from 1 upwards', 200)
     >>> steps.parse("1_000")
     1000
     """
@@ -245,8 +245,8 @@ def _near(name: str, known: Iterable[str]) -> str | None:
 def unfit(key: str, shown: str, error: Unfit, example: str) -> str:
     """The sentence about a value that an option does not take.
 
-    >>> print(unfit("training.steps", '"ten"', Unfit("a text"), "steps = 300"))
-    training.steps is "ten", a text; it takes a whole number from 1 upwards, like steps = 300
+    >>> print(unfit("training.steps", '"ten"', Unfit("a text"), "steps = 200"))
+    training.steps is "ten", a text; it takes a whole number from 1 upwards, like steps = 200
     """
     option, why = options()[key], str(error) and f", {error}"
     like = "" if option.choices else f", like {example}"

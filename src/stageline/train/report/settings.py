@@ -17,7 +17,7 @@ LONGEST = 2000
 def changed(settings: dict[str, dict[str, Any]]) -> dict[tuple[str, str], Any]:
     """The settings that are not the default, by section and name, with what the default is.
 
-    >>> changed({"training": {"steps": 300, "seed": 7}, "activation_checkpoint": {"modules": []}})
+    >>> changed({"training": {"steps": 200, "seed": 7}, "activation_checkpoint": {"modules": []}})
     {('training', 'seed'): 0}
     """
     found = {}
