@@ -62,7 +62,7 @@ def _flag(asked: Asked, word: str, waiting: deque[str]) -> None:
     if name == "--set":
         value = _next(waiting) if value is None else value
         if value is None:
-            asked.errors.append("--set needs a setting, like --set training.steps=300")
+            asked.errors.append("--set needs a setting, like --set training.steps=200")
         else:
             asked.sets.append(value)
         return
@@ -108,7 +108,7 @@ def usage(option: Option) -> str:
     """How the flag of an option is written.
 
     >>> usage(options()["training.steps"])
-    '--training.steps 300'
+    '--training.steps 200'
     """
     text = argument(option.sample)
     return f"--{option.key}" if option.type is bool else f"--{option.key} {text if ' ' not in text else repr(text)}"
