@@ -85,8 +85,10 @@ def said(tokens: Path, run: str, rank: int = 0) -> str:
 
 
 def step_of(tokens: Path, run: str) -> int:
-    path = tokens.parent / run / "metrics.jsonl"
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    try:
+        lines = (tokens.parent / run / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:  # not begun yet, or set aside by a start that begins anew
+        return 0
     return max((row["step"] for row in map(json.loads, lines) if row["event"] == "step"), default=0)
 
 
