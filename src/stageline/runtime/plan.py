@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from stageline.runtime.halves import HALVES, Half, Wanted
 from stageline.runtime.walk import Edge, Walk, compile_walk
@@ -119,15 +119,15 @@ class Plan:
     def _walk(self) -> Walk:
         return compile_walk(len({number for number, _ in self.roots}), self.children)
 
-    def match(self, roots: Sequence[GradientEdge], ends: Sequence[Node]) -> list[Node] | None:
+    def match(self, roots: Sequence[tuple[Node, int]], inputs: Sequence[Tensor]) -> list[Node] | None:
         """The nodes of a graph by their numbers here, or None if the graph has another form."""
-        if len(roots) != len(self.roots) or len(ends) != len(self.inputs):
+        if len(roots) != len(self.roots) or len(inputs) != len(self.inputs):
             return None
         starts: list[Any] = []
-        for edge, (number, output) in zip(roots, self.roots, strict=True):
+        for (node, given), (number, output) in zip(roots, self.roots, strict=True):
             if number == len(starts):
-                starts.append(edge.node)
-            if edge.output_nr != output or number >= len(starts) or starts[number] is not edge.node:
+                starts.append(node)
+            if given != output or number >= len(starts) or starts[number] is not node:
                 return None
         try:
             nodes = self._walk(*starts)
@@ -141,10 +141,16 @@ class Plan:
             return None
         if any(nodes[number].variable is not parameter for number, parameter in self.parameters.items()):
             return None
-        if any(number >= 0 and nodes[number] is not end for number, end in zip(self.inputs, ends, strict=True)):
-            return None
+        for number, tensor in zip(self.inputs, inputs, strict=True):
+            if number >= 0 and not _ends_in(nodes[number], tensor):
+                return None
         usual = all(fork.half is None or fork.half.fits(nodes[fork.node]) for fork in self.forks)
         return nodes if usual and _hooked(nodes, self.savers) == self.hooked else None
+
+
+def _ends_in(node: Any, tensor: Tensor) -> bool:
+    """Whether a node is the one that a tensor's gradient comes to first; asked without making that node."""
+    return node is tensor.grad_fn if tensor.grad_fn is not None else getattr(node, "variable", None) is tensor
 
 
 def _hooked(nodes: Sequence[Any], savers: Iterable[tuple[int, str]]) -> list[int]:
@@ -187,7 +193,7 @@ _names: dict[type, list[str]] = {}
 """What nodes of a class save."""
 
 
-def make_plan(roots: Sequence[GradientEdge], ends: Sequence[Node]) -> tuple[Plan, list[Node]]:
+def make_plan(roots: Sequence[tuple[Node, int]], ends: Sequence[Node]) -> tuple[Plan, list[Node]]:
     """Walk a graph, and find out how to split its backward."""
     numbers: dict[Node, int] = {}
     nodes: list[Node] = []
@@ -198,7 +204,7 @@ def make_plan(roots: Sequence[GradientEdge], ends: Sequence[Node]) -> tuple[Plan
             nodes.append(node)
         return numbers[node]
 
-    starts = [(number_of(edge.node), edge.output_nr) for edge in roots]
+    starts = [(number_of(node), output) for node, output in roots]
     children: list[tuple[Edge | None, ...]] = []
     while len(children) < len(nodes):
         found = nodes[len(children)].next_functions

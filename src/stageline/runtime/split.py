@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from stageline.runtime import engine
 from stageline.runtime.halves import Wanted
 from stageline.runtime.plan import Fork, Plan, make_plan
 
@@ -34,7 +35,7 @@ PENDING = 64 * 2**20
 """How many bytes of weight gradients W computes before it adds them up and lets them go."""
 
 
-SMALL = 2**16
+SMALL = 2**12
 """Up to how many elements a gradient has that is added up together with others."""
 
 
@@ -65,7 +66,7 @@ class Arriving:
         found: list[Tensor | None] = [None] * len(self._leaves)
         for index, leaf in enumerate(self._leaves):
             if leaf.requires_grad:
-                node = get_gradient_edge(leaf).node
+                node = engine.node_of(leaf)
                 self._hooks.append((node, node.register_prehook(_taking(found, index))))
         return found
 
@@ -98,7 +99,7 @@ class _Roots:
 
     def run(self) -> None:
         if self.edges:
-            torch.autograd.backward(self.edges, self.grads)
+            engine.backward(self.edges, self.grads)
         self.edges, self.grads, self.bytes = [], [], 0
 
 
@@ -124,16 +125,15 @@ class SplitBackward:
     """The roots of W's last run: where the data enters, and outputs that depend on parameters alone."""
 
     def _find_plan(self) -> Plan:
-        roots = [get_gradient_edge(output) for output in self.outputs]
-        ends = [get_gradient_edge(tensor).node for tensor in self.inputs]
+        roots = [(engine.node_of(output), output.output_nr) for output in self.outputs]
         dtypes = [tensor.dtype for tensor in (*self.outputs, *self.inputs)]
         for place, plan in enumerate(self.plans):
-            nodes = plan.match(roots, ends) if plan.dtypes == dtypes else None
+            nodes = plan.match(roots, self.inputs) if plan.dtypes == dtypes else None
             if nodes is not None:
                 self._nodes = nodes
                 self.plans.insert(0, self.plans.pop(place))
                 return plan
-        plan, self._nodes = make_plan(roots, ends)
+        plan, self._nodes = make_plan(roots, [engine.node_of(tensor) for tensor in self.inputs])
         plan.dtypes = dtypes
         self.plans.insert(0, plan)
         del self.plans[PLANS:]
@@ -166,12 +166,11 @@ class SplitBackward:
         for dictionary, _ in quiet:
             dictionary.clear()  # they fire once, when W hands the gradients out
         try:
-            found = torch.autograd.grad(
+            found = engine.gradients(
                 [self.outputs[index] for index in plan.onward],
-                [*(ends or self.inputs), *parameters, *forks],
                 [self.grads[index] for index in plan.onward],
-                retain_graph=plan.keeps_graph,
-                allow_unused=True,
+                [*(ends or self.inputs), *parameters, *forks],
+                keep=plan.keeps_graph,
             )
         finally:
             for hook in hooks:
@@ -206,7 +205,7 @@ class SplitBackward:
         """Run a backward that cannot be split, all of it."""
         self.unsplit = self.total
         with Arriving(self.inputs) as found:
-            torch.autograd.backward(list(self.outputs), list(self.grads))
+            engine.backward(self.outputs, self.grads)
         return self._done(found)
 
     def _noting(self, noted: _Noted) -> Any:

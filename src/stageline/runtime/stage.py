@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stageline.errors import StagelineError, shorten
 from stageline.model.frame import StagePart
 from stageline.model.units import layers_of
+from stageline.runtime import engine
 from stageline.runtime.buffers import Buffers, Snapshot
 from stageline.runtime.plan import Plan, checkpointed
 from stageline.runtime.randomness import Generators, draws, generator_alone, random_numbers
@@ -121,7 +122,7 @@ class Stage:
         if train and self.options.recompute.stages:
             kept.before = self._buffers.before()
             kept.versions = [leaf._version for leaf in tensors_of(inputs)]
-        with torch.set_grad_enabled(train), self._around(train):
+        with _graph_if(train), self._around(train):
             outputs, shape = flatten(self._guarded(kept, microbatch), self._name)
         if train:
             kept.outputs = outputs
@@ -212,7 +213,7 @@ class Stage:
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute the loss of the last stage, and its metrics; the backward starts from loss × weight × scale."""
         dropped = train and self.options.recompute.stages
-        with torch.set_grad_enabled(train), self._around(train) if dropped else _NOTHING:
+        with _graph_if(train), self._around(train) if dropped else _NOTHING:
             weighed, metrics = self._drawing(
                 LOSS, self.part.training, step, microbatch, self._loss, output, target, weight
             )
@@ -278,7 +279,7 @@ class Stage:
         kept.outputs, kept.loss = [], None
         with self._drawing_alone(self._draws_again(outputs)), plain_precision(), Arriving(arrived) as found:
             if outputs:
-                torch.autograd.backward(outputs, given)
+                engine.backward(outputs, given)
         return found
 
     def _draws_again(self, outputs: Sequence[Tensor]) -> bool:
@@ -353,6 +354,11 @@ class Stage:
     def live(self) -> int:
         """How many microbatches are between their forward and the end of their backward."""
         return len(self._kept)
+
+
+def _graph_if(train: bool) -> AbstractContextManager[Any]:
+    """Record a graph or not; mostly that is so already."""
+    return _NOTHING if torch.is_grad_enabled() == train else torch.set_grad_enabled(train)
 
 
 def _gone(nothing: None) -> Tensor:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+import threading
 import time
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -50,25 +54,33 @@ class SleepStage(nn.Module):
         self.sleep("F")
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_() * 1  # nobody asks for its gradient, and still it is computed
-        slow: Any = _SleepInBackward.apply
-        return torch.as_tensor(slow(x, self, "I") + slow(self.weight, self, "W"))
+        if not torch.is_grad_enabled():
+            return x + self.weight
+        through, weight = x.view_as(x), self.weight.view_as(self.weight)
+        for node, kind in ((through.grad_fn, "I"), (weight.grad_fn, "W")):
+            if node is not None:  # the weight may be frozen
+                node.register_prehook(partial(self._sleep_before, kind))
+        return through + weight
+
+    def _sleep_before(self, kind: str, grads: Any) -> None:
+        self.sleep(kind)
 
     def sleep(self, kind: str) -> None:
         """Sleep as long as an action of this kind takes."""
+        _wake_in_time()
         began = time.perf_counter()
         time.sleep(self.seconds[kind])
         self.slept.append(Slept(kind, time.perf_counter() - began))
 
 
-class _SleepInBackward(torch.autograd.Function):
-    """Passes a tensor on, and sleeps when its gradient comes back."""
+_woken = threading.local()
 
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, stage: SleepStage, kind: str) -> Tensor:
-        ctx.stage, ctx.kind = stage, kind
-        return value.view_as(value)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.stage.sleep(ctx.kind)
-        return grad, None, None
+def _wake_in_time() -> None:
+    """Ask Linux to wake this thread when its sleep is over; it is free to take 50 microseconds more otherwise."""
+    if sys.platform == "linux" and not getattr(_woken, "asked", False):
+        _woken.asked = True
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+
+
+_PR_SET_TIMERSLACK = 29

@@ -16,12 +16,18 @@ TURNS = 1 << 20
 """A turn of a transport is its number and so many times its steps."""
 
 
-class Exchange:
-    """One rank's end. In the k-th round a rank tells the one that is 2^k further all that it knows:
+FAN = 16
+"""How many ranks tell one at most. A few messages after each other cost less than waking all ranks once more."""
 
-        ranks      0   1   2   3   4        after round k, every rank knows the rows of the 2^k before it, and its own
-        round 0    ╰─▶─╯ …                  so few rounds are enough
-        round 1    ╰───▶───╯ …
+
+class Exchange:
+    """One rank's end. The ranks are a tree; what is known goes up to its root, and from there down to all:
+
+                 0                rows go up as soon as they are known, so those of ranks that come to their end early
+         ╭────┬──┴─┬────╮         are there when the last one comes: from then on it takes two messages after each
+         1    2    …    16        other, up and down, for every level that the tree has
+       ╭─┴─╮
+       17  …
 
     >>> from stageline.transport.links import Links
     >>> links = Links(0, 1)
@@ -34,31 +40,36 @@ class Exchange:
         """Between these ranks, of which this is one; `number` tells the pipelines apart that share connections."""
         self._links, self._outbox = links, outbox
         self._ranks = list(ranks)
-        self._place = self._ranks.index(links.rank)
+        size, place = len(self._ranks), self._ranks.index(links.rank)
+        self._above = None if place == 0 else self._ranks[(place - 1) // FAN]
+        below = range(FAN * place + 1, min(FAN * place + FAN, size - 1) + 1)
+        self._below = [(self._ranks[child], len(_subtree(child, size))) for child in below]
+        """The ranks right below this one, and of how many each tells."""
+        self._order = np.argsort(_subtree(0, size)) if place == 0 else None
         self._rounds = number
 
     def gather(self, row: NDArray[np.float64], check: Callable[[], None]) -> NDArray[np.float64]:
         """The rows of all ranks, in order; `check` is called now and then while one is waited for, and may raise."""
         self._rounds += TURNS
-        size, place = len(self._ranks), self._place
-        known, distance = np.ascontiguousarray(row, dtype=np.float64)[None], 1
-        while distance < size:
-            told = known[: min(distance, size - distance)]
-            head = wire.write_head(self._rounds, b"-", told.nbytes)
-            link = self._links.outbound(self._ranks[(place + distance) % size], "exchange")
-            self._outbox.send(link, [memoryview(head), memoryview(told.tobytes())])
-            source = self._ranks[(place - distance) % size]
-            heard = self._hear(source, check)
-            if len(heard) != told.size:
-                raise TransportError(
-                    f"rank {source} tells {len(heard)} numbers at the end of a step and rank {self._links.rank} "
-                    f"{told.size}: one of them evaluates while the other trains, or they run different schedules"
-                )
-            known = np.concatenate([known, heard.reshape(told.shape)])
-            distance *= 2
-        return known[(place - np.arange(size)) % size]
+        known = np.ascontiguousarray(row, dtype=np.float64)[None]
+        width = known.shape[1]
+        for child, ranks in self._below:
+            known = np.concatenate([known, self._hear(child, ranks * width, check).reshape(ranks, width)])
+        if self._above is not None:
+            self._tell(self._above, known)
+            known = self._hear(self._above, len(self._ranks) * width, check).reshape(-1, width)
+        else:
+            known = known[self._order]
+        for child, _ in self._below:
+            self._tell(child, known)
+        return known
 
-    def _hear(self, source: int, check: Callable[[], None]) -> NDArray[np.float64]:
+    def _tell(self, target: int, rows: NDArray[np.float64]) -> None:
+        head = wire.write_head(self._rounds, b"-", rows.nbytes)
+        pieces = [memoryview(head), memoryview(rows.tobytes())]
+        self._outbox.send(self._links.outbound(target, "exchange"), pieces)
+
+    def _hear(self, source: int, count: int, check: Callable[[], None]) -> NDArray[np.float64]:
         inbound = self._links.inbound(source, "exchange")
 
         def open_it(prefix: wire.Prefix, text: bytes) -> tuple[NDArray[np.float64], list[memoryview]]:
@@ -70,7 +81,22 @@ class Exchange:
         while (found := inbound.pull(open_it)) is None:
             self._links.wait(inbound, 0.05, wakeful=False)
             check()
+        if len(found) != count:
+            raise TransportError(
+                f"rank {source} tells {len(found)} numbers at the end of a step and rank {self._links.rank} expects "
+                f"{count}: one of them evaluates while the other trains, or they run different schedules"
+            )
         return found
+
+
+def _subtree(place: int, size: int) -> list[int]:
+    """A place of the tree and all below it, in the order in which their rows are told.
+
+    >>> _subtree(1, 19)
+    [1, 17, 18]
+    """
+    below = range(FAN * place + 1, min(FAN * place + FAN, size - 1) + 1)
+    return [place, *(each for child in below for each in _subtree(child, size))]
 
 
 def other_turn(came: int, expected: int) -> str:
