@@ -33,6 +33,7 @@ from stageline.runtime.buffers import Taken, all_buffers, put_back
 from stageline.runtime.cut import forwards_of, only_microbatches
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.garbage import no_collections
+from stageline.runtime.heap import keep_memory
 from stageline.runtime.outcome import Outcome, first_not_finite, metrics_of, sums, times_of
 from stageline.runtime.randomness import Generators
 from stageline.runtime.reduce import Reducer
@@ -373,6 +374,8 @@ class Runner:
             )
             for rank in self._world.here
         ]
+        if any(executor.device is None for executor in executors):
+            keep_memory()
         if self._compiled and len(executors) > 1:
             lock = threading.Lock()
             for executor in executors:

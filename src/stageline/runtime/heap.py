@@ -1,0 +1,37 @@
+"""The host's memory, kept between actions.
+
+A split backward holds what W needs and frees it later, over and over. By default glibc gives freed memory at the top of
+its heap back to the system at once, and the next action pays for every page of it again: up to a tenth of a step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+
+KEPT = 512 * 2**20
+"""How many bytes that nothing uses a heap may keep."""
+
+LARGE = 32 * 2**20
+"""From how many bytes on a piece of memory is taken from the system on its own; what glibc itself would come to."""
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
+
+
+@cache
+def keep_memory() -> bool:
+    """Let glibc keep what is freed, for the whole process, unless the environment says how it is to do that.
+
+    Whether it does; other libraries have ways of their own.
+
+    >>> keep_memory() in (True, False)
+    True
+    """
+    said = any(name in os.environ for name in _OWN) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    try:
+        set_option = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return False
+    return not said and bool(set_option(_MMAP_THRESHOLD, LARGE)) and bool(set_option(_TRIM_THRESHOLD, KEPT))
