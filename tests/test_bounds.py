@@ -243,11 +243,7 @@ def test_no_bound_exceeds_the_optimum_and_exact_search_finds_it(problem: Problem
     found = exact_search(board, starts, lower_bound(problem), plan.value, **limits)
     assert found.is_finished
     assert found.programs is not None
-    assert found.bound <= best + 1e-6
-    if min(min(row) for kind in problem.times for row in kind) > 0:  # what takes no time may lie in what is full
-        assert found.bound == pytest.approx(best, abs=1e-6)
-    if any(time == 0 for kind in "FIW" for time in [problem.costs.of(kind, s) for s in range(problem.stages)]):
-        return  # actions that take no time can share a moment, and then have no order of their own
+    assert found.bound == pytest.approx(best, abs=1e-6)
     timeline = sl.simulate(schedule_of(problem, found.programs), problem.costs)
     achieved = timeline.makespan if problem.objective == "makespan" else timeline.span
     assert achieved == pytest.approx(best, abs=1e-6)

@@ -3,6 +3,10 @@
 Times become whole numbers. Where they are not whole multiples of one unit, they are rounded down: every schedule, its
 times rounded down too, is then a solution of the rounded problem, so what is proven for it holds for the true costs.
 The same goes for memory, with sizes rounded down and caps up. Orders that are found are judged at the true costs.
+
+What takes no time holds memory all the same, and the solver does not see what has no length. So where there are such
+actions the unit is cut into ticks, one for each of them and more than all of them together: they take one tick, which
+no sum of theirs can turn into a unit.
 """
 
 from __future__ import annotations
@@ -100,7 +104,12 @@ class Model:
         tables = [*problem.times, problem.ahead, problem.back]
         self.unit = unit_of((time for table in tables for row in table for time in row), self.most)
         self.model: cp_model.CpModel = self.cp.CpModel()
-        self.horizon = self.unit.up(self.most) + 1
+        brief = sum(self.unit.down(time) == 0 for table in problem.times for row in table for time in row)
+        self.brief = brief if self.unit.is_exact else 0
+        """How many actions take no time."""
+        self.ticks = 2 * self.brief + 1
+        """How many ticks a unit has."""
+        self.horizon = self.ticks * (self.unit.up(self.most) + 1) + self.brief
         self.slots: list[list[_Slot]] = []
         self._variables()
         self._orders()
@@ -109,26 +118,43 @@ class Model:
         self._channels()
         self._objective()
 
+    def _ticks_down(self, value: float) -> int:
+        return self.ticks * self.unit.down(value)
+
+    def _length(self, time: float) -> int:
+        """How many ticks an action takes."""
+        return self._ticks_down(time) or min(self.brief, 1)
+
+    def _first_start(self, stage: int) -> int:
+        """When a rank begins whose first stage this is: as soon as the first microbatch can be there."""
+        problem = self.problem
+        if not self.brief:
+            return self._ticks_down(heads_of(Relaxed(problem)).forward[stage][0])
+        times = zip(problem.times[kinds.F][:stage], problem.ahead[:stage], strict=True)
+        return sum(self._length(forward[0]) + self._ticks_down(hop[0]) for forward, hop in times)
+
     def _variables(self) -> None:
         problem, model, unit = self.problem, self.model, self.unit
         relaxed = Relaxed(problem)
         heads, tails = heads_of(relaxed), tails_of(relaxed)
         begins = [heads.forward[mine[0]][0] for mine in problem.stages_of]
         # A span may end later than the first rank's by as much as its rank begins later.
-        last = self.horizon + (0 if problem.objective == "makespan" else unit.up(max(begins)))
+        last = self.horizon + (0 if problem.objective == "makespan" else self.ticks * unit.up(max(begins)) + self.brief)
         self.last = last
         mixes = problem.split is None and not is_split_enough(problem)
         busy: list[list[Any]] = [[] for _ in range(problem.ranks)]
         for stage, rank in enumerate(problem.rank_of):
             row = []
             for m in range(problem.microbatches):
-                times = [unit.down(problem.times[kind][stage][m]) for kind in range(4)]
+                times = [self._length(problem.times[kind][stage][m]) for kind in range(4)]
                 whole: Any = model.new_bool_var("") if mixes else int(problem.split is False)
                 starts = []
                 for kind in range(3):
-                    low, tail = unit.down(heads[kind][stage][m]), unit.down(tails[kind][stage][m])
-                    is_first = kind == 0 and m == 0 and stage == problem.stages_of[rank][0]
-                    high = low if is_first else max(low, last - tail)
+                    low, tail = self._ticks_down(heads[kind][stage][m]), self._ticks_down(tails[kind][stage][m])
+                    if kind == 0 and m == 0 and stage == problem.stages_of[rank][0]:
+                        low = high = self._first_start(stage)
+                    else:
+                        high = max(low, last - tail)
                     starts.append(model.new_int_var(low, high, ""))
                 row.append(self._slot(starts, times, whole, busy[rank]))
             self.slots.append(row)
@@ -159,16 +185,16 @@ class Model:
 
     def _orders(self) -> None:
         """What each action waits for."""
-        problem, model, unit = self.problem, self.model, self.unit
+        problem, model, down = self.problem, self.model, self._ticks_down
         for stage in range(problem.stages):
             for m in range(problem.microbatches):
                 slot = self.slots[stage][m]
-                forward_end = slot.forward + unit.down(problem.times[kinds.F][stage][m])
+                forward_end = slot.forward + self._length(problem.times[kinds.F][stage][m])
                 model.add(slot.weight >= slot.back_end)
                 if stage < problem.stages - 1:
                     after = self.slots[stage + 1][m]
-                    model.add(after.forward >= forward_end + unit.down(problem.ahead[stage][m]))
-                    model.add(slot.back >= after.back_end + unit.down(problem.back[stage + 1][m]))
+                    model.add(after.forward >= forward_end + down(problem.ahead[stage][m]))
+                    model.add(slot.back >= after.back_end + down(problem.back[stage + 1][m]))
                 else:
                     model.add(slot.back >= forward_end)
                 if m + 1 < problem.microbatches:
@@ -206,7 +232,7 @@ class Model:
                 else:
                     hold(slot.forward, slot.back_end, size)
                     hold(slot.back_end, slot.weight_end, kept - slot.whole * kept)
-                forward_end = slot.forward + self.unit.down(problem.times[kinds.F][stage][m])
+                forward_end = slot.forward + self._length(problem.times[kinds.F][stage][m])
                 hold(slot.forward, forward_end, transient[kinds.F])
                 during = transient[kinds.I] + slot.whole * (transient[kinds.B] - transient[kinds.I])
                 hold(slot.back, slot.back_end, during)
@@ -242,13 +268,18 @@ class Model:
     def _objective(self) -> None:
         problem, model, unit = self.problem, self.model, self.unit
         rounded = 0 if unit.is_exact or problem.objective == "makespan" else 1
-        self.total = model.new_int_var(unit.down(self.least) - rounded, self.horizon, "")
+        least = self.ticks * (unit.down(self.least) - rounded) - self.brief
+        self.total = model.new_int_var(least, self.horizon, "")
         for mine in problem.stages_of:
             begin = 0 if problem.objective == "makespan" else self.slots[mine[0]][0].forward
             for stage in mine:
                 model.add(self.total >= self.slots[stage][-1].weight_end - begin)
         model.minimize(self.total)
         self.slack = rounded
+
+    def bound(self, ticks: float) -> float:
+        """What holds for the true costs where no solution takes fewer ticks than this."""
+        return (math.ceil((math.ceil(ticks - 1e-6) - self.brief) / self.ticks) - self.slack) / self.unit.per_one
 
     def hint(self, starts: dict[int, float]) -> None:
         """Begin from a schedule: the start of every action by its code."""
@@ -259,12 +290,12 @@ class Model:
                 place = stage * problem.microbatches + m
                 whole = kinds.B * size + place in starts
                 back = starts[(kinds.B if whole else kinds.I) * size + place]
-                self.model.add_hint(slot.forward, self.unit.down(starts[place]))
-                self.model.add_hint(slot.back, self.unit.down(back))
+                self.model.add_hint(slot.forward, self._ticks_down(starts[place]))
+                self.model.add_hint(slot.back, self._ticks_down(back))
                 if not isinstance(slot.whole, int):
                     self.model.add_hint(slot.whole, whole)
                 if not whole:
-                    self.model.add_hint(slot.weight, self.unit.down(starts[kinds.W * size + place]))
+                    self.model.add_hint(slot.weight, self._ticks_down(starts[kinds.W * size + place]))
 
     def programs(self, value: Callable[[Any], int]) -> Programs:
         """Read the order of every rank from a solution."""
@@ -277,8 +308,8 @@ class Model:
                 mine = found[problem.rank_of[stage]]
                 whole = bool(value(slot.whole)) if not isinstance(slot.whole, int) else bool(slot.whole)
                 back = kinds.B if whole else kinds.I
-                # Actions that take no time may share a moment: they come first, in the order of the model.
-                end = value(slot.forward) + self.unit.down(problem.times[kinds.F][stage][m])
+                # Where times were rounded to nothing actions share a moment: they come first, in the model's order.
+                end = value(slot.forward) + self._length(problem.times[kinds.F][stage][m])
                 depth = 2 * problem.stages - stage
                 mine.append((value(slot.forward), end, stage, m, place))
                 mine.append((value(slot.back), value(slot.back_end), depth, m, back * size + place))
@@ -339,16 +370,15 @@ def search(
     # It would take Ctrl-C over and give it back to nobody: a job that plans itself could not be stopped any more.
     parameters.catch_sigint_signal = False
     parameters.num_workers = 1  # one thread proves as fast as many on these, and always finds the same
-    unit = model.unit
 
     class Told(cp_model.CpSolverSolutionCallback):  # type: ignore[misc, name-defined]
         def on_solution_callback(self) -> None:
-            tell((self.best_objective_bound - model.slack) / unit.per_one)
+            tell(model.bound(self.best_objective_bound))
 
     status = engine.solve(model.model, Told())
     if status == cp_model.INFEASIBLE:
         return Answer(None, most, True, False)
-    bound = max(least, (math.ceil(engine.best_objective_bound - 1e-6) - model.slack) / unit.per_one)
+    bound = max(least, model.bound(engine.best_objective_bound))
     was_cut = status != cp_model.OPTIMAL and engine.response_proto.deterministic_time < effort
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Answer(None, bound, False, was_cut)
