@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from stageline.runtime import engine
+from stageline.runtime.analysis import make_plan
 from stageline.runtime.halves import Wanted
-from stageline.runtime.plan import Fork, Plan, make_plan
+from stageline.runtime.plan import Fork, Plan
 
 PLANS = 16
 """How many forms of graphs a stage remembers."""

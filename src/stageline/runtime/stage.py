@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +22,7 @@ from stageline.runtime.randomness import Generators, draws, generator_alone, ran
 from stageline.runtime.recompute import Recompute, training
 from stageline.runtime.split import Arriving, SplitBackward
 from stageline.runtime.surroundings import plain_precision
+from stageline.runtime.takes import Takes
 from stageline.runtime.tree import flatten, tensors_of, unflatten
 from stageline.transport.protocol import Leaf, TransportError
 
@@ -84,7 +84,7 @@ class Stage:
         self.part = part
         self.options = options
         self._layers = layers_of(part)
-        self._takes = {name: _Takes.of(layer) for name, layer in self._layers}
+        self._takes = {name: Takes.of(layer) for name, layer in self._layers}
         self._random = {name for name, layer in units_of(part) if draws(layer)}
         self._watched: set[tuple[str, bool]] = set()
         # A stage that the user gave as such is called as that module is: a tuple is its arguments. The layers of an
@@ -377,31 +377,3 @@ def _begins_in_place(layer: nn.Module) -> bool:
     while isinstance(layer, nn.Sequential) and len(layer):
         layer = layer[0]
     return bool(getattr(layer, "inplace", False))
-
-
-@dataclass(frozen=True)
-class _Takes:
-    """What a module's forward takes."""
-
-    one: bool
-    """Its whole input as one argument, as nn.Sequential does, rather than one per part."""
-    names: frozenset[str] = frozenset()
-    anything: bool = False
-
-    @classmethod
-    def of(cls, module: nn.Module) -> _Takes:
-        try:
-            parameters = list(inspect.signature(module.forward).parameters.values())
-        except (TypeError, ValueError):
-            return cls(one=True)
-        kinds = inspect.Parameter
-        anything = any(parameter.kind == kinds.VAR_KEYWORD for parameter in parameters)
-        several = anything or any(parameter.kind == kinds.VAR_POSITIONAL for parameter in parameters)
-        names = frozenset(
-            each.name for each in parameters if each.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
-        )
-        return cls(one=not several and len(parameters) == 1, names=names, anything=anything)
-
-    def chosen(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the keyword inputs that the module takes."""
-        return {name: value for name, value in keywords.items() if self.anything or name in self.names}
