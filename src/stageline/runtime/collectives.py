@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ from stageline.transport.exchange import Exchange
 from stageline.transport.protocol import TransportError
 
 
-class Collectives:
+class Collectives(ABC):
     """One process's part in what all processes, or those of its replica, do together."""
 
     def __init__(self, deadline: float, layout: Layout) -> None:
@@ -41,17 +42,17 @@ class Collectives:
         self.here = [rank]
         self._ways: Ways | None = None
 
+    @abstractmethod
     def over(self, verdict: Verdict) -> PipelineError:
         """The job lost a rank."""
-        raise NotImplementedError
 
+    @abstractmethod
     def lose(self, text: str) -> PipelineError:
         """This rank cannot go on; tell all, who may wait for it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def named(self, verdict: Verdict) -> Verdict:
         """A verdict as this pipeline tells it."""
-        raise NotImplementedError
 
     @property
     def ways(self) -> Ways:
