@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import stageline as sl
+from stageline.model.absent import Absent
 from stageline.testing import assert_same_bits, run_ranks
 from test_models import gradients, noise, plainly
 
@@ -577,3 +578,24 @@ def test_a_hook_on_what_crosses_a_cut_is_never_called_twice() -> None:
         kind = HookedInside
 
     assert sl.check(Inside(), (X, Y), ranks=2, loss_fn=functional.mse_loss).equal
+
+
+def test_what_is_known_of_an_absent_value_depends_on_all_that_decides_it() -> None:
+    """What a function gave for the same arguments is remembered: not for others, and not what was made of it since."""
+    x = Absent.of(torch.empty(2, 3, dtype=torch.int64, device="meta"), "cpu", frozenset({"x"}))
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            assert (x / 2).dtype == dtype
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert [(x + other).dtype for other in (1, 1.0, True, 1)] == [torch.int64, torch.float32, torch.int64, torch.int64]
+    assert [tuple(x.sum(axis).shape) for axis in (0, 1, 0)] == [(3,), (2,), (3,)]
+    first, second, third = (_form(x + 1) for _ in range(3))
+    first.unsqueeze_(0)
+    assert second.shape == third.shape == _form(x + 1).shape == (2, 3)
+
+
+def _form(value: torch.Tensor) -> torch.Tensor:
+    assert isinstance(value, Absent)
+    return value._meta

@@ -116,7 +116,38 @@ class Absent(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
+_known: dict[Any, Any] = {}
+"""What functions gave on the meta device, where their arguments say all about it: torch needs long to find it out."""
+
+MOST = 4096
+"""How many of them are remembered."""
+
+
 def _shapes(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a function gives on the meta device, as it did for the same arguments before."""
+    if name.endswith("_"):  # it changes one of them
+        return _find_shapes(name, func, args, kwargs)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    key = (func, torch.get_default_dtype(), spec, tuple(map(_described, leaves)))
+    try:
+        found = _known.get(key)
+    except TypeError:  # an argument that cannot be a part of a key
+        return _find_shapes(name, func, args, kwargs)
+    if found is None:
+        if len(_known) >= MOST:
+            _known.clear()
+        found = _known[key] = _find_shapes(name, func, args, kwargs)
+    return _map(Tensor.detach, found)  # each with a form of its own, which may be changed in place
+
+
+def _described(leaf: Any) -> Any:
+    """All that a function on the meta device can know of an argument."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device, leaf.is_conj(), leaf.is_neg()
+    return type(leaf), leaf
+
+
+def _find_shapes(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a function gives on the meta device, also where torch has no rule for it."""
     if name == "bincount":  # as long as is asked for; longer ones are known only from the contents
         least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)

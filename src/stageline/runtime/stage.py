@@ -99,6 +99,7 @@ class Stage:
         # Data-parallel wrappers learn of gradients from autograd alone.
         self._direct = not any(isinstance(module, DistributedDataParallel) for module in part.modules())
         self._unsplit = self._total = 0
+        self._looked, self._checkpoints = -1, False
 
     def forward(
         self,
@@ -277,15 +278,23 @@ class Stage:
         outputs, given = self._roots(kept, grads)
         arrived = tensors_of(kept.inputs)
         kept.outputs, kept.loss = [], None
-        with self._drawing_alone(self._draws_again(outputs)), plain_precision(), Arriving(arrived) as found:
+        with self._drawing_alone(self._draws_again(outputs, kept.step)), plain_precision(), Arriving(arrived) as found:
             if outputs:
                 engine.backward(outputs, given)
         return found
 
-    def _draws_again(self, outputs: Sequence[Tensor]) -> bool:
-        """Whether a backward will draw: torch's checkpointing sets the generator that all threads share."""
-        own = self.options.recompute.chosen is not None
-        return bool(self._random) and not own and checkpointed(outputs)
+    def _draws_again(self, outputs: Sequence[Tensor], step: int) -> bool:
+        """Whether a backward will draw: torch's checkpointing sets the generator that all threads share.
+
+        Models that checkpoint do so in every microbatch of a step, so the first one tells of all where none ever did.
+        """
+        if not self._random or self.options.recompute.chosen is not None:
+            return False
+        if self._looked == step and not self._checkpoints:
+            return False
+        self._looked, found = step, checkpointed(outputs)
+        self._checkpoints = self._checkpoints or found
+        return found
 
     @staticmethod
     def _drawing_alone(draws_again: bool) -> AbstractContextManager[Any]:
@@ -301,7 +310,7 @@ class Stage:
         wanted = [leaf for leaf in arrived if leaf.requires_grad]
         kept.split = SplitBackward(outputs, given, wanted, self._plans, self._direct)
         kept.inputs, kept.outputs, kept.loss, kept.target, kept.keywords = [], [], None, None, {}
-        kept.draws_again = self._draws_again(outputs)
+        kept.draws_again = self._draws_again(outputs, kept.step)
         with self._drawing_alone(kept.draws_again), plain_precision():
             found = iter(kept.split.input_gradients()) if outputs else iter([None] * len(wanted))
         return [next(found) if leaf.requires_grad else None for leaf in arrived]

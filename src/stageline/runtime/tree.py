@@ -28,10 +28,16 @@ def flatten(tree: Any, where: str) -> tuple[list[Leaf], str]:
     """Turn a tree into its leaves and the text of its shape; refuse a leaf that no message can hold."""
     if isinstance(tree, Tensor):
         return [tree], TENSOR
-    learn(tree)
+    leaves, spec = pytree.tree_flatten(tree)
+    try:
+        if all(map(_can_pass, leaves)):
+            return leaves, _text_of(spec)
+    except NotImplementedError:
+        pass
+    learn(tree)  # there is a class in it that was not seen before
     leaves, spec = pytree.tree_flatten(tree)
     for leaf in leaves:
-        if not isinstance(leaf, Tensor | int | float | str | bool | None):
+        if not _can_pass(leaf):
             raise StagelineError(
                 f"{where} passes on a {type(leaf).__name__}, {shorten(leaf)}; stages can pass tensors, numbers, "
                 f"strings and None, in tuples, lists, dicts, named tuples and dataclasses{_why_not(leaf)}"
@@ -43,6 +49,10 @@ def flatten(tree: Any, where: str) -> tuple[list[Leaf], str]:
             f"{where} passes on a {type(tree).__name__} or something in it that cannot be told to another process; "
             "stages can pass tuples, lists, dicts, named tuples and dataclasses"
         ) from error
+
+
+def _can_pass(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, (Tensor, int, float, str))
 
 
 def unflatten(leaves: Sequence[Any], text: str) -> Any:
