@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import stageline as sl
-from runtime_speed import BATCH, BLOCKS, LENGTH, VOCABULARY, WIDTH, loss_fn, model
+from runtime_speed import BLOCKS, SIZES, VOCABULARY, loss_fn, model
 from stageline.model.profile import Profile, profile_layers
 from stageline.model.staged import even_sizes
 from stageline.model.units import layers_of
@@ -33,6 +33,7 @@ from stageline.transport.links import Links
 from stageline.transport.protocol import Header, Message
 from stageline.transport.sockets import SocketTransport
 
+WIDTH, LENGTH, BATCH = SIZES["middle"]
 FAMILIES = ["1f1b", "zb-h1", "interleaved-zb"]
 PINGS = 40
 
@@ -64,12 +65,14 @@ def ping_pong(transport: SocketTransport, samples: int) -> float:
 def measure(rank: int, families: list[str], microbatches: int, rounds: int) -> dict[str, Any]:
     """Profiles, transfers, and the steps of every family, in turns."""
     transport = SocketTransport(Links.join())
-    whole, loss = nn.Sequential(*model(1)[0]), Loss()
+    whole, loss = nn.Sequential(*model(1, WIDTH)[0]), Loss()
     tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH))
     part = tokens[: BATCH // microbatches].clone()
     layers = [*layers_of(whole), ("loss", loss)]
     pipes = {
-        name: sl.Pipeline(nn.Sequential(*model(1)[0]), loss_fn=loss_fn, schedule=sl.schedule(name, 2, microbatches))
+        name: sl.Pipeline(
+            nn.Sequential(*model(1, WIDTH)[0]), loss_fn=loss_fn, schedule=sl.schedule(name, 2, microbatches)
+        )
         for name in families
     }
     found: dict[str, Any] = {"profiles": [], "transfers": [], "steps": {name: [] for name in families}}

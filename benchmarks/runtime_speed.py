@@ -1,8 +1,10 @@
 """A small GPT on two processes of one thread each: steps of this runtime against torch.distributed.pipelining's.
 
-python benchmarks/runtime_speed.py [--repeats 7] [--microbatches 8] [--json]
+python benchmarks/runtime_speed.py [--sizes small middle large] [--repeats 15] [--microbatches 8] [--json]
 
-Both run the same stages on the same batch in the same processes, in turns; every number is a median of this run.
+Both run the same stages on the same batch in the same processes, in turns; every number is a median of this run. What
+a runtime adds costs the same whatever the size of the tensors, so there are several sizes: the larger, the less is left
+to be gained beside the arithmetic.
 Throughput is tokens a second. The limit is what two processes would do that run plain loops side by side, less the
 bubble of the family's schedule. The last column is how many times torch's throughput ours is.
 """
@@ -15,7 +17,7 @@ import json
 import statistics
 import time
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,18 @@ from torch.nn import functional
 import stageline as sl
 from stageline.testing import run_ranks
 
-WIDTH, LENGTH, VOCABULARY, BLOCKS, BATCH = 192, 96, 512, 8, 16
+VOCABULARY, BLOCKS = 512, 8
+
+
+class Size(NamedTuple):
+    """How wide the GPT is, how long its samples are and how many of them a batch has."""
+
+    width: int
+    length: int
+    batch: int
+
+
+SIZES = {"small": Size(128, 64, 8), "middle": Size(192, 96, 16), "large": Size(256, 128, 16)}
 CASES = {
     "1f1b": "Schedule1F1B",
     "interleaved": "ScheduleInterleaved1F1B",
@@ -35,26 +48,26 @@ CASES = {
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.inside, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.inside, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        parts = self.inside(self.first(x)).view(batch, length, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
+        batch, length, width = x.shape
+        parts = self.inside(self.first(x)).view(batch, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return torch.as_tensor(x + self.down(functional.gelu(self.up(self.second(x)))))
 
 
-def model(stages: int) -> list[nn.Sequential]:
+def model(stages: int, width: int) -> list[nn.Sequential]:
     """As many blocks in every stage, the embedding with the first ones and the head with the last."""
     torch.manual_seed(0)
-    blocks = [nn.Sequential(*(Block() for _ in range(BLOCKS // stages))) for _ in range(stages)]
-    blocks[0].insert(0, nn.Embedding(VOCABULARY, WIDTH))
-    blocks[-1].append(nn.Linear(WIDTH, VOCABULARY))
+    blocks = [nn.Sequential(*(Block(width) for _ in range(BLOCKS // stages))) for _ in range(stages)]
+    blocks[0].insert(0, nn.Embedding(VOCABULARY, width))
+    blocks[-1].append(nn.Linear(width, VOCABULARY))
     return blocks
 
 
@@ -75,10 +88,11 @@ def torchs(name: str, parts: list[nn.Sequential], placement: list[int], microbat
     return made, 0 in mine, len(parts) - 1 in mine
 
 
-def plain(rank: int, microbatches: int, repeats: int) -> float:
+def plain(rank: int, size: Size, microbatches: int, repeats: int) -> float:
     """Seconds of the whole batch without any pipeline, on both processes at once, so that both cores are as busy."""
     torch.set_num_threads(1)
-    whole, tokens, taken = nn.Sequential(*model(1)), torch.randint(0, VOCABULARY, (BATCH, LENGTH)), []
+    whole, taken = nn.Sequential(*model(1, size.width)), []
+    tokens = torch.randint(0, VOCABULARY, (size.batch, size.length))
     for _ in range(repeats + 2):
         began = time.perf_counter()
         for part in tokens.chunk(microbatches):
@@ -95,15 +109,15 @@ def limit(name: str, microbatches: int, alone: float) -> float:
     return alone * sl.simulate(schedule, costs).makespan / (3 * schedule.stages * microbatches)
 
 
-def measure(rank: int, name: str, microbatches: int, repeats: int) -> dict[str, list[float]]:
+def measure(rank: int, name: str, size: Size, microbatches: int, repeats: int) -> dict[str, list[float]]:
     """Seconds of a step, of both, in turns."""
     warnings.simplefilter("ignore")
     schedule = sl.schedule(name, 2, microbatches)
-    whole = model(schedule.stages)
+    whole = model(schedule.stages, size.width)
     parts = copy.deepcopy(whole)
     pipe = sl.Pipeline(whole, loss_fn=loss_fn, schedule=schedule)
     theirs, first, last = torchs(name, parts, pipe.schedule.placement.table[0].tolist(), microbatches)
-    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH))
+    tokens = torch.randint(0, VOCABULARY, (size.batch, size.length))
     taken: dict[str, list[float]] = {"stageline": [], "torch": []}
     for turn in range(repeats + 2):
         for who in taken:
@@ -122,32 +136,46 @@ def measure(rank: int, name: str, microbatches: int, repeats: int) -> dict[str, 
     return taken
 
 
+def row_of(name: str, size: Size, microbatches: int, repeats: int) -> dict[str, Any]:
+    """The figures of one family."""
+    taken = run_ranks(measure, 2, name, size, microbatches, repeats, timeout=300)[0]
+    ours, torchs_own = (statistics.median(taken[who]) for who in ("stageline", "torch"))
+    alone = statistics.mean(run_ranks(plain, 2, size, microbatches, repeats, timeout=300))
+    tokens, least = size.batch * size.length, limit(name, microbatches, alone)
+    return {
+        "family": name, "torch": CASES[name], "tokens/s": tokens / ours, "torch tokens/s": tokens / torchs_own,
+        "times torch": torchs_own / ours, "of the limit": least / ours, "torch of the limit": least / torchs_own,
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7, help="measured steps of each (default 7)")
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--repeats", type=int, default=15, help="measured steps of each (default 15)")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args()
-    rows = []
-    for name, theirs in CASES.items():
-        taken = run_ranks(measure, 2, name, given.microbatches, given.repeats, timeout=300)[0]
-        ours, torchs_own = (statistics.median(taken[who]) for who in ("stageline", "torch"))
-        alone = statistics.mean(run_ranks(plain, 2, given.microbatches, given.repeats, timeout=300))
-        tokens, least = BATCH * LENGTH, limit(name, given.microbatches, alone)
-        rows.append(
-            {"family": name, "torch": theirs, "tokens/s": tokens / ours, "torch tokens/s": tokens / torchs_own,
-             "times torch": torchs_own / ours, "of the limit": least / ours, "torch of the limit": least / torchs_own}
-        )  # fmt: skip
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in given.sizes:
+        size = SIZES[name]
+        if not given.json:
+            print(
+                f"torch {torch.__version__}, {BLOCKS} blocks of width {size.width}, {size.batch} × {size.length} "
+                "tokens, two processes"
+            )
+        found[name] = []
+        for family in CASES:
+            row = row_of(family, size, given.microbatches, given.repeats)
+            found[name].append(row)
+            if not given.json:
+                print(
+                    f"{row['family']:15} {row['tokens/s']:6.0f} tokens/s, {row['of the limit']:.2f} of the limit   "
+                    f"{row['torch']:31} {row['torch tokens/s']:6.0f}, {row['torch of the limit']:.2f}   "
+                    f"{row['times torch']:.2f} times torch",
+                    flush=True,
+                )
     if given.json:
-        print(json.dumps(rows, indent=2))
-        return
-    print(f"torch {torch.__version__}, {BLOCKS} blocks of width {WIDTH}, {BATCH} × {LENGTH} tokens, two processes")
-    for row in rows:
-        print(
-            f"{row['family']:15} {row['tokens/s']:6.0f} tokens/s, {row['of the limit']:.2f} of the limit   "
-            f"{row['torch']:31} {row['torch tokens/s']:6.0f}, {row['torch of the limit']:.2f}   "
-            f"{row['times torch']:.2f} times torch"
-        )
+        print(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":
