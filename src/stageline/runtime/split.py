@@ -36,8 +36,11 @@ PENDING = 64 * 2**20
 """How many bytes of weight gradients W computes before it adds them up and lets them go."""
 
 
-SMALL = 2**12
-"""Up to how many elements a gradient has that is added up together with others."""
+SMALL = 2**16
+"""Up to how many elements a gradient has that is added up together with others: a GPU saves a call for each of them."""
+
+SMALL_ON_HOST = 2**12
+"""The host rather adds a larger one at once, as long as it is in its caches."""
 
 
 @dataclass
@@ -270,7 +273,7 @@ class SplitBackward:
                 left.append((index, found))
                 continue
             parameter = fork.targets[index]
-            if parameter.grad is not None and found.numel() <= SMALL:
+            if parameter.grad is not None and found.numel() <= (SMALL_ON_HOST if found.is_cpu else SMALL):
                 sums[0].append(parameter.grad)
                 sums[1].append(found)
             elif parameter.grad is not None:
