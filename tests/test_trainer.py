@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stageline as sl
+from stageline.testing import run_ranks
 from stageline.train.config import Config
 from stageline.train.data import Loader, open_data
 from stageline.train.optimizers import Optimizer, outer_parameters, rate
@@ -373,3 +374,15 @@ def test_a_trainer_takes_a_model_a_loss_and_samples_from_python(tokens: Path) ->
     assert result.step == 20
     assert found[20][0] < found[1][0]
     assert result.validation_loss is not None
+
+
+def train_in_group(rank: int, tokens: str) -> None:
+    torch.set_num_threads(1)
+    train(Path(tokens), run="group")
+
+
+def test_a_job_takes_its_place_from_a_group_that_a_script_made(tokens: Path) -> None:
+    """Processes that were started without torchrun, and so without its variables in the environment."""
+    train(tokens)
+    run_ranks(train_in_group, 2, str(tokens), timeout=120)
+    assert losses(tokens, "group") == losses(tokens)

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from stageline.errors import StagelineError
 from stageline.runtime.groups import check_environment
@@ -51,13 +52,15 @@ class Layout:
 
 
 def find_layout(config: Config) -> Layout:
-    """Read it from the environment, as torchrun sets it, and from the configuration.
+    """Read it from the group of processes that there is, or from the environment, as torchrun sets it, and from the
+    configuration.
 
     >>> find_layout(Config()).ranks
     4
     """
     ranks, asked = config.parallelism.pipeline_parallel_degree, config.parallelism.data_parallel_replicate_degree
-    processes = check_environment(os.environ)
+    grouped = dist.is_available() and dist.is_initialized()
+    processes = dist.get_world_size() if grouped else check_environment(os.environ)
     if processes == 1:
         if asked > 1:
             raise StagelineError(
@@ -72,7 +75,8 @@ def find_layout(config: Config) -> Layout:
             f"were started; start {ranks * replicas}, or set parallelism.pipeline_parallel_degree and "
             f"data_parallel_replicate_degree so that their product is {processes}"
         )
-    return Layout(ranks, replicas, processes, int(os.environ["RANK"]), _device(int(os.environ.get("LOCAL_RANK", "0"))))
+    rank = dist.get_rank() if grouped else int(os.environ["RANK"])
+    return Layout(ranks, replicas, processes, rank, _device(int(os.environ.get("LOCAL_RANK", rank if grouped else 0))))
 
 
 def _device(local_rank: int) -> torch.device:
