@@ -355,9 +355,11 @@ def test_ctrl_c_while_the_caller_waits_for_its_ranks(monkeypatch: pytest.MonkeyP
 
         def forward(self, x: Tensor) -> Tensor:
             Slow.runs += 1
-            time.sleep(0.05)
+            if Slow.runs == 2:
+                assert told.wait(60)
             return super().forward(x)
 
+    told = threading.Event()
     join = threading.Thread.join
     calls: list[int] = []
 
@@ -365,6 +367,7 @@ def test_ctrl_c_while_the_caller_waits_for_its_ranks(monkeypatch: pytest.MonkeyP
         calls.append(1)
         if len(calls) == 1:
             raise KeyboardInterrupt
+        told.set()  # the ranks have been told by now, and are waited for
         join(self, timeout)
 
     pipe = sl.Pipeline(nn.Sequential(Slow(), Slow()), loss_fn=functional.mse_loss, ranks=2, microbatches=8)
