@@ -18,6 +18,8 @@ import stageline as sl
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
 from test_pipeline import Block, batch, gradients
 
+pytestmark = pytest.mark.timeout(600)
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:

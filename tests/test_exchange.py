@@ -18,6 +18,8 @@ from stageline.transport.links import Links
 from stageline.transport.outbox import Outbox
 from stageline.transport.protocol import TransportError
 
+pytestmark = pytest.mark.timeout(600)
+
 Rows = NDArray[np.float64]
 
 

@@ -19,6 +19,8 @@ from stageline.runtime.control import EVERYONE, Standing, Verdict
 from stageline.runtime.diagnosis import diagnose
 from stageline.runtime.flight import Flight, FlightError, find_flights, flight_folder, merge, read_flight
 
+pytestmark = pytest.mark.timeout(600)
+
 Capture = pytest.CaptureFixture[str]
 
 DIED = Verdict(
@@ -292,5 +294,5 @@ def test_doctor_leaves_torch_alone(tmp_path: Path) -> None:
     flights(tmp_path)
     code = "import sys; from stageline.cli.app import run; print(run(['doctor', sys.argv[1]]), 'torch' in sys.modules)"
     command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.endswith("0 False\n"), done.stderr

@@ -19,6 +19,8 @@ from stageline.transport.links import Links
 from stageline.transport.protocol import Header, Message, PeerFailed, TransportError
 from stageline.transport.sockets import LARGE, SocketTransport
 
+pytestmark = pytest.mark.timeout(600)
+
 TOKEN = "0" * 32
 Pair = tuple[SocketTransport, SocketTransport]
 

@@ -29,6 +29,8 @@ from stageline.train.logs import Logs, MetricsFile, read_metrics
 from stageline.train.logs import figures as shown
 from stageline.train.logs.line import Pace, Part, fit, parts_of
 
+pytestmark = pytest.mark.timeout(600)
+
 Capture = pytest.CaptureFixture[str]
 START = 1_731_670_000.0
 
@@ -360,8 +362,8 @@ def in_a_terminal(folder: Path, settings: str, last: str = "logs.close()") -> st
     with subprocess.Popen([sys.executable, "-c", code], stdout=other, stderr=other, env=environment):
         os.close(other)
         found = b""
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and select.select([main], [], [], 60)[0]:
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline and select.select([main], [], [], 300)[0]:
             try:
                 found += os.read(main, 65536)
             except OSError:  # the other end is closed
@@ -382,7 +384,7 @@ def test_a_pipe_gets_no_control_characters_with_or_without_rich(missing: bool, t
     code = ("import sys; sys.modules['rich'] = None\n" if missing else "") + JOB
     code = code.format(settings="", folder=str(tmp_path), last="logs.close()")
     environment = {**os.environ, "FORCE_COLOR": "1", "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True, env=environment)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300, check=True, env=environment)
     lines = done.stdout.decode("ascii").splitlines()
     assert len(lines) == 4
     assert all(line.isprintable() and len(line) <= 80 for line in lines)
@@ -394,7 +396,7 @@ def test_a_reader_who_leaves_does_not_end_the_job(tmp_path: Path) -> None:
         settings="log_freq=1", folder=str(tmp_path), last=last
     )
     line = f'{sys.executable} -c {json.dumps("import sys; exec(sys.argv[1])")} "$1" | head -1; exit ${{PIPESTATUS[0]}}'
-    done = subprocess.run(["bash", "-c", line, "-", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash", "-c", line, "-", code], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert read_metrics(tmp_path / "metrics.jsonl").rows[-1]["step"] == 1999
 

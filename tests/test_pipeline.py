@@ -19,6 +19,8 @@ import stageline as sl
 from stageline.schedules.build import PAIRED
 from stageline.testing import assert_same_bits, one_process_step
 
+pytestmark = pytest.mark.timeout(600)
+
 TRAINING = [name for name in sl.families() if name != "forward-only"]
 
 

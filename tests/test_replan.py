@@ -24,6 +24,8 @@ from stageline.timeline.drift import drift_of
 from stageline.timeline.memory import peaks_of
 from stageline.train.logs import read_metrics
 
+pytestmark = pytest.mark.timeout(600)
+
 PLANNED = sl.Costs(forward=1, backward_input=1, backward_weight=1, residue=0.5)
 
 

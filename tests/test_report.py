@@ -29,6 +29,8 @@ from stageline.train.report.axis import Axis, axis_of
 from stageline.train.report.page import html
 from stageline.train.report.series import LARGEST, Series
 
+pytestmark = pytest.mark.timeout(600)
+
 Capture = pytest.CaptureFixture[str]
 Rows = list[dict[str, Any]]
 START = 1_731_670_000.0
@@ -513,5 +515,5 @@ def test_the_command_writes_the_page_where_asked_and_opens_it(
 def test_the_command_leaves_torch_alone(tmp_path: Path) -> None:
     make(tmp_path / "run", step_rows(2))
     code = "import sys; from stageline.cli.app import run; print(run(['report', 'run']), 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout == "0 False\n"

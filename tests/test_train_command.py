@@ -17,6 +17,8 @@ from stageline.train.config import Config
 from stageline.train.options import Option, options
 from stageline.train.settings import argument, read_config
 
+pytestmark = pytest.mark.timeout(600)
+
 Capture = pytest.CaptureFixture[str]
 
 
@@ -174,7 +176,7 @@ import stageline as sl
 sl.Config.read(None, "training.steps=3")
 print(codes, "torch" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.endswith("[0, 0, 0, 2] False\n"), done.stderr
 
 

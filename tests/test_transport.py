@@ -22,6 +22,8 @@ from stageline.transport.sockets import SocketTransport
 from stageline.transport.threads import ThreadHub
 from test_pipeline import batch, blocks
 
+pytestmark = pytest.mark.timeout(600)
+
 
 def test_threads_pass_the_suite() -> None:
     hub = ThreadHub(2)
@@ -281,6 +283,7 @@ def only(active: list[bool], name: str) -> dict[str, Callable[[Any], Any]]:
 def suffers(rank: int, names: list[str], apart: bool) -> dict[str, list[str]]:
     """Plant every fault in turn on rank 0, in a step and in an evaluation; train honestly after each."""
     said: dict[str, list[str]] = {}
+    sl.Pipeline(blocks(3), loss_fn=functional.mse_loss, ranks=3, microbatches=4, deadline=60.0)  # all have come
     for name in names:
         active = [True]
         pipe = sl.Pipeline(
@@ -311,7 +314,7 @@ def suffers(rank: int, names: list[str], apart: bool) -> dict[str, list[str]]:
 @pytest.mark.parametrize("apart", [False, True], ids=["in one piece", "tensors on groups of their own"])
 def test_faults_on_one_process_are_named_on_all_and_harm_no_later_step(apart: bool) -> None:
     names = ["microbatch", "type", "lost", "repeated at the end"] if apart else list(FAULTS)
-    answers = run_ranks(suffers, 3, names, apart, timeout=110)
+    answers = run_ranks(suffers, 3, names, apart, timeout=500)
     for name in names:
         step, evaluation = answers[0][name]
         assert all(answer[name] == [step, evaluation] for answer in answers), (name, answers)
