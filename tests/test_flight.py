@@ -82,7 +82,7 @@ def test_a_ring_keeps_the_last_and_is_written_whole(tmp_path: Path) -> None:
     record = read_flight(path)
     assert [done.microbatch for done in record.actions] == [6, 7, 8, 9]
     assert record.job == "a/b ../c"
-    assert abs(record.actions[0].start - before) < 60, "times are of the wall clock"
+    assert abs(record.actions[0].start - before) < 3600, "times are of the wall clock"
     assert math.isclose(record.actions[0].end - record.actions[0].start, 1.0, abs_tol=1e-5)
     assert record.versions["stageline"]
     assert record.verdict is None

@@ -167,6 +167,7 @@ def test_a_straggler_is_named_with_what_it_costs_and_only_once(caplog: pytest.Lo
     assert f"({after:.3g} s instead of {before:.3g} s)" in said
 
 
+@settings(deadline=None)
 @given(st.floats(0.3, 5.0), st.sampled_from(["1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v"]))
 def test_what_is_slow_everywhere_is_no_drift(times: float, name: str) -> None:
     made = sl.schedule(name, 2, 6)

@@ -440,6 +440,7 @@ def test_timelines_too_large_for_the_page_are_left_to_trace(tmp_path: Path) -> N
     assert path.stat().st_size < 500_000
 
 
+@settings(deadline=None)
 @given(
     found=st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), min_size=1, max_size=400),
     places=st.integers(1, 40),
@@ -460,6 +461,7 @@ def test_thinning_keeps_the_extremes_the_ends_and_every_kind_of_trouble(
     assert len(thin.finite) < len(thin) or len(series.finite) == len(series)
 
 
+@settings(deadline=None)
 @given(found=st.lists(st.floats(-LARGEST, LARGEST), min_size=1, max_size=30), zero=st.booleans(), skewed=st.booleans())
 def test_an_axis_holds_all_values_and_its_ticks_are_on_it(found: list[float], zero: bool, skewed: bool) -> None:
     axis = axis_of([np.array(found)], zero=zero, skewed=skewed)

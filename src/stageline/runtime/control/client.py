@@ -53,7 +53,7 @@ class Control:
     ...     number = control.begin()
     ...     control.doing, control.waits = ("F", 0, 3), None
     ...     control.report(Failure.of(ArithmeticError("planted"), control.doing))
-    ...     print(control.verdict(timeout=10))
+    ...     print(control.verdict(timeout=60))
     rank 0 failed in F of stage 0, microbatch 3: ArithmeticError: planted
     """
 
@@ -213,7 +213,8 @@ class Control:
         self._send({"ask": self.rank})
         with self._changed:
             self._changed.wait_for(
-                lambda: self.rank in self._answers or self._verdict is not None or self.lost is not None, CONNECT
+                lambda: self.rank in self._answers or self._verdict is not None or self.lost is not None,
+                0.0 if self._closing else CONNECT,
             )
         return self.verdict(timeout)
 
@@ -388,8 +389,8 @@ class Control:
             self._answers.pop(self.rank, None)
             self._send({"terminated": True})
             self._send({"ask": self.rank})
-            asked, heard = time.monotonic(), self.lost is not None
-            end = asked + (0.0 if heard else SLOW)
+            heard = self.lost is not None
+            end = time.monotonic() + (0.0 if heard else SLOW)
             while self._verdict is None and not self._nobody and time.monotonic() < end:
                 ready = {key.fileobj for key, _ in selector.select(0.05)}
                 self._bell.answer()
