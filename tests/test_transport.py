@@ -57,15 +57,20 @@ def test_processes_pass_the_suite(apart: bool) -> None:
         assert len(threads) <= 1, "no thread is left behind"
 
 
-def faulty(**faults: Callable[[Any], Any]) -> sl.Pipeline:
-    pipe = sl.Pipeline(blocks(4), loss_fn=functional.mse_loss, schedule="1f1b", ranks=4, microbatches=4, deadline=1.0)
+def faulty(deadline: float = 60.0, **faults: Callable[[Any], Any]) -> sl.Pipeline:
+    pipe = sl.Pipeline(
+        blocks(4), loss_fn=functional.mse_loss, schedule="1f1b", ranks=4, microbatches=4, deadline=deadline
+    )
     honest = pipe._world.transport
     pipe._world.transport = lambda rank: FaultyTransport(honest(rank), **faults)  # type: ignore[method-assign]
     return pipe
 
 
 def test_a_message_that_is_lost_is_named_by_who_waited_for_it() -> None:
-    pipe = faulty(drop=lambda header: header.traffic == "forward" and header.stage == 1 and header.microbatch == 2)
+    def drop(header: Header) -> bool:
+        return header.traffic == "forward" and header.stage == 1 and header.microbatch == 2
+
+    pipe = faulty(1.0, drop=drop)
     with pytest.raises(sl.PipelineError, match="the output of stage 1, microbatch 2") as caught:
         pipe.step(*batch())
     assert isinstance(caught.value.__cause__, TransportError)
@@ -288,7 +293,7 @@ def suffers(rank: int, names: list[str], apart: bool) -> dict[str, list[str]]:
     for name in names:
         active = [True]
         pipe = sl.Pipeline(
-            blocks(3), loss_fn=functional.mse_loss, schedule="1f1b", ranks=3, microbatches=4, deadline=2.0
+            blocks(3), loss_fn=functional.mse_loss, schedule="1f1b", ranks=3, microbatches=4, deadline=4.0
         )
         world: Any = pipe._world
         if apart:
