@@ -174,6 +174,7 @@ def test_a_frozen_rank_is_named_and_a_slow_one_is_not(jobs: Any) -> None:
         assert told["silence"] > 4.5  # of 5: all ranks know it within the deadline
         assert "rank 1 waits for rank 2" in told["sentence"]
         assert "in F of stage 2, microbatch 0" in told["sentence"]
+    time.sleep(1.0)  # it is away for longer than the referee may be silent
     os.kill(job.ranks[2].process.pid, signal.SIGCONT)
     assert job.ranks[2].do(ASK)["culprit"] == 2, "who thaws is told that the others have given it up"
 

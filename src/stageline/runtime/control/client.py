@@ -320,7 +320,7 @@ class Control:
                     if not self._hear():
                         break
                     heard = time.monotonic()
-                elif time.monotonic() - heard > max(5.0, self.deadline):
+                elif time.monotonic() - due < 1.0 and time.monotonic() - heard > max(5.0, self.deadline):
                     self._lose(f"the referee is silent for {time.monotonic() - heard:.0f} s")
                     break
             # Without a referee, the last words are still to be said.
