@@ -13,7 +13,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -44,6 +46,7 @@ class Faults:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.interrupted = threading.Event()
 
     def of(self, name: str) -> Any:
         def fault(value: Tensor) -> Tensor:
@@ -72,7 +75,21 @@ class Faults:
         raise KeyboardInterrupt
 
     def slow(self, value: Tensor) -> None:
-        time.sleep(3.0)
+        """Longer than the deadline of a job in a hurry."""
+        time.sleep(6.0)
+
+    def held(self, value: Tensor) -> None:
+        """Until an interrupt has come to the main thread."""
+        assert self.interrupted.wait(200.0)
+
+    def after(self, value: Tensor) -> None:
+        """Fail when another rank has failed, and before it was told."""
+        wait_for(self.folder / "failed")
+        raise ArithmeticError("planted later")
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        self.interrupted.set()
+        signal.default_int_handler(number, frame)
 
     def stay(self, value: Tensor) -> None:
         """Long enough for a signal from outside."""
@@ -105,10 +122,20 @@ class Job:
         self.rank, self.faults, self.wire, self.width, self.steps = rank, Faults(folder), Wire(), width, 0
         self.model = stages(width)
         self.plain = copy.deepcopy(nn.Sequential(*self.model))
-        self.pipe = self.pipeline("1f1b", deadline)
-        world: Any = self.pipe._world
+        self.pipe = self.faulty(deadline)
+        signal.signal(signal.SIGINT, self.faults.hear)
+
+    def faulty(self, deadline: float) -> sl.Pipeline:
+        pipe = self.pipeline("1f1b", deadline)
+        world: Any = pipe._world
         honest = world.transport
         world.transport = lambda rank: FaultyTransport(honest(rank), replaced=self.wire.spoil)
+        return pipe
+
+    def hurry(self, deadline: float) -> dict[str, Any]:
+        """Go on with another deadline."""
+        self.pipe = self.faulty(deadline)
+        return {}
 
     def pipeline(self, schedule: str, deadline: float) -> sl.Pipeline:
         return sl.Pipeline(
@@ -167,6 +194,23 @@ class Job:
             return {"error": type(error).__name__, "text": str(error)}
         return {"error": ""}
 
+    def unheard(self) -> dict[str, Any]:
+        """Rank 1 fails first, and what the referee hears first is that rank 0 did."""
+        world: Any = self.pipe._world
+        report = world._control.report
+
+        def late(failure: Any) -> None:
+            (self.faults.folder / "failed").touch()
+            assert world._control.verdict(200.0) is not None
+            report(failure)
+
+        if self.rank == 1:
+            world._control.report = late
+        try:
+            return self.step(["error", 1, "F", 0] if self.rank == 1 else ["after", 0, "F", 1])
+        finally:
+            world._control.report = report
+
     def leave(self, who: int) -> dict[str, Any]:
         """One rank ends between two steps."""
         if self.rank == who:
@@ -175,13 +219,33 @@ class Job:
 
     @staticmethod
     def threads() -> list[str]:
-        """Those of the pipeline, but for the one that lives as long as the process."""
-        names = [thread.name for thread in threading.enumerate()]
-        return [name for name in names if name.startswith("stageline") and name != "stageline control"]
+        """Those of the pipeline that do not end, but for the one that lives as long as the process."""
+        mine = [thread for thread in threading.enumerate() if thread.name.startswith("stageline")]
+        mine = [thread for thread in mine if thread.name != "stageline control"]
+        for thread in mine:
+            thread.join(5.0 if thread.name == "stageline store" else 60.0)  # whose store froze stays
+        return [thread.name for thread in mine if thread.is_alive()]
 
 
-def main(rank: int, folder: str, plan: list[dict[str, Any]], deadline: float, width: int = 4) -> None:
-    """Run the plan."""
+def meet(folder: Path, rank: int, ranks: Sequence[int]) -> None:
+    """Wait until all processes of the job are there, so that none is late because it was started late."""
+    (folder / f"here-{rank}").touch()
+    for each in ranks:
+        wait_for(folder / f"here-{each}")
+
+
+def wait_for(path: Path) -> None:
+    """Wait until a file is there."""
+    end = time.monotonic() + 200.0
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not come"
+        time.sleep(0.005)
+
+
+def main(
+    rank: int, folder: str, plan: list[dict[str, Any]], deadline: float, width: int = 4, ranks: Sequence[int] = ()
+) -> None:
+    """Run the plan, once all of these ranks are there."""
     torch.set_num_threads(1)
     path = Path(folder) / f"answers-{rank}"
 
@@ -190,6 +254,7 @@ def main(rank: int, folder: str, plan: list[dict[str, Any]], deadline: float, wi
             file.write(json.dumps({"pid": os.getpid(), **value}) + "\n")
 
     os.environ["STAGELINE_FLIGHT_DIR"] = str(Path(folder) / "flights-0")
+    meet(Path(folder), rank, ranks)
     if plan and plan[0].get("dies_at_start") == rank:  # when all have come, and make their groups together
         dist.new_group = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
     try:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import time
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo  # what optimizers import when they first step
@@ -11,8 +15,29 @@ import stageline.cli.train
 import stageline.train.report
 import stageline.train.trainer  # noqa: F401
 from stageline.cli.app import run
+from stageline.runtime.executor import Executor
+from stageline.train.signals import StopSignals
 
 
 def main(words: list[str]) -> None:
     torch.set_num_threads(1)  # a forked process has none of the threads that its parent computed with
     sys.exit(run(["train", *words]))
+
+
+def hang(words: list[str], folder: str) -> None:
+    """The same, with a third action program that never ends; says by files that it is in it, and what signals came."""
+    run_program, hear = Executor.run, StopSignals._hear
+    programs, signals = itertools.count(1), itertools.count(1)
+
+    def long(self: Executor, *arguments: Any) -> Any:
+        if next(programs) == 3:
+            (Path(folder) / "inside").touch()
+            time.sleep(1000.0)
+        return run_program(self, *arguments)
+
+    def noted(self: StopSignals, *arguments: Any) -> None:
+        hear(self, *arguments)
+        (Path(folder) / f"heard-{next(signals)}").touch()
+
+    Executor.run, StopSignals._hear = long, noted  # type: ignore[method-assign,assignment]
+    main(words)

@@ -17,6 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import stageline as sl
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
 from test_pipeline import Block, batch, gradients
+from threads import left_over
+
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(autouse=True)
@@ -338,10 +341,10 @@ def test_ctrl_c_stops_every_rank_and_stays_what_it_is() -> None:
         model: Any = nn.Sequential(Block(), Interrupted())
         plain = copy.deepcopy(model)
         pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=ranks, microbatches=4)
-        before = threading.active_count()
+        before = threading.enumerate()
         with pytest.raises(KeyboardInterrupt):
             pipe.step(*batch())
-        assert threading.active_count() == before
+        assert left_over(before) == []
         model[1].broken = plain[1].broken = False
         pipe.zero_grad()
         pipe.step(*batch())
@@ -355,9 +358,11 @@ def test_ctrl_c_while_the_caller_waits_for_its_ranks(monkeypatch: pytest.MonkeyP
 
         def forward(self, x: Tensor) -> Tensor:
             Slow.runs += 1
-            time.sleep(0.05)
+            if Slow.runs == 2:
+                assert told.wait(60)
             return super().forward(x)
 
+    told = threading.Event()
     join = threading.Thread.join
     calls: list[int] = []
 
@@ -365,6 +370,7 @@ def test_ctrl_c_while_the_caller_waits_for_its_ranks(monkeypatch: pytest.MonkeyP
         calls.append(1)
         if len(calls) == 1:
             raise KeyboardInterrupt
+        told.set()  # the ranks have been told by now, and are waited for
         join(self, timeout)
 
     pipe = sl.Pipeline(nn.Sequential(Slow(), Slow()), loss_fn=functional.mse_loss, ranks=2, microbatches=8)

@@ -23,6 +23,8 @@ from stageline.train.runs import RunFolder
 from stageline.train.tasks import Task
 from stageline.train.trainer import Result, Trainer
 
+pytestmark = pytest.mark.timeout(600)
+
 TINY = (
     "training.steps=4",
     "training.seq_len=8",
@@ -218,7 +220,7 @@ def test_a_job_goes_on_when_nobody_can_read_what_it_says(reader: str) -> None:
         theirs = os.open("/dev/full", os.O_WRONLY)
     command = [sys.executable, "-m", "stageline", "train", *words]
     try:
-        done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, timeout=120, check=False)
+        done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, timeout=300, check=False)
     finally:
         os.close(theirs)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -42,6 +42,8 @@ from stageline.train.checkpoint import (
 )
 from stageline.train.checkpoint.manifest import DTYPES
 
+pytestmark = pytest.mark.timeout(600)
+
 Capture = pytest.CaptureFixture[str]
 SCRIPT = Path(process.__file__)
 
@@ -136,7 +138,7 @@ def test_what_any_writers_wrote_is_read_back_bit_by_bit(
     owner = {name: data.draw(st.integers(0, count - 1)) for name in sorted({*model, *optimizer})}
 
     def write(number: int) -> None:
-        with Writer(folder, number, count, max_shard_bytes=most, deadline=5.0) as writer:
+        with Writer(folder, number, count, max_shard_bytes=most, deadline=60.0) as writer:
             writer.save(
                 3,
                 {name: each for name, each in model.items() if owner[name] == number},
@@ -199,7 +201,7 @@ def test_only_one_checkpoint_is_being_written(tmp_path: Path, monkeypatch: pytes
 
 def test_a_script_that_ends_finishes_its_checkpoint(tmp_path: Path, nursery: Nursery) -> None:
     child = nursery.start(SCRIPT, "end_at_once", [str(tmp_path / "c")], log=tmp_path / "log")
-    assert child.wait(60) == 0, (tmp_path / "log").read_text()
+    assert child.wait(300) == 0, (tmp_path / "log").read_text()
     found = newest(tmp_path / "c")
     assert found is not None
     assert is_step(found, 1)
@@ -254,7 +256,7 @@ def test_a_writer_killed_at_random_leaves_what_it_published(tmp_path: Path, nurs
             time.sleep(0.002)
         time.sleep(seed.uniform(0.0, 0.05))
         child.signal(9)
-        assert child.wait(60) == -9, (tmp_path / "log").read_text()
+        assert child.wait(300) == -9, (tmp_path / "log").read_text()
         steps = [int(line) for line in log.read_text().split()]
         assert len(steps) >= expected
         damages: list[Damage] = []
@@ -278,7 +280,7 @@ def test_a_writer_killed_before_any_change_of_the_disk_leaves_a_whole_one(tmp_pa
             folder = tmp_path / f"{step}-{fatal}"
             shutil.copytree(tmp_path / "before", folder)
             child = nursery.start(SCRIPT, "die_at", [str(folder), str(log), step, fatal], log=tmp_path / "log")
-            code = child.wait(60)
+            code = child.wait(300)
             assert code == (0 if log.exists() else -9), (tmp_path / "log").read_text()
             with whole(folder) as found:
                 assert is_step(found, found.step)
@@ -324,11 +326,12 @@ def test_a_killed_writer_is_named_by_the_first(tmp_path: Path, nursery: Nursery)
             )
             for number, log in zip(numbers, logs, strict=True)
         ]
-        assert [child.wait(60) for child in children] == [0] * len(children), (tmp_path / "log").read_text()
+        assert [child.wait(300) for child in children] == [0] * len(children), (tmp_path / "log").read_text()
         return [log.read_text().strip() for log in logs]
 
     assert start(1, (0, 1, 2), 60.0) == ["done"] * 3
-    said = start(2, (0, 2), 0.3)
+    assert start(2, (2,), 60.0) == ["done"]
+    said = start(2, (0,), 0.3)
     assert said[0].startswith("the checkpoint of step 2 is not saved: writer 1 of 3 did not finish")
     assert "shares this folder" in said[0]
     assert [path.name for path in published(folder)] == ["step-00000001"]
@@ -550,7 +553,7 @@ def test_a_full_disk_is_named_and_what_was_there_stays(tmp_path: Path, nursery: 
     folder, log = tmp_path / "c", tmp_path / "error"
     save_steps(folder, 1)
     child = nursery.start(SCRIPT, "meet_a_limit", [str(folder), str(log), 20_000], log=tmp_path / "log")
-    assert child.wait(60) == 0, (tmp_path / "log").read_text()
+    assert child.wait(300) == 0, (tmp_path / "log").read_text()
     assert "the checkpoint of step 2 is not saved: cannot write " in log.read_text()
     assert ".partial/model-00000-00000.safetensors: File too large" in log.read_text()
     assert {path.name for path in folder.iterdir()} == {"latest", "step-00000001", "step-00000004"}
@@ -777,5 +780,5 @@ def test_looking_at_checkpoints_leaves_torch_alone(tmp_path: Path) -> None:
         "print([run(['checkpoint', verb, sys.argv[1]]) for verb in ('list', 'verify')], 'torch' in sys.modules)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.endswith("[0, 0] False\n"), done.stderr

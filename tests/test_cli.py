@@ -12,6 +12,8 @@ import pytest
 import stageline as sl
 from stageline.cli.app import app, run
 
+pytestmark = pytest.mark.timeout(600)
+
 Capture = pytest.CaptureFixture[str]
 
 
@@ -33,10 +35,10 @@ def test_show_draws_the_chart_with_bubble_span_and_memory(capsys: Capture) -> No
 
 def test_piped_output_is_plain_and_a_terminal_gets_colour() -> None:
     command = [sys.executable, "-m", "stageline", "show", "1f1b", "-p", "2", "-m", "2"]
-    plain = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    plain = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert "\x1b" not in plain.stdout
     environment = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "PATH": "", "COLUMNS": "60"}
-    coloured = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+    coloured = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=environment)
     assert "\x1b[" in coloured.stdout
 
 
@@ -211,7 +213,7 @@ def test_all_verbs_are_listed(capsys: Capture) -> None:
 
 def test_a_reader_who_stops_early_is_no_error() -> None:
     line = f"{sys.executable} -m stageline show gpipe -p 60 -m 60 | head -1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=300, check=False)
     assert "Traceback" not in done.stderr
     assert done.returncode in (0, 1)
 

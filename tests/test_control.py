@@ -26,6 +26,9 @@ from stageline.runtime.control.launch import NAME, control_host
 RANK = Path(__file__).with_name("control_rank.py")
 LONG = 60.0
 """A deadline that no test waits for: what is told sooner was not learnt by silence."""
+PATIENCE = 200.0
+"""Seconds for what takes one, on a machine that has other things to do."""
+pytestmark = pytest.mark.timeout(600)
 
 
 class Rank:
@@ -59,7 +62,7 @@ class Rank:
 
     def end(self) -> str:
         """Let it end; what it wrote to stderr."""
-        _, said = self.process.communicate(timeout=60)
+        _, said = self.process.communicate(timeout=PATIENCE)
         return said
 
 
@@ -93,7 +96,7 @@ def referees(job: str) -> list[int]:
     return found
 
 
-def gone(job: str, within: float = 20.0) -> bool:
+def gone(job: str, within: float = PATIENCE) -> bool:
     end = time.monotonic() + within
     while referees(job) and time.monotonic() < end:
         time.sleep(0.05)
@@ -125,7 +128,7 @@ def jobs(tmp_path: Path) -> Iterator[Any]:
             socket.create_connection((job.address().host, job.address().port), timeout=5)
 
 
-ASK = "control.verdict(timeout=30)"
+ASK = "control.verdict(timeout=200)"
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
@@ -158,19 +161,20 @@ def test_a_child_of_a_killed_rank_does_not_hide_its_death(jobs: Any) -> None:
 
 def test_a_frozen_rank_is_named_and_a_slow_one_is_not(jobs: Any) -> None:
     """Liveness and progress are apart: rank 0 computes far beyond the deadline, and is not blamed."""
-    job = jobs(3, deadline=3.0)
+    job = jobs(3, deadline=5.0, start_deadline=LONG)
     job.ranks[0].do("step(control, 'loading data', None)")
     job.ranks[1].do("step(control, ('F', 1, 0), 2)")
     job.ranks[2].do("step(control, ('F', 2, 0), None)")
-    job.ranks[0].do("sum(range(100)) and time.sleep(5.0)")
+    job.ranks[0].do("sum(range(100)) and time.sleep(6.0)")
     assert job.ranks[0].do("control.verdict()") is None
     os.kill(job.ranks[2].process.pid, signal.SIGSTOP)
     for rank in (0, 1):
         told = job.ranks[rank].do(ASK)
         assert (told["culprit"], told["kind"]) == (2, "frozen")
-        assert told["silence"] > 2.5  # of 3: all ranks know it within the deadline
+        assert told["silence"] > 4.5  # of 5: all ranks know it within the deadline
         assert "rank 1 waits for rank 2" in told["sentence"]
         assert "in F of stage 2, microbatch 0" in told["sentence"]
+    time.sleep(1.0)  # it is away for longer than the referee may be silent
     os.kill(job.ranks[2].process.pid, signal.SIGCONT)
     assert job.ranks[2].do(ASK)["culprit"] == 2, "who thaws is told that the others have given it up"
 
@@ -178,14 +182,14 @@ def test_a_frozen_rank_is_named_and_a_slow_one_is_not(jobs: Any) -> None:
 def test_a_rank_that_never_starts_is_named_by_all_others(jobs: Any) -> None:
     job = jobs(3, start_deadline=3.0, missing=1)
     for each in job.survivors():
-        told = each.do("control.everyone(timeout=60)")
+        told = each.do("control.everyone(timeout=200)")
         assert (told["culprit"], told["kind"]) == (1, "absent")
         assert told["sentence"].startswith("rank 1 never started: it did not come within 3 s")
 
 
 def test_ranks_that_have_all_come_know_it(jobs: Any) -> None:
     for each in jobs(3).survivors():
-        assert each.do("control.everyone(timeout=60)") is None
+        assert each.do("control.everyone(timeout=200)") is None
 
 
 def test_an_exception_arrives_everywhere_with_its_place_and_traceback(jobs: Any) -> None:
@@ -216,22 +220,22 @@ def test_a_rank_that_dies_after_a_failed_step_is_named_in_the_next(jobs: Any) ->
     assert job.ranks[0].do(ASK)["kind"] == "died"
 
 
-@pytest.mark.timeout(240)
 def test_a_death_wins_over_the_errors_that_it_causes(jobs: Any) -> None:
     """Neighbours report broken connections in the same milliseconds, some before the death is known."""
-    for round in range(4):
+    for victim in range(4):
         job = jobs(4)
-        victim = round % 4
         for each in job.survivors():
             each.do("step(control, 'F', None)")
-        pid = job.ranks[victim].process.pid
-        for rank, each in job.ranks.items():
-            if rank != victim:
-                each.tell("fail(control, 'Connection reset by peer', secondary=True)")
-        time.sleep(0.02 * round)
-        os.kill(pid, signal.SIGKILL)
+        (referee,) = job.referees()
+        os.kill(referee, signal.SIGSTOP)  # all of this is in its ears when it runs again
+        for each in job.survivors(victim)[:victim]:
+            each.do("fail(control, 'Connection reset by peer', secondary=True)")
+        job.ranks[victim].process.kill()
+        job.ranks[victim].process.wait()
+        for each in job.survivors(victim)[victim:]:
+            each.do("fail(control, 'Connection reset by peer', secondary=True)")
+        os.kill(referee, signal.SIGCONT)
         for each in job.survivors(victim):
-            each.answer()
             told = each.do(ASK)
             assert (told["culprit"], told["kind"]) == (victim, "died")
 
@@ -267,18 +271,19 @@ def test_a_block_says_how_it_ended() -> None:
             sys.exit(3)
         first.begin()
         first.waits = 1
-        assert str(first.verdict(30)) == "rank 1 left (SystemExit: 3) while rank 0 waits for it"
+        assert str(first.verdict(PATIENCE)) == "rank 1 left (SystemExit: 3) while rank 0 waits for it"
     assert gone(address.job)
 
 
-@pytest.mark.parametrize("wait", ["time.sleep(60)", "collective()"])
+@pytest.mark.parametrize("wait", ["time.sleep(500)", "collective()"])
 def test_who_is_ended_by_sigterm_says_first_whom_it_blames(jobs: Any, wait: str) -> None:
     """As under torchrun, which ends the survivors a tenth of a second after a rank died: no waiting call is woken."""
     job = jobs(3)
     for each in job.survivors():
         each.do("step(control, ('F', 0, 1), 2)")
         each.tell(wait)
-    os.kill(job.ranks[2].process.pid, signal.SIGKILL)
+    job.ranks[2].process.kill()
+    job.ranks[2].process.wait()
     for rank in (0, 1):
         job.ranks[rank].process.terminate()
     for rank in (0, 1):
@@ -291,12 +296,14 @@ def test_who_is_ended_by_sigterm_says_first_whom_it_blames(jobs: Any, wait: str)
 def test_who_hangs_where_nothing_wakes_it_is_ended(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATIENCE", "0.5")
     job = jobs(3)
+    job.ranks[1].do("setattr(control, 'patience', 1000.0)")
     for rank in (0, 1):
         job.ranks[rank].do("step(control, ('F', 0, 1), EVERYONE)")
     job.ranks[0].tell("collective()")
     os.kill(job.ranks[2].process.pid, signal.SIGKILL)
     assert job.ranks[1].do(ASK)["culprit"] == 2
     job.ranks[1].do("control.end()")  # it came back, and may do what it likes
+    job.ranks[1].do("setattr(control, 'patience', 0.5)")
     said = job.ranks[0].end()
     assert "did not come back from F of stage 0, microbatch 1 within 0.5 s after the failure of rank 2" in said
     assert job.ranks[0].process.returncode == 1
@@ -310,13 +317,13 @@ from control_rank import share_by_file
 from stageline.runtime.control import Control, EVERYONE
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 control = Control.start(rank, ranks, lambda text: share_by_file(pathlib.Path(sys.argv[2]), rank, text))
-assert control.everyone(60) is None
+assert control.everyone(200) is None
 control.begin()
 control.waits = EVERYONE
 time.sleep(2 * control.interval)
 if rank == 1:
     os.kill(os.getpid(), 9)
-time.sleep(60)
+time.sleep(500)
 """
 
 
@@ -327,7 +334,7 @@ def test_under_torchrun_every_survivor_writes_whom_it_blames(tmp_path: Path) -> 
     meeting = tmp_path / "address"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", "127.0.0.1:0", str(script), str(RANK.parent), str(meeting)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE, check=False)
     for rank in (0, 2):
         assert f"stageline: rank {rank}: rank 1 died (its process ended without a word)" in done.stderr
     assert gone(Address.parse(meeting.read_text()).job)
@@ -382,7 +389,7 @@ def test_a_lost_referee_is_a_warning_and_training_goes_on(jobs: Any) -> None:
     os.kill(pid, signal.SIGKILL)
     for each in job.survivors():
         each.do("step(control, 'F', None)")
-        assert each.do("control.verdict(timeout=30)") is None
+        assert each.do(ASK) is None
         assert each.do("control.lost") == "the referee is gone"
         each.do("fail(control, 'planted')")
         each.tell("control.close()")
@@ -394,7 +401,7 @@ def test_a_sigterm_without_a_referee_still_ends_the_process(jobs: Any) -> None:
     job = jobs(1)
     (pid,) = job.referees()
     os.kill(pid, signal.SIGKILL)
-    job.ranks[0].do("control.verdict(timeout=30)")
+    job.ranks[0].do(ASK)
     job.ranks[0].process.terminate()
     job.ranks[0].end()
     assert job.ranks[0].process.returncode == -signal.SIGTERM
@@ -429,7 +436,7 @@ def test_garbage_and_wrong_tokens_are_turned_away(jobs: Any) -> None:
             open_links.enter_context(socket.create_connection((address.host, address.port), timeout=20))
         with Control.start(1, 2, lambda _: str(address), LONG) as late:
             assert late.lost is None
-            assert late.everyone(timeout=30) is None
+            assert late.everyone(timeout=200) is None
     job.ranks[0].do("step(control, 'F', 1)")
     assert job.ranks[0].do(ASK)["kind"] == "left", "the referee does its work as before"
 
@@ -441,7 +448,7 @@ def test_a_rank_with_the_wrong_token_is_told_so(jobs: Any) -> None:
     with Control.start(1, 2, lambda _: wrong, LONG, tell=said.append) as control:
         assert control.lost is not None
         assert "it refused this rank" in control.lost
-        assert control.verdict(timeout=30) is None
+        assert control.verdict(timeout=PATIENCE) is None
     assert len(said) == 1
     assert address.token not in repr(address)
 
@@ -546,7 +553,7 @@ def test_callbacks_hear_of_a_verdict_and_may_fail() -> None:
         control.on_verdict(heard.append)
         control.on_verdict(lambda _: came.set())
         control.report(Failure("planted"))
-        assert came.wait(30)
+        assert came.wait(PATIENCE)
         control.on_verdict(heard.append)
         job = control.job
     assert [str(verdict) for verdict in heard] == ["rank 0 failed: planted"] * 2
@@ -580,6 +587,28 @@ def test_in_every_order_within_the_grace_the_death_wins() -> None:
                 found.failed(int(event[-1]), {"text": "reset", "secondary": True, "round": 1}, now)
             found.tick(now)
         assert blamed(found) == (2, "died"), order
+
+
+def test_who_knows_whom_it_follows_is_not_to_blame_in_whatever_order_they_are_heard() -> None:
+    reports = {0: 2, 1: 2, 2: None, 3: 2}
+    for order in itertools.permutations(reports):
+        found = judge()
+        for position, rank in enumerate(order):
+            said = {"text": "a message is damaged", "secondary": True, "origin": reports[rank], "round": 1}
+            found.failed(rank, said, 101.0 + position * GRACE / 5)
+            found.tick(101.0 + position * GRACE / 5)
+        assert blamed(found) is None
+        found.tick(102.0)
+        assert blamed(found) == (2, "raised"), order
+
+
+def test_without_its_cause_who_followed_is_told() -> None:
+    found = judge()
+    found.failed(0, {"text": "rank 2 failed", "secondary": True, "origin": 2, "round": 1}, 101.0)
+    found.tick(101.1)
+    assert blamed(found) is None
+    found.tick(102.0)
+    assert blamed(found) == (0, "raised"), "rank 2 cannot say so itself"
 
 
 def test_the_first_primary_cause_wins_whatever_follows() -> None:
@@ -645,6 +674,15 @@ def test_a_silent_rank_is_likelier_the_cause_than_who_waited_for_it_in_vain() ->
     found.failed(1, {"text": "waited 4 s for rank 2", "secondary": True}, 104.5)
     found.tick(104.5 + 1.01 * GRACE)
     assert blamed(found) == (2, "frozen")
+
+
+def test_a_rank_that_did_not_run_for_a_moment_is_not_to_blame_for_the_error_of_another() -> None:
+    found = judge(deadline=5.0)
+    for rank in (0, 1, 3):
+        found.beat(rank, "F", 2, 1, 102.0)
+    found.failed(1, {"text": "a message is damaged", "secondary": True}, 102.0)
+    found.tick(102.5)
+    assert blamed(found) == (1, "raised")
 
 
 def test_who_left_is_blamed_only_by_who_waits_long_enough_in_one_place() -> None:

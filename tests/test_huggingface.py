@@ -15,6 +15,8 @@ import stageline as sl
 from stageline.testing import assert_same_bits, run_ranks
 from test_models import gradients, pieces
 
+pytestmark = pytest.mark.timeout(600)
+
 transformers = pytest.importorskip("transformers")
 
 WORDS = 97

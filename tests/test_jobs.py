@@ -6,14 +6,14 @@ import json
 import os
 import random
 import signal
-import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ports import free_port
 from stageline.testing import Nursery
 from stageline.testing.nursery import Child
 from stageline.train.checkpoint import newest
@@ -36,9 +36,10 @@ TINY = [
     "--checkpoint.interval=5",
     "--parallelism.pipeline_parallel_degree=2",
     "--metrics.timeline_freq=0",
-    "--comm.train_timeout_seconds=20",
+    "--comm.train_timeout_seconds=60",
 ]
-PATIENCE = 100.0
+PATIENCE = 240.0
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +60,7 @@ def start(nursery: Nursery, tokens: Path, run: str, *more: str, processes: int =
     words = [*TINY, f"--training.dataset_path={tokens}", f"--job.dump_folder={tokens.parent / run}", *more]
     environment = {"OMP_NUM_THREADS": "1"}
     if processes > 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     return [
@@ -96,6 +95,15 @@ def wait_for(tokens: Path, run: str, step: int) -> None:
     end = time.monotonic() + PATIENCE
     while step_of(tokens, run) < step:
         assert time.monotonic() < end, said(tokens, run)
+        time.sleep(0.005)
+
+
+def wait_until(child: Child, condition: Callable[[], bool]) -> None:
+    """Wait for something that a process does while it lives."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert child.poll() is None
+        assert time.monotonic() < end
         time.sleep(0.005)
 
 
@@ -142,13 +150,16 @@ def test_a_signal_ends_a_job_with_a_checkpoint_and_without_an_error(
 
 
 def test_a_second_interrupt_ends_at_once(nursery: Nursery, tokens: Path) -> None:
-    (child,) = start(nursery, tokens, "run", "--training.steps=5000", "--training.local_batch_size=512",
-                     "--parallelism.pipeline_parallel_microbatch_size=256")  # fmt: skip
-    wait_for(tokens, "run", 1)
+    """In a step that would never end."""
+    folder = tokens.parent
+    words = [*TINY, f"--training.dataset_path={tokens}", f"--job.dump_folder={folder / 'run'}"]
+    child = nursery.start(SCRIPT, "hang", [words, str(folder)], log=folder / "run.0.log")
+    wait_until(child, lambda: (folder / "inside").exists())
     child.signal(signal.SIGINT)
-    time.sleep(0.05)
+    wait_until(child, lambda: (folder / "heard-1").exists())
     child.signal(signal.SIGINT)
-    assert child.wait(PATIENCE) in (130, 0)  # 0 if the step was over between the two
+    assert child.wait(PATIENCE) == 130
+    assert "ended at once; the last published checkpoint is whole" in said(tokens, "run")
 
 
 def test_a_rank_whose_peer_died_ends_with_an_error_and_saves_nothing(nursery: Nursery, tokens: Path) -> None:
@@ -186,10 +197,7 @@ def test_ranks_without_a_shared_folder_are_found(nursery: Nursery, tokens: Path)
     elsewhere = tokens.parent / "elsewhere"
     elsewhere.mkdir()
     words = [*TINY, f"--training.dataset_path={tokens}", "--job.dump_folder=here"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     before = os.getcwd()
     children = []
     for rank, folder in enumerate((tokens.parent, elsewhere)):

@@ -7,13 +7,17 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import stageline as sl
+
+pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parent.parent
 
 
 def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -18,6 +18,9 @@ from torch.nn import functional
 import stageline as sl
 from stageline.schedules.build import PAIRED
 from stageline.testing import assert_same_bits, one_process_step
+from threads import left_over
+
+pytestmark = pytest.mark.timeout(600)
 
 TRAINING = [name for name in sl.families() if name != "forward-only"]
 
@@ -444,13 +447,13 @@ def test_a_stage_that_raises_is_named_and_the_pipeline_can_be_used_again(name: s
     model: Any = nn.Sequential(*(Fragile() for _ in range(4)))
     plain = copy.deepcopy(model)
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, microbatches=4, deadline=20)
-    threads = threading.active_count()
+    threads = threading.enumerate()
     model[stage].broken = True
     kind = "F" if when == "forward" else "B" if name == "1f1b" else "I"
     words = f"rank {stage} failed in {kind} of stage {stage}, microbatch 0: ArithmeticError: planted"
     with pytest.raises(sl.PipelineError, match=words):
         pipe.step(*batch())
-    assert threading.active_count() == threads
+    assert left_over(threads) == []
     model[stage].broken = False
     pipe.zero_grad()
     pipe.step(*batch())

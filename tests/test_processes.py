@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -23,6 +22,9 @@ from torch.nn import functional
 import stageline as sl
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
 from test_pipeline import Block, batch, blocks, gradients, noisy, sizes, tied_model, token_loss, train_beside_the_loop
+from threads import left_over
+
+pytestmark = pytest.mark.timeout(600)
 
 TRAINING = [name for name in sl.families() if name != "forward-only"]
 
@@ -51,7 +53,6 @@ def train(rank: int, ranks: int, names: list[str]) -> int:
     return runs
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [2, 3, 4] if os.environ.get("STAGELINE_SWEEP") == "full" else [2, 3])
 def test_every_family_gives_the_bits_of_one_process_on_processes(ranks: int) -> None:
     runs = run_ranks(train, ranks, ranks, TRAINING, timeout=280)
@@ -134,7 +135,7 @@ class Fragile(Block):
         return super().forward(x)
 
 
-def fails(rank: int, stage: int, name: str) -> tuple[str, int]:
+def fails(rank: int, stage: int, name: str) -> tuple[str, list[str]]:
     """Fail once, and then train as if nothing had happened."""
     torch.manual_seed(1)
     layers: list[Any] = [Fragile() if index == stage else Block() for index in range(3)]
@@ -150,14 +151,14 @@ def fails(rank: int, stage: int, name: str) -> tuple[str, int]:
     pipe.step(*batch())
     one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
     assert_same_bits(*owned(pipe, plain))
-    return said, threading.active_count()
+    return said, left_over(allowed=1)
 
 
 @pytest.mark.parametrize(("stage", "name"), [(0, "1f1b"), (1, "zb-h1"), (2, "gpipe")])
 def test_an_exception_on_one_rank_reaches_all_and_the_next_step_is_right(stage: int, name: str) -> None:
     for said, threads in run_ranks(fails, 3, stage, name):
         assert said.startswith(f"rank {stage} failed in F of stage {stage}, microbatch 0: ArithmeticError: planted")
-        assert threads <= 2, "no thread is left behind"
+        assert threads == ["stageline control"], "no other is left behind"
 
 
 def last_loss_fails(rank: int) -> str:
@@ -371,7 +372,7 @@ def is_slow(rank: int) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             if not self.slept:
-                time.sleep(3.0)
+                time.sleep(5.0)
                 self.slept = True
             return super().forward(x)
 
@@ -379,17 +380,18 @@ def is_slow(rank: int) -> None:
     layers = [Block(), Block(), Slow()]
     plain: Any = copy.deepcopy(nn.Sequential(*layers))
     plain[2].slept = True
-    pipe = sl.Pipeline(layers, loss_fn=functional.mse_loss, schedule="1f1b", microbatches=4, deadline=2.0)
+    sl.Pipeline(blocks(3), loss_fn=functional.mse_loss, microbatches=4, deadline=60.0)  # all have come, soon or late
+    pipe = sl.Pipeline(layers, loss_fn=functional.mse_loss, schedule="1f1b", microbatches=4, deadline=4.0)
     for step in range(2):
         if step == 1 and rank == 1:
-            time.sleep(3.0)
+            time.sleep(5.0)
         pipe.step(*batch())
         one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
     assert_same_bits(*owned(pipe, plain))
 
 
 def test_a_rank_that_is_slow_but_lives_is_waited_for() -> None:
-    run_ranks(is_slow, 3)
+    run_ranks(is_slow, 3, timeout=200)
 
 
 DEATH = """
@@ -403,7 +405,7 @@ torch.set_num_threads(1)
 layers = [torch.nn.Linear(4, 4) for _ in range(3)]
 if rank == 2:
     layers[2].forward = lambda x: os._exit(3)
-pipe = sl.Pipeline(layers, loss_fn=functional.mse_loss, schedule="1f1b", microbatches=4, deadline=100)
+pipe = sl.Pipeline(layers, loss_fn=functional.mse_loss, schedule="1f1b", microbatches=4, deadline=1000)
 try:
     pipe.step(torch.ones(8, 4), torch.ones(8, 4))
 except sl.PipelineError as error:
@@ -426,7 +428,7 @@ def test_a_rank_that_dies_is_an_error_on_all_others_long_before_their_deadline(t
         for rank in range(3)
     ]
     try:
-        answers = [process.communicate(timeout=80) for process in started]
+        answers = [process.communicate(timeout=400) for process in started]
     finally:
         for process in started:
             process.kill()
@@ -482,16 +484,16 @@ if torch.distributed.is_initialized():
 """
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 def test_the_same_script_runs_alone_and_under_torchrun(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, str(path)], timeout=60, check=True, env=environment, cwd=tmp_path)
+    subprocess.run([sys.executable, str(path)], timeout=300, check=True, env=environment, cwd=tmp_path)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", "stageline", str(path)]
     many = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env=environment, cwd=tmp_path
+        command, capture_output=True, text=True, timeout=500, check=False, env=environment, cwd=tmp_path
     )
     assert many.returncode == 0, many.stderr
     losses = {name: (tmp_path / f"loss-{name}").read_text() for name in ("alone", "0", "1")}

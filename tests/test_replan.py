@@ -24,6 +24,8 @@ from stageline.timeline.drift import drift_of
 from stageline.timeline.memory import peaks_of
 from stageline.train.logs import read_metrics
 
+pytestmark = pytest.mark.timeout(600)
+
 PLANNED = sl.Costs(forward=1, backward_input=1, backward_weight=1, residue=0.5)
 
 
@@ -165,6 +167,7 @@ def test_a_straggler_is_named_with_what_it_costs_and_only_once(caplog: pytest.Lo
     assert f"({after:.3g} s instead of {before:.3g} s)" in said
 
 
+@settings(deadline=None)
 @given(st.floats(0.3, 5.0), st.sampled_from(["1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v"]))
 def test_what_is_slow_everywhere_is_no_drift(times: float, name: str) -> None:
     made = sl.schedule(name, 2, 6)

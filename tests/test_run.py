@@ -18,6 +18,8 @@ import stageline as sl
 from stageline.testing import FaultyStage, SleepStage, assert_same_bits, run_ranks
 from test_pipeline import tied_model, token_loss
 
+pytestmark = pytest.mark.timeout(600)
+
 FAMILIES = ["1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved"]
 MAX_NORM = 0.8
 """Between the norms of the batches below: every third one is clipped."""
@@ -165,7 +167,7 @@ def test_a_rank_begins_the_next_step_while_another_is_in_the_last_one() -> None:
             if (self.number, kind, self.count[kind]) == (0, "F", 5):
                 began.set()
             if (self.number, kind, self.count[kind]) == (3, "W", 4):
-                told.append(began.wait(30.0))
+                told.append(began.wait(100.0))
 
     pipe = pipeline([Waits(number) for number in range(4)], "zb-h2", ranks=4)
     run = pipe.run(batches(3, samples=4), optimizer=torch.optim.SGD)
@@ -471,7 +473,7 @@ def on_processes(rank: int, families: list[str]) -> int:
 
 
 def test_a_run_gives_the_bits_of_the_loop_on_processes() -> None:
-    assert run_ranks(on_processes, 2, FAMILIES, timeout=120) == [len(FAMILIES)] * 2
+    assert run_ranks(on_processes, 2, FAMILIES, timeout=500) == [len(FAMILIES)] * 2
 
 
 def failing_on_processes(rank: int) -> list[str]:
@@ -510,7 +512,7 @@ def failing_on_processes(rank: int) -> list[str]:
 
 
 def test_failures_on_processes_are_told_alike_and_leave_the_parameters_after_the_step_before() -> None:
-    found = run_ranks(failing_on_processes, 3, timeout=120)
+    found = run_ranks(failing_on_processes, 3, timeout=500)
     for number, (stage, kind) in enumerate([(0, "F"), (1, "I"), (2, "F")]):
         for said in found:
             assert f"PipelineError: rank {stage} failed in {kind} of stage {stage}, microbatch 3" in said[number]

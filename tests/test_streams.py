@@ -17,6 +17,8 @@ from stageline import StagelineError
 from stageline.train.data import Batch, Loader, Prefetch, Stream
 from test_loader import counting
 
+pytestmark = pytest.mark.timeout(600)
+
 
 def same(one: Batch, two: Batch) -> bool:
     return torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])

@@ -26,7 +26,7 @@ WORLD = 3
 WIDTH = 8
 ROWS = 2
 """Rows of one microbatch."""
-DEADLINE = 90.0
+DEADLINE = 500.0
 """Seconds after which ranks that still run are killed; all cases together take about ten."""
 
 
@@ -117,7 +117,7 @@ def run_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     try:
         store = dist.FileStore(str(folder / "store"), WORLD)  # type: ignore[attr-defined]
-        limit = timedelta(seconds=20)
+        limit = timedelta(seconds=300)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=limit)
         groups = {ranks: dist.new_group(list(range(ranks)), timeout=limit) for ranks in (2, 3)}
         for case in CASES:
@@ -181,11 +181,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for process in ranks:
             if process.pid is not None:
                 process.kill()
-                process.join(10)
+                process.join()
     return folder
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_exported_schedule_trains_in_torch(case: Case, finished: Path) -> None:
     files = [finished / f"{case}-{rank}.pt" for rank in range(case.ranks)]

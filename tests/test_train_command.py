@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.cli.app import run
@@ -16,6 +16,8 @@ from stageline.cli.words import understand
 from stageline.train.config import Config
 from stageline.train.options import Option, options
 from stageline.train.settings import argument, read_config
+
+pytestmark = pytest.mark.timeout(600)
 
 Capture = pytest.CaptureFixture[str]
 
@@ -98,6 +100,7 @@ def test_every_option_is_a_flag_in_three_spellings(option: Option) -> None:
         assert read_config(None, asked.sets) == wanted
 
 
+@settings(deadline=None)
 @given(st.lists(st.text() | st.sampled_from([f"--{key}" for key in options()]) | st.text().map("--".__add__)))
 def test_no_words_are_lost(words: list[str]) -> None:
     """Whatever is typed is a file, a setting, or an error."""
@@ -174,7 +177,7 @@ import stageline as sl
 sl.Config.read(None, "training.steps=3")
 print(codes, "torch" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.endswith("[0, 0, 0, 2] False\n"), done.stderr
 
 

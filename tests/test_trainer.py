@@ -22,6 +22,8 @@ from stageline.train.optimizers import Optimizer, outer_parameters, rate
 from stageline.train.precision import LossScale
 from stageline.train.trainer import Result, Trainer
 
+pytestmark = pytest.mark.timeout(600)
+
 TINY = (
     "training.steps=6",
     "training.seq_len=16",

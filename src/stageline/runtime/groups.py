@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import logging
 import os
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -239,6 +241,30 @@ def _answers(host: str, port: int, patience: float) -> bool:
         time.sleep(0.05)
 
 
+_stuck: list[threading.Thread] = []
+"""Those that waited for a rank which is lost."""
+
+
+@atexit.register
+def _end() -> None:
+    """End a process in which such a thread still waits: one that came back while Python ends would take it down, and it
+    may come back at any moment, as when the store goes with rank 0. Registered when this is imported, to run late."""
+    for thread in _stuck:
+        thread.join(0.2)
+    if any(thread.is_alive() for thread in _stuck):
+        end_now()
+
+
+def end_now() -> None:
+    """End this process without what Python does at its end; as a failure, if an exception ended the script."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    os._exit(0 if uncaught is None else 1)
+
+
 def together(watch: Control, make: Callable[[], object]) -> None:
     """Do what all ranks do at the start, and what nothing can wake them from: on a thread, which a lost rank ends."""
     failed: list[BaseException] = []
@@ -258,10 +284,9 @@ def together(watch: Control, make: Callable[[], object]) -> None:
             thread.join(0.05)
             verdict = watch.verdict()
         if failed:
-            verdict = watch.verdict(timeout=BLAME)
+            verdict = watch.blame(BLAME)
         if verdict is not None and verdict.final:
-            # A thread that comes back while Python ends would take the process down; it does when rank 0's store goes.
-            atexit.register(thread.join, 3.0 if watch.rank else 0.2)
+            _stuck.append(thread)
             raise _not_started(watch, verdict) from (failed[0] if failed else None)
         if failed:
             raise failed[0]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import logging
-import os
-import sys
+import json
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,10 +18,10 @@ import torch.distributed as dist
 from stageline.errors import StagelineError
 from stageline.runtime.collectives import Collectives, Column
 from stageline.runtime.control.judge import EVERYONE
-from stageline.runtime.control.verdict import Failure, Verdict
+from stageline.runtime.control.verdict import Failure, Verdict, located
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.flight import Flight
-from stageline.runtime.groups import BLAME, several_processes
+from stageline.runtime.groups import BLAME, end_now, several_processes
 from stageline.runtime.layout import Layout, find_layout
 from stageline.runtime.progress import Progress
 from stageline.runtime.reduce import Reducer
@@ -174,6 +171,8 @@ class ProcessWorld(Collectives):
     def _report(self, executor: Executor, error: BaseException) -> None:
         """Tell all ranks of this one's failure, and learn whether another's was the cause of it."""
         told = Failure.of(error, self._control.doing, secondary=isinstance(error, TransportError))
+        if isinstance(error, PeerFailed):
+            told = replace(told, origin=error.origin)
         if not isinstance(error, Exception):  # this rank leaves the step, and does not come to its end with the others
             told = replace(told, final=True)
         self._control.report(told)
@@ -199,12 +198,27 @@ class ProcessWorld(Collectives):
         raise self.failed(failed, origin) from (failed[2] if failed else None)
 
     def failed(self, failed: Failed | None, origin: int, left: str = GRADIENTS) -> PipelineError:
-        """The error that all ranks raise together: what the process says that failed first."""
-        mine = "" if failed is None else str(failure(self.layout.name(self.process), failed[1], failed[2], left))
-        error = PipelineError(self.tell_all(mine, origin))
-        verdict = self._blamed()
-        if verdict is not None and verdict.traceback and verdict.culprit != self.process:
-            error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
+        """The error that all ranks raise together: what the process says that failed first.
+
+        The records name it, too: the referee knows who was heard first, and that may be another.
+        """
+        mine: dict[str, Any] = {}
+        if failed is not None:
+            told = Failure.of(failed[2], located(failed[1]))
+            said = str(failure(self.layout.name(self.process), failed[1], failed[2], left))
+            mine = {"said": said, "where": self._control.where, "told": told.to_json()}
+        heard = json.loads(self.tell_all(json.dumps(mine), origin))
+        error = PipelineError(heard["said"])
+        told, known = Failure(**heard["told"]), self._blamed()
+        verdict = self.named(
+            Verdict(
+                origin, "raised", heard["where"], told.doing, told.text, told.traceback, final=False,
+                round=self._control.round, action=told.action, stage=told.stage, microbatch=told.microbatch,
+                ranks=() if known is None else known.ranks,
+            )
+        )  # fmt: skip
+        if verdict.traceback and origin != self.process:
+            error.add_note(f"on rank {origin}:\n{verdict.traceback}")
         note_record(error, [self._record(verdict)])
         return error
 
@@ -236,7 +250,7 @@ class ProcessWorld(Collectives):
 
     def _blamed(self) -> Verdict | None:
         """Who failed first; waits a moment for it to become known."""
-        verdict = self._control.verdict(timeout=BLAME)
+        verdict = self._control.blame(BLAME)
         return None if verdict is None else self.named(verdict)
 
     def _hear(self, told: Verdict) -> None:
@@ -323,9 +337,4 @@ def _end() -> None:
     for transport in _left:
         transport.close(1.0)
     if _left:
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()
-        uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        os._exit(0 if uncaught is None else 1)
+        end_now()

@@ -27,7 +27,10 @@ from stageline.runtime.control.signals import Bell, end_by
 from stageline.runtime.control.verdict import Failure, Verdict, describe
 
 HOLD = 0.7
-"""Seconds that a rank which is being ended waits to learn whom to blame."""
+"""Seconds that a rank which is being ended waits to learn whom to blame, once the referee has heard of it."""
+
+SLOW = 5.0
+"""Seconds that the referee may take to hear of it, on a busy machine."""
 
 CONNECT = 30.0
 """Seconds in which the referee must answer a hello."""
@@ -50,7 +53,7 @@ class Control:
     ...     number = control.begin()
     ...     control.doing, control.waits = ("F", 0, 3), None
     ...     control.report(Failure.of(ArithmeticError("planted"), control.doing))
-    ...     print(control.verdict(timeout=10))
+    ...     print(control.verdict(timeout=60))
     rank 0 failed in F of stage 0, microbatch 3: ArithmeticError: planted
     """
 
@@ -93,6 +96,7 @@ class Control:
         self._buffer = b""
         self._bell = Bell()
         self._pid = os.getpid()
+        self.where = f"pid {self._pid} on {socket.gethostname()[:200]}"
         self._earlier_error = getattr(sys, "last_value", None)
         self._thread = threading.Thread(target=self._live, name="stageline control", daemon=True)
 
@@ -199,6 +203,21 @@ class Control:
             self._changed.wait_for(lambda: self._verdict is not None or self.lost is not None, timeout)
             return self._verdict
 
+    def blame(self, timeout: float) -> Verdict | None:
+        """Who failed first, waiting at most `timeout` seconds after the referee has heard all that was said until now.
+
+        So it does not depend on how soon a busy machine lets the referee run.
+        """
+        with self._changed:
+            self._answers.pop(self.rank, None)
+        self._send({"ask": self.rank})
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.rank in self._answers or self._verdict is not None or self.lost is not None,
+                0.0 if self._closing else CONNECT,
+            )
+        return self.verdict(timeout)
+
     def everyone(self, timeout: float) -> Verdict | None:
         """Wait until every rank has come; None if they have, or if the channel is lost."""
         with self._changed:
@@ -227,7 +246,7 @@ class Control:
             return
         joins = self._thread.is_alive() and threading.current_thread() is not self._thread
         if joins and (self._ending or self._bell.rung):
-            self._thread.join(2 * HOLD)  # it says the last words, and the process ends with them
+            self._thread.join(SLOW + 2 * HOLD)  # it says the last words, and the process ends with them
         self._send({"bye": how, "clean": clean})
         self._closing = True
         self._bell.ring()
@@ -252,8 +271,7 @@ class Control:
             self._link = socket.create_connection((address.host, address.port), timeout=CONNECT)
             self._link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            where = f"pid {self._pid} on {socket.gethostname()[:200]}"
-            self._send({"hello": self.rank, "token": address.token, "where": where})
+            self._send({"hello": self.rank, "token": address.token, "where": self.where})
             while b"\n" not in self._buffer:
                 found = self._link.recv(4096)
                 if not found:
@@ -302,7 +320,7 @@ class Control:
                     if not self._hear():
                         break
                     heard = time.monotonic()
-                elif time.monotonic() - heard > max(5.0, self.deadline):
+                elif time.monotonic() - due < 1.0 and time.monotonic() - heard > max(5.0, self.deadline):
                     self._lose(f"the referee is silent for {time.monotonic() - heard:.0f} s")
                     break
             # Without a referee, the last words are still to be said.
@@ -368,13 +386,18 @@ class Control:
         """SIGTERM: learn whom to blame, write it, and end by the signal."""
         self._ending = True
         if self.doing is not None:
+            self._answers.pop(self.rank, None)
             self._send({"terminated": True})
-            end = time.monotonic() + (HOLD if self.lost is None else 0.0)
+            self._send({"ask": self.rank})
+            heard = self.lost is not None
+            end = time.monotonic() + (0.0 if heard else SLOW)
             while self._verdict is None and not self._nobody and time.monotonic() < end:
                 ready = {key.fileobj for key, _ in selector.select(0.05)}
                 self._bell.answer()
                 if self._link in ready and not self._hear():
                     break
+                if not heard and self.rank in self._answers:
+                    heard, end = True, time.monotonic() + HOLD
             verdict = self._verdict
             blame = "no other rank is known to have failed" if verdict is None else str(verdict)
             if verdict is not None and verdict.final:

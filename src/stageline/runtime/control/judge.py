@@ -1,8 +1,9 @@
 """Who is to blame: the rules by which the referee judges, on a clock that is given, with no sockets.
 
 The first cause wins. An error that may be the echo of another rank's failure (a transport's, say) waits a moment for
-the cause; silence and absence are judged by their deadlines; a rank that left is to blame once another waits for it.
-Runs inside the referee, so it needs nothing but the standard library, and little of that.
+the cause, and one that names the rank it follows from is no cause as long as there is another; silence and absence are
+judged by their deadlines; a rank that left is to blame once another waits for it. Runs inside the referee, so it needs
+nothing but the standard library, and little of that.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 
 GRACE = 0.4
 """Seconds that an error which may be the echo of another waits for the cause to become known."""
+HUSH = 3.0
+"""Seconds of silence that are more than a busy machine's."""
 WAITED = 1.0
 """Seconds that a rank must say it waits in one place for one that left, before that one is to blame."""
 MOST_TOLD = 64
@@ -144,7 +147,7 @@ class Judge:
         self.started += seconds
 
     def tick(self, now: float) -> None:
-        """Judge what only time can tell."""
+        """Judge what only time can tell; all that had been said by `now` must have been heard."""
         if self._over(None):
             return
         here = [seat for seat in self.seats if seat.state == "here"]
@@ -161,9 +164,10 @@ class Judge:
         if self._judge_leavers(here, now):
             return
         if self._echoes and now - self._echoes[0][0] > GRACE:
-            _, rank, report = self._echoes[0]
+            # Who heard of another's failure may be heard before that one: a rank that knows of none comes first.
+            _, rank, report = min(self._echoes, key=lambda echo: echo[2].get("origin") is not None)
             # An error of a transport while a rank is silent: the silence is the likelier cause.
-            if silent is not None and silent.rank != rank and now - silent.heard > max(1.0, self.deadline / 4):
+            if silent is not None and silent.rank != rank and now - silent.heard > max(HUSH, self.deadline / 4):
                 self._settle(silent.rank, "frozen", now)
             else:
                 self._raised(rank, report, now)

@@ -81,7 +81,8 @@ class Server:
             now = time.monotonic()
             if now - before - pause > 1.0:
                 self.judge.forgive(now - before - pause, now)
-            self._judge(now)
+            # All that was said before this round is heard, and what is said since may not be: so it is judged by then.
+            self._judge(before)
             if now >= next_beat:
                 next_beat = now + 1.0
                 self._tell({"beat": round(now - self.judge.started, 1)})

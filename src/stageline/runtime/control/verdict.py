@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -35,6 +36,8 @@ class Failure:
     stage: int | None = None
     microbatch: int | None = None
     secondary: bool = False
+    origin: int | None = None
+    """The rank whose failure this one follows from, where that is known."""
     final: bool = False
     """Whether the rank leaves the job by it, as by a KeyboardInterrupt."""
 
@@ -63,6 +66,16 @@ def describe(doing: object) -> str:
     if isinstance(doing, tuple) and len(doing) == 3:
         return f"{doing[0]} of stage {doing[1]}, microbatch {doing[2]}"
     return "" if doing is None else str(doing)[:400]
+
+
+def located(doing: str) -> object:
+    """From what `describe` said back to (letter, stage, microbatch), where it was that.
+
+    >>> located("F of stage 1, microbatch 3"), located("saving a checkpoint")
+    (('F', 1, 3), 'saving a checkpoint')
+    """
+    found = re.fullmatch(r"([FBIW]) of stage (\d+), microbatch (\d+)", doing)
+    return doing if found is None else (found[1], int(found[2]), int(found[3]))
 
 
 @dataclass(frozen=True)
