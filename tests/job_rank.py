@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo  # what optimizers import when they first step
@@ -16,3 +19,18 @@ from stageline.cli.app import run
 def main(words: list[str]) -> None:
     torch.set_num_threads(1)  # a forked process has none of the threads that its parent computed with
     sys.exit(run(["train", *words]))
+
+
+def on_a_full_disk(words: list[str], step: int) -> None:
+    """The same, but the first rank cannot write tensors from the checkpoint of a step on."""
+    from stageline.train.checkpoint import writer
+
+    write = writer.write_tensors
+
+    def refuse(path: Path, *rest: Any) -> Any:
+        if int(path.parent.name[5:13]) >= step and os.environ["RANK"] == "0":
+            raise OSError(28, "No space left on device")
+        return write(path, *rest)
+
+    writer.write_tensors = refuse  # type: ignore[assignment]
+    main(words)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 
 import stageline as sl
 from stageline.errors import StagelineError
+from stageline.train.checkpoint import writer
 from stageline.train.config import Config
 from stageline.train.data import Bytes
 from stageline.train.losses import find_loss
 from stageline.train.runs import RunFolder
+from stageline.train.steps import Stepper
 from stageline.train.tasks import Task
 from stageline.train.trainer import Result, Trainer
 
@@ -97,6 +100,38 @@ def test_weights_to_begin_with_are_those_of_a_whole_checkpoint(capsys: pytest.Ca
     assert events("step", "b")[0]["loss"] < events("step")[0]["loss"]
 
 
+def fail_from(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no tensors be written from the checkpoint of a step on, and every step wait for the checkpoint before it."""
+    write, step_of = writer.write_tensors, Stepper.train
+
+    def refuse(path: Path, *rest: Any) -> Any:
+        if int(path.parent.name[5:13]) >= step:
+            raise OSError(28, "No space left on device")
+        return write(path, *rest)
+
+    def after_the_checkpoint(self: Stepper, *given: Any) -> Any:
+        for thread in threading.enumerate():
+            if thread.name == "stageline-checkpoint":
+                thread.join()
+        return step_of(self, *given)
+
+    monkeypatch.setattr(writer, "write_tensors", refuse)
+    monkeypatch.setattr(Stepper, "train", after_the_checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("step", "left"), [(4, "the last good one is run/checkpoint/step-00000002"), (2, "run/checkpoint has no other one")]
+)
+def test_a_checkpoint_that_could_not_be_written_ends_the_job_at_the_next_step(
+    step: int, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        fail_from(step, patched)
+        refused(f"^the checkpoint of step {step} is not saved: No space left on device; {left}$", "training.steps=40")
+    assert [row["step"] for row in events("end")] == [step + 1]
+    assert train("training.steps=6").why == "finished"
+
+
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -166,6 +201,17 @@ def test_a_folder_where_nothing_was_made_can_be_used_for_another_configuration()
     assert Path("run/config.toml").exists()
     assert train("model.dim=16").step == 4
     refused("model.dim is 8 and was 16")
+
+
+def test_a_start_that_is_refused_late_leaves_the_config_of_the_run() -> None:
+    train()
+    before = Path("run/config.toml").read_bytes()
+    late = ("training.steps=6", "checkpoint.load_step=3")
+    refused("has no checkpoint of step 3", *late)
+    refused("training.global_batch_size to 4", "training.steps=6", "training.global_batch_size=8")
+    assert Path("run/config.toml").read_bytes() == before
+    assert train("training.steps=6").step == 6
+    assert Config.read("run/config.toml").training.steps == 6
 
 
 def test_a_run_that_failed_at_its_very_end_is_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,8 +54,13 @@ def tokens(tmp_path: Path) -> Path:
     return path
 
 
-def start(nursery: Nursery, tokens: Path, run: str, *more: str, processes: int = 1) -> list[Child]:
-    """Start a job, of one process with ranks as threads or of several, as torchrun would."""
+def start(
+    nursery: Nursery, tokens: Path, run: str, *more: str, processes: int = 1, full: int | None = None
+) -> list[Child]:
+    """Start a job, of one process with ranks as threads or of several, as torchrun would.
+
+    From the checkpoint of step `full` on, the first rank's disk is full.
+    """
     words = [*TINY, f"--training.dataset_path={tokens}", f"--job.dump_folder={tokens.parent / run}", *more]
     environment = {"OMP_NUM_THREADS": "1"}
     if processes > 1:
@@ -67,8 +72,8 @@ def start(nursery: Nursery, tokens: Path, run: str, *more: str, processes: int =
     return [
         nursery.start(
             SCRIPT,
-            "main",
-            [words],
+            "main" if full is None else "on_a_full_disk",
+            [words] if full is None else [words, full],
             log=tokens.parent / f"{run}.{rank}.log",
             environment=environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}),
         )
@@ -159,6 +164,19 @@ def test_a_rank_whose_peer_died_ends_with_an_error_and_saves_nothing(nursery: Nu
     assert children[0].wait(PATIENCE) != 0
     assert "rank 1" in said(tokens, "run")
     assert not list((tokens.parent / "run" / "checkpoint").glob("step-*"))
+
+
+def test_a_checkpoint_that_one_rank_could_not_write_ends_all_of_them_with_its_error(
+    nursery: Nursery, tokens: Path
+) -> None:
+    more = ("--checkpoint.interval=2", "--parallelism.pipeline_parallel_schedule=1f1b")
+    children = start(nursery, tokens, "run", "--training.steps=5000", *more, processes=2, full=4)
+    assert ended(children) == [2, 2], said(tokens, "run")
+    last = tokens.parent / "run" / "checkpoint" / "step-00000002"
+    for rank in range(2):
+        assert "error: the checkpoint of step 4 is not saved: " in said(tokens, "run", rank)
+        assert f"; the last good one is {last}\n" in said(tokens, "run", rank)
+    assert "error: the checkpoint of step 4 is not saved: No space left on device; " in said(tokens, "run")
 
 
 def test_a_checkpoint_of_processes_goes_on_as_threads_and_back(nursery: Nursery, tokens: Path) -> None:

@@ -58,7 +58,7 @@ class RunFolder:
         return any(each.name not in started and not each.name.startswith(".") for each in self.path.iterdir())
 
     def claim(self, config: Config) -> None:
-        """Make the folder this job's own; refuse while another works in it."""
+        """Make the folder this job's own; refuse while another works in it. A config that is there stays as it was."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / LOCK).open("a+", encoding="utf-8")
@@ -76,6 +76,11 @@ class RunFolder:
             raise StagelineError(
                 f"another job is at work in {str(self.path)!r}; wait for it, or give another job.dump_folder"
             ) from None
+        if not (self.path / CONFIG).is_file():  # by which a later start knows whose folder it is
+            self.keep(config)
+
+    def keep(self, config: Config) -> None:
+        """Write the config that is trained with, once nothing can refuse the job any more."""
         self.write(CONFIG, write_toml(config))
 
     def release(self) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from stageline.errors import StagelineError
 from stageline.train import saving
-from stageline.train.checkpoint import Checkpoint, Writer
+from stageline.train.checkpoint import Checkpoint, CheckpointError, Writer
 from stageline.train.config import Config
 from stageline.train.data import Data, Loader, Prefetch
 from stageline.train.layout import Layout, find_layout
@@ -309,11 +309,14 @@ class Trainer:
         """Whether any process was asked to stop, or the main one's time is over; all give the same answer."""
         limit = self.config.training.time_limit * 60
         over = self.layout.main and limit > 0 and time.monotonic() - self._began > limit
-        said = np.array([float(self._asked.number), float(over)])
+        said = np.array([[float(self._asked.number), float(over), float(self.writer.failed is not None)]])
         if self._many:
-            everyone = np.zeros((self.layout.processes, 2))
+            everyone = np.zeros((self.layout.processes, 3))
             everyone[self.layout.rank] = said
-            said = self.world.add_up(everyone.reshape(-1)).reshape(-1, 2).max(axis=0)
+            said = self.world.add_up(everyone.reshape(-1)).reshape(-1, 3)
+        if said[:, 2].any():
+            self._not_saved(int(said[:, 2].argmax()))
+        said = said.max(axis=0)
         if said[0]:
             return f"stopped by {signal.Signals(int(said[0])).name}"
         return "time limit" if said[1] else ""
@@ -339,6 +342,12 @@ class Trainer:
         self._blocked = time.perf_counter() - began
         if not background:
             self._report_saved()
+
+    def _not_saved(self, process: int) -> None:
+        """End the job with the error of a checkpoint that a process could not write, on all of them alike."""
+        text = self.world.tell(str(self.writer.failed or ""), process)
+        self.writer.wait()
+        raise CheckpointError(text)
 
     def _report_saved(self) -> None:
         """Tell of the last checkpoint, once it is there."""
