@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import stageline as sl
 from stageline.errors import StagelineError
-from stageline.train.checkpoint import writer
+from stageline.train.checkpoint.tensors import write_tensors
 from stageline.train.config import Config
 from stageline.train.data import Bytes
 from stageline.train.losses import find_loss
@@ -102,12 +102,12 @@ def test_weights_to_begin_with_are_those_of_a_whole_checkpoint(capsys: pytest.Ca
 
 def fail_from(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no tensors be written from the checkpoint of a step on, and every step wait for the checkpoint before it."""
-    write, step_of = writer.write_tensors, Stepper.train
+    step_of = Stepper.train
 
     def refuse(path: Path, *rest: Any) -> Any:
         if int(path.parent.name[5:13]) >= step:
             raise OSError(28, "No space left on device")
-        return write(path, *rest)
+        return write_tensors(path, *rest)
 
     def after_the_checkpoint(self: Stepper, *given: Any) -> Any:
         for thread in threading.enumerate():
@@ -115,7 +115,7 @@ def fail_from(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
                 thread.join()
         return step_of(self, *given)
 
-    monkeypatch.setattr(writer, "write_tensors", refuse)
+    monkeypatch.setattr("stageline.train.checkpoint.writer.write_tensors", refuse)
     monkeypatch.setattr(Stepper, "train", after_the_checkpoint)
 
 
@@ -381,3 +381,23 @@ def test_a_model_that_sees_what_it_is_to_foretell_is_told_of(capsys: pytest.Capt
             assert ("sees the tokens that it is to foretell" in capsys.readouterr().out) == expected
     GPT2Config(**{**sizes, "vocab_size": 100}, architectures=["GPT2LMHeadModel"]).save_pretrained("few")
     refused("vocab_size of 100, and the data has 256 words", "model.name=few")
+
+
+def test_rows_longer_than_a_model_has_positions_for_are_refused_at_the_start() -> None:
+    from transformers import GPT2Config, LlamaConfig, OPTConfig
+
+    sizes: dict[str, Any] = {"vocab_size": 256, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    GPT2Config(**sizes, n_positions=6).save_pretrained("gpt2")
+    OPTConfig(**sizes, ffn_dim=8, word_embed_proj_dim=8, max_position_embeddings=6).save_pretrained("opt")
+    LlamaConfig(**sizes, intermediate_size=8, max_position_embeddings=6).save_pretrained("llama")
+    refused(
+        "^training.seq_len is 8, and n_positions of gpt2/config.json is 6, which leaves positions for 6 tokens; take "
+        "up to 6 for training.seq_len, or raise n_positions in that file$",
+        "model.name=gpt2",
+    )
+    refused("training.seq_len is 8, and max_position_embeddings of opt/config.json is 6", "model.name=opt")
+    rows = [list(range(8))] * 40
+    refused("the samples have 7 tokens, .* take up to 6 for the samples, or raise", "model.name=gpt2", data=rows)
+    assert not Path("run").exists()
+    assert train("model.name=llama", "training.steps=1").step == 1
+    assert train("model.name=gpt2", "training.seq_len=6", "training.steps=1", "job.dump_folder=b").step == 1

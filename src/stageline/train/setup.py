@@ -66,6 +66,8 @@ class Setup:
         inside = "bfloat16" if self.config.optimizer.name == "Muon" else ""  # what it orthogonalises in
         mended = mend_bfloat16(self.layout.device, training.dtype, training.mixed_precision_param, inside)
         _ = self.world, self.loader, self.task
+        if self.task.configured is not None:
+            self.task.check_length(self.tokens, training.seq_len)
         if self.config.validation.patience and self.data.validation is None:
             raise StagelineError(
                 f"validation.patience is {self.config.validation.patience}, and nothing is validated on: of a stream "
