@@ -13,13 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import stageline as sl
 from stageline.errors import StagelineError
 from stageline.train.checkpoint.tensors import write_tensors
 from stageline.train.config import Config
-from stageline.train.data import Bytes
+from stageline.train.data import Bytes, Loader
+from stageline.train.data.source import Items
+from stageline.train.held import HeldBack, turns
 from stageline.train.losses import find_loss
 from stageline.train.runs import RunFolder
 from stageline.train.steps import Stepper
@@ -238,9 +242,10 @@ def test_a_model_may_know_more_words_than_there_are_bytes() -> None:
 
 
 def test_that_a_run_begins_anew_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    train("checkpoint.enable=false")
+    more = ("checkpoint.enable=false", "lr_scheduler.warmup_steps=1")
+    train(*more)
     assert "note:" not in capsys.readouterr().out
-    train("checkpoint.enable=false")
+    train(*more)
     assert "begins anew; its events so far are kept in metrics.1.jsonl" in capsys.readouterr().out
 
 
@@ -401,3 +406,50 @@ def test_rows_longer_than_a_model_has_positions_for_are_refused_at_the_start() -
     assert not Path("run").exists()
     assert train("model.name=llama", "training.steps=1").step == 1
     assert train("model.name=gpt2", "training.seq_len=6", "training.steps=1", "job.dump_folder=b").step == 1
+
+
+@pytest.mark.parametrize(("warmup", "far"), [(8, "up to 50% of optimizer.lr"), (4, "to optimizer.lr in the last step")])
+def test_a_warm_up_that_leaves_no_step_to_the_rest_is_told_of(
+    warmup: int, far: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(f"lr_scheduler.warmup_steps={warmup}")
+    said = f"lr_scheduler.warmup_steps is {warmup} and training.steps is 4: the learning rate only rises, {far}"
+    assert capsys.readouterr().out.count(f"note: {said}\n") == 1
+    assert max(row["lr"] for row in events("step")) == events("step")[-1]["lr"]
+
+
+@pytest.mark.parametrize(("asked", "used"), [(1, 4), (2, 7), (5, 7)])
+@pytest.mark.parametrize("loss", ["mse", "cross_entropy"])
+def test_every_sample_that_is_held_back_counts_once_at_most(loss: str, asked: int, used: int) -> None:
+    """7 of 40 samples are held back, and a batch has 4; the loss is that of one pass over them."""
+    more = ("validation.freq=4", f"validation.steps={asked}", "validation.fraction=0.175", f"training.loss={loss}")
+    data = pictures() if loss == "cross_entropy" else SAMPLES
+    trainer = Trainer(Config.read(None, *TINY, *more), model=Small if loss == "mse" else Wide, data=data)
+    result = trainer.run()
+    held = data[-7:][:used]
+    function: Any = getattr(nn.functional, f"{loss}_loss" if loss == "mse" else loss)
+    targets = torch.stack([torch.as_tensor(target) for _, target in held])
+    with torch.no_grad():
+        expected = function(trainer.pipe.model(torch.stack([x for x, _ in held])), targets)
+    assert result.validation_loss == pytest.approx(expected.item(), rel=1e-5)
+    assert [row["samples"] for row in events("validation")] == [used]
+
+
+class Wide(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(4, 4) for _ in range(4)))
+
+
+@given(st.integers(1, 50), st.integers(1, 60), st.integers(1, 6), st.integers(1, 5))
+def test_replicas_share_what_is_held_back(held: int, asked: int, local: int, replicas: int) -> None:
+    found = turns(held, asked, local, replicas)
+    taken = [number for first, samples in found for number in range(first, first + samples)]
+    assert taken == list(range(len(taken)))
+    assert min(held, asked) - replicas < len(taken) <= min(held, asked)
+    assert all(replicas <= samples <= local * replicas for _, samples in found)
+
+
+def test_replicas_that_would_have_nothing_to_validate_on_are_refused() -> None:
+    loader = Loader(Items(SAMPLES[:1], name="one"), batch=2)
+    with pytest.raises(StagelineError, match="one holds 1 to validate on, and each of 2 replicas takes one"):
+        HeldBack(loader, asked=2, local=1, replica=0, replicas=2)

@@ -34,6 +34,7 @@ from stageline.train.choice import choose, keep, kept
 from stageline.train.config import Config
 from stageline.train.data import Data, Loader, Tokens, data_of, open_data
 from stageline.train.layout import Layout
+from stageline.train.optimizers import warm_up_note
 from stageline.train.precision import mend_bfloat16
 from stageline.train.runs import RunFolder
 from stageline.train.tasks import Task, make_task
@@ -75,7 +76,7 @@ class Setup:
             )
         self._look_at_folder()
         self._share_folder()
-        self.notes += [mended] if mended else []
+        self.notes += [note for note in (mended, warm_up_note(self.config)) if note]
         _ = self.choice, self.pipe
 
     @cached_property

@@ -22,6 +22,7 @@ from stageline.train import saving
 from stageline.train.checkpoint import Checkpoint, CheckpointError, Writer
 from stageline.train.config import Config
 from stageline.train.data import Data, Loader, Prefetch
+from stageline.train.held import HeldBack
 from stageline.train.layout import Layout, find_layout
 from stageline.train.logs import Logs, read_metrics
 from stageline.train.logs.screen import put
@@ -32,7 +33,7 @@ from stageline.train.settings import read_config, to_dict
 from stageline.train.setup import Setup
 from stageline.train.show import Show
 from stageline.train.signals import StopSignals
-from stageline.train.steps import Batch, Stepper
+from stageline.train.steps import Stepper
 from stageline.train.validate import validate
 
 
@@ -146,7 +147,13 @@ class Trainer:
             found.close()
         self.validation = None
         if setup.data.validation is not None and config.validation.enable:
-            self.validation = Loader(setup.data.validation, batch=setup.per_step, shuffle=False)
+            self.validation = HeldBack(
+                Loader(setup.data.validation, batch=setup.per_step, shuffle=False),
+                asked=config.validation.steps * setup.per_step,
+                local=setup.local,
+                replica=self.layout.replica,
+                replicas=self.layout.replicas,
+            )
         return found
 
     def _over_replicas(self, value: float) -> float:
@@ -268,15 +275,6 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def _held_back(self, loader: Loader, position: int) -> list[Batch]:
-        """What this replica takes of a step's worth of data that is not trained on."""
-        setup, layout = self.setup, self.layout
-        once = setup.local * layout.replicas
-        return [
-            loader.batch(position + turn * once, layout.replica, layout.replicas, setup.local)
-            for turn in range(setup.turns)
-        ]
-
     def _one_step(self) -> None:
         began = time.perf_counter()
         config = self.config
@@ -292,18 +290,16 @@ class Trainer:
         if self.validation is None:
             return False
         began = time.perf_counter()
-        asked = self.config.validation
-        losses = [
-            self.stepper.evaluate(self._held_back(self.validation, number * self.setup.per_step))
-            for number in range(asked.steps)
-        ]
-        self._validation = sum(losses) / len(losses)
-        self.logs.event("validation", step=self.step, loss=self._validation, seconds=time.perf_counter() - began)
+        self._validation = self.validation.loss(self.stepper)
+        seconds = time.perf_counter() - began
+        self.logs.event(
+            "validation", step=self.step, loss=self._validation, samples=self.validation.samples, seconds=seconds
+        )
         if self._validation < self._best:
             self._best, self._since_best = self._validation, 0
         else:
             self._since_best += 1
-        return 0 < asked.patience <= self._since_best
+        return 0 < self.config.validation.patience <= self._since_best
 
     def _agree_to_stop(self) -> str:
         """Whether any process was asked to stop, or the main one's time is over; all give the same answer."""
