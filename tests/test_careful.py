@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import stageline as sl
 from stageline.errors import StagelineError
+from stageline.runtime.flight import read_flight
 from stageline.train.checkpoint.tensors import write_tensors
 from stageline.train.config import Config
 from stageline.train.data import Bytes, Loader
@@ -453,3 +454,27 @@ def test_replicas_that_would_have_nothing_to_validate_on_are_refused() -> None:
     loader = Loader(Items(SAMPLES[:1], name="one"), batch=2)
     with pytest.raises(StagelineError, match="one holds 1 to validate on, and each of 2 replicas takes one"):
         HeldBack(loader, asked=2, local=1, replica=0, replicas=2)
+
+
+def far_from_finite(output: Tensor, targets: Tensor) -> Tensor:
+    return output.sum() * float("nan")
+
+
+def test_what_ranks_did_last_is_kept_with_the_run_and_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StagelineError, match="the loss of microbatch 0 is nan") as failed:
+        train(model=Small, loss_fn=far_from_finite, data=SAMPLES)
+    assert not Path("stageline-flight").exists()
+    (note,) = failed.value.__notes__
+    assert note == (
+        "the last actions and messages of the ranks are in run/flight/stageline-flight-alone-rank0.json and 1 more "
+        "beside it: stageline doctor run/flight"
+    )
+    assert len(read_flight("run/flight/stageline-flight-alone-rank0.json").actions) > 0
+    monkeypatch.setenv("STAGELINE_FLIGHT_DIR", "mine")
+    refused("the loss of microbatch 0 is nan", model=Small, loss_fn=far_from_finite, data=SAMPLES)
+    assert Path("mine").is_dir()
+
+
+def test_records_of_a_job_that_never_came_to_be_are_no_run() -> None:
+    Path("run/flight").mkdir(parents=True)
+    assert train("training.steps=1").step == 1

@@ -130,9 +130,12 @@ def failure(who: str, doing: str, error: BaseException, left: str = GRADIENTS) -
 
 def note_record(error: PipelineError, paths: Sequence[Path | None]) -> None:
     """Say with an error where the flight records are."""
-    folders = {path.parent for path in paths if path is not None}
-    for folder in sorted(folders):
-        error.add_note(f"the last actions and messages of the ranks are in {folder}: stageline doctor {folder}")
+    found = sorted(path for path in paths if path is not None)
+    if found:
+        more = f" and {len(found) - 1} more beside it" if len(found) > 1 else ""
+        error.add_note(
+            f"the last actions and messages of the ranks are in {found[0]}{more}: stageline doctor {found[0].parent}"
+        )
 
 
 class ThreadWorld:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from stageline.errors import StagelineError
+from stageline.runtime.flight import flights_into
 from stageline.train import saving
 from stageline.train.checkpoint import Checkpoint, CheckpointError, Writer
 from stageline.train.config import Config
@@ -28,7 +29,7 @@ from stageline.train.logs import Logs, read_metrics
 from stageline.train.logs.screen import put
 from stageline.train.optimizers import Optimizer, outer_parameters, rate
 from stageline.train.precision import LossScale
-from stageline.train.runs import METRICS, RunFolder
+from stageline.train.runs import FLIGHT, METRICS, RunFolder
 from stageline.train.settings import read_config, to_dict
 from stageline.train.setup import Setup
 from stageline.train.show import Show
@@ -107,7 +108,8 @@ class Trainer:
     def run(self) -> Result:
         """Train until the last step, the time limit, an early stop or a signal; every process calls this alike."""
         self._began = time.monotonic()
-        with _surroundings(self.config, self.layout), StopSignals() as self._asked:
+        flights = flights_into(self.folder.path / FLIGHT)
+        with _surroundings(self.config, self.layout), flights, StopSignals() as self._asked:
             try:
                 found = self._prepare()
                 steps = self.config.training.steps
