@@ -38,6 +38,7 @@ from stageline.runtime.worlds import (
     ThreadWorld,
     World,
     failure,
+    note_aside,
     note_record,
 )
 from stageline.transport.protocol import PeerFailed, Traffic, Transport, TransportError
@@ -205,6 +206,8 @@ class ProcessWorld(Collectives):
         verdict = self._blamed()
         if verdict is not None and verdict.traceback and verdict.culprit != self.process:
             error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
+        if verdict is not None and self.layout.ranks > 1:
+            note_aside(error, verdict)
         note_record(error, [self._record(verdict)])
         return error
 

@@ -138,6 +138,25 @@ def note_record(error: PipelineError, paths: Sequence[Path | None]) -> None:
         )
 
 
+def note_aside(error: PipelineError, verdict: Verdict) -> None:
+    """Say with the error of a layer that did not find something why it may not be there on this rank.
+
+    >>> error = PipelineError("rank 1 failed")
+    >>> note_aside(error, Verdict(1, "raised", text="KeyError: 'mask'", action="F", stage=2))
+    >>> print(error.__notes__[0])
+    not all stages before stage 2 run in its process: what their layers or hooks leave beside their outputs, in a global
+    or on a module, does not travel between ranks; if it looked for such a value, pass that on among inputs and outputs
+    """
+    kind, _, said = verdict.text.partition(":")
+    missing = kind in ("KeyError", "AttributeError") or (kind == "IndexError" and ("list" in said or "deque" in said))
+    if missing and verdict.action == "F" and verdict.stage:
+        error.add_note(
+            f"not all stages before stage {verdict.stage} run in its process: what their layers or hooks leave beside "
+            "their outputs, in a global or on a module, does not travel between ranks; if it looked for such a value, "
+            "pass that on among inputs and outputs"
+        )
+
+
 class ThreadWorld:
     """All ranks are threads of this process."""
 
