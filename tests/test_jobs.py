@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,6 +108,11 @@ def wait_for(tokens: Path, run: str, step: int) -> None:
 def losses(tokens: Path, run: str) -> dict[int, tuple[float, float]]:
     rows = map(json.loads, (tokens.parent / run / "metrics.jsonl").read_text().splitlines())
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if row["event"] == "step"}
+
+
+def validations(tokens: Path, run: str) -> list[dict[str, Any]]:
+    rows = map(json.loads, (tokens.parent / run / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row["event"] == "validation"]
 
 
 def weights(tokens: Path, run: str, step: int) -> dict[str, list[float]]:
@@ -226,7 +232,7 @@ def test_ranks_without_a_shared_folder_are_found(nursery: Nursery, tokens: Path)
 def test_replicas_of_a_pipeline_train_go_on_and_load_elsewhere(nursery: Nursery, tokens: Path) -> None:
     """2 × 2 processes with a split backward: the same bits in every run of that layout, and nearly so in others."""
     spread = ["--training.local_batch_size=4", "--training.global_batch_size=16", "--model.dropout=0",
-              "--parallelism.pipeline_parallel_schedule=zb-h1"]  # fmt: skip
+              "--parallelism.pipeline_parallel_schedule=zb-h1", "--validation.fraction=0.045"]  # fmt: skip
     assert ended(start(nursery, tokens, "whole", *spread, processes=4)) == [0] * 4, said(tokens, "whole")
     children = start(nursery, tokens, "parts", *spread, processes=4)
     wait_for(tokens, "parts", 13)
@@ -241,3 +247,6 @@ def test_replicas_of_a_pipeline_train_go_on_and_load_elsewhere(nursery: Nursery,
     assert ended(start(nursery, tokens, "other", *alone)) == [0], said(tokens, "other")
     apart = [abs(losses(tokens, "other")[step][0] - losses(tokens, "whole")[step][0]) for step in range(1, 17)]
     assert max(apart) < 1e-4, apart
+    (shared,), (whole,) = (validations(tokens, run) for run in ("whole", "other"))
+    assert shared["samples"] == whole["samples"] == 11  # of 16 that are asked for; the last 3 are shared unevenly
+    assert abs(shared["loss"] - whole["loss"]) < 1e-4
