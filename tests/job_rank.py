@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import time
 from pathlib import Path
@@ -40,4 +41,18 @@ def hang(words: list[str], folder: str) -> None:
         (Path(folder) / f"heard-{next(signals)}").touch()
 
     Executor.run, StopSignals._hear = long, noted  # type: ignore[method-assign,assignment]
+    main(words)
+
+
+def on_a_full_disk(words: list[str], step: int) -> None:
+    """The same, but the first rank cannot write tensors from the checkpoint of a step on."""
+    from stageline.train.checkpoint import writer
+    from stageline.train.checkpoint.tensors import write_tensors
+
+    def refuse(path: Path, *rest: Any) -> Any:
+        if int(path.parent.name[5:13]) >= step and os.environ["RANK"] == "0":
+            raise OSError(28, "No space left on device")
+        return write_tensors(path, *rest)
+
+    vars(writer)["write_tensors"] = refuse
     main(words)

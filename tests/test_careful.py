@@ -6,20 +6,28 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import stageline as sl
 from stageline.errors import StagelineError
+from stageline.runtime.flight import read_flight
+from stageline.train.checkpoint.tensors import write_tensors
 from stageline.train.config import Config
-from stageline.train.data import Bytes
+from stageline.train.data import Bytes, Loader
+from stageline.train.data.source import Items
+from stageline.train.held import HeldBack, turns
 from stageline.train.losses import find_loss
 from stageline.train.runs import RunFolder
+from stageline.train.steps import Stepper
 from stageline.train.tasks import Task
 from stageline.train.trainer import Result, Trainer
 
@@ -99,6 +107,38 @@ def test_weights_to_begin_with_are_those_of_a_whole_checkpoint(capsys: pytest.Ca
     assert events("step", "b")[0]["loss"] < events("step")[0]["loss"]
 
 
+def fail_from(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no tensors be written from the checkpoint of a step on, and every step wait for the checkpoint before it."""
+    step_of = Stepper.train
+
+    def refuse(path: Path, *rest: Any) -> Any:
+        if int(path.parent.name[5:13]) >= step:
+            raise OSError(28, "No space left on device")
+        return write_tensors(path, *rest)
+
+    def after_the_checkpoint(self: Stepper, *given: Any) -> Any:
+        for thread in threading.enumerate():
+            if thread.name == "stageline-checkpoint":
+                thread.join()
+        return step_of(self, *given)
+
+    monkeypatch.setattr("stageline.train.checkpoint.writer.write_tensors", refuse)
+    monkeypatch.setattr(Stepper, "train", after_the_checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("step", "left"), [(4, "the last good one is run/checkpoint/step-00000002"), (2, "run/checkpoint has no other one")]
+)
+def test_a_checkpoint_that_could_not_be_written_ends_the_job_at_the_next_step(
+    step: int, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        fail_from(step, patched)
+        refused(f"^the checkpoint of step {step} is not saved: No space left on device; {left}$", "training.steps=40")
+    assert [row["step"] for row in events("end")] == [step + 1]
+    assert train("training.steps=6").why == "finished"
+
+
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -170,6 +210,17 @@ def test_a_folder_where_nothing_was_made_can_be_used_for_another_configuration()
     refused("model.dim is 8 and was 16")
 
 
+def test_a_start_that_is_refused_late_leaves_the_config_of_the_run() -> None:
+    train()
+    before = Path("run/config.toml").read_bytes()
+    late = ("training.steps=6", "checkpoint.load_step=3")
+    refused("has no checkpoint of step 3", *late)
+    refused("training.global_batch_size to 4", "training.steps=6", "training.global_batch_size=8")
+    assert Path("run/config.toml").read_bytes() == before
+    assert train("training.steps=6").step == 6
+    assert Config.read("run/config.toml").training.steps == 6
+
+
 def test_a_run_that_failed_at_its_very_end_is_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     from stageline.train.show import Show
 
@@ -194,9 +245,10 @@ def test_a_model_may_know_more_words_than_there_are_bytes() -> None:
 
 
 def test_that_a_run_begins_anew_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    train("checkpoint.enable=false")
+    more = ("checkpoint.enable=false", "lr_scheduler.warmup_steps=1")
+    train(*more)
     assert "note:" not in capsys.readouterr().out
-    train("checkpoint.enable=false")
+    train(*more)
     assert "begins anew; its events so far are kept in metrics.1.jsonl" in capsys.readouterr().out
 
 
@@ -337,3 +389,94 @@ def test_a_model_that_sees_what_it_is_to_foretell_is_told_of(capsys: pytest.Capt
             assert ("sees the tokens that it is to foretell" in capsys.readouterr().out) == expected
     GPT2Config(**{**sizes, "vocab_size": 100}, architectures=["GPT2LMHeadModel"]).save_pretrained("few")
     refused("vocab_size of 100, and the data has 256 words", "model.name=few")
+
+
+def test_rows_longer_than_a_model_has_positions_for_are_refused_at_the_start() -> None:
+    from transformers import GPT2Config, LlamaConfig, OPTConfig
+
+    sizes: dict[str, Any] = {"vocab_size": 256, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    GPT2Config(**sizes, n_positions=6).save_pretrained("gpt2")
+    OPTConfig(**sizes, ffn_dim=8, word_embed_proj_dim=8, max_position_embeddings=6).save_pretrained("opt")
+    LlamaConfig(**sizes, intermediate_size=8, max_position_embeddings=6).save_pretrained("llama")
+    refused(
+        "^training.seq_len is 8, and n_positions of gpt2/config.json is 6, which leaves positions for 6 tokens; take "
+        "up to 6 for training.seq_len, or raise n_positions in that file$",
+        "model.name=gpt2",
+    )
+    refused("training.seq_len is 8, and max_position_embeddings of opt/config.json is 6", "model.name=opt")
+    rows = [list(range(8))] * 40
+    refused("the samples have 7 tokens, .* take up to 6 for the samples, or raise", "model.name=gpt2", data=rows)
+    assert not Path("run").exists()
+    assert train("model.name=llama", "training.steps=1").step == 1
+    assert train("model.name=gpt2", "training.seq_len=6", "training.steps=1", "job.dump_folder=b").step == 1
+
+
+@pytest.mark.parametrize(("warmup", "far"), [(8, "up to 50% of optimizer.lr"), (4, "to optimizer.lr in the last step")])
+def test_a_warm_up_that_leaves_no_step_to_the_rest_is_told_of(
+    warmup: int, far: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(f"lr_scheduler.warmup_steps={warmup}")
+    said = f"lr_scheduler.warmup_steps is {warmup} and training.steps is 4: the learning rate only rises, {far}"
+    assert capsys.readouterr().out.count(f"note: {said}\n") == 1
+    assert max(row["lr"] for row in events("step")) == events("step")[-1]["lr"]
+
+
+@pytest.mark.parametrize(("asked", "used"), [(1, 4), (2, 7), (5, 7)])
+@pytest.mark.parametrize("loss", ["mse", "cross_entropy"])
+def test_every_sample_that_is_held_back_counts_once_at_most(loss: str, asked: int, used: int) -> None:
+    """7 of 40 samples are held back, and a batch has 4; the loss is that of one pass over them."""
+    more = ("validation.freq=4", f"validation.steps={asked}", "validation.fraction=0.175", f"training.loss={loss}")
+    data = pictures() if loss == "cross_entropy" else SAMPLES
+    trainer = Trainer(Config.read(None, *TINY, *more), model=Small if loss == "mse" else Wide, data=data)
+    result = trainer.run()
+    held = data[-7:][:used]
+    function: Any = getattr(nn.functional, f"{loss}_loss" if loss == "mse" else loss)
+    targets = torch.stack([torch.as_tensor(target) for _, target in held])
+    with torch.no_grad():
+        expected = function(trainer.pipe.model(torch.stack([x for x, _ in held])), targets)
+    assert result.validation_loss == pytest.approx(expected.item(), rel=1e-5)
+    assert [row["samples"] for row in events("validation")] == [used]
+
+
+class Wide(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(4, 4) for _ in range(4)))
+
+
+@given(st.integers(1, 50), st.integers(1, 60), st.integers(1, 6), st.integers(1, 5))
+def test_replicas_share_what_is_held_back(held: int, asked: int, local: int, replicas: int) -> None:
+    found = turns(held, asked, local, replicas)
+    taken = [number for first, samples in found for number in range(first, first + samples)]
+    assert taken == list(range(len(taken)))
+    assert min(held, asked) - replicas < len(taken) <= min(held, asked)
+    assert all(replicas <= samples <= local * replicas for _, samples in found)
+
+
+def test_replicas_that_would_have_nothing_to_validate_on_are_refused() -> None:
+    loader = Loader(Items(SAMPLES[:1], name="one"), batch=2)
+    with pytest.raises(StagelineError, match="one holds 1 to validate on, and each of 2 replicas takes one"):
+        HeldBack(loader, asked=2, local=1, replica=0, replicas=2)
+
+
+def far_from_finite(output: Tensor, targets: Tensor) -> Tensor:
+    return output.sum() * float("nan")
+
+
+def test_what_ranks_did_last_is_kept_with_the_run_and_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StagelineError, match="the loss of microbatch 0 is nan") as failed:
+        train(model=Small, loss_fn=far_from_finite, data=SAMPLES)
+    assert not Path("stageline-flight").exists()
+    (note,) = failed.value.__notes__
+    assert note == (
+        "the last actions and messages of the ranks are in run/flight/stageline-flight-alone-rank0.json and 1 more "
+        "beside it: stageline doctor run/flight"
+    )
+    assert len(read_flight("run/flight/stageline-flight-alone-rank0.json").actions) > 0
+    monkeypatch.setenv("STAGELINE_FLIGHT_DIR", "mine")
+    refused("the loss of microbatch 0 is nan", model=Small, loss_fn=far_from_finite, data=SAMPLES)
+    assert Path("mine").is_dir()
+
+
+def test_records_of_a_job_that_never_came_to_be_are_no_run() -> None:
+    Path("run/flight").mkdir(parents=True)
+    assert train("training.steps=1").step == 1

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,8 +56,13 @@ def tokens(tmp_path: Path) -> Path:
     return path
 
 
-def start(nursery: Nursery, tokens: Path, run: str, *more: str, processes: int = 1) -> list[Child]:
-    """Start a job, of one process with ranks as threads or of several, as torchrun would."""
+def start(
+    nursery: Nursery, tokens: Path, run: str, *more: str, processes: int = 1, full: int | None = None
+) -> list[Child]:
+    """Start a job, of one process with ranks as threads or of several, as torchrun would.
+
+    From the checkpoint of step `full` on, the first rank's disk is full.
+    """
     words = [*TINY, f"--training.dataset_path={tokens}", f"--job.dump_folder={tokens.parent / run}", *more]
     environment = {"OMP_NUM_THREADS": "1"}
     if processes > 1:
@@ -66,8 +72,8 @@ def start(nursery: Nursery, tokens: Path, run: str, *more: str, processes: int =
     return [
         nursery.start(
             SCRIPT,
-            "main",
-            [words],
+            "main" if full is None else "on_a_full_disk",
+            [words] if full is None else [words, full],
             log=tokens.parent / f"{run}.{rank}.log",
             environment=environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}),
         )
@@ -110,6 +116,11 @@ def wait_until(child: Child, condition: Callable[[], bool]) -> None:
 def losses(tokens: Path, run: str) -> dict[int, tuple[float, float]]:
     rows = map(json.loads, (tokens.parent / run / "metrics.jsonl").read_text().splitlines())
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if row["event"] == "step"}
+
+
+def validations(tokens: Path, run: str) -> list[dict[str, Any]]:
+    rows = map(json.loads, (tokens.parent / run / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row["event"] == "validation"]
 
 
 def weights(tokens: Path, run: str, step: int) -> dict[str, list[float]]:
@@ -172,6 +183,19 @@ def test_a_rank_whose_peer_died_ends_with_an_error_and_saves_nothing(nursery: Nu
     assert not list((tokens.parent / "run" / "checkpoint").glob("step-*"))
 
 
+def test_a_checkpoint_that_one_rank_could_not_write_ends_all_of_them_with_its_error(
+    nursery: Nursery, tokens: Path
+) -> None:
+    more = ("--checkpoint.interval=2", "--parallelism.pipeline_parallel_schedule=1f1b")
+    children = start(nursery, tokens, "run", "--training.steps=5000", *more, processes=2, full=4)
+    assert ended(children) == [2, 2], said(tokens, "run")
+    last = tokens.parent / "run" / "checkpoint" / "step-00000002"
+    for rank in range(2):
+        assert "error: the checkpoint of step 4 is not saved: " in said(tokens, "run", rank)
+        assert f"; the last good one is {last}\n" in said(tokens, "run", rank)
+    assert "error: the checkpoint of step 4 is not saved: No space left on device; " in said(tokens, "run")
+
+
 def test_a_checkpoint_of_processes_goes_on_as_threads_and_back(nursery: Nursery, tokens: Path) -> None:
     assert ended(start(nursery, tokens, "whole")) == [0]
     for processes, more in (
@@ -216,7 +240,7 @@ def test_ranks_without_a_shared_folder_are_found(nursery: Nursery, tokens: Path)
 def test_replicas_of_a_pipeline_train_go_on_and_load_elsewhere(nursery: Nursery, tokens: Path) -> None:
     """2 × 2 processes with a split backward: the same bits in every run of that layout, and nearly so in others."""
     spread = ["--training.local_batch_size=4", "--training.global_batch_size=16", "--model.dropout=0",
-              "--parallelism.pipeline_parallel_schedule=zb-h1"]  # fmt: skip
+              "--parallelism.pipeline_parallel_schedule=zb-h1", "--validation.fraction=0.045"]  # fmt: skip
     assert ended(start(nursery, tokens, "whole", *spread, processes=4)) == [0] * 4, said(tokens, "whole")
     children = start(nursery, tokens, "parts", *spread, processes=4)
     wait_for(tokens, "parts", 13)
@@ -231,3 +255,6 @@ def test_replicas_of_a_pipeline_train_go_on_and_load_elsewhere(nursery: Nursery,
     assert ended(start(nursery, tokens, "other", *alone)) == [0], said(tokens, "other")
     apart = [abs(losses(tokens, "other")[step][0] - losses(tokens, "whole")[step][0]) for step in range(1, 17)]
     assert max(apart) < 1e-4, apart
+    (shared,), (whole,) = (validations(tokens, run) for run in ("whole", "other"))
+    assert shared["samples"] == whole["samples"] == 11  # of 16 that are asked for; the last 3 are shared unevenly
+    assert abs(shared["loss"] - whole["loss"]) < 1e-4

@@ -232,7 +232,7 @@ def test_into_a_pipe_come_plain_lines_the_first_the_last_and_every_tenth(tmp_pat
     with Logs(config(log_freq=10), tmp_path, main=True, total_steps=25) as logs:
         logs.event("start", step=0, time=START)
         run_of(logs, range(1, 26))
-        logs.event("validation", step=25, loss=2.2, seconds=0.4)
+        logs.event("validation", step=25, loss=2.2, samples=1200, seconds=0.4)
         logs.event("checkpoint", step=25, seconds=0.2, blocked=0.01, bytes=123456)
         logs.event("timeline", step=25, file="timeline/step-00000025.json")
         logs.event("end", step=25, why="finished")
@@ -242,7 +242,7 @@ def test_into_a_pipe_come_plain_lines_the_first_the_last_and_every_tenth(tmp_pat
         "10/25  loss 3.9000  15.2k tok/s  bubble 21% (plan 18%)  1.2 GiB  0:15 left",
         "20/25  loss 3.8000  15.2k tok/s  bubble 21% (plan 18%)  1.2 GiB  0:05 left",
         "25/25  loss 3.7500  15.2k tok/s  bubble 21% (plan 18%)  1.2 GiB  took 0:25",
-        "validation at step 25: loss 2.2000, 0.40 s",
+        "validation at step 25: loss 2.2000 on 1,200 samples, 0.40 s",
         "checkpoint of step 25: 121 KiB, written in 0.20 s, training waited 10 ms",
         "finished: 25 of 25 steps",
     ]
@@ -312,6 +312,21 @@ def test_on_a_terminal_one_line_updates_and_the_rest_is_above_it(width: int, tmp
         if "/100000" in line:
             assert len(line) < width
     assert ("━" in lines[-1]) == (width == 160)
+
+
+def test_the_line_of_a_step_looks_the_same_whatever_was_said_above_it(tmp_path: Path) -> None:
+    console, file = screen(160)
+    with Logs(config(), tmp_path, main=True, total_steps=100, console=console) as logs:
+        logs.event("start", step=0)
+        run_of(logs, range(1, 2))
+        logs.event("validation", step=1, loss=2.2)
+        logs.event("checkpoint", step=1, bytes=10)
+        logs.event("end", step=1, why="failed: everything")
+    text = file.getvalue().replace("\x1b[?25l", "")  # the cursor is hidden with the first one
+    drawn = [line for line in re.split(r"[\r\n]|\x1b\[2K", text) if "1/100" in plain(line)]
+    assert len(drawn) >= 4
+    assert len(set(drawn)) == 1
+    assert "\x1b[35mvalidation at step 1: loss 2.2000\x1b[0m" in text
 
 
 def screen_after(text: str) -> list[str]:

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -419,6 +420,31 @@ def test_memory_pins_and_speeds_are_kept_to() -> None:
     other = sl.profile(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2), repeats=1, warmup=0)
     with pytest.raises(sl.StagelineError, match=r"the profile has no layer 'transformer.wte'"):
         sl.split(model, 2, by=other)
+
+
+ASIDE: dict[str, Any] = {}
+
+
+def with_hooks(rank: int) -> tuple[str, list[str]]:
+    """The first layer's hook leaves something in a global, and the last one's looks for it."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model[0].register_forward_hook(lambda module, inputs, output: ASIDE.update(seen=output.detach()))
+    model[3].register_forward_hook(lambda module, inputs, output: output + ASIDE["seen"].mean())
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=2, microbatches=2)
+    try:
+        pipe.step(noise(4, 4), noise(4, 4))
+    except sl.PipelineError as error:
+        return str(error), error.__notes__
+    return "", []
+
+
+def test_a_value_that_a_hook_left_on_another_rank_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGELINE_FLIGHT_DIR", str(tmp_path))
+    for said, notes in run_ranks(with_hooks, 2):
+        assert said.startswith("rank 1 failed in F of stage 1, microbatch 0: KeyError: 'seen'; ")
+        (note,) = [each for each in notes if each.startswith("not all stages before stage 1 run in its process: ")]
+        assert "leave beside their outputs, in a global or on a module, does not travel between ranks" in note
+    assert with_hooks(0) == ("", [])  # threads share what is global
 
 
 @pytest.mark.parametrize(("case", "family"), [("unet", "zb-v"), ("translator", "interleaved")])

@@ -499,6 +499,41 @@ def test_mistakes_are_told_in_words() -> None:
             mistake()
 
 
+def test_options_that_there_are_not_are_told_with_the_nearest_and_the_number_of_stages_where_it_comes_from() -> None:
+    def make(*given: Any, **named: Any) -> Any:
+        kind: Any = sl.Pipeline
+        return kind(*given, **named)
+
+    common: dict[str, Any] = {"loss_fn": functional.mse_loss, "microbatches": 4, "ranks": 2}
+    made = sl.schedule("1f1b", 2, 4)
+    mistakes: list[tuple[Callable[[], Any], str]] = [
+        (lambda: make(blocks(4), stages=4), r"follows from the schedule: ranks × chunks; say ranks=4 for one on each"),
+        (lambda: make(blocks(4), stages=4, **common), r"schedule='interleaved', ranks=2, chunks=2$"),
+        (lambda: make(blocks(4), stages=3, **common), r"say ranks=3 for one on each rank$"),
+        (lambda: make(blocks(4), stages=[blocks(4)], **common), "given twice, once as stages="),
+        (
+            lambda: make(blocks(4), schedul="zb-v", **common),
+            r"nor 1f1b has an option 'schedul' \(did you mean 'schedule'",
+        ),
+        (lambda: make(blocks(4), micro_batches=2, **common), "did you mean 'microbatches'"),
+        (lambda: make(blocks(4), chunks=2, **common), "'chunks', which .* has; 1f1b takes none$"),
+        (
+            lambda: make(blocks(4), schedule="interleaved", chunk=2, **common),
+            "did you mean 'chunks'.*takes chunks, group",
+        ),
+        (
+            lambda: make(blocks(4), schedule=made, chunks=2, **common),
+            "nor a schedule that is made has an option 'chunks'",
+        ),
+        (lambda: make(blocks(4), layers_per_stage=[1, 3], **common), "cut it first: sl.Pipeline"),
+    ]
+    for mistake, words in mistakes:
+        with pytest.raises(TypeError, match=words) as told:
+            mistake()
+        assert isinstance(told.value, sl.StagelineError)
+    assert make(stages=blocks(4), **common).ranks == 2
+
+
 class Noisy(Block):
     def __init__(self) -> None:
         super().__init__()

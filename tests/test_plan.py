@@ -386,7 +386,10 @@ def test_a_pipeline_chooses_its_microbatches_and_builds_only_after_that() -> Non
     [
         ({"ranks": 2}, "needs example="),
         ({"example": torch.ones(4, 8)}, "needs ranks="),
-        ({"ranks": 2, "example": torch.ones(4, 8), "group": 3}, "takes no option 'group'"),
+        (
+            {"ranks": 2, "example": torch.ones(4, 8), "group": 3},
+            "nor schedule='auto' has an option 'group', .* takes chunks",
+        ),
         ({"ranks": 9, "example": torch.ones(4, 8)}, "the model has 6 units, and 9 ranks"),
         ({"ranks": 2, "example": torch.ones(4, 8), "microbatches": 0}, "microbatches is a whole number from 1"),
         ({"ranks": 2, "example": 5}, "the example must have tensors"),

@@ -38,6 +38,10 @@ class ScheduleError(StagelineError):
         self.position = position
 
 
+class UnknownOption(ScheduleError, TypeError):
+    """An option that there is not, or not beside the others."""
+
+
 class CostError(StagelineError):
     """Costs that no step can have: negative, not a number, or not one per stage."""
 

@@ -29,10 +29,10 @@ def command(
     """Say which rank failed first, what each was doing, who waited for whom, and what to do next.
 
     When a step fails, every rank that still can writes a flight record into STAGELINE_FLIGHT_DIR, or into the folder
-    stageline-flight. Of several jobs, the newest is read.
+    stageline-flight; those of a training job are in the folder flight of its own. Of several jobs, the newest is read.
 
     \b
-    stageline doctor stageline-flight
+    stageline doctor outputs/flight
     stageline doctor stageline-flight-1a2b3c4d-rank0.json --json
     """
     from stageline.runtime.diagnosis import diagnose

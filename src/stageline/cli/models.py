@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stageline.errors import StagelineError, place_of
+from stageline.model.configured import config_file, read_config
 from stageline.model.named import find_function
 
 if TYPE_CHECKING:
@@ -76,9 +76,8 @@ def shorten_text(text: str, limit: int = 200) -> str:
 
 def find_model(name: str, samples: int = 8, length: int = 64, *, whole: bool = False) -> Named:
     """Make the model that a name stands for, with random weights; `whole` shows all of what its code raises."""
-    path = Path(name)
-    if path.suffix == ".json" or path.is_dir():
-        return _from_config(path / "config.json" if path.is_dir() else path, samples, length)
+    if (file := config_file(name)) is not None:
+        return _from_config(file, samples, length)
     if ":" not in name:
         raise StagelineError(f"a model is named as package.module:function or as a config.json, got {name!r}")
     with of_the_user(f"{name} cannot be imported", whole):
@@ -101,31 +100,14 @@ def _understood(name: str, made: Any) -> Named:
 
 
 def _from_config(path: Path, samples: int, length: int) -> Named:
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise StagelineError(f"cannot read the config {path}: {error}") from error
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise StagelineError(
-            "a Hugging Face config needs transformers: pip install 'stageline[huggingface]'"
-        ) from error
-    try:
-        config = transformers.AutoConfig.for_model(**{**given, "model_type": given["model_type"]})
-    except (KeyError, ValueError, TypeError) as error:
-        raise StagelineError(f"{path} is no config that transformers knows: {error}") from error
-    names = given.get("architectures") or []
-    kind: Any = getattr(transformers, names[0], None) if names else None
+    found = read_config(path)
+    import torch
+
     torch.manual_seed(0)
-    automatic: Any = transformers.AutoModelForCausalLM
-    model = kind(config) if kind is not None else automatic.from_config(config)
-    if not hasattr(config, "vocab_size"):
+    model = found.make()
+    if found.vocab_size is None:
         return Named(model)
-    words = torch.randint(
-        0, config.vocab_size, (samples, min(length, getattr(config, "max_position_embeddings", length)))
-    )
+    words = torch.randint(0, found.vocab_size, (samples, min(length, found.positions or length)))
     from stageline.model.huggingface import own_loss
 
     return Named(model, {"input_ids": words, "labels": words}, words, own_loss)

@@ -12,7 +12,7 @@ from stageline.cli.output import console, print_json, print_segments, save
 from stageline.timeline import draw
 from stageline.timeline.draw.palette import number
 from stageline.timeline.draw.terminal import chart, legend
-from stageline.timeline.explain import Explanation, Parts, explain, typical_costs
+from stageline.timeline.explain import MEANINGS, Explanation, Parts, explain, typical_costs
 from stageline.timeline.files import read_timeline
 from stageline.timeline.simulate import simulate
 
@@ -20,14 +20,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MOST_RANKS, MOST_SLOW = 64, 5
-MEANINGS = {
-    "compute": "computing, as long as planned",
-    "slow": "computing, beyond the plan",
-    "transfer": "the input was made and on its way",
-    "host": "the input was there, the rank free, and nothing ran",
-    "late": "waiting for other ranks, beyond the plan",
-    "bubble": "waiting for other ranks, as planned",
-}
 
 
 @takes(prices=Prices)

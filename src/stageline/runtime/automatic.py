@@ -110,7 +110,7 @@ def plan_together(
     """The plan of rank 0, known to all; what is wrong there is wrong everywhere."""
     from stageline.planning.files import parse_plan, to_text
 
-    _check(given, example, options)
+    _check(given, example)
     said = {"plan": "", "error": ""}
     if world.replica == 0 and 0 in world.here:
         try:
@@ -128,7 +128,7 @@ def plan_together(
     return parse_plan(said["plan"], "the plan of rank 0")
 
 
-def _check(given: Any, example: Any, options: Mapping[str, Any]) -> None:
+def _check(given: Any, example: Any) -> None:
     if not isinstance(given, nn.Module):
         raise StagelineError(
             "schedule='auto' cuts the model itself: give the model, or a function that builds it, not its stages; or "
@@ -139,9 +139,6 @@ def _check(given: Any, example: Any, options: Mapping[str, Any]) -> None:
             "schedule='auto' measures the model, and needs example=, a batch of inputs as a step is given them; or "
             "name a schedule"
         )
-    unknown = [name for name in options if name != "chunks"]
-    if unknown:
-        raise StagelineError(f"schedule='auto' takes no option {unknown[0]!r}; it takes chunks")
 
 
 def _plan(

@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from stageline.errors import ScheduleError, StagelineError, shorten
+from stageline.errors import ScheduleError, StagelineError, UnknownOption, nearest, shorten
 from stageline.model.build import Description, describe
 from stageline.model.staged import Staged, even_sizes, split
 from stageline.model.units import NoStack, find_units, layers_of
 from stageline.schedules.files import read_schedule
 from stageline.schedules.placement import Placement
-from stageline.schedules.registry import find_family, schedule
+from stageline.schedules.registry import families, find_family, schedule
 from stageline.schedules.schedule import Schedule
 
 _FILES = (".json", ".csv")
@@ -59,12 +59,54 @@ def described(stages: Any) -> tuple[Any, Description[Any] | None]:
     return stages, None
 
 
+def refuse_second(stages: Any) -> None:
+    """Refuse a `stages=` beside the model: it is no number of stages.
+
+    >>> refuse_second(4)
+    Traceback (most recent call last):
+    ...
+    stageline.errors.UnknownOption: stages=4 is given beside the model, and the number of stages follows from the
+    schedule: ranks × chunks; say ranks=4 for one on each rank, or schedule='interleaved', ranks=2, chunks=2
+    """
+    if not isinstance(stages, int):
+        raise UnknownOption(f"the model or its stages are given twice, once as stages={shorten(stages)}; give one")
+    more = f", or schedule='interleaved', ranks={stages // 2}, chunks=2" if stages > 2 and stages % 2 == 0 else ""
+    raise UnknownOption(
+        f"stages={stages} is given beside the model, and the number of stages follows from the schedule: ranks × "
+        f"chunks; say ranks={max(stages, 1)} for one on each rank{more}"
+    )
+
+
+def check_options(options: Mapping[str, Any], given: Any, own: Iterable[str]) -> None:
+    """Refuse options that neither the pipeline has, whose `own` are named, nor the family of the schedule given.
+
+    >>> check_options({"microbatch": 4}, "interleaved", ["microbatches", "ranks"])
+    Traceback (most recent call last):
+    ...
+    stageline.errors.UnknownOption: neither Pipeline nor interleaved has an option 'microbatch' (did you mean
+    'microbatches'?); interleaved takes chunks, group
+    """
+    who, known = "a schedule that is made", list[str]()
+    if isinstance(given, str) and given == "auto":
+        who, known = "schedule='auto'", ["chunks"]
+    elif isinstance(given, str) and Path(given).suffix.lower() not in _FILES:
+        family = find_family(given)
+        who, known = family.name, list(family.options)
+    _refuse_cuts(known, options)
+    unknown = next((name for name in options if name not in known), "")
+    if unknown:
+        other = next((name for name in families() if unknown in find_family(name).options), "")
+        meant = f", which {other} has" if other else nearest(unknown, [*own, *known])
+        raise UnknownOption(
+            f"neither Pipeline nor {who} has an option {unknown!r}{meant}; {who} takes {', '.join(known) or 'none'}"
+        )
+
+
 def find_schedule(
     given: str | Path | Schedule, layers: int, ranks: int | None, microbatches: int | None, **options: Any
 ) -> Schedule:
     """The schedule that was asked for."""
     file = isinstance(given, Schedule) or (isinstance(given, str | Path) and Path(given).suffix.lower() in _FILES)
-    _refuse_cuts([] if file or not isinstance(given, str) else find_family(given).options, options)
     if not isinstance(given, str | Path | Schedule):
         raise StagelineError(
             f"schedule is a family such as '1f1b', a file, or what sl.schedule(…) gives, got {shorten(given)}"
@@ -101,7 +143,7 @@ def _refuse_cuts(known: Iterable[str], options: Mapping[str, Any]) -> None:
     """Refuse options that say how to cut the model, unless the family has one of that name."""
     asked = [name for name in options if name in _OF_SPLIT and name not in known]
     if asked:
-        raise StagelineError(
+        raise UnknownOption(
             f"{asked[0]}= says how to cut the model, and Pipeline cuts it by the count of its layers; cut it first: "
             f"sl.Pipeline(sl.split(model, stages=…, {'by' if asked[0] == 'split' else asked[0]}=…), …)"
         )

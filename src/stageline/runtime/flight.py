@@ -16,7 +16,8 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -151,9 +152,30 @@ class Flight:
         return target
 
 
+_usual: list[str | Path] = ["stageline-flight"]
+
+
 def flight_folder(folder: str | Path | None = None) -> Path:
-    """Where records are written: the folder given, that of STAGELINE_FLIGHT_DIR, or `stageline-flight` here."""
-    return Path(folder or os.environ.get("STAGELINE_FLIGHT_DIR") or "stageline-flight")
+    """Where records are written: the folder given, that of STAGELINE_FLIGHT_DIR, or `stageline-flight` here.
+
+    Inside of `flights_into`, its folder takes the place of the last.
+    """
+    return Path(folder or os.environ.get("STAGELINE_FLIGHT_DIR") or _usual[-1])
+
+
+@contextmanager
+def flights_into(folder: str | Path) -> Iterator[None]:
+    """Write the records of this process into a folder, on all its threads, unless STAGELINE_FLIGHT_DIR names one.
+
+    >>> with flights_into("outputs/flight"):
+    ...     flight_folder().as_posix()
+    'outputs/flight'
+    """
+    _usual.append(folder)
+    try:
+        yield
+    finally:
+        _usual.remove(folder)
 
 
 def _plain(name: str) -> str:

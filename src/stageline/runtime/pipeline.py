@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,15 @@ from stageline.runtime.automatic import Automatic, automatic
 from stageline.runtime.batch import Keywords, Reduction, check_reduction
 from stageline.runtime.clip import clip_factor, norm_of, owners_of
 from stageline.runtime.compiled import Compile, compile_units
-from stageline.runtime.cut import count_layers, cut, described, find_schedule, whole_model
+from stageline.runtime.cut import (
+    check_options,
+    count_layers,
+    cut,
+    described,
+    find_schedule,
+    refuse_second,
+    whole_model,
+)
 from stageline.runtime.handshake import common_seed, facts_of, find_deadline
 from stageline.runtime.interlock import Rates, Run
 from stageline.runtime.layout import mesh_of, ranks_of
@@ -66,6 +74,12 @@ class Pipeline(Runner):
     >>> stats.samples, stats.microbatches, pipe.timeline.schedule.name
     (8, 4, 'zb-h1')
     """
+
+    def __new__(cls, *given: Any, **named: Any) -> Self:
+        """Say what `stages=` beside a model comes to, before Python refuses it in fewer words."""
+        if given and "stages" in named and cls.__init__ is Pipeline.__init__:
+            refuse_second(named["stages"])
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -116,6 +130,7 @@ class Pipeline(Runner):
         `replan` compares the last steps of every `replan_every` with `planned`, with the plan of "auto" or with the
         first of them: "warn" says which stage drifts, "auto" takes a better order for the next step (see docs/plan.md).
         """
+        check_options(options, schedule, Pipeline.__init__.__kwdefaults__ or ())
         check_reduction(loss_reduction)
         check_buckets(bucket_mb, reduce_dtype)
         if not callable(loss_fn):

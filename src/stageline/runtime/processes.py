@@ -35,6 +35,7 @@ from stageline.runtime.worlds import (
     ThreadWorld,
     World,
     failure,
+    note_aside,
     note_record,
 )
 from stageline.transport.protocol import PeerFailed, Traffic, Transport, TransportError
@@ -219,6 +220,8 @@ class ProcessWorld(Collectives):
         )  # fmt: skip
         if verdict.traceback and origin != self.process:
             error.add_note(f"on rank {origin}:\n{verdict.traceback}")
+        if self.layout.ranks > 1:
+            note_aside(error, verdict)
         note_record(error, [self._record(verdict)])
         return error
 

@@ -130,9 +130,31 @@ def failure(who: str, doing: str, error: BaseException, left: str = GRADIENTS) -
 
 def note_record(error: PipelineError, paths: Sequence[Path | None]) -> None:
     """Say with an error where the flight records are."""
-    folders = {path.parent for path in paths if path is not None}
-    for folder in sorted(folders):
-        error.add_note(f"the last actions and messages of the ranks are in {folder}: stageline doctor {folder}")
+    found = sorted(path for path in paths if path is not None)
+    if found:
+        more = f" and {len(found) - 1} more beside it" if len(found) > 1 else ""
+        error.add_note(
+            f"the last actions and messages of the ranks are in {found[0]}{more}: stageline doctor {found[0].parent}"
+        )
+
+
+def note_aside(error: PipelineError, verdict: Verdict) -> None:
+    """Say with the error of a layer that did not find something why it may not be there on this rank.
+
+    >>> error = PipelineError("rank 1 failed")
+    >>> note_aside(error, Verdict(1, "raised", text="KeyError: 'mask'", action="F", stage=2))
+    >>> print(error.__notes__[0])
+    not all stages before stage 2 run in its process: what their layers or hooks leave beside their outputs, in a global
+    or on a module, does not travel between ranks; if it looked for such a value, pass that on among inputs and outputs
+    """
+    kind, _, said = verdict.text.partition(":")
+    missing = kind in ("KeyError", "AttributeError") or (kind == "IndexError" and ("list" in said or "deque" in said))
+    if missing and verdict.action == "F" and verdict.stage:
+        error.add_note(
+            f"not all stages before stage {verdict.stage} run in its process: what their layers or hooks leave beside "
+            "their outputs, in a global or on a module, does not travel between ranks; if it looked for such a value, "
+            "pass that on among inputs and outputs"
+        )
 
 
 class ThreadWorld:

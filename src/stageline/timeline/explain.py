@@ -41,6 +41,17 @@ class Parts(NamedTuple):
         return sum(self)
 
 
+MEANINGS = {
+    "compute": "computing, as long as planned",
+    "slow": "computing, beyond the plan",
+    "transfer": "the input was made and on its way",
+    "host": "the input was there, the rank free, and nothing ran",
+    "late": "waiting for other ranks, beyond the plan",
+    "bubble": "waiting for other ranks, as planned",
+}
+"""What the parts mean, in the words of tables and pages."""
+
+
 class Slow(NamedTuple):
     """The actions of one kind, on one stage and rank, that took longer than planned."""
 

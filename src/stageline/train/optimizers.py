@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import StagelineError
-from stageline.train.config import LRScheduler
+from stageline.train.config import Config, LRScheduler
 from stageline.train.config import Optimizer as Asked
 
 _FUSED = ("AdamW", "Adam", "SGD")
@@ -203,3 +203,18 @@ def rate(asked: LRScheduler, step: int, steps: int) -> float:
         "cosine": 0.5 * (1.0 + math.cos(math.pi * share)),
     }[asked.decay_type]
     return asked.min_lr_factor + (1.0 - asked.min_lr_factor) * shape
+
+
+def warm_up_note(config: Config) -> str:
+    """What to say of a warm-up that leaves no step to the rest; nothing where it is shorter than the run.
+
+    >>> warm_up_note(Config.read(None, "training.steps=12"))
+    'lr_scheduler.warmup_steps is 30 and training.steps is 12: the learning rate only rises, up to 40% of optimizer.lr'
+    >>> warm_up_note(Config.read(None, "training.steps=31"))
+    ''
+    """
+    warmup, steps = config.lr_scheduler.warmup_steps, config.training.steps
+    if warmup < steps:
+        return ""
+    far = "to optimizer.lr in the last step" if steps == warmup else f"up to {steps / warmup:.0%} of optimizer.lr"
+    return f"lr_scheduler.warmup_steps is {warmup} and training.steps is {steps}: the learning rate only rises, {far}"

@@ -20,6 +20,8 @@ from stageline.train.settings import FIXED, FREE, WARN, differences, read_config
 from stageline.train.toml import write_toml
 
 CONFIG, ENVIRONMENT, METRICS, LOCK = "config.toml", "environment.json", "metrics.jsonl", "lock"
+FLIGHT = "flight"
+"""Where ranks write what they did last when a step fails, which may be before there is a run."""
 
 
 class RunFolder:
@@ -34,7 +36,7 @@ class RunFolder:
         """Whether there is a run to go on with, and what is different now; refuse what does not fit."""
         if self.path.exists() and not self.path.is_dir():
             raise StagelineError(f"job.dump_folder is {str(self.path)!r}, which is a file; give a folder")
-        if not self.path.exists() or not any(each.name != LOCK for each in self.path.iterdir()):
+        if not self.path.exists() or not any(each.name not in (LOCK, FLIGHT) for each in self.path.iterdir()):
             return False, []
         if not (self.path / CONFIG).is_file():
             raise StagelineError(
@@ -54,11 +56,11 @@ class RunFolder:
 
     def _begun(self) -> bool:
         """Whether a job got as far as events, or left anything that only a job at work writes."""
-        started = {CONFIG, LOCK, ENVIRONMENT, "choice.json", "plan.json", "profile.json"}
+        started = {CONFIG, LOCK, FLIGHT, ENVIRONMENT, "choice.json", "plan.json", "profile.json"}
         return any(each.name not in started and not each.name.startswith(".") for each in self.path.iterdir())
 
     def claim(self, config: Config) -> None:
-        """Make the folder this job's own; refuse while another works in it."""
+        """Make the folder this job's own; refuse while another works in it. A config that is there stays as it was."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / LOCK).open("a+", encoding="utf-8")
@@ -76,6 +78,11 @@ class RunFolder:
             raise StagelineError(
                 f"another job is at work in {str(self.path)!r}; wait for it, or give another job.dump_folder"
             ) from None
+        if not (self.path / CONFIG).is_file():  # by which a later start knows whose folder it is
+            self.keep(config)
+
+    def keep(self, config: Config) -> None:
+        """Write the config that is trained with, once nothing can refuse the job any more."""
         self.write(CONFIG, write_toml(config))
 
     def release(self) -> None:

@@ -34,6 +34,7 @@ from stageline.train.choice import choose, keep, kept
 from stageline.train.config import Config
 from stageline.train.data import Data, Loader, Tokens, data_of, open_data
 from stageline.train.layout import Layout
+from stageline.train.optimizers import warm_up_note
 from stageline.train.precision import mend_bfloat16
 from stageline.train.runs import RunFolder
 from stageline.train.tasks import Task, make_task
@@ -66,6 +67,8 @@ class Setup:
         inside = "bfloat16" if self.config.optimizer.name == "Muon" else ""  # what it orthogonalises in
         mended = mend_bfloat16(self.layout.device, training.dtype, training.mixed_precision_param, inside)
         _ = self.world, self.loader, self.task
+        if self.task.configured is not None:
+            self.task.check_length(self.tokens, training.seq_len)
         if self.config.validation.patience and self.data.validation is None:
             raise StagelineError(
                 f"validation.patience is {self.config.validation.patience}, and nothing is validated on: of a stream "
@@ -73,7 +76,7 @@ class Setup:
             )
         self._look_at_folder()
         self._share_folder()
-        self.notes += [mended] if mended else []
+        self.notes += [note for note in (mended, warm_up_note(self.config)) if note]
         _ = self.choice, self.pipe
 
     @cached_property

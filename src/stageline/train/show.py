@@ -36,6 +36,7 @@ class Show:
         if not self._main:
             return
         setup, folder, layout = self._of.setup, self._of.folder, self._of.layout
+        folder.keep(self._of.config)
         if not resumed and (aside := folder.set_aside(METRICS)) is not None:
             setup.notes.append(
                 f"{folder.path} holds a run without a checkpoint in {self._of.checkpoints.name}, so it begins anew; "

@@ -94,14 +94,15 @@ class Stepper:
         self.optimizer.zero_grad()
         return Stepped(loss, norm, not stepping, scale, stats)
 
-    def evaluate(self, batches: Sequence[Batch]) -> float:
-        """The loss on batches, without training on them."""
-        with evaluating(self.pipe.model):
-            count = self._count(batches)
-            found = 0.0
-            for inputs, targets in batches:
-                given, wanted = self.task.batch(inputs, targets)
-                with autocast(self._device, self._mixed):
-                    loss = self.pipe.evaluate(given, wanted, count=count).loss
-                found += (loss or 0.0) * (1.0 if count is not None else 1.0 / len(batches))
-            return found
+    def evaluate(self, inputs: Any, targets: Any) -> tuple[float, float | None]:
+        """The loss on a batch, without training on it, and how much its targets weigh; None for a loss that is a mean.
+
+        A batch without a target that counts has no loss, and weighs nothing.
+        """
+        count = count_targets(self._loss, targets)
+        count = None if count is None else self._total(count)
+        if count == 0:
+            return 0.0, 0.0
+        given, wanted = self.task.batch(inputs, targets)
+        with evaluating(self.pipe.model), autocast(self._device, self._mixed):
+            return self.pipe.evaluate(given, wanted, count=count).loss or 0.0, count

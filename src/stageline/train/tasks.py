@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import StagelineError
+from stageline.model.configured import Configured, config_file, read_config
 from stageline.model.huggingface import own_loss
 from stageline.model.named import find_function
 from stageline.train.config import Config
@@ -32,6 +32,8 @@ class Task:
     dtype: torch.dtype = torch.float32
     assets: dict[str, bytes] = field(default_factory=dict)
     """Small files that belong to the model, such as the config.json by which transformers opens it."""
+    configured: Configured | None = None
+    """What a Hugging Face config said of the model, where one did."""
     own: Any = None
     """The loss that came with the model."""
     given: Callable[[Any, Any], Any] | None = None
@@ -73,6 +75,20 @@ class Task:
             labels = torch.cat([inputs[:, :1], targets[:, :-1]], 1) if alike else targets
         return {"input_ids": inputs, "labels": labels}, labels
 
+    def check_length(self, tokens: int, seq_len: int) -> None:
+        """Refuse rows of more tokens than the model has positions for: it would fail deep inside."""
+        found = self.configured
+        if found is None or found.positions is None or 2 * tokens <= found.positions:  # no need to look closer
+            return
+        if found.longest is not None and tokens > found.longest:
+            said = f"training.seq_len is {tokens}" if tokens == seq_len else f"the samples have {tokens} tokens"
+            less = "training.seq_len" if tokens == seq_len else "the samples"
+            raise StagelineError(
+                f"{said}, and {found.positions_name} of {found.path} is {found.positions}, which leaves positions for "
+                f"{found.longest} tokens; take up to {found.longest} for {less}, or raise {found.positions_name} in "
+                "that file"
+            )
+
     def example(self, inputs: Any) -> Any:
         """What the model alone is called with."""
         given, _ = self.batch(inputs, None)
@@ -88,22 +104,22 @@ def make_task(config: Config, vocab_size: int) -> Task:
     """
     name, training = config.model.name, config.training
     dtype = getattr(torch, training.dtype)
-    path = Path(name)
+    build: Callable[[], Any]
+    assets: dict[str, bytes] = {}
+    configured: Configured | None = None
     if name == "gpt":
-        build: Callable[[], Any] = _gpt(config, vocab_size)
-        assets: dict[str, bytes] = {}
-    elif path.suffix == ".json" or path.is_dir():
-        build, assets = _huggingface(
-            path / "config.json" if path.is_dir() else path, vocab_size if training.dataset in ("python", "text") else 0
-        )
+        build = _gpt(config, vocab_size)
+    elif (file := config_file(name)) is not None:
+        found, assets = _huggingface(file, vocab_size if training.dataset in ("python", "text") else 0)
+        build, configured = lambda: found.make(torch.get_default_dtype()), found
     elif ":" in name:
-        build, assets = find_function(name), {}
+        build = find_function(name)
     else:
         raise StagelineError(
             f"model.name is {name!r}; give gpt, the config.json of a Hugging Face model or its folder, or "
             "package.module:function"
         )
-    return Task(name, build, training.loss, tuple(training.loss_weights), dtype, assets)
+    return Task(name, build, training.loss, tuple(training.loss_weights), dtype, assets, configured)
 
 
 def _gpt(config: Config, vocab_size: int) -> Callable[[], GPT]:
@@ -127,40 +143,15 @@ def _gpt(config: Config, vocab_size: int) -> Callable[[], GPT]:
     )
 
 
-def _huggingface(path: Path, vocab_size: int) -> tuple[Callable[[], nn.Module], dict[str, bytes]]:
-    try:
-        text = path.read_bytes()
-        given = json.loads(text)
-    except (OSError, ValueError) as error:
-        raise StagelineError(f"cannot read the config {path}: {error}") from error
-    try:
-        import transformers
-    except ImportError as error:
+def _huggingface(path: Path, vocab_size: int) -> tuple[Configured, dict[str, bytes]]:
+    found = read_config(path)
+    if found.vocab_size is not None and found.vocab_size < vocab_size:
         raise StagelineError(
-            "a Hugging Face config needs transformers: pip install 'stageline[huggingface]'"
-        ) from error
-    try:
-        config = transformers.AutoConfig.for_model(**{**given, "model_type": given["model_type"]})
-    except (KeyError, ValueError, TypeError) as error:
-        raise StagelineError(f"{path} is no config that transformers knows: {error}") from error
-    words = getattr(config, "vocab_size", None)
-    if isinstance(words, int) and words < vocab_size:
-        raise StagelineError(
-            f"{path} has a vocab_size of {words}, and the data has {vocab_size} words; set model.tokenizer_path to the "
-            "tokenizer of that model, or give it more words"
+            f"{path} has a vocab_size of {found.vocab_size}, and the data has {vocab_size} words; set "
+            "model.tokenizer_path to the tokenizer of that model, or give it more words"
         )
-    names = given.get("architectures") or []
-    kind: Any = getattr(transformers, names[0], None) if names else None
-    automatic: Any = transformers.AutoModelForCausalLM
     extra = [each for each in sorted(path.parent.glob("*.json")) if each.name.startswith(("token", "special_"))]
-    assets = {"config.json": text, **{each.name: each.read_bytes() for each in extra}}
-
-    def build() -> nn.Module:
-        config.dtype = torch.get_default_dtype()
-        made: nn.Module = kind(config) if kind is not None else automatic.from_config(config)
-        return made
-
-    return build, assets
+    return found, {"config.json": found.text, **{each.name: each.read_bytes() for each in extra}}
 
 
 @contextmanager

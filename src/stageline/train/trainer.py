@@ -18,21 +18,23 @@ import torch
 from torch import nn
 
 from stageline.errors import StagelineError
+from stageline.runtime.flight import flights_into
 from stageline.train import saving
-from stageline.train.checkpoint import Checkpoint, Writer
+from stageline.train.checkpoint import Checkpoint, CheckpointError, Writer
 from stageline.train.config import Config
 from stageline.train.data import Data, Loader, Prefetch
+from stageline.train.held import HeldBack
 from stageline.train.layout import Layout, find_layout
 from stageline.train.logs import Logs, read_metrics
 from stageline.train.logs.screen import put
 from stageline.train.optimizers import Optimizer, outer_parameters, rate
 from stageline.train.precision import LossScale
-from stageline.train.runs import METRICS, RunFolder
+from stageline.train.runs import FLIGHT, METRICS, RunFolder
 from stageline.train.settings import read_config, to_dict
 from stageline.train.setup import Setup
 from stageline.train.show import Show
 from stageline.train.signals import StopSignals
-from stageline.train.steps import Batch, Stepper
+from stageline.train.steps import Stepper
 from stageline.train.validate import validate
 
 
@@ -106,7 +108,8 @@ class Trainer:
     def run(self) -> Result:
         """Train until the last step, the time limit, an early stop or a signal; every process calls this alike."""
         self._began = time.monotonic()
-        with _surroundings(self.config, self.layout), StopSignals() as self._asked:
+        flights = flights_into(self.folder.path / FLIGHT)
+        with _surroundings(self.config, self.layout), flights, StopSignals() as self._asked:
             try:
                 found = self._prepare()
                 steps = self.config.training.steps
@@ -146,7 +149,13 @@ class Trainer:
             found.close()
         self.validation = None
         if setup.data.validation is not None and config.validation.enable:
-            self.validation = Loader(setup.data.validation, batch=setup.per_step, shuffle=False)
+            self.validation = HeldBack(
+                Loader(setup.data.validation, batch=setup.per_step, shuffle=False),
+                asked=config.validation.steps * setup.per_step,
+                local=setup.local,
+                replica=self.layout.replica,
+                replicas=self.layout.replicas,
+            )
         return found
 
     def _over_replicas(self, value: float) -> float:
@@ -268,15 +277,6 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def _held_back(self, loader: Loader, position: int) -> list[Batch]:
-        """What this replica takes of a step's worth of data that is not trained on."""
-        setup, layout = self.setup, self.layout
-        once = setup.local * layout.replicas
-        return [
-            loader.batch(position + turn * once, layout.replica, layout.replicas, setup.local)
-            for turn in range(setup.turns)
-        ]
-
     def _one_step(self) -> None:
         began = time.perf_counter()
         config = self.config
@@ -292,28 +292,29 @@ class Trainer:
         if self.validation is None:
             return False
         began = time.perf_counter()
-        asked = self.config.validation
-        losses = [
-            self.stepper.evaluate(self._held_back(self.validation, number * self.setup.per_step))
-            for number in range(asked.steps)
-        ]
-        self._validation = sum(losses) / len(losses)
-        self.logs.event("validation", step=self.step, loss=self._validation, seconds=time.perf_counter() - began)
+        self._validation = self.validation.loss(self.stepper)
+        seconds = time.perf_counter() - began
+        self.logs.event(
+            "validation", step=self.step, loss=self._validation, samples=self.validation.samples, seconds=seconds
+        )
         if self._validation < self._best:
             self._best, self._since_best = self._validation, 0
         else:
             self._since_best += 1
-        return 0 < asked.patience <= self._since_best
+        return 0 < self.config.validation.patience <= self._since_best
 
     def _agree_to_stop(self) -> str:
         """Whether any process was asked to stop, or the main one's time is over; all give the same answer."""
         limit = self.config.training.time_limit * 60
         over = self.layout.main and limit > 0 and time.monotonic() - self._began > limit
-        said = np.array([float(self._asked.number), float(over)])
+        said = np.array([[float(self._asked.number), float(over), float(self.writer.failed is not None)]])
         if self._many:
-            everyone = np.zeros((self.layout.processes, 2))
+            everyone = np.zeros((self.layout.processes, 3))
             everyone[self.layout.rank] = said
-            said = self.world.add_up(everyone.reshape(-1)).reshape(-1, 2).max(axis=0)
+            said = self.world.add_up(everyone.reshape(-1)).reshape(-1, 3)
+        if said[:, 2].any():
+            self._not_saved(int(said[:, 2].argmax()))
+        said = said.max(axis=0)
         if said[0]:
             return f"stopped by {signal.Signals(int(said[0])).name}"
         return "time limit" if said[1] else ""
@@ -339,6 +340,12 @@ class Trainer:
         self._blocked = time.perf_counter() - began
         if not background:
             self._report_saved()
+
+    def _not_saved(self, process: int) -> None:
+        """End the job with the error of a checkpoint that a process could not write, on all of them alike."""
+        text = self.world.tell(str(self.writer.failed or ""), process)
+        self.writer.wait()
+        raise CheckpointError(text)
 
     def _report_saved(self) -> None:
         """Tell of the last checkpoint, once it is there."""

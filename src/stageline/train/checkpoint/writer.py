@@ -23,7 +23,16 @@ from stageline._version import __version__
 from stageline.errors import shorten
 from stageline.train.checkpoint.damage import CheckpointError, reason
 from stageline.train.checkpoint.disk import make_folder, remove_tree, replace_file, side_by_side, write_file
-from stageline.train.checkpoint.folder import LATEST, discard, left_over, partial_name, publish, step_name, sweep
+from stageline.train.checkpoint.folder import (
+    LATEST,
+    discard,
+    left_over,
+    partial_name,
+    publish,
+    published,
+    step_name,
+    sweep,
+)
 from stageline.train.checkpoint.gather import Report, assemble, gather, report_name
 from stageline.train.checkpoint.manifest import INDEX, MANIFEST, File, Held, Manifest, Wrong, plain_name
 from stageline.train.checkpoint.prune import prune
@@ -138,6 +147,14 @@ class Writer:
             self._run(job)
             self.wait()
 
+    @property
+    def failed(self) -> BaseException | None:
+        """Why the checkpoint that was written in the background is not there; None while all is well. Waits for nobody.
+
+        The error is the writer's until the next call of `wait`, `save` or `close` raises it.
+        """
+        return self._error
+
     def wait(self) -> None:
         """Wait until nothing is being written any more; raises the error of what could not be."""
         if self._thread is not None:
@@ -232,9 +249,16 @@ class Writer:
                 Report(error=why).write(job.partial, self.number)
         if not isinstance(error, Exception):
             return error
-        failed = CheckpointError(f"the checkpoint of step {job.step} is not saved: {why}")
+        failed = CheckpointError(f"the checkpoint of step {job.step} is not saved: {why}; {self._last_good()}")
         failed.__cause__ = error
         return failed
+
+    def _last_good(self) -> str:
+        """What there is to go on from."""
+        found: list[Path] = []
+        with suppress(CheckpointError):
+            found = published(self.folder)
+        return f"the last good one is {found[-1]}" if found else f"{self.folder} has no other one"
 
     def _write(self, job: _Job) -> Report:
         """Write the files of this writer, under names of its own until all are known."""

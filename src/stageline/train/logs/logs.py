@@ -153,8 +153,9 @@ def _steps(count: int) -> str:
 
 
 def _validation(row: Row) -> str:
-    loss, seconds = number_of(row.get("loss")), number_of(row.get("seconds"))
+    loss, samples, seconds = (number_of(row.get(name)) for name in ("loss", "samples", "seconds"))
     said = "no loss" if loss is None else f"loss {figures.loss(loss)}"
+    said += "" if samples is None else f" on {samples:,.0f} sample{'s' * (samples != 1)}"
     return said if seconds is None else f"{said}, {figures.moment(seconds)}"
 
 

@@ -125,8 +125,10 @@ class Terminal:
 
     def say(self, text: str, style: str = "") -> None:
         """Print a line above."""
-        with suppress(OSError):
-            self._console.print(clean(text), style=style, markup=False, highlight=False, emoji=False)
+        from rich.text import Text
+
+        with suppress(OSError):  # a style of print's own would be that of the line below, too
+            self._console.print(Text(clean(text), style=style), highlight=False)
 
     def close(self) -> None:
         """Leave the last line where it is, below all others."""

@@ -6,21 +6,13 @@ from collections.abc import Iterator
 from html import escape
 
 from stageline.timeline import draw
-from stageline.timeline.explain import Explanation, Parts, explain
+from stageline.timeline.explain import MEANINGS, Explanation, Parts, explain
 from stageline.timeline.timeline import Timeline
 from stageline.train.report.run import PLANNED, TIMELINES, Run
 
 MOST_RANKS, MOST_SLOW = 64, 5
 LARGEST = 200_000
 """Letters of the page with both timelines that are taken into the report."""
-MEANINGS = {
-    "compute": "computing, as long as planned",
-    "slow": "computing, beyond the plan",
-    "transfer": "the input was made and on its way",
-    "host": "the input was there, the rank free, and nothing ran",
-    "late": "waiting for other ranks, beyond the plan",
-    "bubble": "waiting for other ranks, as planned",
-}
 
 
 def attribution(run: Run) -> str:
