@@ -253,6 +253,16 @@ def test_a_cap_that_nothing_fits_is_said_to_be_so_with_the_smallest_that_works()
     assert max(sl.synthesize(costs, 2, 4, chunks=2, memory=5.5).timeline.peak_memory) == 5.5
 
 
+def test_caps_of_their_own_are_answered_with_caps_that_work() -> None:
+    costs = sl.Costs(activation=[1, 2, 4, 3])
+    with pytest.raises(sl.MemoryCapError, match=r"rank 1 needs 2 .* \(ranks 2, 3 need more, too\)") as caught:
+        sl.synthesize(costs, 4, 4, memory=[9, 1, 1, 2])
+    works = str(caught.value).rpartition("the smallest that works is ")[2]
+    assert works == "9,2,4,3"
+    r = sl.synthesize(costs, 4, 4, memory=[float(cap) for cap in works.split(",")])
+    assert r.timeline.peak_memory[1:] == (2, 4, 3)
+
+
 @given(asked())
 @settings(max_examples=examples(60), deadline=None)
 def test_the_smallest_cap_works_and_a_smaller_one_does_not(request: dict[str, Any]) -> None:
@@ -356,6 +366,11 @@ def test_the_command_shows_what_was_achieved_and_what_is_needed(
     assert [[str(entry) for entry in program] for program in made.programs] == data["programs"]
     assert (tmp_path / "a.svg").read_text().startswith("<svg")
     assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
+
+
+def test_the_command_draws_what_takes_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    out = called("synthesize -p 2 -m 3 --forward 0 --backward 0", capsys)
+    assert "achieved     makespan 0" in out
 
 
 @pytest.mark.parametrize(
