@@ -150,6 +150,16 @@ def test_a_schedule_of_its_own_is_made_where_that_is_faster() -> None:
     assert 0 <= found.gap < 0.1
 
 
+def test_a_schedule_of_its_own_may_be_asked_for_alone() -> None:
+    profile = profile_of(*(layer(f"layers.{unit}", 1.0 + unit % 3) for unit in range(8)))
+    for memory in (None, 4 * 640 + 800):
+        found = sl.plan(profile=profile, ranks=4, microbatches=8, memory=memory, schedule="synthesized", time_limit=0.5)
+        assert found.schedule.name == "synthesized"
+        assert {row.schedule for row in found.alternatives} <= {"synthesized"}
+        best = sl.plan(profile=profile, ranks=4, microbatches=8, memory=memory, time_limit=0.5)
+        assert found.step_seconds <= 1.05 * best.step_seconds
+
+
 def test_the_number_of_microbatches_is_chosen_by_what_small_ones_cost() -> None:
     """Where a microbatch costs as much however small it is, few are best; where it costs its share, many are."""
     flat, steep = {1: even(4), 8: even(4)}, {1: even(4), 8: even(4, forward=8.0)}

@@ -321,6 +321,33 @@ def test_an_interruption_leaves_the_parameters_after_a_whole_step() -> None:
     assert_same_bits(state_of(loop, first), state_of(run, optimizer))
 
 
+class Interrupting(nn.Module):
+    """Raises an interrupt in its forward number `at`."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.at -= 1
+        if self.at == 0:
+            raise KeyboardInterrupt
+        return x
+
+
+@pytest.mark.parametrize("at", [5, 6, 9, 13])
+def test_an_interrupt_in_a_stage_is_raised_as_one_though_the_step_before_is_taken_back(at: int) -> None:
+    stage = Interrupting(-1)
+    run, loop = pipeline(nn.Sequential(*layers(7), stage), "zb-v"), pipeline(nn.Sequential(*layers(7)), "gpipe", 1)
+    optimizer, first = OPTIMIZERS["AdamW"](run.parameters()), OPTIMIZERS["AdamW"](loop.parameters())
+    stage.at = at
+    told: list[sl.StepStats] = []
+    with pytest.raises(KeyboardInterrupt):
+        collect(run.run(batches(), optimizer=optimizer, max_norm=0.01), told)
+    plain(loop, first, batches()[: len(told)], 0.01)
+    assert_same_bits(state_of(loop, first), state_of(run, optimizer))
+
+
 def infinite(gradient: Tensor) -> Tensor:
     return gradient * float("inf")
 

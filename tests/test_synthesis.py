@@ -91,13 +91,23 @@ def in_order(schedule: sl.Schedule) -> bool:
     return True
 
 
+def options_of(known: Any, request: dict[str, Any]) -> list[dict[str, Any]]:
+    """All options of a family that give a rank as many stages as asked for."""
+    if "waves" in known:
+        return [{"waves": max(1, request["chunks"] // 2)}]
+    if "chunks" not in known:
+        return [{}]
+    groups = range(1, request["microbatches"] + 1) if "group" in known else ()
+    return [{"chunks": request["chunks"]}, *({"chunks": request["chunks"], "group": group} for group in groups)]
+
+
 def best_family(request: dict[str, Any], caps: Any, placement: sl.Placement) -> float:
     """The best of all families in this placement, made without any help of the synthesis."""
     best = math.inf
-    for name, family in sl.families().items():
-        options = {"chunks": request["chunks"]} if "chunks" in family.options else {}
-        if "waves" in family.options:
-            options = {"waves": max(1, request["chunks"] // 2)}
+    choices = [
+        (name, options) for name, family in sl.families().items() for options in options_of(family.options, request)
+    ]
+    for name, options in choices:
         try:
             made = sl.schedule(name, request["ranks"], request["microbatches"], **options)
             certificate = sl.verify(made)
@@ -243,6 +253,16 @@ def test_a_cap_that_nothing_fits_is_said_to_be_so_with_the_smallest_that_works()
     assert max(sl.synthesize(costs, 2, 4, chunks=2, memory=5.5).timeline.peak_memory) == 5.5
 
 
+def test_caps_of_their_own_are_answered_with_caps_that_work() -> None:
+    costs = sl.Costs(activation=[1, 2, 4, 3])
+    with pytest.raises(sl.MemoryCapError, match=r"rank 1 needs 2 .* \(ranks 2, 3 need more, too\)") as caught:
+        sl.synthesize(costs, 4, 4, memory=[9, 1, 1, 2])
+    works = str(caught.value).rpartition("the smallest that works is ")[2]
+    assert works == "9,2,4,3"
+    r = sl.synthesize(costs, 4, 4, memory=[float(cap) for cap in works.split(",")])
+    assert r.timeline.peak_memory[1:] == (2, 4, 3)
+
+
 @given(asked())
 @settings(max_examples=examples(60), deadline=None)
 def test_the_smallest_cap_works_and_a_smaller_one_does_not(request: dict[str, Any]) -> None:
@@ -255,6 +275,33 @@ def test_the_smallest_cap_works_and_a_smaller_one_does_not(request: dict[str, An
         tighter = [0.999 * need if at == rank else need for at, need in enumerate(least)]
         with pytest.raises(sl.MemoryCapError):
             sl.synthesize(**{**request, "memory": tighter}, time_limit=0.01)
+
+
+def test_no_search_goes_on_for_ever_where_delays_do_not_fit() -> None:
+    costs = sl.Costs(residue=[1.5, 1, 0.25, 4.3], backward_input=[2.7, 2.7, 7.2, 5], backward=[18, 4, 14, 11])
+    r = sl.synthesize(costs, 2, 5, chunks=2, memory=[3, 2], time_limit=0.3)
+    assert max(r.timeline.peak_memory) <= 3
+
+
+def test_groups_of_all_sizes_are_among_the_families() -> None:
+    costs = sl.Costs(forward=10, backward=18, transfer=1)
+    uneven, even = (sl.simulate(sl.schedule("interleaved", 5, 12, chunks=3, group=group), costs) for group in (5, 6))
+    assert max(even.peak_memory) < max(uneven.peak_memory)
+    r = sl.synthesize(costs, 5, 12, chunks=3, memory=even.peak_memory, split=False, time_limit=0.01)
+    assert r.named["interleaved"] == even.makespan
+    assert r.achieved <= even.makespan
+
+
+@pytest.mark.parametrize(
+    ("chunks", "placement", "cap"), [(2, "vee", 6), (3, "vee", 9), (3, "loop", 9), (4, "vee", 16), (4, "loop", 12)]
+)
+def test_several_microbatches_are_under_way_at_once_where_memory_holds_few(
+    chunks: int, placement: str, cap: int
+) -> None:
+    costs = sl.Costs(residue=0.5)
+    r = sl.synthesize(costs, 8, 16, chunks=chunks, placement=placement, memory=cap, time_limit=0.2)
+    alone = sl.synthesize(costs, 8, 1, chunks=chunks, placement=placement, memory=cap, time_limit=0.2).achieved
+    assert r.achieved <= 16 * alone / (0.6 * cap // chunks)
 
 
 @pytest.mark.parametrize(
@@ -319,6 +366,11 @@ def test_the_command_shows_what_was_achieved_and_what_is_needed(
     assert [[str(entry) for entry in program] for program in made.programs] == data["programs"]
     assert (tmp_path / "a.svg").read_text().startswith("<svg")
     assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
+
+
+def test_the_command_draws_what_takes_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    out = called("synthesize -p 2 -m 3 --forward 0 --backward 0", capsys)
+    assert "achieved     makespan 0" in out
 
 
 @pytest.mark.parametrize(

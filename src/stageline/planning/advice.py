@@ -56,7 +56,7 @@ def nothing_fits(search: Search, tell: Callable[[str], None]) -> StagelineError:
     """The error, with what to change."""
     asked, closest = search.asked, search.closest
     if closest is None:
-        names = "" if asked.names is None else f" of {', '.join(asked.names)}"
+        names = f" of {', '.join(asked.names)}" if asked.names else ""
         return StagelineError(
             f"no schedule{names} can be made for {search.units} units on {asked.ranks} ranks with "
             f"{' or '.join(str(count) for count, _ in asked.splits[-3:])} microbatches"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from stageline.errors import StagelineError
+from stageline.planning.asked import SYNTHESIZED
 from stageline.planning.candidates import Cuts, Kind, Shape, kinds_of, shape_of
 from stageline.planning.memory import RankMemory
 from stageline.planning.prices import SLACK, Prices
@@ -76,14 +77,22 @@ class Search:
             self._synthesize()
         if self.best is None and asked.given is None and asked.names is None:
             self._leanest()
+        if self._only_made and self.best is not None:
+            self.found = [each for each in self.found if each.name == SYNTHESIZED]
         self.found.sort(key=lambda each: (not each.fits, *each.order))
 
     def _over(self, until: float) -> bool:
         """Whether it is time to stop; later while nothing fits."""
-        if self.elapsed <= (until if self.best is not None else max(until, self.asked.time_limit)):
+        sure = self.best is not None or self._only_made
+        if self.elapsed <= (until if sure else max(until, self.asked.time_limit)):
             return False
         self.was_cut = True
         return True
+
+    @property
+    def _only_made(self) -> bool:
+        """Whether no family is asked for by name: then they only show which cuts an order is made for."""
+        return self.asked.names == ()
 
     # Families.
 
@@ -107,7 +116,7 @@ class Search:
     def _kinds(self) -> list[Kind]:
         asked = self.asked
         if asked.given is None:
-            return kinds_of(asked.ranks, self.units, asked.names, asked.chunks)
+            return kinds_of(asked.ranks, self.units, asked.names or None, asked.chunks)
         return [Kind(asked.given.name, tuple(asked.given.options.items()), shape_of(asked.given))]
 
     def _in_order(self, splits: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -260,7 +269,8 @@ class Search:
         )  # fmt: skip
         self.found.append(each)
         better = each.fits and (self.best is None or each.order < self.best.order)
-        if better and (self.asked.given is not None or _keeps_order(made)):
+        wanted = not self._only_made or made.name == SYNTHESIZED
+        if better and wanted and (self.asked.given is not None or _keeps_order(made)):
             self.best = each
         return each.fits
 
@@ -275,7 +285,7 @@ class Search:
                 return
             self._tell(f"making an order for {place.microbatches} microbatches in {place.shape.stages} stages")
             left = max(0.2, (asked.time_limit - self.elapsed) / (len(places) - number))
-            if 3 * place.shape.stages * place.microbatches > SPEED * left:
+            if 3 * place.shape.stages * place.microbatches > SPEED * left and not self._only_made:
                 continue
             room = self.prices.room(place)
             if room is not None and min(room) < 0:
@@ -300,10 +310,10 @@ class Search:
     def _promising(self) -> list[Place]:
         """Where an order of its own could be better than all families: where the best families are, and around."""
         best = self.best
+        around = sorted((each for each in self.found if each.shape.place), key=lambda each: (not each.fits, each.order))
+        if best is None and around and around[0].fits:
+            return list(dict.fromkeys(place_of(each) for each in around))[:FEW]
         if best is not None:
-            around = sorted(
-                (each for each in self.found if each.shape.place), key=lambda each: (not each.fits, each.order)
-            )
             places = list(dict.fromkeys(place_of(each) for each in around))
             could = [place for place in places if self.prices.bound(place) < best.seconds * (1 - BETTER)]
             return list(dict.fromkeys([*([place_of(best)] if place_of(best) in could else []), *could]))[:FEW]

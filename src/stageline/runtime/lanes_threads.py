@@ -260,7 +260,10 @@ class ThreadRun:
                 if judged.error is not None:
                     raise judged.error
                 if judged.intervenes:
-                    board.wait(lambda: board.redone.get(offer.step, 0) == board.ranks)
+                    try:
+                        board.wait(lambda: board.redone.get(offer.step, 0) == board.ranks)
+                    except Closed:  # a rank was interrupted meanwhile
+                        raise self._failure(offer.crew) from None
                 return judged
         raise self._failure(offer.crew)
 

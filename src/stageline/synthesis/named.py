@@ -20,6 +20,9 @@ from stageline.synthesis.problem import SLACK, Problem
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline
 
+MOST_IN_GROUPS = 20_000
+"""Actions that are simulated at most to try groups of other sizes, beyond the first of them."""
+
 
 class Named(NamedTuple):
     """A schedule of a family, and what it takes."""
@@ -37,13 +40,14 @@ class Named(NamedTuple):
 def named_ones(problem: Problem) -> Iterator[Named]:
     """Every training family in this placement that is in order and fits the caps."""
     for name, family in families().items():
-        made = _made(problem, family)
-        if made is None:
-            continue
-        for variant in _variants(made):
-            timeline = simulate(variant, problem.costs)
-            if problem.fits(timeline.peak_memory):
-                yield Named(name, variant, objective_of(problem, timeline))
+        for options in _options(problem, family):
+            made = _made(problem, family, options)
+            if made is None:
+                continue
+            for variant in _variants(made):
+                timeline = simulate(variant, problem.costs)
+                if problem.fits(timeline.peak_memory):
+                    yield Named(name, variant, objective_of(problem, timeline))
 
 
 def objective_of(problem: Problem, timeline: Timeline) -> float:
@@ -58,11 +62,10 @@ def programs_of(made: Schedule) -> Programs:
     return [codes[mine].tolist() for mine in made.slices()]
 
 
-def _made(problem: Problem, family: Family) -> Schedule | None:
+def _made(problem: Problem, family: Family, options: dict[str, Any]) -> Schedule | None:
     """The family at these sizes, if it has this placement and keeps to what was asked."""
     if not family.training:
         return None
-    options = _options(problem, family)
     # Whether the placement is the right one shows on two ranks as well as on many, and faster.
     small = min(2, problem.ranks)
     for ranks, microbatches in ((small, 1), (small, 2 * small), (problem.ranks, problem.microbatches)):
@@ -85,13 +88,26 @@ def _placed(problem: Problem, ranks: int) -> Placement:
     return Placement.loop(ranks, problem.chunks) if is_loop else Placement.snake(ranks, problem.chunks)
 
 
-def _options(problem: Problem, family: Family) -> dict[str, Any]:
-    """The option that says how many stages a rank holds."""
-    if "chunks" in family.options:
-        return {"chunks": problem.chunks}
+def _options(problem: Problem, family: Family) -> list[dict[str, Any]]:
+    """The option that says how many stages a rank holds, with all sizes of its groups that there is time for."""
     if "waves" in family.options and problem.chunks % 2 == 0:
-        return {"waves": problem.chunks // 2}
-    return {}
+        return [{"waves": problem.chunks // 2}]
+    if "chunks" not in family.options:
+        return [{}]
+    found: list[dict[str, Any]] = [{"chunks": problem.chunks}]
+    if "group" in family.options and problem.chunks > 1:
+        most = max(1, MOST_IN_GROUPS // problem.num_actions)
+        found += [{"chunks": problem.chunks, "group": group} for group in _groups(problem)[:most]]
+    return found
+
+
+def _groups(problem: Problem) -> list[int]:
+    """Sizes of groups beside one microbatch per rank: first the even ones, for the largest group takes the memory."""
+    least, count = problem.ranks + 1, problem.microbatches
+    if count < least:
+        return []
+    even = [-(-count // parts) for parts in range(count // least, 0, -1)]
+    return list(dict.fromkeys([*even, *range(least, count // 2 + 1)]))
 
 
 def _keeps(problem: Problem, made: Schedule) -> bool:

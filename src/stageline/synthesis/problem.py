@@ -28,6 +28,10 @@ SLACK = 1e-9
 """Memory may exceed a cap by this share of it, and times that differ by less are the same: sums of floats round."""
 
 
+MOST_NAMED = 16
+"""Up to so many ranks, an error names the smallest cap of each."""
+
+
 class MemoryCapError(StagelineError):
     """A cap on memory under which no schedule exists.
 
@@ -304,12 +308,15 @@ def _check_caps(problem: Problem) -> None:
     if not short:
         return
     rank = short[0]
-    alike = len(set(problem.caps)) == 1
-    works = f"{max(least):.12g}" if alike else f"{least[rank]:.12g} there"
-    more = f" (and so do {len(short) - 1} more ranks)" if len(short) > 1 and not alike else ""
+    works, others = f"{max(least):.12g}", ""
+    if len(set(problem.caps)) > 1:
+        enough = [f"{max(need, cap):.12g}" for need, cap in zip(least, problem.caps, strict=True)]
+        works = ",".join(enough) if len(enough) <= MOST_NAMED else f"{least[rank]:.12g} there"
+        others = f" (ranks {', '.join(map(str, short[1:]))} need more, too)" if 1 < len(short) <= MOST_NAMED else ""
+        others = others.replace("ranks", "rank").replace("need", "needs") if len(short) == 2 else others
     raise MemoryCapError(
         f"no schedule fits: rank {rank} needs {least[rank]:.12g} memory for one microbatch alone, and the cap is "
-        f"{problem.caps[rank]:.12g}{more}; the smallest that works is {works}",
+        f"{problem.caps[rank]:.12g}{others}; the smallest that works is {works}",
         rank=rank,
         least=least,
     )

@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import islice, product
 from typing import Any, NamedTuple
 
 from stageline.schedules import action as kinds
@@ -129,8 +129,11 @@ class Search:
             self.named[found.name] = min(found.value, self.named.get(found.name, found.value))
             if self.best is None or found.value < self.best.value:
                 self.offer(found.plan())
-        self.offer(run_greedy(self.board, next(rules_for(self.problem))))
-        if self.best is None:
+        for rule in islice(rules_for(self.problem), 1 + len(tight_groups(self.problem))):
+            self.offer(run_greedy(self.board, rule))
+            if self.best is not None:
+                break
+        else:
             self.offer(one_by_one(self.problem))
         self.least = lower_bound(self.problem)
         self.tell("lower bound")
@@ -156,7 +159,7 @@ class Search:
     def _turns(self) -> None:
         """Programs in turns."""
         wholes = [whole for whole in (False, True) if may_be(self.problem, whole)]
-        groups = [0] if self.problem.chunks == 1 else [0, -1, -2, 1]
+        groups = [0] if self.problem.chunks == 1 else [*tight_groups(self.problem), 0, -1, -2, 1]
         for whole in wholes:
             for group in groups:
                 if self.is_proven or self.is_over():
@@ -265,12 +268,34 @@ def may_be(problem: Problem, whole: bool) -> bool:
     return not whole or not exact.is_split_enough(problem)
 
 
+def tight_groups(problem: Problem) -> list[int]:
+    """Groups that can be finished where memory holds few microbatches at a time: so many, or along steep diagonals.
+
+    On a diagonal the first microbatch comes to its last chunk after P(V−1) turns: what begins meanwhile must fit, too.
+    """
+    ranks, chunks = problem.ranks, problem.chunks
+    if chunks == 1 or not problem.is_capped:
+        return []
+    alone = [
+        max(sum(problem.activation[stage][m] for stage in mine) for m in range(problem.microbatches))
+        for mine in problem.stages_of
+    ]
+    held = min(cap / most if most > 0 else math.inf for cap, most in zip(problem.caps, alone, strict=True))
+    if held >= ranks:
+        return []
+    whole = max(1, int(held))
+    turns = [math.ceil(ranks * (chunks - 1) / max(most - 1, 0.5)) for most in (whole, held, whole + 1)]
+    diagonals = [-min(some, ranks * chunks) for some in (*turns, ranks * chunks)]
+    return list(dict.fromkeys([whole, *diagonals, max(1, whole - 1)]))
+
+
 def rules_for(problem: Problem) -> Iterator[Rule]:
     """Rules for list scheduling, the most promising ones first."""
     ranks, chunks = problem.ranks, problem.chunks
     wholes = [whole for whole in (False, True) if may_be(problem, whole)]
     snake = is_snake(problem.placement)
     groups = [0] if chunks == 1 or (snake and chunks == 2) else [0, -1, -2, 1, 2 * ranks, problem.microbatches]
+    tight = tight_groups(problem)
     depths: list[tuple[float, ...] | None] = [None]
     for depth in (2.0, 1.0, 1.5, 1.25):
         held = [round(depth * (ranks - rank)) + (chunks - 1) * ranks - (depth == 2) for rank in range(ranks)]
@@ -278,7 +303,9 @@ def rules_for(problem: Problem) -> Iterator[Rule]:
     firsts: list[dict[str, Any]] = [{"forward_first": False}, {"forward_first": True}]
     if snake:
         firsts = [{"order": order} for order in ORDERS] + [{"order": ()}] * (chunks > 2)
+    narrow: list[dict[str, Any]] = [{"order": order} for order in ORDERS[: chunks > 2]] + [{"order": ()}]
+    ways = list(product(tight, narrow if snake else firsts)) + list(product(groups, firsts))
     for patience, gap, owed in HABITS:
         most_owed = ranks if owed < 0 else owed
-        for ahead, group, first, whole in product(depths, groups, firsts, wholes):
+        for ahead, (group, first), whole in product(depths, ways, wholes):
             yield Rule(ahead=ahead, owed=most_owed, patience=patience, gap=gap, whole=whole, group=group, **first)

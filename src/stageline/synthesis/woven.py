@@ -27,6 +27,9 @@ class Weaver:
         self.board = board
         self.whole = whole
         self.lanes = board.lanes(Rule(group=group, whole=whole, order=()))
+        first = board.problem.stages_of[0][-1] * board.problem.microbatches
+        self.way = self.lanes[0][0].index(first)
+        """Forwards of a rank before the first one of its last chunk."""
         self._made: dict[tuple[int, Delay], list[Code] | None] = {}
 
     def program(self, rank: int, delay: Delay) -> list[Code] | None:
@@ -48,9 +51,9 @@ class Weaver:
         """The delays that fit the memory of a rank: first W earlier, then I."""
         behind, owed = delay
         while self.program(rank, (behind, owed)) is None:
-            if owed:
+            if owed > 0:
                 owed -= 1
-            elif behind:
+            elif behind > 0:
                 behind -= 1
             else:
                 return None
@@ -76,7 +79,7 @@ def weave_plans(
     weaver = Weaver(board, group, whole)
     best: Plan | None = None
     delays: list[Delay] = []
-    forms = _forms(problem, group, whole)
+    forms = _forms(problem, weaver.way, whole)
     for wanted in forms[:tries]:
         if is_over():
             return best
@@ -95,15 +98,14 @@ def weave_plans(
     return best
 
 
-def _forms(problem: Problem, group: int, whole: bool) -> list[list[Delay]]:
+def _forms(problem: Problem, way: int, whole: bool) -> list[list[Delay]]:
     """Delays like those of the families: once or twice the way to the last rank, W as far behind as the rank is."""
     ranks, most = problem.ranks, problem.microbatches * problem.chunks
-    more = (problem.chunks - 1) * min(group or ranks, problem.microbatches)
     steps = 1 if problem.chunks == 1 else 2
     found = []
     for depth in (1.0, 2.0, 1.5):
         for put_off in (1.0, 0.0, 2.0, 0.5)[: 1 if whole else 4]:
-            behind = [min(most, int(depth * (ranks - 1 - rank)) * steps + more) for rank in range(ranks)]
+            behind = [min(most, int(depth * (ranks - 1 - rank)) * steps + way) for rank in range(ranks)]
             found.append([(behind[rank], int(put_off * rank)) for rank in range(ranks)])
     return found
 

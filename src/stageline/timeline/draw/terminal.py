@@ -86,8 +86,8 @@ def _majority(timeline: Timeline, boxes: Boxes, mine: Ints, scale: float, column
             share[number_of] = np.diff(np.interp(edges, times, levels))
     share[-1] = 1 / scale - share[:-1].sum(axis=0)
     most = share.argmax(axis=0)
-    line = []
-    for low, high in pairwise([0, *(np.flatnonzero(np.diff(most)) + 1).tolist(), columns]):
+    line: list[Segment] = []
+    for low, high in pairwise([0, *(np.flatnonzero(np.diff(most)) + 1).tolist(), columns] if columns else []):
         if most[low] == len(looks):
             line.append(Segment("." * (high - low)))
         else:
