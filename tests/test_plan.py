@@ -160,6 +160,15 @@ def test_a_schedule_of_its_own_may_be_asked_for_alone() -> None:
         assert found.step_seconds <= 1.05 * best.step_seconds
 
 
+def test_an_interrupt_while_an_order_is_made_ends_the_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stageline.synthesis.search.lower_bound", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        sl.plan(profile=even(8), ranks=4, microbatches=8, schedule="synthesized", time_limit=0.5)
+
+
 def test_the_number_of_microbatches_is_chosen_by_what_small_ones_cost() -> None:
     """Where a microbatch costs as much however small it is, few are best; where it costs its share, many are."""
     flat, steep = {1: even(4), 8: even(4)}, {1: even(4), 8: even(4, forward=8.0)}

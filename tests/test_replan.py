@@ -238,6 +238,16 @@ def test_another_order_holds_no_more_on_any_rank_and_is_faster(data: st.DataObje
         assert new <= old * (1 + 1e-9)
 
 
+def test_an_interrupt_while_an_order_is_looked_for_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stageline.synthesis.search.lower_bound", interrupt)
+    assert sl.synthesize(PLANNED, 2, 4).was_interrupted
+    with pytest.raises(KeyboardInterrupt):
+        reorder(sl.schedule("gpipe", 2, 6), slower(2, 1))
+
+
 def test_halves_that_nobody_measured_are_not_guessed() -> None:
     """A schedule of whole backwards says nothing of I and W; without a plan its new order has whole ones too."""
     made = sl.schedule("gpipe", 3, 6)
