@@ -169,6 +169,13 @@ def test_an_interrupt_while_an_order_is_made_ends_the_planning(monkeypatch: pyte
         sl.plan(profile=even(8), ranks=4, microbatches=8, schedule="synthesized", time_limit=0.5)
 
 
+def test_the_table_says_more_memory_only_of_what_takes_more() -> None:
+    for microbatches, said in ((1, "as fast"), (8, "as fast, more memory")):
+        found = sl.plan(profile=even(8), ranks=4, microbatches=microbatches, schedule=["1f1b", "gpipe"], chunks=1)
+        (line,) = [line for line in found.explain().splitlines() if line.startswith("gpipe")]
+        assert line.endswith(f"B  {said}")
+
+
 def test_the_number_of_microbatches_is_chosen_by_what_small_ones_cost() -> None:
     """Where a microbatch costs as much however small it is, few are best; where it costs its share, many are."""
     flat, steep = {1: even(4), 8: even(4)}, {1: even(4), 8: even(4, forward=8.0)}
