@@ -160,6 +160,22 @@ def test_a_schedule_of_its_own_may_be_asked_for_alone() -> None:
         assert found.step_seconds <= 1.05 * best.step_seconds
 
 
+def test_an_interrupt_while_an_order_is_made_ends_the_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stageline.synthesis.search.lower_bound", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        sl.plan(profile=even(8), ranks=4, microbatches=8, schedule="synthesized", time_limit=0.5)
+
+
+def test_the_table_says_more_memory_only_of_what_takes_more() -> None:
+    for microbatches, said in ((1, "as fast"), (8, "as fast, more memory")):
+        found = sl.plan(profile=even(8), ranks=4, microbatches=microbatches, schedule=["1f1b", "gpipe"], chunks=1)
+        (line,) = [line for line in found.explain().splitlines() if line.startswith("gpipe")]
+        assert line.endswith(f"B  {said}")
+
+
 def test_the_number_of_microbatches_is_chosen_by_what_small_ones_cost() -> None:
     """Where a microbatch costs as much however small it is, few are best; where it costs its share, many are."""
     flat, steep = {1: even(4), 8: even(4)}, {1: even(4), 8: even(4, forward=8.0)}
@@ -177,6 +193,28 @@ def test_memory_counts_what_training_holds() -> None:
         profile=even(4), ranks=2, microbatches=4, schedule="1f1b", parameter_bytes=2, gradient_bytes_per_parameter=4
     )
     assert (lean.memory[0].gradients, lean.memory[0].optimizer) == (160, 320)
+
+
+def test_memory_counts_what_interlocking_steps_keep() -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    asked: dict[str, Any] = {"ranks": 2, "microbatches": 4, "schedule": "1f1b", "repeats": 1}
+    states: dict[str, Any] = {"optimizer_bytes_per_parameter": 4}
+    found = sl.plan(model, torch.ones(2, 16), interlock=True, **asked, **states)
+    plain = sl.plan(model, torch.ones(2, 16), layers_per_stage=found.layers_per_stage, **asked, **states)
+    assert all(rank.snapshot == 0 for rank in plain.memory)
+    more = [one.total - two.total for one, two in zip(found.memory, plain.memory, strict=True)]
+    assert more == [rank.snapshot for rank in found.memory]
+    pipe = sl.Pipeline(found.split(model), loss_fn=functional.mse_loss, schedule=found.schedule)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    kept = 0
+    run = pipe.run([(torch.ones(8, 16), torch.ones(8, 16))] * 4, optimizer=optimizer)
+    for _ in run:
+        kept = max(kept, run.snapshot_bytes)
+    assert kept == sum(rank.snapshot for rank in found.memory)
+    assert "snapshot" in found.explain()
+    least = max(rank.total for rank in found.memory)
+    with pytest.raises(sl.NothingFits, match="snapshot"):
+        sl.plan(model, torch.ones(2, 16), memory=0.6 * least, interlock=True, recompute="none", **asked, **states)
 
 
 def test_units_are_computed_once_more_only_where_memory_asks_for_it() -> None:
@@ -222,6 +260,15 @@ def test_the_advice_fits_where_nothing_did(given: dict[str, Any]) -> None:
         found = sl.plan(**(asked | change))
         limit = change.get("memory", given["memory"])
         assert max(rank.total for rank in found.memory) <= limit * (1 + 1e-9), change
+
+
+def test_a_plan_from_before_there_was_a_snapshot_is_read(tmp_path: Path) -> None:
+    found = sl.plan(profile=even(4), ranks=2, microbatches=4, time_limit=0.5)
+    data = found.to_json()
+    for rank in data["memory"]:
+        del rank["snapshot"]
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    assert sl.read_plan(tmp_path / "plan.json").memory == found.memory
 
 
 def test_a_plan_is_the_same_after_a_round_trip(tmp_path: Path) -> None:

@@ -113,6 +113,54 @@ def test_evaluation_and_smaller_batches_go_on_after_another_order(measured: Call
         pipe.train(), plain.train()
 
 
+def ran(schedule: str, ranks: int, max_norm: float, **more: Any) -> tuple[sl.Pipeline, Any, list[Any]]:
+    """Losses and norms of a run over some batches, then the weights."""
+    pipe = sl.Pipeline(
+        model(),
+        loss_fn=functional.mse_loss,
+        schedule=schedule,
+        ranks=ranks,
+        microbatches=6,
+        seed=1,
+        deadline=30,
+        **more,
+    )
+    torch.manual_seed(2)
+    batches = [(torch.randn(12, 8), torch.randn(12, 8)) for _ in range(6)]
+    run = pipe.run(batches, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.05), max_norm=max_norm)
+    found: list[Any] = [(stats.loss, stats.norm) for stats in run]
+    return pipe, run, [found, [parameter.detach().clone() for parameter in pipe.parameters()]]
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 100.0])  # all steps are clipped, and made once more; or none is
+@pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 2), ("1f1b", 4), ("interleaved", 2)])
+def test_another_order_changes_no_bit_where_steps_interlock(
+    schedule: str, ranks: int, max_norm: float, measured: Callable[[sl.Costs], None]
+) -> None:
+    measured(slower(sl.schedule(schedule, ranks, 6).stages, 1, 3.0))
+    pipe, run, found = ran(schedule, ranks, max_norm, replan="auto", replan_every=2, planned=PLANNED)
+    plain, _, expected = ran(schedule, ranks, max_norm)
+    assert run.interlocks
+    assert found[0] == expected[0]
+    assert same([found[1]], [expected[1]])
+    assert [changed.step for changed in pipe.replans] == [1]
+    assert pipe.timeline.schedule == pipe.schedule != plain.schedule
+
+
+def run_on_a_process(rank: int) -> tuple[list[Any], list[Any], int]:
+    vars(replan)["typical_costs"] = lambda timeline: slower(2, 1, 3.0)
+    pipe, run, found = ran("gpipe", 2, 0.05, replan="auto", replan_every=2, planned=PLANNED)
+    assert run.interlocks
+    return found[0], found[1], len(pipe.replans)
+
+
+def test_processes_that_interlock_change_their_order_together() -> None:
+    results = run_ranks(run_on_a_process, 2)
+    _, _, (figures, weights) = ran("gpipe", 1, 0.05)
+    assert all(each[0] == figures and each[2] == 1 for each in results)
+    assert same([[weight for _, mine, _ in results for weight in mine]], [weights])
+
+
 def on_a_process(rank: int, replicas: int) -> list[tuple[list[list[Tensor]], list[list[str]], int]]:
     vars(replan)["typical_costs"] = lambda timeline: slower(2, 1)
     found = []
@@ -191,6 +239,16 @@ def test_another_order_holds_no_more_on_any_rank_and_is_faster(data: st.DataObje
     assert sl.verify(found.schedule).in_order
     for new, old in zip(peaks_of(found.schedule, costs), peaks_of(made, costs), strict=True):
         assert new <= old * (1 + 1e-9)
+
+
+def test_an_interrupt_while_an_order_is_looked_for_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stageline.synthesis.search.lower_bound", interrupt)
+    assert sl.synthesize(PLANNED, 2, 4).was_interrupted
+    with pytest.raises(KeyboardInterrupt):
+        reorder(sl.schedule("gpipe", 2, 6), slower(2, 1))
 
 
 def test_halves_that_nobody_measured_are_not_guessed() -> None:

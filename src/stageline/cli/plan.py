@@ -50,6 +50,9 @@ def command(
     optimizer: Annotated[
         float, typer.Option("--optimizer-bytes", min=0, help="Of the optimizer's state for one parameter: AdamW has 8.")
     ] = 8.0,
+    interlock: Annotated[
+        bool, typer.Option("--interlock", help="Count what interlocking steps keep to take one back, too.")
+    ] = False,
     time_limit: Annotated[float, typer.Option("--time-limit", help="Seconds to search, about.")] = 5.0,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Measurements; their median counts.")] = 3,
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="Threads of torch, as in your job.")] = None,
@@ -91,6 +94,7 @@ def command(
             transfer=transfer,
             bandwidth=None if bandwidth is None else _size("--bandwidth", bandwidth),
             optimizer_bytes_per_parameter=optimizer,
+            interlock=interlock,
             time_limit=time_limit,
             repeats=repeats,
             progress=tell,

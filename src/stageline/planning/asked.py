@@ -88,7 +88,7 @@ def bytes_of(model: nn.Module) -> float:
     return sum(parameter.nbytes for parameter in model.parameters()) / count if count else 4.0
 
 
-def states_of(parameter: Any, gradient: Any, optimizer: Any) -> States:
+def states_of(parameter: Any, gradient: Any, optimizer: Any, interlock: Any) -> States:
     """What is held for every parameter."""
     for name, value, least in (
         ("parameter_bytes", parameter, 0.1),
@@ -97,7 +97,9 @@ def states_of(parameter: Any, gradient: Any, optimizer: Any) -> States:
     ):
         if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value < 1e6:
             raise StagelineError(f"{name} is a number of bytes from {least:g} upwards, got {shorten(value)}")
-    return States(float(parameter), None if gradient is None else float(gradient), float(optimizer))
+    if not isinstance(interlock, bool):
+        raise StagelineError(f"interlock is True where steps interlock (pipe.run), or False, got {shorten(interlock)}")
+    return States(float(parameter), None if gradient is None else float(gradient), float(optimizer), interlock)
 
 
 def again_of(given: Any, sizes: Sizes) -> Again:

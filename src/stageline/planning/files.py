@@ -139,10 +139,10 @@ def _numbers(name: str, values: Any, count: int) -> list[float]:
 
 
 def _row(kind: Any, row: Any, name: str) -> dict[str, float]:
-    known = list(kind._fields)
-    if not isinstance(row, Mapping) or set(row) != set(known):
-        raise StagelineError(f"a row of {name!r} has {', '.join(known)}, got {shorten(row)}")
-    return {key: _numbers(key, [row[key]], 1)[0] for key in known}
+    known, needed = set(kind._fields), [key for key in kind._fields if key not in kind._field_defaults]
+    if not isinstance(row, Mapping) or not known >= set(row) >= set(needed):
+        raise StagelineError(f"a row of {name!r} has {', '.join(needed)}, got {shorten(row)}")
+    return {key: _numbers(key, [value], 1)[0] for key, value in row.items()}
 
 
 def _again(value: Any) -> str | tuple[str, ...]:

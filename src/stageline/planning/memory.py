@@ -24,6 +24,8 @@ class RankMemory(NamedTuple):
     """From F to B or W, and what backwards hold while they run: the peak of the step."""
     buffers: float
     """Messages that have been sent to it and that it has not used yet: the peak of the step."""
+    snapshot: float = 0.0
+    """What steps that interlock keep to go back: parameters, gradients and the optimizer's state once more."""
 
     @property
     def total(self) -> float:
@@ -41,12 +43,15 @@ class States:
     """Of the gradient of one; as many as the parameter has unless given."""
     optimizer_bytes: float = 8.0
     """Of the optimizer's state for one: two numbers of float32 for AdamW."""
+    interlock: bool = False
+    """Whether steps interlock, so that a snapshot is kept of all of these."""
 
     @property
-    def factors(self) -> tuple[float, float, float]:
-        """Bytes of parameter, gradient and optimizer for every byte of parameter."""
+    def factors(self) -> tuple[float, float, float, float]:
+        """Bytes of parameter, gradient, optimizer and snapshot for every byte of parameter."""
         gradient = self.parameter_bytes if self.gradient_bytes is None else self.gradient_bytes
-        return 1.0, gradient / self.parameter_bytes, self.optimizer_bytes / self.parameter_bytes
+        each = (1.0, gradient / self.parameter_bytes, self.optimizer_bytes / self.parameter_bytes)
+        return *each, sum(each) if self.interlock else 0.0
 
 
 def weights_of(profile: Profile, counts: Sequence[int], rank_of: Sequence[int], ranks: int) -> Floats:
@@ -99,8 +104,8 @@ def buffers_of(timeline: Timeline) -> Floats:
 def memory_of(timeline: Timeline, weights: Floats, states: States) -> tuple[RankMemory, ...]:
     """All parts, for a simulated step."""
     waiting = buffers_of(timeline)
-    one, two, three = states.factors
+    one, two, three, again = states.factors
     return tuple(
-        RankMemory(float(one * own), float(two * own), float(three * own), float(peak), float(more))
+        RankMemory(*map(float, (one * own, two * own, three * own, peak, more, again * own)))
         for own, peak, more in zip(weights, timeline.peak_memory, waiting, strict=True)
     )

@@ -205,6 +205,7 @@ def plan(
     parameter_bytes: float | None = None,
     gradient_bytes_per_parameter: float | None = None,
     optimizer_bytes_per_parameter: float = 8.0,
+    interlock: bool = False,
     time_limit: float = 5.0,
     repeats: int = 3,
     seed: int = 0,
@@ -219,11 +220,12 @@ def plan(
 
     `memory` is what a rank may hold, in bytes, or one number for each; where the model is on a GPU, that is what it has
     unless given. Parameters, gradients, the optimizer's state (8 bytes for a parameter: AdamW in float32), activations
-    and messages count. `recompute` is "auto" (units or stages where memory asks for it), "none", "stage" or names of
-    units. `schedule` may name one family or several, or be a schedule whose cut is looked for; `chunks` is how many
-    stages a rank has; `split` is what the cut balances ("time", "parameters" or "layers"), or `layers_per_stage` says
-    it. Messages take `transfer` seconds, and their bytes over `bandwidth`, one number or one for each pair of ranks.
-    The search takes about `time_limit` seconds after what is measured.
+    and messages count; with `interlock` also what `Pipeline.run` keeps to take a step back. `recompute` is "auto"
+    (units or stages where memory asks for it), "none", "stage" or names of units. `schedule` may name one family or
+    several, or be a schedule whose cut is looked for; `chunks` is how many stages a rank has; `split` is what the cut
+    balances ("time", "parameters" or "layers"), or `layers_per_stage` says it. Messages take `transfer` seconds, and
+    their bytes over `bandwidth`, one number or one for each pair of ranks. The search takes about `time_limit` seconds
+    after what is measured.
 
     >>> import torch, stageline as sl
     >>> model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(12)))
@@ -246,7 +248,7 @@ def plan(
         ranks,
         splits,
         caps=caps_of(memory, ranks, model),
-        states=states_of(parameter_bytes, gradient_bytes_per_parameter, optimizer_bytes_per_parameter),
+        states=states_of(parameter_bytes, gradient_bytes_per_parameter, optimizer_bytes_per_parameter, interlock),
         links=Links(transfer, bandwidth),
         again=again_of(recompute, sizes),
         names=names_of(schedule),

@@ -66,6 +66,8 @@ def reorder(
         )
     except StagelineError:
         return None  # the caps are below what any other order needs
+    if found.was_interrupted:
+        raise KeyboardInterrupt  # what is to end is the training, not this search
     if not found.achieved < before * (1 - gain):
         return None
     return Reordered(replace(found.schedule, name=f"{_base(schedule.name)}, re-planned"), before, found.achieved)

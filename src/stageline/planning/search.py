@@ -303,6 +303,8 @@ class Search:
                 )
             except StagelineError:
                 continue  # nothing fits here, or it is too large
+            if made.was_interrupted:
+                raise KeyboardInterrupt  # it is for the whole search, not for one order
             self.bounds[place] = made.lower_bound
             if self.best is None or made.achieved < self.best.seconds * (1 - BETTER):
                 self._add(made.schedule, place, keep=True)

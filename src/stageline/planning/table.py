@@ -70,6 +70,10 @@ def _table(plan: Plan, rows: int) -> Iterator[str]:
     for each in chosen:
         more = each.seconds / plan.step_seconds - 1 if plan.step_seconds > 0 else 0.0
         why = f"{more:.1%} longer" if more >= 5e-4 else "as fast, more memory"
+        if abs(more) < 5e-4 and each.memory <= max(totals):
+            why = "as fast"
+        elif more <= -5e-4:
+            why = f"{-more:.1%} faster, but gradients are not in order"
         if not each.fits:
             cap = 0.0 if plan.caps is None else plan.caps[each.rank]
             why = f"does not fit: {size(each.memory - cap)} too much on rank {each.rank}"

@@ -151,7 +151,12 @@ class Course:
     def __init__(self, pipe: Pipeline, batches: Iterable[Any], settings: Settings) -> None:
         """Nothing is begun yet."""
         self.pipe, self.settings = pipe, settings
-        self._batches = iter(batches)
+        try:
+            self._batches = iter(batches)
+        except TypeError:
+            raise StagelineError(
+                f"batches is an iterable of batches, one for every step; got {shorten(batches)}"
+            ) from None
         self._lanes: list[Lane] = []
 
     @property
@@ -197,6 +202,7 @@ class Course:
             began = time.perf_counter()
             for judged, times in self._begin(outside).steps():
                 self._told(judged, times)
+                self._look(judged)
                 stats = self._stats(judged, began)
                 began = time.perf_counter()
                 with outside.leave():
@@ -284,6 +290,13 @@ class Course:
         pipe._measured = Measured(crew.schedule, times)
         pipe._steps = judged.step + 1
         pipe._agreed = judged.offer.work.samples
+
+    def _look(self, judged: Judged) -> None:
+        """Compare it with the plan; another order is taken by the first step that no rank was told of yet."""
+        pipe, work = self.pipe, judged.offer.work
+        if pipe._watch is not None and work is not None and pipe._measured is not None:
+            whole = len(work.weights) == pipe.schedule.microbatches
+            pipe._look_at(pipe._watch, pipe._measured.timeline if whole else None)
 
     def _stats(self, judged: Judged, began: float) -> StepStats:
         work, outcome = judged.offer.work, judged.told.outcome

@@ -68,6 +68,7 @@ class Search:
     """Whether it serves another search, which goes on when this one's time is up."""
     was_cut: bool = False
     """Whether the clock, or the user, ended it before its work was done."""
+    was_interrupted: bool = False
 
     def __post_init__(self) -> None:
         """Start the clock."""
@@ -119,7 +120,7 @@ class Search:
                     break
                 step()
         except KeyboardInterrupt:
-            self.was_cut = True
+            self.was_cut = self.was_interrupted = True
             if self.best is None or self.is_part:
                 raise
 

@@ -47,6 +47,8 @@ class Synthesis:
     """What found it: a family, list scheduling, turns, local search, exact search."""
     was_cut: bool
     """Whether the time limit ended the search: another run with the same seed may then find something else."""
+    was_interrupted: bool
+    """Whether an interrupt (Ctrl-C) ended it."""
     seconds: float
 
     @property
@@ -146,6 +148,7 @@ def _finished(search: Search, best: Plan) -> Synthesis:
         named=dict(sorted(search.named.items(), key=lambda item: (item[1], item[0]))),
         how=best.how,
         was_cut=search.was_cut,
+        was_interrupted=search.was_interrupted,
         seconds=search.elapsed,
     )
 
