@@ -254,7 +254,7 @@ FAULTS: dict[str, tuple[dict[str, Callable[[Any], Any]], list[str]]] = {
     ),
     "lost": (
         {"drop": lambda header: header.microbatch == 3},
-        ["waited 2 s for the ", "microbatch ", "it did not come"],
+        ["waited 4 s for the ", "microbatch ", "it did not come"],
     ),
     "lost before another": (
         {"drop": lambda header: header.microbatch == 1},
