@@ -254,7 +254,7 @@ class ThreadWorld:
         except BaseException as error:  # a KeyboardInterrupt comes to this thread, and the ranks must hear of it
             self._tell(crew, EVERYONE, error, "the step was interrupted")
             for thread in threads:
-                if thread.ident is not None:
+                if thread in threading.enumerate():  # also one that an interrupt came upon while it was being started
                     thread.join()
             for each in crew.executors:
                 each.forget()
