@@ -1,7 +1,7 @@
 """The host's memory, kept between actions.
 
 A split backward holds what W needs and frees it later, over and over. By default glibc gives freed memory at the top of
-its heap back to the system at once, and the next action pays for every page of it again: up to a tenth of a step.
+its heap back to the system at once, and the next action pays for every page of it again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def keep_memory() -> bool:
 
     Whether it does; other libraries have ways of their own.
 
-    >>> keep_memory() in (True, False)
+    >>> keep_memory() == keep_memory()  # asked for once
     True
     """
     said = any(name in os.environ for name in _OWN) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
