@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from stageline.runtime import engine
 from stageline.runtime.split import SplitBackward
 from stageline.testing import assert_same_bits
 
@@ -436,3 +437,50 @@ def test_outputs_of_several_kinds() -> None:
     assert other.grad is None
     split.weight_gradients()
     assert_same_bits({"weight": weight.grad, "other": other.grad}, {"weight": expected[1], "other": expected[2]})
+
+
+def test_a_graph_of_the_same_form_whose_input_stands_elsewhere_is_another_one() -> None:
+    """A leaf of the model's own and the input change places: what leads to the input is then the other branch."""
+    first, second = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+    plans: list[Any] = []
+    for swapped in (False, True, False):
+        found = []
+        for whole in (True, False):
+            x, own = torch.full((3,), 2.0, requires_grad=True), torch.full((3,), 5.0, requires_grad=True)
+            one, other = (own, x) if swapped else (x, own)
+            output = torch.tanh(one * first) + torch.tanh(other * second)
+            first.grad = second.grad = None
+            if whole:
+                output.sum().backward()  # type: ignore[no-untyped-call]
+                grad = x.grad
+            else:
+                split = SplitBackward([output], [torch.ones_like(output)], [x], plans)
+                (grad,) = split.input_gradients()
+                split.weight_gradients()
+            found.append((grad, first.grad, second.grad))
+        for expected, got in zip(*found, strict=True):
+            assert expected is not None
+            assert got is not None
+            assert torch.equal(expected, got)
+
+
+class Own(Tensor):
+    """A tensor class that takes part in what is done with it."""
+
+
+def test_tensors_of_other_classes_are_run_backwards_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(3, requires_grad=True)
+    usual, asked = torch.autograd.backward, 0
+
+    def count(*given: Any, **named: Any) -> None:
+        nonlocal asked
+        asked += 1
+        usual(*given, **named)
+
+    monkeypatch.setattr(torch.autograd, "backward", count)
+    engine.backward([x * 3], [torch.ones(3)])
+    assert asked == 0
+    engine.backward([(x * 2).as_subclass(Own)], [torch.ones(3)])
+    assert asked > 0
+    assert x.grad is not None
+    assert x.grad.tolist() == [5.0, 5.0, 5.0]
