@@ -284,14 +284,19 @@ def most_held(schedule: sl.Schedule) -> list[Held]:
 
 
 def in_order(schedule: sl.Schedule) -> bool:
-    """Whether every stage runs its B and I, and its W, by rising microbatch, and on one rank."""
-    plan = Plan(schedule)
-    for stage in range(plan.stages):
-        for some in ("BI", "W"):
-            mine = [task for task in plan.tasks if task.stage == stage and task.kind in some]
-            numbers = [task.microbatch for task in mine]
-            if numbers != sorted(numbers) or len({plan.home(task) for task in mine}) > 1:
-                return False
+    """Run every program; whether each stage computed and added its gradients by rising microbatch, on one rank."""
+    computed: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    added: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for rank, program in enumerate(Plan(schedule).programs):
+        for task in (task for entry in program for task in entry):
+            if task.kind in "BI":
+                computed[task.stage].append((rank, task.microbatch))
+            if task.kind in "BW":
+                added[task.stage].append((rank, task.microbatch))
+    for places in (*computed.values(), *added.values()):
+        microbatches = [microbatch for _, microbatch in places]
+        if microbatches != sorted(microbatches) or len({rank for rank, _ in places}) > 1:
+            return False
     return True
 
 

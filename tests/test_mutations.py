@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -244,6 +244,50 @@ def test_in_order_says_whether_every_stage_goes_back_by_rising_microbatch(certif
     expected = oracle.in_order(certificate.schedule)
     event(str(expected))
     assert certificate.in_order == expected
+
+
+def orders_of_backwards(microbatches: int) -> Iterator[list[str]]:
+    """All programs of one rank with one stage: the forwards, then backwards whole or split, in every order that runs."""
+
+    def continued(begun: list[str], ready: list[str]) -> Iterator[list[str]]:
+        if not ready:
+            yield begun
+        for action in ready:
+            others = [other for other in ready if other != action]
+            if action[1] == "I":
+                others.append(f"0W{action[2]}")
+            yield from continued([*begun, action], others)
+
+    forwards = [f"0F{microbatch}" for microbatch in range(microbatches)]
+    for kinds in product("BI", repeat=microbatches):
+        yield from continued(forwards, [f"0{kind}{microbatch}" for microbatch, kind in enumerate(kinds)])
+
+
+def test_in_order_where_one_stage_mixes_whole_and_split_backwards() -> None:
+    """A W adds where it stands, not where its I stands: a B between the two comes first."""
+    verdicts: Counter[bool] = Counter()
+    for program in orders_of_backwards(3):
+        schedule = sl.Schedule.from_programs([program], placement=sl.Placement.loop(1, microbatches=3))
+        expected = oracle.in_order(schedule)
+        assert sl.verify(schedule).in_order == expected, program
+        verdicts[expected] += 1
+    assert min(verdicts.values()) > 10
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("0F0,0F1,0F2,0I0,0I1,0W0,0B2,0W1", False),
+        ("0F0,0F1,0F2,0I0,0I1,0W0,0W1,0B2", True),
+        ("0F0,0F1,0B0,0I1,0W1", True),
+        ("0F0,0F1,0I0,0B1,0W0", False),
+        ("0F0,0F1,0I0,(0F2;0B1)OVERLAP_F_B,0W0,0B2", False),
+        ("0F0,0F1,0I0,(0F2;0I1)OVERLAP_F_B,0W0,0W1,0B2", True),
+        ("0F0,0F1,0I1,0I0,0W0,0W1", False),
+    ],
+)
+def test_in_order_of_a_program_of_one_rank(program: str, expected: bool) -> None:
+    assert sl.verify(sl.Schedule.from_programs([program.split(",")])).in_order == expected
 
 
 def test_verifying_twice_gives_the_same_and_forgets_nothing() -> None:

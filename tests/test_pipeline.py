@@ -205,6 +205,20 @@ def test_out_of_order_backwards_accumulate_in_the_stages_own_order() -> None:
     assert_same_bits(gradients(model), gradients(plain))
 
 
+@pytest.mark.parametrize(
+    "first", ["0F0 0F1 0F2 0I0 0I1 0W0 0W1 0B2", "0F0 0F1 0B0 0I1 0F2 0W1 0B2", "0F0 0F1 0F2 0I0 0W0 0B1 0I2 0W2"]
+)
+def test_a_stage_that_mixes_whole_and_split_backwards_in_order_gives_the_bits_of_the_loop(first: str) -> None:
+    second = [f"1{kind}{microbatch}" for microbatch in range(3) for kind in ("F", "B")]
+    schedule = sl.Schedule.from_programs([first.split(), second])
+    assert sl.verify(schedule).in_order
+    model, alone = blocks(2), blocks(2)
+    x, y = batch(6)
+    sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=schedule).step(x, y)
+    one_process_step(alone, functional.mse_loss, x, y, 3)
+    assert_same_bits(gradients(model), gradients(alone))
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
 def test_several_steps_accumulate_exactly(name: str) -> None:
     """torch.distributed.pipelining divides again what was accumulated before."""

@@ -45,7 +45,8 @@ class Certificate:
     peak_held: tuple[int, ...]
     """The most of both together."""
     in_order: bool
-    """Whether every stage lives on one rank and runs its I (or B) and its W in the order of the microbatches."""
+    """Whether every stage's gradients are computed and added in the order of the microbatches: it lives on one rank, its
+    B and I together run in that order, and so do its B and W together."""
 
     def to_json(self) -> dict[str, Any]:
         """Turn it into plain data."""
@@ -91,7 +92,7 @@ class Certificate:
         yield f"  peak activations  {_per_rank(self.peak_activations)}"
         yield f"  peak residues     {_per_rank(self.peak_residues)} (between I and W)"
         order = "yes" if self.in_order else "no"
-        yield f"  in order          {order} (I and W of every stage in the order of the microbatches)"
+        yield f"  in order          {order} (gradients of every stage added in the order of the microbatches)"
 
 
 def _per_rank(values: tuple[int, ...]) -> str:
@@ -113,7 +114,7 @@ def verify(schedule: Schedule) -> Certificate:
       receive buffers   2 4 4 2 (rank 0, 1, …)
       peak activations  4 3 2 1 (rank 0, 1, …)
       peak residues     0 on every rank (between I and W)
-      in order          yes (I and W of every stage in the order of the microbatches)
+      in order          yes (gradients of every stage added in the order of the microbatches)
     """
     ensure_progress(schedule)
     RULES["channels"](schedule)
@@ -163,10 +164,14 @@ def _peaks(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
 
 
 def _in_order(schedule: Schedule) -> bool:
-    """Whether each stage's I (or B) and its W come in the order of the microbatches, on one rank."""
+    """Whether each stage computes (B, I) and adds (B, W) its gradients in the order of the microbatches, on one rank.
+
+    A B adds to the weights where it stands, a split backward where its W stands: of a stage that mixes them, neither the
+    B nor the W alone tell the order of the additions.
+    """
     plain = schedule.kinds % PAIRED
-    for chosen in ((plain == kinds.B) | (plain == kinds.I), plain == kinds.W):
-        index = np.flatnonzero(chosen)
+    for half in (kinds.I, kinds.W):
+        index = np.flatnonzero((plain == kinds.B) | (plain == half))
         stage, microbatch = schedule.stage_ids[index], schedule.microbatch_ids[index]
         # Actions are numbered rank by rank, so a stage on two ranks is in order only if it happens to be so
         # rank after rank: between ranks there is no order, so that is ruled out below.
