@@ -247,7 +247,7 @@ def test_in_order_says_whether_every_stage_goes_back_by_rising_microbatch(certif
 
 
 def orders_of_backwards(microbatches: int) -> Iterator[list[str]]:
-    """All programs of one rank with one stage: the forwards, then backwards whole or split, in every order that runs."""
+    """All programs of one rank and stage: the forwards, then backwards whole or split, in every order that runs."""
 
     def continued(begun: list[str], ready: list[str]) -> Iterator[list[str]]:
         if not ready:

@@ -17,7 +17,7 @@ from stageline.timeline.costs import Costs
 from stageline.timeline.draw.palette import number
 from stageline.timeline.draw.terminal import chart, legend, strip
 from stageline.timeline.simulate import simulate
-from stageline.timeline.timeline import Timeline
+from stageline.timeline.timeline import Timeline, shown_bubble
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -127,7 +127,7 @@ def _table(found: list[Timeline]) -> Table:
         table.add_row(
             schedule.name,
             number(timeline.makespan),
-            f"{timeline.bubble:.1%}",
+            shown_bubble(timeline),
             number(timeline.span),
             f"{timeline.span_bubble:.1%}",
             number(max(timeline.peak_memory)),

@@ -15,6 +15,7 @@ from stageline.timeline.draw.terminal import chart, legend
 from stageline.timeline.explain import MEANINGS, Explanation, Parts, explain, typical_costs
 from stageline.timeline.files import read_timeline
 from stageline.timeline.simulate import simulate
+from stageline.timeline.timeline import NOT_ALIGNED, Timeline, shown_bubble
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,6 +45,9 @@ def command(
     stageline trace run.json --forward 0.010 --transfer 0 --html run.html
     """
     measured = read_timeline(run)
+    if not measured.is_aligned:
+        _own_times(measured, json, width)
+        return
     planned = simulate(measured.schedule, prices.make(typical_costs(measured)))
     found = explain(planned, measured)
     both = [planned, measured]
@@ -67,6 +71,20 @@ def command(
     _explain(found, out.width)
 
 
+def _own_times(measured: Timeline, json: bool, width: int | None) -> None:
+    """What can be said of ranks whose clocks have nothing in common."""
+    if json:
+        print_json(measured.figures())
+        return
+    out = console(width)
+    scale, unit = (1e3, " ms") if measured.costs is None else (1.0, "")
+    out.print(f"{measured.schedule.name}, measured: {NOT_ALIGNED}")
+    out.print("the ranks cannot be drawn on one time axis; what each of them knows by itself:")
+    for rank, busy in enumerate(measured.busy[:MOST_RANKS]):
+        out.print(f"rank {rank}: computes {_short(busy * scale)}{unit}")
+    out.print(f"span: {_short(measured.span * scale)}{unit}, the longest of any one rank")
+
+
 def _explain(found: Explanation, width: int) -> None:
     """The figures, the table, and what was slow."""
     out = console(width)
@@ -75,6 +93,9 @@ def _explain(found: Explanation, width: int) -> None:
     plan, real = found.planned.makespan * scale, measured.makespan * scale
     times = f" ({real / plan:.3f} times)" if plan > 0 else ""
     out.print(f"makespan: planned {_short(plan)}{unit}, measured {_short(real)}{unit}{times}")
+    if measured.uncertainty:
+        off = f"{_short(measured.uncertainty * scale)}{unit}"
+        out.print(f"clocks: times of different ranks are aligned to ± {off}; measured bubble {shown_bubble(measured)}")
     out.print()
     out.print(_table(found, scale, unit))
     out.print()

@@ -34,7 +34,7 @@ from stageline.schedules.registry import schedule, whole
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Costs, PerPair
 from stageline.timeline.simulate import simulate
-from stageline.timeline.timeline import Timeline
+from stageline.timeline.timeline import Timeline, share_above
 
 if TYPE_CHECKING:
     from stageline.model.staged import Staged
@@ -133,7 +133,7 @@ class Plan:
     @property
     def bubble(self) -> float:
         """The share of the makespan that the busiest rank does not compute."""
-        return self.timeline.bubble
+        return share_above(self.timeline.makespan, self.timeline.ideal)
 
     @property
     def gap(self) -> float | None:

@@ -21,6 +21,7 @@ from stageline.schedules.schedule import Schedule
 from stageline.synthesis.synthesize import synthesize
 from stageline.timeline.memory import peaks_of
 from stageline.timeline.simulate import simulate
+from stageline.timeline.timeline import share_above
 
 BETTER = 0.005
 """A synthesized order must be this share faster than a family to be taken: a name is worth something too."""
@@ -188,7 +189,7 @@ class Search:
         count = place.microbatches
         timeline = simulate(one_by_one(place.shape.ranks, 1), self.prices.costs(place))
         memory = self.prices.memory(timeline, place)
-        bubble = 1 - timeline.ideal / timeline.makespan if timeline.makespan > 0 else 0.0
+        bubble = share_above(timeline.makespan, timeline.ideal)
         made = one_by_one(place.shape.ranks, count)
         self._note(place, made, count * timeline.makespan, bubble, memory, keep=True)
 
@@ -257,7 +258,8 @@ class Search:
         """Simulate; say whether it fits."""
         timeline = simulate(made, self.prices.costs(place))
         memory = self.prices.memory(timeline, place)
-        return self._note(place, made, timeline.makespan, timeline.bubble, memory, keep or self.asked.given is not None)
+        bubble = share_above(timeline.makespan, timeline.ideal)
+        return self._note(place, made, timeline.makespan, bubble, memory, keep or self.asked.given is not None)
 
     def _note(
         self, place: Place, made: Schedule, seconds: float, bubble: float, memory: tuple[RankMemory, ...], keep: bool

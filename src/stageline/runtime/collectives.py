@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,8 +21,11 @@ from stageline.runtime.control.verdict import Verdict
 from stageline.runtime.groups import Ways, own_groups
 from stageline.runtime.layout import Layout
 from stageline.runtime.worlds import Floats, PipelineError
+from stageline.transport.alignment import Alignment
 from stageline.transport.exchange import Exchange
 from stageline.transport.protocol import TransportError
+
+Result = TypeVar("Result")
 
 
 class Collectives(ABC):
@@ -118,6 +121,14 @@ class Collectives(ABC):
 
     def gather(self, exchange: Exchange, row: Floats) -> Floats:
         """The rows of the ranks that an exchange is between."""
+        return self._exchanging(lambda check: exchange.gather(row, check))
+
+    def align(self, exchange: Exchange) -> Alignment:
+        """How far the clocks of the ranks are apart that an exchange is between."""
+        return self._exchanging(exchange.align)
+
+    def _exchanging(self, call: Callable[[Callable[[], None]], Result]) -> Result:
+        """Call something that waits for other ranks and is given what to call meanwhile."""
         before, self._control.waits = self._control.waits, EVERYONE
         began = time.monotonic()
 
@@ -126,7 +137,7 @@ class Collectives(ABC):
             began = self._check_on_others(began)
 
         try:
-            return exchange.gather(row, check)
+            return call(check)
         except TransportError as error:
             raise self.lose(f"rank {self.process} lost another rank: {error}") from error
         finally:

@@ -287,7 +287,7 @@ class Course:
         pipe, crew = self.pipe, judged.offer.crew
         assert crew is not None
         assert judged.offer.work is not None
-        pipe._measured = Measured(crew.schedule, times)
+        pipe._measured = Measured(crew.schedule, times, pipe._world.clocks)
         pipe._steps = judged.step + 1
         pipe._agreed = judged.offer.work.samples
 

@@ -105,7 +105,9 @@ class ProcessGround:
         """Add it up over all ranks, without waiting, with the times of all actions."""
         assert offer.crew is not None
         crew, size = offer.crew, len(row)
-        times = np.zeros(3 * crew.schedule.num_actions) if result is None else times_of(crew, [result]).reshape(-1)
+        times = np.zeros(3 * crew.schedule.num_actions)
+        if result is not None:
+            times = times_of(crew, [result], self._world.clocks).reshape(-1)
         if times.size * crew.schedule.ranks > FEW:  # what the next step depends on is not to wait for them
             self._told[offer.step] = self._world.later(lambda: row)
             self.times[offer.step] = self._world.later(lambda: times)

@@ -279,7 +279,7 @@ class ThreadRun:
     @staticmethod
     def _times(crew: Crew, results: Mapping[int, RankResult]) -> Callable[[], Floats]:
         found = [results[rank] for rank in sorted(results)]
-        return lambda: times_of(crew, found).reshape(-1)
+        return lambda: times_of(crew, found, None).reshape(-1)
 
     def _end(self) -> None:
         for thread in self._threads:

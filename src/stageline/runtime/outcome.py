@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from stageline.runtime.worlds import Crew, Floats
 from stageline.schedules.build import PAIRED
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.timeline import Timeline, Transfers
+from stageline.transport.alignment import Alignment
 
 
 @dataclass(frozen=True)
@@ -79,36 +81,41 @@ def first_not_finite(losses: Sequence[float]) -> int | None:
     return next((index for index, loss in enumerate(losses) if not math.isfinite(loss)), None)
 
 
-def times_of(crew: Crew, results: Sequence[RankResult]) -> Floats:
-    """Start, end and arrival of every action of the ranks that are here; 0 for those of others."""
+def times_of(crew: Crew, results: Sequence[RankResult], clocks: Alignment | None) -> Floats:
+    """Start, end and arrival of every action of the ranks that are here, by the clock of the first rank; 0 for those of
+    others."""
     schedule = crew.schedule
     times = np.zeros((3, schedule.num_actions))
     for executor, result in zip(crew.executors, results, strict=True):
         mine = slice(int(schedule.bounds[executor.rank]), int(schedule.bounds[executor.rank + 1]))
-        times[0, mine], times[1, mine] = result.clock.read()
+        offset = 0.0 if clocks is None else clocks.offsets[executor.rank]
+        start, end = result.clock.read()
+        times[0, mine], times[1, mine] = start + offset, end + offset
         for index, moment in result.arrived.items():
-            times[2, index] = moment
+            times[2, index] = moment + offset
     return times
 
 
 class Measured:
     """The timeline of a step, built when someone asks for it."""
 
-    def __init__(self, schedule: Schedule, times: Callable[[], Floats]) -> None:
-        """`times` gives those of all ranks, waiting for them if they are still on their way."""
+    def __init__(self, schedule: Schedule, times: Callable[[], Floats], clocks: Alignment | None) -> None:
+        """`times` gives those of all ranks, waiting for them if they are still on their way; `clocks` is what they were
+        aligned by just now."""
         self._schedule, self._times = schedule, times
+        self._uncertainty = None if clocks is None else clocks.uncertainty(time.perf_counter())
         self._timeline: Timeline | None = None
 
     def timeline(self) -> Timeline:
         """Build it, once."""
         if self._timeline is None:
-            self._timeline = timeline_of(self._schedule, self._times().reshape(3, -1))
+            self._timeline = timeline_of(self._schedule, self._times().reshape(3, -1), self._uncertainty)
             self._times = lambda: np.zeros(0)  # let go of what they were read from
         return self._timeline
 
 
-def timeline_of(schedule: Schedule, times: Floats) -> Timeline:
-    """A measured timeline from starts, ends and arrivals."""
+def timeline_of(schedule: Schedule, times: Floats, uncertainty: float | None) -> Timeline:
+    """A measured timeline from starts, ends and arrivals, and how far the clocks of ranks may be apart."""
     start, end, came = times - times[0].min()
     pairs = np.flatnonzero(schedule.kinds >= PAIRED)  # a pair is one entry: its halves have the same times
     start[pairs + 1] = start[pairs] = np.minimum(start[pairs], start[pairs + 1])
@@ -117,4 +124,5 @@ def timeline_of(schedule: Schedule, times: Floats) -> Timeline:
     receivers = np.flatnonzero((graph.source >= 0) & (graph.rank != graph.rank[graph.source]))
     sent = end[graph.source[receivers]]
     arrived = np.maximum(np.minimum(came[receivers], start[receivers]), sent)
-    return Timeline(schedule=schedule, start=start, end=end, transfers=Transfers(receivers, sent, arrived))
+    moved = Transfers(receivers, sent, arrived)
+    return Timeline(schedule=schedule, start=start, end=end, transfers=moved, uncertainty=uncertainty)

@@ -359,9 +359,9 @@ class Pipeline(Runner):
         wanted = self._targets(inputs, targets)
         done = self._run(Batch(inputs, wanted, stage_kwargs, training=True, count=count, scale=float(scale), sync=sync))
         crew, results = done.crew, done.results
-        times = done.outcome.times
-        later = self._world.later(lambda: times_of(crew, results).reshape(-1)) if times is None else lambda: times
-        self._measured = Measured(crew.schedule, later)
+        times, clocks = done.outcome.times, self._world.clocks
+        known = (lambda: times_of(crew, results, clocks).reshape(-1)) if times is None else lambda: times
+        self._measured = Measured(crew.schedule, self._world.later(known) if times is None else known, clocks)
         self._steps += 1
         measured = self._measured.timeline
         if self._watch is not None:

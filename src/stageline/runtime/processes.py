@@ -38,11 +38,16 @@ from stageline.runtime.worlds import (
     note_aside,
     note_record,
 )
+from stageline.transport.alignment import Alignment
 from stageline.transport.protocol import PeerFailed, Traffic, Transport, TransportError
 from stageline.transport.sockets import SocketTransport
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+ALIGN_EVERY = 10.0
+"""Seconds after which the clocks of ranks on several machines are aligned again, before the next step; more where that
+would take a thousandth of the time."""
 
 SMALL = 1 << 17
 """Up to how many numbers of all ranks together are told to everyone as they are, and not added up on the way."""
@@ -75,6 +80,8 @@ class ProcessWorld(Collectives):
         self._within = self._transport.exchange(layout.rows[self.replica])
         across = self._transport.exchange(layout.column(self.here[0]))
         self.column = Column(self, across) if layout.replicas > 1 else None
+        self.clocks: Alignment | None = None
+        self._clocks_are_stale, self._align_after = False, ALIGN_EVERY
         self._flight = Flight(self._transport.rank, self._transport.ranks, self._control.job)
         self._running: Executor | None = None
         self._left = False
@@ -101,6 +108,20 @@ class ProcessWorld(Collectives):
         verdict = self._control.verdict()
         if verdict is not None and verdict.final:
             raise self.over(self.named(verdict))
+        if self._clocks_are_stale:
+            self._align()
+
+    def agree(self, facts: dict[str, str]) -> None:
+        """Compare the facts, and then the clocks."""
+        super().agree(facts)
+        self._align()
+
+    def _align(self) -> None:
+        """Find out how far the clocks of this replica are apart, all its ranks together."""
+        began = time.perf_counter()
+        self._clocks_are_stale = False
+        self.clocks = self.align(self._within)
+        self._align_after = max(ALIGN_EVERY, 1e3 * (time.perf_counter() - began))
 
     def end(self) -> None:
         """End a step."""
@@ -190,9 +211,12 @@ class ProcessWorld(Collectives):
 
     def _end_together(self, failed: Failed | None, own: Floats) -> Floats:
         """Add up what all know; or let all ranks of all replicas know that one failed, and which was the first to."""
-        own_flags = np.zeros(2)
+        own_flags = np.zeros(3)
         if failed is not None:
             own_flags[int(isinstance(failed[2], PeerFailed))] = failed[0]
+        clocks = self.clocks
+        if self.here[0] == 0 and clocks is not None and not clocks.exact:  # and so all ranks hear it in the same step
+            own_flags[2] = time.perf_counter() - clocks.moment > self._align_after
         origin, totals = self._gather_sums(own_flags, own)
         if origin is None:
             return totals
@@ -229,6 +253,7 @@ class ProcessWorld(Collectives):
         """Which process was the first to fail, if one did; and the sums of what the ranks of this replica know."""
         small = own.size * self.layout.ranks <= SMALL
         rows = self.gather(self._within, np.concatenate([flags, own]) if small else flags)
+        self._clocks_are_stale = bool(rows[:, 2].any())
         # When each kind of failure came first, and on which process: causes, and what follows from another's.
         first = np.array([self._first(rows[:, kind], self.layout.rows[self.replica]) for kind in range(2)])
         if self.column is not None:

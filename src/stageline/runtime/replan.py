@@ -88,9 +88,10 @@ class Watch:
     def after(self, step: int, measured: Timeline | None, schedule: Schedule, world: World) -> Replanned | None:
         """Take note of a step; at the end of a period, compare with the plan, and give back a better order, if any.
 
-        `measured` is None where the step is not to be looked at, or had fewer microbatches than the schedule.
+        `measured` is None where the step is not to be looked at, or had fewer microbatches than the schedule. One whose
+        ranks' clocks were not aligned is left out: what its transfers took is not known.
         """
-        if measured is not None:
+        if measured is not None and measured.is_aligned:
             self._seen.append(typical_costs(measured))
         self._count += 1
         if self._count % self._every or not self._seen:

@@ -283,7 +283,9 @@ class Runner:
             return found
         # Those of a GPU are not known yet, and are told later.
         known = all(executor.device is None for executor in crew.executors)
-        times = times_of(crew, results).reshape(-1) if known else np.zeros(3 * crew.schedule.num_actions)
+        times = np.zeros(3 * crew.schedule.num_actions)
+        if known:
+            times = times_of(crew, results, self._world.clocks).reshape(-1)
         return np.concatenate([found, times, [float(known)]])
 
     def _tells_times(self, crew: Crew) -> bool:

@@ -34,8 +34,11 @@ class StepStats:
     """In a run: the norm of all gradients before they were clipped; None where nothing asked for it."""
 
     @cached_property
-    def bubble(self) -> float:
-        """The share of the step's makespan that its busiest rank did not compute, measured."""
+    def bubble(self) -> float | None:
+        """The share of the step's makespan that its busiest rank did not compute, measured.
+
+        None where the clocks of the ranks were not aligned.
+        """
         return self.measured().bubble
 
 

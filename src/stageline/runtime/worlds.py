@@ -26,6 +26,7 @@ from stageline.runtime.layout import Layout
 from stageline.runtime.progress import Notes, Progress, busy
 from stageline.runtime.surroundings import Surroundings
 from stageline.schedules.schedule import Schedule
+from stageline.transport.alignment import Alignment
 from stageline.transport.protocol import PeerFailed, Transport
 from stageline.transport.threads import ThreadHub
 
@@ -63,6 +64,8 @@ class World(Protocol):
     """The replica that this process is in."""
     column: Column | None
     """This rank in all replicas; None where there is but one."""
+    clocks: Alignment | None
+    """How far the clocks of the ranks of this replica are apart; None where that is not known."""
 
     def transport(self, rank: int) -> Transport:
         """The end of a rank that is here."""
@@ -165,6 +168,7 @@ class ThreadWorld:
         self.here = list(range(ranks))
         self.layout, self.replica = Layout.even(ranks), 0
         self.column: Column | None = None
+        self.clocks: Alignment | None = Alignment((0.0,) * ranks, (0.0,) * ranks, 0.0)
         self.hub = ThreadHub(ranks)
         self._progress = {rank: Notes() for rank in self.here}
         self._flights = {rank: Flight(rank, ranks) for rank in self.here}

@@ -45,8 +45,8 @@ class Certificate:
     peak_held: tuple[int, ...]
     """The most of both together."""
     in_order: bool
-    """Whether every stage's gradients are computed and added in the order of the microbatches: it lives on one rank, its
-    B and I together run in that order, and so do its B and W together."""
+    """Whether every stage's gradients are computed and added in the order of the microbatches: it lives on one rank,
+    its B and I together run in that order, and so do its B and W together."""
 
     def to_json(self) -> dict[str, Any]:
         """Turn it into plain data."""
@@ -166,8 +166,8 @@ def _peaks(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
 def _in_order(schedule: Schedule) -> bool:
     """Whether each stage computes (B, I) and adds (B, W) its gradients in the order of the microbatches, on one rank.
 
-    A B adds to the weights where it stands, a split backward where its W stands: of a stage that mixes them, neither the
-    B nor the W alone tell the order of the additions.
+    A B adds to the weights where it stands, a split backward where its W stands: of a stage that mixes them, neither
+    the B nor the W alone tell the order of the additions.
     """
     plain = schedule.kinds % PAIRED
     for half in (kinds.I, kinds.W):

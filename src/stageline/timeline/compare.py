@@ -13,7 +13,7 @@ from stageline.schedules.action import KINDS, Action
 from stageline.schedules.build import PAIRED
 from stageline.schedules.graph import Ints
 from stageline.timeline.costs import Floats
-from stageline.timeline.timeline import Timeline
+from stageline.timeline.timeline import Timeline, share_above
 
 
 class Difference(NamedTuple):
@@ -86,7 +86,8 @@ class Comparison:
         return {
             "makespan": self.makespan,
             "span": self.second.span - self.first.span,
-            "bubble": self.second.bubble - self.first.bubble,
+            "bubble": share_above(self.second.makespan, self.second.ideal)
+            - share_above(self.first.makespan, self.first.ideal),
             "actions": [
                 {
                     "action": str(self.first.schedule.action(index)),

@@ -112,6 +112,7 @@ class Explanation:
             "schedule": self.measured.schedule.name,
             "planned_makespan": self.planned.makespan,
             "measured_makespan": self.measured.makespan,
+            "uncertainty": self.measured.uncertainty,
             "ranks": [parts._asdict() for parts in self.ranks],
             "mean": self.mean._asdict(),
             "planned_ranks": [parts._asdict() for parts in self.planned_ranks],
@@ -133,6 +134,11 @@ def explain(planned: Timeline | None, measured: Timeline) -> Explanation:
         raise ScheduleError(
             f"the plan is of {planned.schedule!r} and the measured step of {measured.schedule!r}: "
             "simulate the schedule that was run"
+        )
+    if not measured.is_aligned:
+        raise ScheduleError(
+            "the clocks of the ranks of the measured step were not aligned, so nobody knows what its ranks waited for; "
+            "typical_costs(measured) still says what their actions took"
         )
     groups = _groups(measured)
     plan, real = groups.total(planned), groups.total(measured)
@@ -241,7 +247,7 @@ def _waits(timeline: Timeline) -> _Waiting:
     last = np.full(ranks, timeline.first_start)
     runs = np.flatnonzero(np.diff(graph.first) > 0)
     last[runs] = end[graph.first[runs + 1] - 1]
-    drain = timeline.first_start + timeline.makespan - last
+    drain = np.maximum(timeline.first_start + timeline.makespan - last, 0.0)
     return _Waiting(
         peer=_sums(rank, waits.made - waits.free, ranks) + drain,
         transfer=_sums(rank, waits.arrived - waits.made, ranks),
@@ -253,7 +259,7 @@ def typical_costs(timeline: Timeline) -> Costs:
     """Find the costs of a measured step: the median time of each kind of action on each stage, and of a transfer.
 
     The time of a transfer is known only where the receiver was there before the message was sent: else nobody saw
-    when it arrived. Where there is none of these, transfers cost nothing.
+    when it arrived. Where there is none of these, or the clocks of ranks were not aligned, transfers cost nothing.
 
     >>> import stageline as sl
     >>> s = sl.schedule("zb-h1", ranks=2, microbatches=4)
@@ -294,4 +300,5 @@ def _typical_transfer(timeline: Timeline) -> float:
     graph, moved = timeline.schedule.graph, timeline.transfers
     entry = moved.receivers if graph.pairs is None else graph.pairs.entry_of[moved.receivers]
     waited = waits_of(timeline).free[entry] <= moved.sent
+    waited &= timeline.is_aligned
     return float(np.median(moved.arrived[waited] - moved.sent[waited])) if waited.any() else 0.0

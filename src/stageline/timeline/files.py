@@ -29,6 +29,10 @@ from stageline.timeline.timeline import Timeline, Transfers
 FORMAT = "stageline-timeline"
 VERSION = 1
 
+OUT_OF_ORDER = 0.1
+"""How early an action may seem to begin before its input was made, as a share of the longest rank's time, in a file
+that says nothing of clocks."""
+
 
 def write_timeline(timeline: Timeline, path: str | Path) -> None:
     """Write a timeline as JSON; an existing file is replaced only when done."""
@@ -59,6 +63,7 @@ def _lines(timeline: Timeline) -> Iterator[str]:
     schedule, moved = timeline.schedule, timeline.transfers
     costs = None if timeline.costs is None else timeline.costs.to_json()
     yield f'{{\n  "format": {json.dumps(FORMAT)},\n  "version": {VERSION},\n  "costs": {json.dumps(costs)},\n'
+    yield f'  "uncertainty": {json.dumps(timeline.uncertainty)},\n'
     yield '  "schedule": '
     yield "".join(schedule_lines(schedule)).rstrip().replace("\n", "\n  ") + ",\n"
     cuts = np.searchsorted(moved.receivers, schedule.bounds)
@@ -88,9 +93,30 @@ def _timeline(data: Mapping[str, Any]) -> Timeline:
     costs = None if data["costs"] is None else Costs.from_json(data["costs"])
     if costs is not None:
         costs.check_lengths(schedule.stages, schedule.microbatches)
-    timeline = Timeline(schedule, start, end, Transfers(receivers, sent, arrived), costs)
+    moved = Transfers(receivers, sent, arrived)
+    timeline = Timeline(schedule, start, end, moved, costs, _uncertainty(data, schedule, start, moved))
     _check_order(schedule, timeline)
     return timeline
+
+
+def _uncertainty(data: Mapping[str, Any], schedule: Schedule, start: Floats, moved: Transfers) -> float | None:
+    """What the file says of the clocks; what its times say where it is of a time when files did not.
+
+    Where an action begins long before its input was made, the times of the two ranks are not of one clock.
+    """
+    if "uncertainty" in data:
+        value = data["uncertainty"]
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and 0 <= value <= LARGEST_COST):
+            raise ScheduleError(
+                "'uncertainty' must be a time from 0 upwards, or null where the clocks of ranks were not aligned, got "
+                f"{shorten(value)}",
+                rule="format",
+            )
+        return None if value is None else float(value)
+    early = float((moved.sent - start[moved.receivers]).max(initial=0.0))
+    spans = [float(np.ptp(start[mine])) for mine in schedule.slices() if mine.stop > mine.start]
+    return None if early > OUT_OF_ORDER * max(spans, default=0.0) else 0.0
 
 
 def _times(data: Mapping[str, Any], name: str, expected: Ints, what: str) -> Floats:

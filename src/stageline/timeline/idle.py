@@ -73,7 +73,7 @@ def idle_of(timeline: Timeline) -> tuple[Idle, ...]:
                 transfer=float((arrived - made).sum()),
                 peer=float((made - free).sum()),
                 host=float((start - arrived).sum()),
-                drain=float(finish - end[high - 1]),
+                drain=max(0.0, float(finish - end[high - 1])),
             )
         )
     return tuple(found)

@@ -73,6 +73,10 @@ class Timeline:
     transfers: Transfers
     costs: Costs | None = None
     """What it was simulated with; None where it was measured."""
+    uncertainty: float | None = 0.0
+    """By how much times of different ranks may be off against each other, in the unit of the times: 0 where all were
+    read from one clock or simulated; None where the clocks were never aligned, so that only times of one rank can be
+    compared."""
 
     @cached_property
     def _rank_spans(self) -> tuple[Floats, Floats]:
@@ -84,13 +88,30 @@ class Timeline:
         return firsts, lasts
 
     @property
+    def is_aligned(self) -> bool:
+        """Whether the times of all ranks are on one scale; if not, there is no makespan, no bubble and no idle time."""
+        return self.uncertainty is not None
+
+    def require_one_clock(self, what: str) -> None:
+        """Refuse to tell something that compares times of different ranks, where their clocks were not aligned."""
+        if self.uncertainty is None:
+            raise ScheduleError(
+                f"the clocks of the ranks of this step were not aligned, so it has no {what}: only times of one rank "
+                "can be compared (busy, ideal, span); measure it again with Pipeline, whose ranks align their clocks"
+            )
+
+    @property
     def first_start(self) -> float:
         """When the first action of all starts."""
         return float(self.start.min())
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end over all ranks: what a step costs when every rank waits for all."""
+        """From the first start to the last end over all ranks: what a step costs when every rank waits for all.
+
+        A step whose ranks' clocks were not aligned has none: `ScheduleError`.
+        """
+        self.require_one_clock("makespan")
         return float(self.end.max()) - self.first_start
 
     @property
@@ -115,18 +136,29 @@ class Timeline:
         return max(self.busy)
 
     @property
-    def bubble(self) -> float:
-        """The share of the makespan above the ideal: (makespan − ideal) / makespan."""
-        return _share(self.makespan, self.ideal)
+    def bubble(self) -> float | None:
+        """The share of the makespan above the ideal: (makespan − ideal) / makespan.
+
+        None where the clocks of the ranks were not aligned.
+        """
+        return share_above(self.makespan, self.ideal) if self.is_aligned else None
+
+    @property
+    def bubble_uncertainty(self) -> float | None:
+        """By how much the bubble may be off because of the clocks, as a share; None where there is no bubble."""
+        if self.uncertainty is None:
+            return None
+        return min(1.0, self.uncertainty / self.makespan) if self.uncertainty and self.makespan > 0 else 0.0
 
     @property
     def span_bubble(self) -> float:
         """The share of the span above the ideal: (span − ideal) / span."""
-        return _share(self.span, self.ideal)
+        return share_above(self.span, self.ideal)
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
         """Where each rank's idle time went: warm-up, transfers, peers, its own host, drain."""
+        self.require_one_clock("idle time")
         return idle_of(self)
 
     @cached_property
@@ -169,6 +201,7 @@ class Timeline:
         """The chain of actions that makes the step as long as it is: each starts when the one before lets it."""
         from stageline.timeline.critical import critical_path
 
+        self.require_one_clock("critical path")
         return critical_path(self)
 
     def write(self, path: str | Path) -> None:
@@ -188,14 +221,15 @@ class Timeline:
             "ranks": self.schedule.ranks,
             "stages": self.schedule.stages,
             "microbatches": self.schedule.microbatches,
-            "makespan": self.makespan,
+            "makespan": self.makespan if self.is_aligned else None,
             "span": self.span,
             "ideal": self.ideal,
             "bubble": self.bubble,
             "span_bubble": self.span_bubble,
+            "uncertainty": self.uncertainty,
             "peak_memory": list(self.peak_memory),
             "busy": list(self.busy),
-            "idle": [idle._asdict() for idle in self.idle],
+            "idle": [idle._asdict() for idle in self.idle] if self.is_aligned else None,
         }
 
     def _actions_json(self) -> list[list[dict[str, Any]]]:
@@ -219,11 +253,36 @@ class Timeline:
 
     def __repr__(self) -> str:
         """Show the figures that people ask for first."""
+        if not self.is_aligned:
+            return f"<Timeline of {self.schedule.name}: {NOT_ALIGNED}, span {self.span:g}>"
         return (
-            f"<Timeline of {self.schedule.name}: makespan {self.makespan:g} (bubble {self.bubble:.1%}), "
+            f"<Timeline of {self.schedule.name}: makespan {self.makespan:g} (bubble {shown_bubble(self)}), "
             f"span {self.span:g} (bubble {self.span_bubble:.1%})>"
         )
 
 
-def _share(cost: float, ideal: float) -> float:
-    return (cost - ideal) / cost if cost > 0 else 0.0
+NOT_ALIGNED = "clocks of its ranks not aligned, no makespan and no bubble"
+"""What is said of a timeline whose ranks have clocks that nothing is known of."""
+
+
+def shown_bubble(timeline: Timeline) -> str:
+    """The bubble of the makespan in words, with what the clocks leave open.
+
+    >>> import stageline as sl
+    >>> from dataclasses import replace
+    >>> t = sl.simulate(sl.schedule("gpipe", ranks=2, microbatches=2))
+    >>> shown_bubble(t), shown_bubble(replace(t, uncertainty=0.09)), shown_bubble(replace(t, uncertainty=None))
+    ('33.3%', '33.3% ± 1.0%', 'unknown: clocks not aligned')
+    """
+    if timeline.bubble is None:
+        return "unknown: clocks not aligned"
+    return f"{timeline.bubble:.1%}" + (f" ± {timeline.bubble_uncertainty:.1%}" if timeline.uncertainty else "")
+
+
+def share_above(cost: float, ideal: float) -> float:
+    """The share of a cost that is above the ideal; what rounding leaves below it is none.
+
+    >>> share_above(4.0, 3.0), share_above(0.3, 0.1 + 0.2), share_above(0.0, 0.0)
+    (0.25, 0.0, 0.0)
+    """
+    return max(0.0, (cost - ideal) / cost) if cost > 0 else 0.0

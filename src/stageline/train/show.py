@@ -112,7 +112,7 @@ class Show:
         if text:
             folder.write("sample.txt", text)
             put(f"\n{text}\n")
-        if self._measured is not None:
+        if self._measured is not None and self._measured.is_aligned:
             name = self._measured.schedule.name
             names = [f"{name}, {what}" for what in ("planned", "measured")]
             title = f"{name}, planned and measured at step {self._of.step}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stageline.transport import wire
+from stageline.transport.alignment import TRIPS, Alignment, Reading, aligned, clock_number, offset_of
 from stageline.transport.links import Links
 from stageline.transport.outbox import Outbox
 from stageline.transport.protocol import TransportError
@@ -63,6 +65,31 @@ class Exchange:
         for child, _ in self._below:
             self._tell(child, known)
         return known
+
+    def align(self, check: Callable[[], None]) -> Alignment:
+        """Find out how far the clocks of all ranks are apart, all together; `check` is called as in `gather`."""
+        self._rounds += TURNS
+        mine = Reading(0.0, 0.0)
+        if self._above is not None:
+            mine = self._ask(self._above, check)
+        for child, _ in self._below:
+            for _ in range(TRIPS):
+                self._hear(child, 1, check)
+                heard = time.perf_counter()
+                self._tell(child, np.array([*mine, heard, time.perf_counter()]))
+        row = np.array([*mine, clock_number()])
+        return aligned(self.gather(row, check), time.perf_counter())
+
+    def _ask(self, above: int, check: Callable[[], None]) -> Reading:
+        """The clock of the first rank, by that of the rank above."""
+        readings = []
+        for _ in range(TRIPS):
+            asked = time.perf_counter()
+            self._tell(above, np.array([asked]))
+            offset, uncertainty, heard, answered = self._hear(above, 4, check).tolist()
+            step = offset_of(asked, heard, answered, time.perf_counter())
+            readings.append(Reading(offset + step.offset, uncertainty + step.uncertainty))
+        return min(readings, key=lambda reading: reading.uncertainty)
 
     def _tell(self, target: int, rows: NDArray[np.float64]) -> None:
         head = wire.write_head(self._rounds, b"-", rows.nbytes)

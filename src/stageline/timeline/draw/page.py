@@ -77,6 +77,7 @@ def _panel(timeline: Timeline, name: str, until: float) -> dict[str, Any]:
         "makespan": timeline.makespan,
         "span": timeline.span,
         "bubble": timeline.bubble,
+        "bubbleUncertainty": timeline.bubble_uncertainty,
         "spanBubble": timeline.span_bubble,
         "ranks": ranks,
         "place": schedule.placement.table.tolist(),

@@ -10,7 +10,7 @@ import numpy as np
 from stageline.schedules.graph import Ints
 from stageline.timeline.costs import Floats
 from stageline.timeline.draw.palette import IDLE, LOOKS, Boxes, boxes_of, label_of, number, summary
-from stageline.timeline.timeline import Timeline
+from stageline.timeline.timeline import Timeline, shown_bubble
 
 LEFT, ROW, GAP, HEAD, AXIS = 64, 24, 3, 34, 26
 LETTERED = 4000
@@ -59,7 +59,7 @@ def _panel(timeline: Timeline, title: str, top: int, scale: float) -> str:
     schedule = timeline.schedule
     boxes = boxes_of(schedule)
     figures = (
-        f"makespan {number(timeline.makespan)} (bubble {timeline.bubble:.1%}), span {number(timeline.span)} "
+        f"makespan {number(timeline.makespan)} (bubble {shown_bubble(timeline)}), span {number(timeline.span)} "
         f"(bubble {timeline.span_bubble:.1%}), peak memory {summary(timeline.peak_memory)}"
     )
     name = f"{title}, {schedule.ranks} ranks, {schedule.microbatches} microbatches"

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from stageline.schedules.graph import Ints
 from stageline.timeline.draw.palette import LOOKS, Boxes, boxes_of, label_of, number, summary
-from stageline.timeline.timeline import Timeline
+from stageline.timeline.timeline import Timeline, shown_bubble
 
 LEAST_WIDTH = 30
 
@@ -165,7 +165,7 @@ def figures(timeline: Timeline) -> list[str]:
     """The lines below a chart: times, bubbles and memory, each saying what it is."""
     peak = timeline.peak_memory
     return [
-        f"makespan {number(timeline.makespan)}  bubble {timeline.bubble:.1%}   first start to last end, all ranks",
+        f"makespan {number(timeline.makespan)}  bubble {shown_bubble(timeline)}   first start to last end, all ranks",
         f"span     {number(timeline.span)}  bubble {timeline.span_bubble:.1%}   the longest of any one rank",
         f"peak memory {summary(peak)}",
     ]

@@ -37,6 +37,7 @@ def _events(
     timeline: Timeline, unit: float, process: int, name: str, arrows: Iterator[int]
 ) -> Iterator[dict[str, Any]]:
     schedule = timeline.schedule
+    timeline.require_one_clock("trace on one time axis")
     begin = timeline.first_start
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
     for rank in range(schedule.ranks):

@@ -11,7 +11,7 @@ from typing import Any
 
 from stageline.errors import StagelineError, shorten
 from stageline.timeline.files import read_timeline
-from stageline.timeline.timeline import Timeline
+from stageline.timeline.timeline import NOT_ALIGNED, Timeline
 from stageline.train.logs.logs import FILE
 from stageline.train.logs.metrics import History, Row, read_metrics
 
@@ -181,6 +181,8 @@ def _last_timeline(folder: Path, history: History, notes: list[str]) -> tuple[in
             found.append((step in told, step, path))
     for _, step, path in sorted(found, reverse=True):
         timeline = _timeline(path, notes)
-        if timeline is not None:
+        if timeline is not None and not timeline.is_aligned:
+            notes.append(f"The timeline of step {step} is not shown: {NOT_ALIGNED}.")
+        elif timeline is not None:
             return step, timeline
     return None, None

@@ -1,0 +1,101 @@
+"""Clocks of several ranks on one scale: `time.perf_counter` of two hosts counts from two unrelated moments.
+
+A rank asks the rank above it in a tree what time it is, several times over, and believes the answer that came back
+fastest: whenever the other clock was read in between, its reading is off by no more than half of the round trip.
+
+    rank       t0 ──────────────────────────────▶ t3        offset = ((t1 − t0) + (t2 − t3)) / 2
+    above              t1 ──────────▶ t2                    uncertainty = ((t3 − t0) − (t2 − t1)) / 2
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+DRIFT = 5e-5
+"""How many seconds two clocks may drift apart in a second: what crystals do that nothing keeps in step."""
+
+TRIPS = 8
+"""How many round trips are made: the first may wait for the other rank to be there, and some are disturbed."""
+
+
+class Reading(NamedTuple):
+    """What to add to a clock to get another, and by how much that may be wrong."""
+
+    offset: float
+    uncertainty: float
+
+
+def offset_of(asked: float, heard: float, answered: float, back: float) -> Reading:
+    """What one round trip tells of the other clock.
+
+    >>> offset_of(asked=10.0, heard=110.25, answered=110.5, back=10.75)
+    Reading(offset=100.0, uncertainty=0.25)
+    """
+    return Reading(((heard - asked) + (answered - back)) / 2, max(0.0, ((back - asked) - (answered - heard)) / 2))
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """What the ranks of a pipeline know of each other's clocks.
+
+    >>> clocks = Alignment((0.0, 100.0, 7.0), (0.0, 1e-4, 2e-4), moment=50.0)
+    >>> clocks.uncertainty(50.0), clocks.uncertainty(150.0)
+    (0.0003, 0.0103)
+    >>> Alignment((0.0, 0.0), (0.0, 0.0), moment=50.0).uncertainty(150.0)
+    0.0
+    """
+
+    offsets: tuple[float, ...]
+    """For each rank, what to add to its `time.perf_counter` to get that of the first."""
+    uncertainties: tuple[float, ...]
+    """For each rank, by how much that may be wrong, in seconds; 0 where the rank reads the very clock of the first."""
+    moment: float
+    """When this was found out, by the clock of this rank."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether all ranks read one clock."""
+        return not any(self.uncertainties)
+
+    def uncertainty(self, now: float) -> float:
+        """By how many seconds times of two ranks may be off against each other at this moment of this rank's clock."""
+        if self.exact:
+            return 0.0
+        *_, second, first = sorted((0.0, *self.uncertainties))
+        return float(round(first + second + 2 * DRIFT * max(0.0, now - self.moment), 12))
+
+
+def aligned(rows: NDArray[np.float64], moment: float) -> Alignment:
+    """Read what all ranks told: offset, uncertainty, and which clock they read.
+
+    Ranks whose clock says that it is the same as the first one's, and that measured no difference, read one clock.
+    """
+    offsets, uncertainties = [], []
+    for offset, uncertainty, clock in rows.tolist():
+        same = clock == rows[0, 2] and clock != 0.0 and abs(offset) <= uncertainty
+        offsets.append(0.0 if same else offset)
+        uncertainties.append(0.0 if same else uncertainty)
+    return Alignment(tuple(offsets), tuple(uncertainties), moment)
+
+
+def clock_number() -> float:
+    """A number that processes with one clock have in common: the running kernel and its time namespace; 0 if unknown.
+
+    >>> clock_number() == clock_number()
+    True
+    """
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        clock = time.get_clock_info("perf_counter").implementation
+        name = f"{boot.strip()} {os.readlink('/proc/self/ns/time')} {clock}"
+        return float(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big"))
+    return 0.0
