@@ -166,6 +166,28 @@ def test_a_timeline_comes_back_as_it_was_written(schedule: sl.Schedule, seed: in
         assert np.array_equal(mine, theirs)
 
 
+@settings(deadline=None, max_examples=examples(100))
+@given(schedule=st.one_of(of_families(ranks=5), of_no_family(ranks=5)), data=st.data())
+def test_a_timeline_of_any_costs_is_read_as_it_was_written(schedule: sl.Schedule, data: st.DataObject) -> None:
+    """Nothing, tiny, huge, or as they come: rounding never makes a file that is refused, nor a figure below 0."""
+    any_size = st.one_of(
+        st.sampled_from([0.0, 1e-300, 5e-324, 1e100, 0.1, 1 / 3]), st.floats(0.0, 1.0), st.floats(0.0, 1e100)
+    )
+    rows = st.one_of(any_size, st.lists(any_size, min_size=schedule.stages, max_size=schedule.stages))
+    names = ("forward", "backward_input", "backward_weight", "overlap", "activation", "residue", "transient")
+    costs = sl.Costs(**{name: data.draw(rows, name) for name in names}, transfer=data.draw(any_size, "transfer"))
+    t = sl.simulate(schedule, costs)
+    t.write("run.json")
+    back = sl.read_timeline("run.json")
+    assert back.to_json() == t.to_json()
+    assert t.bubble is not None
+    assert 0.0 <= t.bubble <= 1.0
+    assert 0.0 <= t.span_bubble <= 1.0
+    assert min(min(idle) for idle in t.idle) >= 0.0
+    assert min(float(t.memory(rank)[1].min(initial=0.0)) for rank in range(schedule.ranks)) >= 0.0
+    assert min(min(parts) for parts in sl.explain(None, t).ranks) >= 0.0
+
+
 def _written() -> dict[str, Any]:
     sl.simulate(sl.schedule("1f1b", 2, 2)).write("good.json")
     data: dict[str, Any] = json.loads(Path("good.json").read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,68 @@ def profiles(draw: st.DrawFn) -> sl.Profile:
             )
         )
     return profile_of(*found)
+
+
+@st.composite
+def of_any_size(draw: st.DrawFn) -> sl.Profile:
+    """Layers whose times and sizes are nothing, tiny, huge or as they come, all of them alike or none."""
+    times = draw(
+        st.sampled_from(
+            [st.just(0.0), st.floats(1e-300, 1e-290), st.floats(1e60, 1e90), st.floats(0.0, 1.0), st.just(0.1)]
+        )
+    )
+    sizes = draw(st.sampled_from([st.just(0), st.integers(0, 9), st.integers(10**30, 10**40)]))
+    names = ("activation", "residue", "parameters", "message", "arriving", "leaving")
+    layers = []
+    for unit in range(draw(st.integers(1, 6))):
+        parts = {name: draw(times) for name in ("backward_input", "backward_weight", "backward")}
+        layers.append(layer(f"layers.{unit}", draw(times), **parts, **{name: draw(sizes) for name in names}))
+    return profile_of(*layers)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    profile=of_any_size(),
+    ranks=st.integers(1, 5),
+    microbatches=st.integers(1, 7),
+    transfer=st.sampled_from([0.0, 0.3, 1e-300, 1e80]),
+    tightness=st.sampled_from([None, 0.3, 0.8, float("inf")]),
+    names=st.sampled_from([["1f1b"], ["gpipe", "zb-h1"], ["1f1b", "interleaved", "synthesized"]]),
+)
+def test_a_plan_of_any_costs_is_read_as_it_was_written(
+    profile: sl.Profile, ranks: int, microbatches: int, transfer: float, tightness: float | None, names: list[str]
+) -> None:
+    """Whatever rounding does to the figures that are derived from them."""
+    request: dict[str, Any] = {
+        "profile": profile,
+        "ranks": min(ranks, len(profile.layers)),
+        "microbatches": microbatches,
+        "transfer": transfer,
+        "schedule": names,
+        "time_limit": 0.05,
+    }
+    found = sl.plan(**request)
+    if tightness is not None:  # what does not fit is among the alternatives
+        room = (max(rank.total for rank in found.memory) or 1.0) * tightness
+        with suppress(sl.StagelineError):
+            found = sl.plan(**request, memory=room)
+    found.write("plan.json")
+    again = sl.read_plan("plan.json")
+    assert again.to_json() == found.to_json()
+    assert 0.0 <= found.bubble <= 1.0
+    assert all(0.0 <= other.bubble <= 1.0 for other in found.alternatives)
+    found.timeline.write("step.json")
+    assert sl.read_timeline("step.json").makespan == found.step_seconds
+
+
+def test_a_plan_of_one_rank_is_read_as_it_was_written() -> None:
+    """A rank that never waits has a bubble of 0; the sum of its times, rounded otherwise, would leave less than that."""
+    profile = profile_of(*(layer(f"layers.{unit}", time, parameters=0) for unit, time in enumerate((0.00476, 0.00923))))
+    for memory in (150, 180, 199, None):
+        found = sl.plan(profile=profile, ranks=1, microbatches=12, memory=memory, time_limit=0.3)
+        found.write("plan.json")
+        assert sl.read_plan("plan.json").alternatives == found.alternatives
+        assert 0.0 <= min(each.bubble for each in (found, *found.alternatives))
 
 
 def cuts_of(profile: sl.Profile, made: sl.Schedule) -> list[list[int]]:

@@ -15,6 +15,7 @@ from stageline.planning.stages import Again
 from stageline.planning.tried import Asked
 from stageline.schedules.registry import families, find_family, schedule, whole
 from stageline.schedules.schedule import Schedule
+from stageline.timeline.costs import LARGEST_COST
 
 SYNTHESIZED = "synthesized"
 
@@ -68,7 +69,9 @@ def caps_of(memory: Any, ranks: int, model: nn.Module | None) -> tuple[float, ..
         raise StagelineError(
             f"memory is a number of bytes above 0, or one for each of the {ranks} ranks, got {shorten(memory)}"
         )
-    return tuple(float(each) for each in given)
+    if all(each == float("inf") for each in given):
+        return None
+    return tuple(min(float(each), LARGEST_COST) for each in given)  # infinity is no JSON
 
 
 def device_memory(model: nn.Module | None) -> float | None:

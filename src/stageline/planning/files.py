@@ -14,7 +14,7 @@ from stageline.planning.plan import Alternative, Plan
 from stageline.schedules.certificate import verify
 from stageline.schedules.files import check_format, parse_json, read_text, schedule_from, schedule_lines, write_aside
 from stageline.schedules.files import field as take
-from stageline.timeline.costs import LARGEST_COST, Costs
+from stageline.timeline.costs import LARGEST_SUM, Costs
 
 FORMAT = "stageline-plan"
 VERSION = 1
@@ -129,7 +129,7 @@ def _count(name: str, value: Any) -> int:
 def _numbers(name: str, values: Any, count: int) -> list[float]:
     rows: list[Any] = values if isinstance(values, list) else [None]
     fine = all(
-        isinstance(each, int | float) and not isinstance(each, bool) and 0 <= each <= LARGEST_COST for each in rows
+        isinstance(each, int | float) and not isinstance(each, bool) and 0 <= each <= LARGEST_SUM for each in rows
     )
     if len(rows) != count or not fine:
         raise StagelineError(

@@ -21,6 +21,8 @@ PerPair: TypeAlias = float | Sequence[Sequence[float]]
 LARGEST_FILE = 64 * 2**20
 LARGEST_COST = 1e100
 """Sums of larger ones could overflow; not a number compares as outside, too."""
+LARGEST_SUM = 1e200
+"""What is added up of costs may be larger than any of them, and is written into files."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from stageline.errors import ScheduleError
 from stageline.schedules.action import KINDS
 from stageline.schedules.build import PAIRED
 from stageline.schedules.graph import Ints
-from stageline.timeline.costs import Costs, Floats
+from stageline.timeline.costs import LARGEST_COST, Costs, Floats
 from stageline.timeline.idle import entry_times, leads_of, waits_of
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline
@@ -275,7 +275,7 @@ def typical_costs(timeline: Timeline) -> Costs:
     taken: dict[tuple[str, int], list[float]] = {}
     for letter, stage, times in zip(groups.letter, groups.stage.tolist(), by_group, strict=True):
         taken.setdefault((letter, stage), []).extend(times.tolist())
-    middle = {key: float(np.median(times)) for key, times in taken.items()}
+    middle = {key: min(LARGEST_COST, float(np.median(times))) for key, times in taken.items()}
 
     def of(letter: str, others: list[float]) -> list[float]:
         """What actions of this kind took on each stage; what the others say where it has none."""
@@ -284,8 +284,9 @@ def typical_costs(timeline: Timeline) -> Costs:
     nothing = [0.0] * schedule.stages  # what a stage never runs by itself costs nothing
     half = [whole / 2 for whole in of("B", nothing)]
     forward, inputs, weights = of("F", nothing), of("I", half), of("W", half)
-    backward = of("B", [sum(halves) for halves in zip(inputs, weights, strict=True)])
-    pair = of("&", [sum(both) for both in zip(forward, backward, strict=True)])
+    # What is added up may exceed what a cost may be.
+    backward = of("B", [min(LARGEST_COST, sum(halves)) for halves in zip(inputs, weights, strict=True)])
+    pair = of("&", [min(LARGEST_COST, sum(both)) for both in zip(forward, backward, strict=True)])
     return Costs(
         forward=forward,
         backward_input=inputs,
@@ -301,4 +302,5 @@ def _typical_transfer(timeline: Timeline) -> float:
     entry = moved.receivers if graph.pairs is None else graph.pairs.entry_of[moved.receivers]
     waited = waits_of(timeline).free[entry] <= moved.sent
     waited &= timeline.is_aligned
-    return float(np.median(moved.arrived[waited] - moved.sent[waited])) if waited.any() else 0.0
+    took = float(np.median(moved.arrived[waited] - moved.sent[waited])) if waited.any() else 0.0
+    return min(LARGEST_COST, took)

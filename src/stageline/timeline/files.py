@@ -22,7 +22,7 @@ from stageline.schedules.files import (
 )
 from stageline.schedules.graph import Ints
 from stageline.schedules.schedule import Schedule
-from stageline.timeline.costs import LARGEST_COST, Costs, Floats
+from stageline.timeline.costs import LARGEST_SUM, Costs, Floats
 from stageline.timeline.idle import entry_times
 from stageline.timeline.timeline import Timeline, Transfers
 
@@ -107,7 +107,7 @@ def _uncertainty(data: Mapping[str, Any], schedule: Schedule, start: Floats, mov
     if "uncertainty" in data:
         value = data["uncertainty"]
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and 0 <= value <= LARGEST_COST):
+        if value is not None and not (number and 0 <= value <= LARGEST_SUM):
             raise ScheduleError(
                 "'uncertainty' must be a time from 0 upwards, or null where the clocks of ranks were not aligned, got "
                 f"{shorten(value)}",
@@ -130,7 +130,7 @@ def _times(data: Mapping[str, Any], name: str, expected: Ints, what: str) -> Flo
             raise ScheduleError(f"{name!r} of rank {rank} has {found} for its {count} {what}", rule="format", rank=rank)
         for at, value in enumerate(row):
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not -LARGEST_COST <= value <= LARGEST_COST:
+            if not number or not -LARGEST_SUM <= value <= LARGEST_SUM:
                 raise ScheduleError(
                     f"{name!r} of rank {rank}, position {at}, must be a time, got {shorten(value)}",
                     rule="format",

@@ -28,7 +28,7 @@ def _levels(schedule: Schedule, costs: Costs, low: int, high: int) -> tuple[Floa
     frees = np.select(
         [plain == kinds.B, plain == kinds.I, plain == kinds.W], [activation, activation - residue, residue], let_go
     )
-    after = np.cumsum(takes - frees)
+    after = np.maximum(np.cumsum(takes - frees), 0.0)  # rounding may leave less than nothing
     before = np.concatenate([[0.0], after[:-1]])
     during = before + takes + transient
     head = np.flatnonzero(schedule.kinds[low:high] >= PAIRED)
