@@ -391,3 +391,49 @@ def test_under_torchrun_the_blame_is_written_before_the_survivors_are_ended(
     while referees(tmp_path) and time.monotonic() < end:
         time.sleep(0.05)
     assert not referees(tmp_path)
+
+
+ENDS = {
+    "number": 3,
+    "text": 1,
+    "thread": 4,
+    "child": 12,
+    "at once": 6,
+    "interrupt": -signal.SIGINT,
+    "uncaught": 1,
+    "normal": 0,
+    "nested": 5,
+    "pytest": 1,
+}
+"""How a script ends after it lost a rank, and its exit code; the last two are started in other ways than by its path."""
+
+
+def test_a_script_that_lost_a_rank_keeps_its_exit_code(nursery: Nursery, tmp_path: Path) -> None:
+    """The collective that it waited in never ends, and neither holds it up nor takes the code away."""
+    script = RANK.with_name("exit_rank.py")
+    common = {"WORLD_SIZE": str(len(ENDS) + 1), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "STAGELINE_FLIGHT_DIR": str(tmp_path / "flights")}
+    common |= {"PYTHONPATH": os.pathsep.join([str(script.parent), os.environ.get("PYTHONPATH", "")])}
+    commands = {"nested": ["exit_rank", "nested"], "pytest": ["pytest", "-q", "-s", "-p", "no:cacheprovider", str(script)]}
+    started: dict[str, Child | subprocess.Popen[bytes]] = {}
+    try:
+        for rank, way in enumerate([*ENDS, "leave"]):
+            environment = {**common, "RANK": str(rank)}
+            if way in commands:
+                with (tmp_path / way).open("wb") as log:
+                    command = [sys.executable, "-m", *commands[way]]
+                    started[way] = subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log)
+            else:
+                started[way] = nursery.start(script, "end", [way], log=tmp_path / way, environment=environment)
+        codes = {way: started[way].wait(PATIENCE) for way in ENDS}
+        said = {way: (tmp_path / way).read_text() for way in ENDS}
+        assert codes == ENDS, said
+        assert all("lost\n" in text and "kept in a buffer" in text for text in said.values()), said
+        assert "the job is over\n" in said["text"]
+        assert "PipelineError: rank 10 failed" in said["uncaught"]
+        assert started["leave"].poll() is None
+    finally:
+        for each in started.values():
+            if each.poll() is None:
+                os.kill(each.pid, signal.SIGKILL)
+            each.wait(PATIENCE)

@@ -6,12 +6,9 @@ used, nor kept busy. Where every rank of a machine can have a GPU of its own, te
 
 from __future__ import annotations
 
-import atexit
 import datetime
-import logging
 import os
 import socket
-import sys
 import threading
 import time
 import weakref
@@ -31,6 +28,7 @@ from stageline.runtime.control.client import Control
 from stageline.runtime.control.judge import EVERYONE
 from stageline.runtime.control.launch import share_by_store
 from stageline.runtime.control.verdict import Verdict
+from stageline.runtime.exit import keep_groups, leave_stuck
 from stageline.runtime.flight import Flight
 from stageline.runtime.layout import Layout
 from stageline.runtime.worlds import PipelineError, note_record
@@ -111,6 +109,7 @@ class Groups:
 
     def lose(self, text: str) -> None:
         """Tell the others, who may be waiting, if none did; let the next pipeline start with new connections."""
+        keep_groups()
         for default in [default for default, groups in _made.items() if groups is self]:
             del _made[default]
         if not self.lost():
@@ -128,6 +127,8 @@ class Groups:
             self._asking = threading.Thread(target=ask, name="stageline store", daemon=True)
             self._asking.start()
             self._asking.join(1.0)
+            if self._asking.is_alive():
+                leave_stuck(self._asking)
         return answer[0] if answer else ""
 
 
@@ -241,30 +242,6 @@ def _answers(host: str, port: int, patience: float) -> bool:
         time.sleep(0.05)
 
 
-_stuck: list[threading.Thread] = []
-"""Those that waited for a rank which is lost."""
-
-
-@atexit.register
-def _end() -> None:
-    """End a process in which such a thread still waits: one that came back while Python ends would take it down, and it
-    may come back at any moment, as when the store goes with rank 0. Registered when this is imported, to run late."""
-    for thread in _stuck:
-        thread.join(0.2)
-    if any(thread.is_alive() for thread in _stuck):
-        end_now()
-
-
-def end_now() -> None:
-    """End this process without what Python does at its end; as a failure, if an exception ended the script."""
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
-    uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    os._exit(0 if uncaught is None else 1)
-
-
 def together(watch: Control, make: Callable[[], object]) -> None:
     """Do what all ranks do at the start, and what nothing can wake them from: on a thread, which a lost rank ends."""
     failed: list[BaseException] = []
@@ -286,7 +263,8 @@ def together(watch: Control, make: Callable[[], object]) -> None:
         if failed:
             verdict = watch.blame(BLAME)
         if verdict is not None and verdict.final:
-            _stuck.append(thread)
+            leave_stuck(thread)
+            keep_groups()
             raise _not_started(watch, verdict) from (failed[0] if failed else None)
         if failed:
             raise failed[0]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,9 @@ from stageline.runtime.collectives import Collectives, Column
 from stageline.runtime.control.judge import EVERYONE
 from stageline.runtime.control.verdict import Failure, Verdict, located
 from stageline.runtime.executor import Executor, RankResult, Work
+from stageline.runtime.exit import close_at_exit, keep_groups
 from stageline.runtime.flight import Flight
-from stageline.runtime.groups import BLAME, end_now, several_processes
+from stageline.runtime.groups import BLAME, several_processes
 from stageline.runtime.layout import Layout, find_layout
 from stageline.runtime.progress import Progress
 from stageline.runtime.reduce import Reducer
@@ -327,7 +328,8 @@ class ProcessWorld(Collectives):
         if not self._left:
             self._left = True
             self._transport.close()
-            _left.append(self._transport)
+            close_at_exit(partial(self._transport.close, 1.0))
+            keep_groups()
 
     def lose(self, text: str) -> PipelineError:
         """This rank cannot go on; tell all, who may wait for it."""
@@ -352,17 +354,3 @@ _worlds: list[weakref.ref[ProcessWorld]] = []
 
 def _remember(world: ProcessWorld) -> None:
     _worlds[:] = [weakref.ref(world)]
-
-
-_left: list[SocketTransport] = []
-"""The ends of jobs that lost a rank."""
-
-
-@atexit.register
-def _end() -> None:
-    """End the process of a job that lost a rank: a collective of gloo that waits for it would hold Python's own end up.
-    Registered when this is imported, so that what a script registers later runs before."""
-    for transport in _left:
-        transport.close(1.0)
-    if _left:
-        end_now()
