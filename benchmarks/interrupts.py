@@ -4,8 +4,8 @@ python benchmarks/interrupts.py [--trials 20] [--within 10] [--limit 2] [--seed 
 
 Every trial starts the command in an empty folder (`stageline train`, unless other words are given), sends it SIGINT at
 a random moment, and measures the time until the process has ended. Until the first step is finished, it ends at once
-with exit code 130 and one line; later, it finishes the step, saves it, and ends with 0. The first tenth of a second is left
-out: Python itself starts then, and has its own way with interrupts.
+with exit code 130 and one line; later, it finishes the step, saves it, and ends with 0. The first tenth of a second is
+left out: Python itself starts then, and has its own way with interrupts.
 """
 
 from __future__ import annotations
