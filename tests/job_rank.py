@@ -44,6 +44,39 @@ def hang(words: list[str], folder: str) -> None:
     main(words)
 
 
+def command(words: list[str], folder: str) -> None:
+    """The console script, with a second action program that never ends; says by a file that it is in it."""
+    from stageline.cli import main
+
+    run_program, programs = Executor.run, itertools.count(1)
+
+    def long(self: Executor, *arguments: Any) -> Any:
+        if next(programs) == 2:
+            (Path(folder) / "inside").touch()
+            time.sleep(1000.0)
+        return run_program(self, *arguments)
+
+    Executor.run = long  # type: ignore[method-assign,assignment]
+    torch.set_num_threads(1)
+    sys.argv[1:] = ["train", *words]
+    main()
+
+
+def slow_validation(words: list[str]) -> None:
+    """The job, with a validation that begins with a long turn, in which there is time to interrupt it."""
+    from stageline.train.steps import Stepper
+
+    evaluate, mark = Stepper.evaluate, Path("validating")
+
+    def slow(self: Stepper, *arguments: Any) -> Any:
+        mark.touch()
+        time.sleep(1.0)
+        return evaluate(self, *arguments)
+
+    Stepper.evaluate = slow  # type: ignore[method-assign,assignment]
+    main(words)
+
+
 def on_a_full_disk(words: list[str], step: int) -> None:
     """The same, but the first rank cannot write tensors from the checkpoint of a step on."""
     from stageline.train.checkpoint import writer

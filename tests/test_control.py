@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -22,6 +23,8 @@ import pytest
 from stageline.runtime.control import Address, Control, ControlError, Failure, Verdict, share_by_store, start_referee
 from stageline.runtime.control.judge import GRACE, Judge
 from stageline.runtime.control.launch import NAME, control_host
+from stageline.runtime.control.referee import Server
+from stageline.trust import proof
 
 RANK = Path(__file__).with_name("control_rank.py")
 LONG = 60.0
@@ -412,20 +415,71 @@ JUNK = [
     bytes(range(256)) * 8,
     b"x" * (1 << 20),
     b"[" * 900 + b"\n",
-    b'{"hello": 1, "token": "wrong"}\n',
+    b'{"hello": 1, "nonce": "", "where": "", "proof": "wrong"}\n',
+    b'{"hello": 1, "nonce": "", "where": "", "proof": "TOKEN"}\n',
     b'{"hello": 1}\n',
-    b'{"hello": 99, "token": "TOKEN"}\n',
-    b'{"hello": 0, "token": "TOKEN"}\n',
     b'{"bye": "", "clean": true}\n',
     b"null\n",
 ]
+
+
+def challenged(address: Address) -> tuple[socket.socket, str]:
+    """A connection to the referee, and what it wants to see in a proof."""
+    link = socket.create_connection((address.host, address.port), timeout=PATIENCE)
+    line = b""
+    while not line.endswith(b"\n"):
+        line += link.recv(1)
+    return link, str(json.loads(line)["challenge"])
+
+
+def hello(token: str, rank: int, challenge: str, proven_rank: int | None = None) -> bytes:
+    claim = proof(token, "rank", rank if proven_rank is None else proven_rank, challenge, "nonce", "here")
+    return json.dumps({"hello": rank, "nonce": "nonce", "where": "here", "proof": claim}).encode() + b"\n"
+
+
+def test_a_proof_serves_one_rank_and_one_connection(jobs: Any) -> None:
+    """What was recorded of one connection is worth nothing on another; nor is a rank that has come taken again."""
+    address = jobs(2, missing=1).address()
+    earlier, challenge = challenged(address)
+    for rank, seen, of in ((1, challenge, 1), (1, "", 0), (0, "", 0), (99, "", 99)):
+        link, own = challenged(address)
+        link.sendall(hello(address.token, rank, seen or own, of))
+        with link, contextlib.suppress(ConnectionError):
+            assert link.recv(100) == b""
+    earlier.sendall(hello(address.token, 1, challenge))
+    with earlier:
+        welcome = json.loads(earlier.makefile().readline())
+        assert welcome["proof"] == proof(address.token, "referee", 1, challenge, "nonce")
+
+
+def test_a_referee_that_does_not_know_the_secret_is_not_believed() -> None:
+    """Who took its port, or changed its address in the store."""
+
+    def pretend(listener: socket.socket) -> None:
+        link, _ = listener.accept()
+        with link:
+            link.sendall(b'{"challenge": "x"}\n')
+            link.recv(4096)
+            link.sendall(b'{"welcome": 1, "proof": "x"}\n{"all": true}\n')
+            link.recv(4096)
+
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=pretend, args=(listener,))
+        thread.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}:secret"
+        with Control.start(1, 2, lambda _: address, LONG, tell=said.append) as control:
+            assert control.lost is not None
+            assert control.lost.endswith("it does not know the secret of this job")
+        thread.join(PATIENCE)
 
 
 def test_garbage_and_wrong_tokens_are_turned_away(jobs: Any) -> None:
     job = jobs(2, missing=1)
     address = job.address()
     for junk in [*JUNK, *JUNK]:
-        with socket.create_connection((address.host, address.port), timeout=20) as link:
+        link, _ = challenged(address)
+        with link:
             with contextlib.suppress(OSError):
                 link.sendall(junk.replace(b"TOKEN", address.token.encode()))
             if b"\n" in junk:
@@ -439,6 +493,29 @@ def test_garbage_and_wrong_tokens_are_turned_away(jobs: Any) -> None:
             assert late.everyone(timeout=200) is None
     job.ranks[0].do("step(control, 'F', 1)")
     assert job.ranks[0].do(ASK)["kind"] == "left", "the referee does its work as before"
+
+
+def test_idle_connections_do_not_keep_a_rank_out_though_files_are_few() -> None:
+    listener = socket.create_server(("127.0.0.1", 0), backlog=200)
+    address = Address("127.0.0.1", listener.getsockname()[1], "secret")
+    server = Server(listener, address.token, Judge(1, LONG, LONG, time.monotonic()))
+    strangers = [socket.create_connection((address.host, address.port)) for _ in range(150)]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 12, limits[1]))
+    thread = threading.Thread(target=server.serve)
+    try:
+        thread.start()
+        link, challenge = challenged(address)
+        link.sendall(hello(address.token, 0, challenge))
+        assert "welcome" in json.loads(link.makefile().readline())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for stranger in (*strangers, link):
+            stranger.close()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    listener.close()
 
 
 def test_a_rank_with_the_wrong_token_is_told_so(jobs: Any) -> None:
@@ -517,9 +594,12 @@ def test_an_address_is_shared_through_a_store_anew_for_every_attempt(monkeypatch
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         with pytest.raises(KeyError):
             share_by_store(store, 1)("")
-        assert share_by_store(store, 0)(f"address {attempt}") == f"address {attempt}"
+        first = share_by_store(store, 0)
+        assert first(f"address {attempt}") == f"address {attempt}"
         assert share_by_store(store, 1)("") == f"address {attempt}"
+        first.done()
     assert share_by_store(store, 0, "none")("") == share_by_store(store, 1, "none")("") == ""
+    assert not [value for value in store.kept.values() if "address" in value], "the store holds no secret"
 
 
 def test_mistakes_are_clear_errors() -> None:

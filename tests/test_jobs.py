@@ -57,7 +57,13 @@ def tokens(tmp_path: Path) -> Path:
 
 
 def start(
-    nursery: Nursery, tokens: Path, run: str, *more: str, processes: int = 1, full: int | None = None
+    nursery: Nursery,
+    tokens: Path,
+    run: str,
+    *more: str,
+    processes: int = 1,
+    full: int | None = None,
+    function: str = "main",
 ) -> list[Child]:
     """Start a job, of one process with ranks as threads or of several, as torchrun would.
 
@@ -72,7 +78,7 @@ def start(
     return [
         nursery.start(
             SCRIPT,
-            "main" if full is None else "on_a_full_disk",
+            function if full is None else "on_a_full_disk",
             [words] if full is None else [words, full],
             log=tokens.parent / f"{run}.{rank}.log",
             environment=environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}),

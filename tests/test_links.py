@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -18,6 +21,7 @@ from stageline.runtime.groups import own_host
 from stageline.transport.links import Links
 from stageline.transport.protocol import Header, Message, PeerFailed, TransportError
 from stageline.transport.sockets import LARGE, SocketTransport
+from stageline.trust import proof
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -103,13 +107,35 @@ def test_several_messages_at_once_are_taken_one_by_one_although_another_was_expe
     thread.join()
 
 
-@pytest.mark.parametrize("token", [b"1" * 32, TOKEN.encode()])
-def test_a_stranger_is_not_heard(links: tuple[Links, Links], token: bytes) -> None:
-    """Another token, a rank or a channel that there is not; or nothing at all."""
-    host, port = links[1].address.split("|")
-    strangers = [socket.create_connection((host, int(port))) for _ in range(4)]
-    numbers = (0, 0) if token != TOKEN.encode() else (7, 0)
-    strangers[0].sendall(struct.pack("<8s32sii", b"stagelin", token, *numbers))
+def call(links: Links) -> socket.socket:
+    host, port, _ = links.address.split("|")
+    return socket.create_connection((host, int(port)))
+
+
+def hello(sender: int, links: Links, token: str = TOKEN, **other: Any) -> bytes:
+    """What a rank says to another, but for what is other."""
+    words = {"source": sender, "target": links.rank, "lane": 0, "address": links.address, "nonce": "a" * 32, **other}
+    claim = proof(token, "sender", *(words[name] for name in ("source", "target", "lane", "address", "nonce")))
+    return struct.pack("<8s32s64sii", b"stagelin", b"a" * 32, claim.encode(), sender, 0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"token": "1" * 32},
+        {"sender": 7},
+        {"source": 1},
+        {"target": 0},
+        {"lane": 1},
+        {"address": "127.0.0.1|1|" + "0" * 32},
+        {"nonce": "b" * 32},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_a_stranger_is_not_heard(links: tuple[Links, Links], other: dict[str, Any]) -> None:
+    """Another secret, rank, lane, listener or nonce than the proof is of; something else, or nothing at all."""
+    strangers = [call(links[1]) for _ in range(4)]
+    strangers[0].sendall(hello(**{"sender": 0, "links": links[1], **other}))
     strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100)
     strangers[2].close()
     sender, receiver = (SocketTransport(end) for end in links)
@@ -193,3 +219,51 @@ def test_a_sender_that_ends_late_does_no_harm(links: tuple[Links, Links], monkey
         sender.finish(20.0)
         receiver.finish(20.0)
     sender.close(5.0)
+
+
+def received(links: tuple[Links, Links]) -> list[float]:
+    """What a message brings that is sent now."""
+    sender, receiver = (SocketTransport(end) for end in links)
+    sender.begin({}, {(1, "forward"): 1})
+    receiver.begin({(0, "forward"): 1}, {})
+    sender.send(message(0, 3))
+    return torch.as_tensor(receiver.receive(header(0), 20.0).leaves[0]).tolist()  # type: ignore[no-any-return]
+
+
+def test_a_hello_serves_at_one_listener_and_once(links: tuple[Links, Links]) -> None:
+    with call(links[1]) as rank, call(links[1]) as replayed, call(links[0]) as reflected:
+        for link in (rank, replayed, reflected):
+            link.sendall(hello(0, links[1]))
+        links[1].wait(links[1].inbound(0, "forward"), 20.0)
+        links[0].wait(links[0].inbound(0, "forward"), 0.5)
+        taken = links[1].inbound(0, "forward").link
+        assert taken is not None
+        assert taken.getpeername() == rank.getsockname()
+        assert replayed.recv(1) == reflected.recv(1) == b""
+        assert links[0].inbound(0, "forward").link is None
+
+
+def test_idle_connections_are_dropped_before_a_rank_is_turned_away(links: tuple[Links, Links]) -> None:
+    """Also where the process can open only a few more files, as after a thousand connections."""
+    strangers = [call(links[1]) for _ in range(150)]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, limits[1]))
+    try:
+        assert received(links) == [0.0] * 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(links[1]._strangers) < 100
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_stranger_that_says_nothing_has_to_go_in_time(
+    links: tuple[Links, Links], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stageline.transport.links.PATIENCE", 0.0)
+    with call(links[1]) as stranger:
+        links[1].wait(links[1].inbound(0, "forward"), 20.0)
+        time.sleep(0.01)
+        links[1].wait(links[1].inbound(0, "forward"), 0.01)
+        assert stranger.recv(1) == b""

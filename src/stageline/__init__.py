@@ -11,25 +11,15 @@ True
 (51.0, 48.0)
 """
 
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
 from stageline._version import __version__
-from stageline.errors import CostError, ScheduleError, StagelineError
-from stageline.schedules.action import Action, Overlap
-from stageline.schedules.certificate import Certificate, verify
-from stageline.schedules.channels import Channel
-from stageline.schedules.files import read_schedule
-from stageline.schedules.placement import Placement
-from stageline.schedules.registry import Family, families, family, schedule
-from stageline.schedules.schedule import Program, Schedule
-from stageline.timeline.compare import Comparison, compare
-from stageline.timeline.costs import Costs
-from stageline.timeline.explain import Explanation, explain
-from stageline.timeline.files import read_timeline
-from stageline.timeline.simulate import simulate
-from stageline.timeline.timeline import Timeline
 
+TYPE_CHECKING = False  # as in `typing`, whose import takes longer than all of this file
 if TYPE_CHECKING:
+    from typing import Any
+
+    from stageline.errors import CostError, ScheduleError, StagelineError
     from stageline.model.build import build
     from stageline.model.huggingface import own_loss
     from stageline.model.load import load_weights
@@ -43,8 +33,21 @@ if TYPE_CHECKING:
     from stageline.runtime.pipeline import Pipeline
     from stageline.runtime.stats import Evaluation, StepStats
     from stageline.runtime.worlds import PipelineError
+    from stageline.schedules.action import Action, Overlap
+    from stageline.schedules.certificate import Certificate, verify
+    from stageline.schedules.channels import Channel
+    from stageline.schedules.files import read_schedule
+    from stageline.schedules.placement import Placement
+    from stageline.schedules.registry import Family, families, family, schedule
+    from stageline.schedules.schedule import Program, Schedule
     from stageline.synthesis.problem import MemoryCapError
     from stageline.synthesis.synthesize import Synthesis, synthesize
+    from stageline.timeline.compare import Comparison, compare
+    from stageline.timeline.costs import Costs
+    from stageline.timeline.explain import Explanation, explain
+    from stageline.timeline.files import read_timeline
+    from stageline.timeline.simulate import simulate
+    from stageline.timeline.timeline import Timeline
     from stageline.train.config import Config
     from stageline.train.trainer import Trainer
 
@@ -101,6 +104,30 @@ __all__ = [
 ]
 
 _LATER = {
+    "CostError": "stageline.errors",
+    "ScheduleError": "stageline.errors",
+    "StagelineError": "stageline.errors",
+    "Action": "stageline.schedules.action",
+    "Overlap": "stageline.schedules.action",
+    "Certificate": "stageline.schedules.certificate",
+    "verify": "stageline.schedules.certificate",
+    "Channel": "stageline.schedules.channels",
+    "read_schedule": "stageline.schedules.files",
+    "Placement": "stageline.schedules.placement",
+    "Family": "stageline.schedules.registry",
+    "families": "stageline.schedules.registry",
+    "family": "stageline.schedules.registry",
+    "schedule": "stageline.schedules.registry",
+    "Program": "stageline.schedules.schedule",
+    "Schedule": "stageline.schedules.schedule",
+    "Comparison": "stageline.timeline.compare",
+    "compare": "stageline.timeline.compare",
+    "Costs": "stageline.timeline.costs",
+    "Explanation": "stageline.timeline.explain",
+    "explain": "stageline.timeline.explain",
+    "read_timeline": "stageline.timeline.files",
+    "simulate": "stageline.timeline.simulate",
+    "Timeline": "stageline.timeline.timeline",
     "Evaluation": "stageline.runtime.stats",
     "Staged": "stageline.model.staged",
     "build": "stageline.model.build",
@@ -127,13 +154,25 @@ _LATER = {
     "Config": "stageline.train.config",
 }
 
+_PACKAGES = ("errors", "schedules", "timeline")
+"""What `import stageline` alone gives access to, by their full names."""
+
 
 def __getattr__(name: str) -> Any:
-    """Load the rest when it is first touched: nearly all of it needs torch, and importing that takes seconds."""
-    if name not in _LATER:
+    """Load everything when it is first touched.
+
+    Most of it needs torch, whose import takes seconds. The rest needs numpy, and the command must be able to answer
+    Ctrl-C before it imports that.
+    """
+    if name not in _LATER and name not in _PACKAGES:
         raise AttributeError(f"module 'stageline' has no attribute {name!r}")
     from importlib import import_module
 
+    if name in _PACKAGES:
+        for module in dict.fromkeys(_LATER.values()):
+            if module.startswith(f"stageline.{name}."):
+                import_module(module)
+        return import_module(f"stageline.{name}")
     value = getattr(import_module(_LATER[name]), name)
     globals()[name] = value
     return value
@@ -141,4 +180,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """List the lazy names too."""
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_LATER, *_PACKAGES})

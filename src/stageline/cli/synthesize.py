@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stageline import interrupts
 from stageline.cli.options import Html, Json, Prices, Svg, Width, takes
 from stageline.cli.output import console, print_json, print_segments, save
 from stageline.errors import StagelineError, shorten
@@ -65,7 +66,7 @@ def command(
     from stageline.synthesis.synthesize import synthesize
 
     caps = None if memory is None else _numbers(memory)
-    with _progress() as tell:
+    with _progress() as tell, interrupts.raised():  # the search keeps its best so far
         found = synthesize(
             prices.make(),
             ranks,

@@ -154,7 +154,7 @@ def watch_over(store: Any, rank: int, ranks: int, deadline: float) -> Control:
         for other in _watch.values():
             other.close()
         _watch.clear()
-        _watch[ranks] = Control.start(rank, ranks, share_by_store(store, rank, str(ranks)), deadline)
+        _watch[ranks] = Control.start(rank, ranks, share_by_store(store, rank, str(ranks), ranks), deadline)
     return _watch[ranks]
 
 

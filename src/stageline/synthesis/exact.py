@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -375,7 +376,7 @@ def search(
         def on_solution_callback(self) -> None:
             tell(model.bound(self.best_objective_bound))
 
-    status = engine.solve(model.model, Told())
+    status = _solve(engine, model.model, Told())
     if status == cp_model.INFEASIBLE:
         return Answer(None, most, True, False)
     bound = max(least, model.bound(engine.best_objective_bound))
@@ -383,3 +384,14 @@ def search(
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Answer(None, bound, False, was_cut)
     return Answer(model.programs(engine.value), bound, status == cp_model.OPTIMAL, was_cut)
+
+
+def _solve(engine: Any, model: Any, callback: Any) -> Any:
+    """Solve on another thread: in native code, this one would hear an interrupt only at the end."""
+    with ThreadPoolExecutor(1, "stageline solver") as pool:
+        answer = pool.submit(engine.solve, model, callback)
+        try:
+            return answer.result()
+        except BaseException:
+            engine.stop_search()
+            raise

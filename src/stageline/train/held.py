@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from stageline.errors import StagelineError
 from stageline.train.data import Loader
 from stageline.train.steps import Stepper
@@ -38,10 +40,15 @@ class HeldBack:
                 "least; raise validation.fraction, give a validation.dataset_path, or set validation.enable to false"
             )
 
-    def loss(self, stepper: Stepper) -> float:
-        """The loss over all samples, or over all targets of theirs where some do not count."""
+    def loss(self, stepper: Stepper, interrupted: Callable[[], bool] = lambda: False) -> float | None:
+        """The loss over all samples, or over all targets of theirs where some do not count.
+
+        None if `interrupted`, called before every turn with the same answer on all processes, says to give up.
+        """
         whole = weight = 0.0
         for first, samples in self._turns:
+            if interrupted():
+                return None
             start, stop = (samples * each // self._replicas for each in (self._replica, self._replica + 1))
             inputs, targets = self._loader.samples(first + start, stop - start)
             found, count = stepper.evaluate(inputs, targets)

@@ -19,14 +19,15 @@ def generate(
     count: int,
     *,
     length: int,
-    tell: Callable[[int], int],
+    tell: Callable[[int], int | None],
     temperature: float = 0.8,
     seed: int = 0,
     give: Callable[[Tensor], Any] = lambda tokens: tokens,
 ) -> list[int]:
     """Go on from a prompt, with at most `length` tokens in view; every process of a pipeline calls this together.
 
-    Only the last stage knows the logits, so `tell` gives all processes the token that was drawn there (-1 elsewhere).
+    Only the last stage knows the logits, so `tell` gives all processes the token that was drawn there (-1 elsewhere),
+    or None to end early.
     The same seed gives the same tokens for any number of ranks.
 
     >>> model = torch.nn.Sequential(torch.nn.Embedding(4, 8), torch.nn.Linear(8, 4))
@@ -39,7 +40,10 @@ def generate(
     with evaluating(pipe.model):
         for _ in range(count):
             output = pipe.predict(give(torch.tensor([tokens[-length:]])))
-            tokens.append(tell(-1 if output is None else _pick(logits_of(output)[0, -1], temperature, draw)))
+            token = tell(-1 if output is None else _pick(logits_of(output)[0, -1], temperature, draw))
+            if token is None:
+                break
+            tokens.append(token)
     return tokens
 
 

@@ -6,6 +6,7 @@ import resource
 import sys
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from stageline.model.huggingface import own_loss
@@ -30,6 +31,7 @@ class Show:
         self._planned = trainer.setup.choice.timeline
         self._measured: Timeline | None = None
         self._replans = 0
+        self._sample_cut = False
 
     def begin(self, resumed: bool) -> None:
         """Say what is about to be trained, and keep where."""
@@ -132,18 +134,31 @@ class Show:
         if not asked.tokens or data.tokenizer is None or not task.speaks or not of.setup.tokens:
             return ""
         prompt = [int(token) for token in data.tokenizer.encode(asked.prompt or "\n")]
-        last = int(of.setup.choice.schedule.placement.table[0, -1])
         found = generate(
             of.pipe,
             prompt,
             asked.tokens,
             length=of.config.training.seq_len,
-            tell=lambda token: int(of.world.tell(str(token), last if of.layout.processes > 1 else 0)),
+            tell=self._tell_token,
             temperature=asked.temperature,
             seed=of.config.training.seed,
             give=lambda tokens: {"input_ids": tokens} if task.loss.function is own_loss else tokens,
         )
+        if self._sample_cut:
+            if self._main:
+                put("sample    none: stopped by a signal")
+            return ""
         return data.tokenizer.decode(found)
+
+    def _tell_token(self, token: int) -> int | None:
+        """Give all processes the token that the one with the last stage drew; None if a signal came to any of them."""
+        of = self._of
+        last = int(of.setup.choice.schedule.placement.table[0, -1])
+        values = np.array([token if of.layout.processes == 1 or of.layout.rank == last else 0, of.signal], float)
+        if of.layout.processes > 1:
+            values = of.world.add_up(values)
+        self._sample_cut = bool(values[1])
+        return None if self._sample_cut else int(values[0])
 
 
 def memory_in_use(device: torch.device) -> int:

@@ -9,9 +9,13 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from stageline import interrupts
+
 
 class StopSignals:
     """Notes a request to stop while it is entered; training goes on until somebody asks.
+
+    In the `stageline` command, Ctrl-C ends the process at once until `begin` is called: there is nothing to save yet.
 
     >>> with StopSignals() as asked:
     ...     os.kill(os.getpid(), signal.SIGTERM)
@@ -31,10 +35,18 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         """Take the signals over; only the main thread can."""
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._hear)
+        self._take(signal.SIGTERM)
+        if not interrupts.active():
+            self._take(signal.SIGINT)
         return self
+
+    def begin(self) -> None:
+        """From now on there is something to save: note Ctrl-C too."""
+        self._take(signal.SIGINT)
+
+    def _take(self, number: int) -> None:
+        if number not in self._before and threading.current_thread() is threading.main_thread():
+            self._before[number] = signal.signal(number, self._hear)
 
     def __exit__(self, *_: object) -> None:
         """Give them back."""
@@ -51,7 +63,7 @@ class StopSignals:
             _write(2, "\nended at once; the last published checkpoint is whole\n")
             os._exit(128 + number)
         elif number == signal.SIGINT and _shows(2):
-            _write(2, "\nstopping after this step; once more Ctrl-C ends at once, without saving\n")
+            _write(2, "\nstopping once this step is finished and saved; Ctrl-C again ends at once, without saving\n")
 
 
 def _shows(handle: int) -> bool:

@@ -102,6 +102,8 @@ class Trainer:
         """Samples that were trained on, by all replicas."""
         self._best, self._since_best = math.inf, 0
         self._validation: float | None = None
+        self._validation_owed = False
+        """Whether a signal cut the validation of this step short."""
         self._loss: float | None = None
         self._reported, self._blocked = -1, 0.0
 
@@ -180,6 +182,7 @@ class Trainer:
         self.scale.load(state["scale"])
         self.step, self.pipe.steps = found.step, int(state["pipeline_steps"])
         self._best, self._since_best = float(state["best"]), int(state["since_best"])
+        self._validation_owed = bool(state.get("validation_owed", False))
         saving.set_random_state(state["random"])
         if state["threads"] != torch.get_num_threads():
             self.setup.notes.append(
@@ -257,12 +260,15 @@ class Trainer:
     def _loop(self) -> str:
         """Make steps until one is the last; say why it was."""
         config = self.config
+        owed = self._validation_owed
         while True:
-            if self._over():
-                return self._why_over()
-            self._one_step()
-            self._report_saved()
-            early = self._due(config.validation.freq) and self._validate()
+            if not owed:
+                if self._over():
+                    return self._why_over()
+                self._one_step()
+                self._report_saved()
+            early = (owed or self._due(config.validation.freq)) and self._validate()
+            owed = False
             why = self._agree_to_stop() or ("early stop" if early else "")
             why = why or ("finished" if self.step >= config.training.steps else "")
             if config.checkpoint.enable and (why or self._due(config.checkpoint.interval)):
@@ -282,6 +288,7 @@ class Trainer:
         config = self.config
         factor = rate(config.lr_scheduler, self.step, config.training.steps)
         done = self.stepper.train([next(self.batches) for _ in range(self.setup.turns)], factor)
+        self._asked.begin()
         self.step += 1
         self.position += self.setup.per_step
         self._loss = done.loss
@@ -292,7 +299,11 @@ class Trainer:
         if self.validation is None:
             return False
         began = time.perf_counter()
-        self._validation = self.validation.loss(self.stepper)
+        loss = self.validation.loss(self.stepper, interrupted=self._stop_requested)
+        self._validation_owed = loss is None
+        if loss is None:  # the next start does it, so that the run stays the same
+            return False
+        self._validation = loss
         seconds = time.perf_counter() - began
         self.logs.event(
             "validation", step=self.step, loss=self._validation, samples=self.validation.samples, seconds=seconds
@@ -302,6 +313,16 @@ class Trainer:
         else:
             self._since_best += 1
         return 0 < self.config.validation.patience <= self._since_best
+
+    @property
+    def signal(self) -> int:
+        """The signal that told this process to stop; 0 as long as none did."""
+        return self._asked.number
+
+    def _stop_requested(self) -> bool:
+        """Whether a signal came to any process; all of them call this and get the same answer."""
+        value = float(self.signal)
+        return bool(self.world.add_up(np.array([value]))[0] if self._many else value)
 
     def _agree_to_stop(self) -> str:
         """Whether any process was asked to stop, or the main one's time is over; all give the same answer."""
@@ -366,6 +387,7 @@ class Trainer:
             "pipeline_steps": self.pipe.steps,
             "best": self._best if math.isfinite(self._best) else 1e308,
             "since_best": self._since_best,
+            "validation_owed": self._validation_owed,
             "random": saving.random_state(),
             "threads": torch.get_num_threads(),
         }

@@ -1,14 +1,18 @@
 """The connections between the processes of a job: one for each sender, receiver and traffic, made when first used.
 
-Every process listens on one port, and a sender connects to it and says hello with the token of the job. What comes in
-is read by whoever waits for it, straight from the socket, so a message wakes one thread of the receiver and no other.
-A wait ends early when the process is woken (`wake`), from any thread.
+Every process listens on one port, and a sender connects to it and says hello. What comes in is read by whoever waits
+for it, straight from the socket, so a message wakes one thread of the receiver and no other. A wait ends early when the
+process is woken (`wake`), from any thread.
+
+Both ends prove that they know the secret of the job (`trust.py`), and a sender need not wait for an answer: a listener
+publishes its address with a nonce and a proof of both, and a hello proves the sender, its lane, that address and nonce,
+and a nonce of its own. So nobody else can stand in for a rank, and a hello serves at one listener, once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
+import errno
 import os
 import secrets
 import select
@@ -24,6 +28,7 @@ import torch.distributed as dist
 
 from stageline.transport import wire
 from stageline.transport.protocol import Traffic, TransportError
+from stageline.trust import Sharing, new_nonce, one_machine, proof, proves
 
 Lane: TypeAlias = Traffic | Literal["exchange"]
 """What a connection carries: the messages of a traffic, or what all ranks tell each other."""
@@ -34,7 +39,9 @@ CONNECT = 30.0
 """Seconds in which another process that lives answers a call."""
 STRANGERS = 64
 """How many that have not said hello are listened to, beside the ranks."""
-_HELLO = struct.Struct("<8s32sii")
+PATIENCE = 5.0
+"""Seconds in which a stranger must say hello."""
+_HELLO = struct.Struct("<8s32s64sii")
 _MAGIC = b"stagelin"
 _PIECES = 512
 """How many pieces of memory one call of the system takes; it may take a few more."""
@@ -156,7 +163,7 @@ class Links:
     """One process's connections to the others.
 
     >>> links = Links(0, 1)
-    >>> links.meet([links.address], token="0" * 32)
+    >>> links.meet([links.address], token="a secret")
     >>> links.close()
     """
 
@@ -175,12 +182,13 @@ class Links:
             self._listener.close()
             raise TransportError(f"rank {rank} cannot listen at {host}: {error}") from error
         self._listener.setblocking(False)
-        self.address = f"{host}|{self._listener.getsockname()[1]}"
+        self.address = f"{host}|{self._listener.getsockname()[1]}|{new_nonce()}"
+        """Host, port, and what this listener wants to see in every hello."""
         self._bell, self._ear = socket.socketpair()
         self._bell.setblocking(False)
         self._ear.setblocking(False)
         self._addresses: list[str] = []
-        self._token = b""
+        self._token = ""
         self._strangers: dict[socket.socket, tuple[bytes, float]] = {}
         self._in: dict[tuple[int, Lane], Inbound] = {}
         self._out: dict[tuple[int, Lane], Outbound] = {}
@@ -195,17 +203,21 @@ class Links:
         links = cls(rank, ranks, host)
         cls._number += 1
         key = f"stageline/links/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{cls._number}"
-        if rank == 0:
-            store.set(f"{key}/token", secrets.token_hex(16))
-        store.set(f"{key}/{rank}", links.address)
-        token = store.get(f"{key}/token").decode()
-        links.meet([store.get(f"{key}/{other}").decode() for other in range(ranks)], token)
+        share = Sharing(store, f"{key}/token", rank, here=one_machine(ranks))
+        try:
+            token = share(secrets.token_hex(32))
+            # A rank says where it listens once it has the secret; so when all have said it, the file can go.
+            store.set(f"{key}/{rank}", f"{links.address}|{proof(token, 'listener', rank, links.address)}")
+            said = [store.get(f"{key}/{other}").decode(errors="replace") for other in range(ranks)]
+        finally:
+            share.done()
+        links.meet([_proven(text, other, rank, token) for other, text in enumerate(said)], token)
         return links
 
     def meet(self, addresses: Sequence[str], token: str) -> None:
-        """Learn where the others listen, and the token by which they know each other."""
+        """Learn where the others listen, and the secret by which they know each other."""
         self._addresses = list(addresses)
-        self._token = token.encode()
+        self._token = token
 
     def inbound(self, source: int, lane: Lane) -> Inbound:
         """The receiving end of a channel, connected or not."""
@@ -218,17 +230,22 @@ class Links:
         """The sending end of a channel; connects if it is not."""
         key = (target, lane)
         if key not in self._out:
-            host, port = self._addresses[target].rsplit("|", 1)
+            host, port, _ = self._addresses[target].rsplit("|", 2)
             try:
                 link = socket.create_connection((host, int(port)), timeout=CONNECT)
                 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                link.sendall(_HELLO.pack(_MAGIC, self._token, self.rank, LANES.index(lane)))
+                link.sendall(self._hello(target, lane))
                 link.setblocking(False)
             except OSError as error:
                 raise TransportError(f"rank {self.rank} cannot connect to rank {target} at {host}: {error}") from error
             self._out[key] = Outbound(target, link)
         return self._out[key]
+
+    def _hello(self, target: int, lane: Lane) -> bytes:
+        nonce, number = new_nonce(), LANES.index(lane)
+        claim = proof(self._token, "sender", self.rank, target, number, self._addresses[target], nonce)
+        return _HELLO.pack(_MAGIC, nonce.encode(), claim.encode(), self.rank, number)
 
     def wait(self, inbound: Inbound, timeout: float, *, wakeful: bool = True) -> None:
         """Wait until something comes in on a channel, or the process is woken, or so many seconds are over."""
@@ -262,40 +279,57 @@ class Links:
     def _accept(self, wanted: Inbound) -> bool:
         """Take the calls that came, and hear who says hello; whether the one that is wanted is there."""
         now = time.monotonic()
-        while True:
-            try:
-                link, _ = self._listener.accept()
-            except BlockingIOError:
-                break
-            except OSError as error:
-                raise TransportError(f"rank {self.rank} cannot take a connection: {error}") from error
-            link.setblocking(False)
-            self._strangers[link] = (b"", now)
-        for link, (said, since) in list(self._strangers.items()):
-            try:
-                more = link.recv(_HELLO.size - len(said))
-            except BlockingIOError:
-                continue
-            except OSError:
-                more = b""
-            said += more
-            if more and len(said) < _HELLO.size:
-                self._strangers[link] = (said, since)
-                continue
-            del self._strangers[link]
-            if not more or not self._welcome(link, said):
-                link.close()
-        while len(self._strangers) > STRANGERS + len(LANES) * self.ranks:  # nobody can fill the table
-            oldest = min(self._strangers, key=lambda link: self._strangers[link][1])
-            del self._strangers[oldest]
-            oldest.close()
+        for link, (_, since) in list(self._strangers.items()):
+            self._listen(link)
+            if link in self._strangers and now - since > PATIENCE:
+                self._dismiss(link)
+        while (call := self._take_call()) is not None:
+            call.setblocking(False)
+            self._strangers[call] = (b"", now)
+            self._listen(call)  # a rank says hello at once, and is no stranger any more when the next one comes
         return wanted.link is not None
 
+    def _take_call(self) -> socket.socket | None:
+        """The next that calls; None if nobody does. Nobody can fill the table: the oldest strangers go before it."""
+        while len(self._strangers) >= STRANGERS + len(LANES) * self.ranks:
+            self._dismiss(next(iter(self._strangers)))
+        while True:
+            try:
+                return self._listener.accept()[0]
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._strangers:
+                    raise TransportError(f"rank {self.rank} cannot take a connection: {error}") from error
+                self._dismiss(next(iter(self._strangers)))
+
+    def _dismiss(self, link: socket.socket) -> None:
+        del self._strangers[link]
+        link.close()
+
+    def _listen(self, link: socket.socket) -> None:
+        """Hear what a stranger says; a rank that proves itself gets its lane, and who is none has to go."""
+        said, since = self._strangers[link]
+        try:
+            more = link.recv(_HELLO.size - len(said))
+        except BlockingIOError:
+            return
+        except OSError:
+            more = b""
+        said += more
+        if more and len(said) < _HELLO.size:
+            self._strangers[link] = (said, since)
+        elif more and self._welcome(link, said):
+            del self._strangers[link]
+        else:
+            self._dismiss(link)
+
     def _welcome(self, link: socket.socket, said: bytes) -> bool:
-        magic, token, source, number = _HELLO.unpack(said)
-        if magic != _MAGIC or not hmac.compare_digest(token, self._token):
+        magic, nonce, claim, source, number = _HELLO.unpack(said)
+        if magic != _MAGIC or not 0 <= source < self.ranks or not 0 <= number < len(LANES):
             return False
-        if not 0 <= source < self.ranks or not 0 <= number < len(LANES):
+        facts = ("sender", source, self.rank, number, self.address, nonce.decode(errors="replace"))
+        if not self._token or not proves(claim.decode(errors="replace"), self._token, *facts):
             return False
         inbound = self.inbound(source, LANES[number])
         if inbound.link is not None:
@@ -342,6 +376,17 @@ def after(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
             return [piece[done:], *pieces[index + 1 :]]
         done -= len(piece)
     return []
+
+
+def _proven(text: str, source: int, rank: int, token: str) -> str:
+    """The address that a rank left in the store, if that rank did it."""
+    address, _, claim = text.rpartition("|")
+    if not proves(claim, token, "listener", source, address):
+        raise TransportError(
+            f"rank {rank} does not believe the address of rank {source} in the store: who wrote it does not know the "
+            "secret of this job"
+        )
+    return address
 
 
 def _forget() -> None:

@@ -21,10 +21,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+from stageline.errors import StagelineError
 from stageline.runtime.control.judge import BY_SIGNAL
 from stageline.runtime.control.launch import Address, ControlError, start_referee
 from stageline.runtime.control.signals import Bell, end_by
 from stageline.runtime.control.verdict import Failure, Verdict, describe
+from stageline.trust import new_nonce, proof, proves
 
 HOLD = 0.7
 """Seconds that a rank which is being ended waits to learn whom to blame, once the referee has heard of it."""
@@ -91,6 +93,8 @@ class Control:
         self._on_end: list[Callable[[Verdict | None], None]] = []
         self._changed = threading.Condition()
         self._sending = threading.Lock()
+        self._on_all: Callable[[], None] = lambda: None
+        """Called once every rank has come, or at the end: nobody needs what was shared any more."""
         self._closing = self._ending = False
         self._link: socket.socket | None = None
         self._buffer = b""
@@ -133,13 +137,14 @@ class Control:
         try:
             address = share(text)
         except Exception as error:
-            if rank == 0:
+            if rank == 0 or isinstance(error, StagelineError):
                 raise
             raise ControlError(
                 f"rank {rank} was not told where the control channel is, so rank 0 did not start or has ended: "
                 f"{type(error).__name__}: {error}"
             ) from error
         control = cls(rank, ranks, deadline, tell, patience)
+        control._on_all = getattr(share, "done", control._on_all)
         _open.add(control)
         atexit.register(control._at_exit)
         if address:
@@ -249,6 +254,7 @@ class Control:
             self._thread.join(SLOW + 2 * HOLD)  # it says the last words, and the process ends with them
         self._send({"bye": how, "clean": clean})
         self._closing = True
+        self._on_all()
         self._bell.ring()
         if joins:
             self._thread.join(2.0)
@@ -271,18 +277,35 @@ class Control:
             self._link = socket.create_connection((address.host, address.port), timeout=CONNECT)
             self._link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            self._send({"hello": self.rank, "token": address.token, "where": self.where})
-            while b"\n" not in self._buffer:
-                found = self._link.recv(4096)
-                if not found:
-                    raise ControlError("it refused this rank: another job's token, or its number is taken")
-                self._buffer += found
-        except (OSError, ControlError) as error:
+            self._introduce(address.token)
+        except (OSError, ControlError, ValueError, AttributeError) as error:
             self._lose(f"cannot reach the referee at {address.host}:{address.port}: {error}")
             return
         self._split(b"")
         self._thread.start()
         self._bell.listen()
+
+    def _introduce(self, secret: str) -> None:
+        """Prove to the referee that this rank knows the secret, and have it prove the same."""
+        theirs, ours = str(self._first_line().get("challenge")), new_nonce()
+        facts = (self.rank, theirs, ours)
+        self._send(
+            {"hello": self.rank, "nonce": ours, "proof": proof(secret, "rank", *facts, self.where), "where": self.where}
+        )
+        welcome = self._first_line()
+        if not proves(welcome.get("proof"), secret, "referee", *facts):
+            raise ControlError("it does not know the secret of this job")
+
+    def _first_line(self) -> Any:
+        """The next line of what the referee says, as long as nothing else listens."""
+        assert self._link is not None
+        while b"\n" not in self._buffer:
+            data = self._link.recv(4096)
+            if not data:
+                raise ControlError("it refused this rank: another job's token, or its number is taken")
+            self._buffer += data
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        return json.loads(line)
 
     def _live(self) -> None:
         """The thread; whatever happens in it, the training goes on."""
@@ -354,6 +377,8 @@ class Control:
 
     def _take(self, said: dict[str, Any]) -> None:
         fresh: Verdict | None = None
+        if "all" in said:
+            self._on_all()
         with self._changed:
             self._complete = self._complete or "all" in said
             self._nobody = self._nobody or "nobody" in said

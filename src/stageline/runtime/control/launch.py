@@ -9,12 +9,11 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from stageline.errors import StagelineError, shorten
+from stageline.trust import Sharing, Store, one_machine
 
 # The referee's modules by their own names, in empty packages: the real ones would load numpy first.
 _BOOT = """
@@ -75,31 +74,16 @@ def job_of(token: str) -> str:
     return hashlib.sha256(b"stageline job " + token.encode()).hexdigest()[:8]
 
 
-class Store(Protocol):
-    """What is needed of a torch.distributed store."""
-
-    def set(self, key: str, value: str, /) -> object:
-        """Keep a value."""
-
-    def get(self, key: str, /) -> bytes:
-        """Wait for a value."""
-
-
-def share_by_store(store: Store, rank: int, name: str = "0") -> Callable[[str], str]:
+def share_by_store(store: Store, rank: int, name: str = "0", ranks: int = 1) -> Sharing:
     """Share the address through a store, for which no rank but 0 has to be there.
+
+    Where the ranks are on one machine, the store holds only the name of a file, for the address holds the secret.
 
     `name` tells several channels of a job apart. A job that torchrun started again gets a key of its own, for its
     store may still hold the one of the attempt before.
     """
     key = f"stageline/control/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
-
-    def share(text: str) -> str:
-        if rank == 0:
-            # A store has no empty values: a get would wait for ever.
-            store.set(key, text or "-")
-        return store.get(key).decode().removeprefix("-")
-
-    return share
+    return Sharing(store, key, rank, here=one_machine(ranks))
 
 
 def control_host(ranks: int = 1) -> str:
@@ -130,7 +114,7 @@ def control_host(ranks: int = 1) -> str:
 def start_referee(ranks: int, deadline: float, start_deadline: float, host: str | None = None) -> Address:
     """Start the process that watches over the ranks; it ends by itself when they are gone."""
     host = control_host(ranks) if host is None else host
-    token = secrets.token_hex(16)
+    token = secrets.token_hex(32)
     # By stdin and not as an argument: everyone on the machine can read the arguments of a process.
     orders = {"ranks": ranks, "deadline": deadline, "start_deadline": start_deadline, "host": host, "token": token}
     try:

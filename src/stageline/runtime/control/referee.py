@@ -5,8 +5,8 @@ launcher sends to them. It needs the standard library alone and is there in a te
 
 What it hears and says are lines of JSON on one TCP connection a rank:
 
-    rank → referee   hello (rank, token) · beat (doing, waits, done) · failed (…) · terminated · bye (how)
-    referee → rank   welcome · all (every rank has come) · verdict (…) · nobody (all are being ended) · beat
+    rank → referee   hello (rank, nonce, proof) · beat (doing, waits, done) · failed (…) · terminated · bye (how)
+    referee → rank   challenge · welcome (proof) · all (every rank has come) · verdict (…) · nobody (all end) · beat
 
 A connection that ends without a bye is a process that died: the kernel closes the sockets of a killed process at once,
 so the death is known in milliseconds, and by the name of the rank that died and not of its neighbour. The rules are in
@@ -16,7 +16,7 @@ so the death is known in milliseconds, and by the name of the rank that died and
 from __future__ import annotations
 
 import contextlib
-import hmac
+import errno
 import json
 import os
 import selectors
@@ -26,6 +26,7 @@ import time
 from typing import Any
 
 from stageline.runtime.control.judge import Judge
+from stageline.trust import new_nonce, proof, proves
 
 LINGER = 1.0
 """Seconds without any rank after which the referee ends."""
@@ -44,6 +45,7 @@ class Peer:
         self.link = link
         self.since = now
         self.rank: int | None = None
+        self.challenge = new_nonce()
         self.buffer = b""
         self.out = b""
         self.want = selectors.EVENT_READ
@@ -53,7 +55,7 @@ class Server:
     """The sockets: reads lines, asks the judge, and tells everyone."""
 
     def __init__(self, listener: socket.socket, token: str, judge: Judge) -> None:
-        """Serve ranks that know the token."""
+        """Serve ranks that prove that they know the token."""
         self.listener = listener
         self.token = token
         self.judge = judge
@@ -114,19 +116,22 @@ class Server:
                 self._close(peer)
 
     def _accept(self) -> None:
+        # Nobody can fill the table: the oldest stranger has to go before another one comes.
+        strangers = sorted((peer for peer in self.peers.values() if peer.rank is None), key=lambda peer: peer.since)
+        if len(strangers) >= STRANGERS + len(self.judge.seats):
+            self._close(strangers.pop(0))
         try:
             link, _ = self.listener.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE) and strangers:
+                self._close(strangers[0])  # whoever calls is taken in the next round
             return
-        strangers = [peer for peer in self.peers.values() if peer.rank is None]
-        # Nobody can fill the table: the oldest stranger has to go.
-        if len(strangers) >= STRANGERS + len(self.judge.seats):
-            self._close(min(strangers, key=lambda peer: peer.since))
         link.setblocking(False)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.peers[link] = peer = Peer(link, time.monotonic())
         self.selector.register(link, selectors.EVENT_READ, peer)
+        self._send(peer, _line({"challenge": peer.challenge}))
 
     def _ready(self, peer: Peer, mask: int) -> None:
         if peer.link not in self.peers:
@@ -159,13 +164,14 @@ class Server:
             if len(line) > LONGEST_HELLO:
                 raise ValueError("the hello is too long")
             said = json.loads(line)
-            if not hmac.compare_digest(str(said["token"]).encode(), self.token.encode()):
-                raise ValueError("wrong token")
-            rank = int(said["hello"])
-            if not self.judge.hello(rank, now, str(said.get("where", ""))):
+            rank, where = int(said["hello"]), str(said["where"])
+            facts = (rank, peer.challenge, str(said["nonce"]))
+            if not proves(said["proof"], self.token, "rank", *facts, where):
+                raise ValueError("wrong proof")
+            if not self.judge.hello(rank, now, where):
                 raise ValueError("not expected")
             peer.rank = rank
-            self._send(peer, _line({"welcome": rank}))
+            self._send(peer, _line({"welcome": rank, "proof": proof(self.token, "referee", *facts)}))
             if self.complete:
                 self._send(peer, _line({"all": True}))
             if self.judge.verdict is not None:

@@ -1,0 +1,136 @@
+"""Ctrl-C on the command line: the process ends at once, with one line and exit code 130, and never with a traceback.
+
+Python turns Ctrl-C into a KeyboardInterrupt at whatever statement runs, and most of the first seconds run in imports:
+an exception there leaves half-imported modules behind, or is swallowed by native code. So the command installs a
+handler that raises nothing before it imports anything else. Once there is something to save, `train/signals.py` takes
+over. A program that uses the library keeps Python's own handling.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+EXIT_CODE = 130
+GRACE = 0.5
+"""Seconds that the main thread has to hear a signal before the watching thread ends the process in its place."""
+
+_cleanups: list[Callable[[], None]] = []
+_speaking = threading.Lock()
+_owner = 0
+"""The process that `install` was called in; a forked child ends without a word."""
+
+
+def install() -> None:
+    """From now on, SIGINT ends this process at once."""
+    global _owner
+    signal.signal(signal.SIGINT, end)
+    if not _owner:
+        _owner = os.getpid()
+        _watch()
+
+
+def active() -> bool:
+    """Whether SIGINT ends the process at once, because it is the command and nothing has taken over.
+
+    >>> active()    # this is no command
+    False
+    """
+    return signal.getsignal(signal.SIGINT) is end
+
+
+@contextmanager
+def raised() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt in this block, for what can keep its best result so far.
+
+    >>> with raised():
+    ...     signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    True
+    """
+    was_active = active()
+    if was_active:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if was_active:
+            signal.signal(signal.SIGINT, end)
+
+
+def at_end(cleanup: Callable[[], None]) -> Callable[[], None]:
+    """Call this before the process ends by an interrupt, where nothing is unwound; returns a function to forget it.
+
+    >>> forget = at_end(lambda: None)
+    >>> forget()
+    """
+    _cleanups.append(cleanup)
+
+    def forget() -> None:
+        with suppress(ValueError):
+            _cleanups.remove(cleanup)
+
+    return forget
+
+
+def end(number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
+    """End this process: say so in one line, and leave nothing behind."""
+    if os.getpid() == _owner:
+        _clean_up()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):  # the signal may have come in the middle of a write
+                stream.flush()
+        _speak()
+    os._exit(EXIT_CODE)
+
+
+def _clean_up() -> None:
+    for cleanup in list(_cleanups):
+        with suppress(Exception):
+            cleanup()
+
+
+def _speak() -> None:
+    """Write past Python's buffers, once."""
+    if not _speaking.acquire(blocking=False):
+        return
+    with suppress(OSError):
+        if os.isatty(1):
+            os.write(1, b"\x1b[?25h")  # a line that updates hides the cursor
+    with suppress(OSError):
+        os.write(2, b"\nstageline: interrupted\n" if os.isatty(2) else b"stageline: interrupted\n")
+
+
+def _watch() -> None:
+    """End the process also while the main thread is in native code, where Python runs no handlers."""
+    import socket
+
+    ear, rope = socket.socketpair()
+    rope.setblocking(False)
+    if (previous := signal.set_wakeup_fd(rope.fileno(), warn_on_full_buffer=False)) != -1:
+        signal.set_wakeup_fd(previous)
+        return
+
+    def listen() -> None:
+        assert rope  # keeps it open
+        while signals := ear.recv(4096):
+            if signal.SIGINT in signals and active():
+                time.sleep(GRACE)  # mostly, the main thread is faster, and can flush what was printed
+                if active():
+                    _clean_up()
+                    _speak()
+                    os._exit(EXIT_CODE)
+
+    os.register_at_fork(after_in_child=_forget_wakeup)
+    threading.Thread(target=listen, name="stageline interrupts", daemon=True).start()
+
+
+def _forget_wakeup() -> None:
+    """A forked child must not write its signals to its parent's thread."""
+    with suppress(ValueError):  # only the main thread may, and a child that another one forked has none
+        signal.set_wakeup_fd(-1)
