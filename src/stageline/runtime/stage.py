@@ -17,6 +17,7 @@ from stageline.model.frame import StagePart
 from stageline.model.units import layers_of
 from stageline.runtime import engine, hooks
 from stageline.runtime.buffers import Buffers, Snapshot
+from stageline.runtime.graphless import refuse_loss
 from stageline.runtime.plan import Plan, checkpointed
 from stageline.runtime.randomness import Generators, draws, generator_alone, random_numbers
 from stageline.runtime.recompute import Recompute, training
@@ -236,6 +237,8 @@ class Stage:
                 LOSS, self.part.training, step, microbatch, self._loss, output, target, weight
             )
             root = weighed if scale == 1.0 else weighed * scale
+        if train and not weighed.requires_grad:
+            refuse_loss(self.index, microbatch, self.part, self._kept[microbatch].inputs, output)
         if train and self.options.check_finite and not weighed.is_cuda and not math.isfinite(weighed.detach().item()):
             self._refuse_loss(microbatch, float(weighed.detach()))
         if train:
@@ -363,7 +366,7 @@ class Stage:
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where the backward starts: the loss, or the outputs that got a gradient."""
         if kept.loss is not None:
-            return ([kept.loss], [None]) if kept.loss.requires_grad else ([], [])
+            return [kept.loss], [None]
         outputs = tensors_of(kept.outputs)
         if len(outputs) != len(grads or []):
             raise TransportError(
