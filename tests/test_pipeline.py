@@ -231,7 +231,7 @@ def test_several_steps_accumulate_exactly(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved-zb"])
-@pytest.mark.parametrize("frozen", [[0], [0, 1], [3], [1, 2], [0, 1, 2, 3]])
+@pytest.mark.parametrize("frozen", [[0], [0, 1], [3], [1, 2], [0, 1, 2]])
 def test_frozen_stages_anywhere(name: str, frozen: list[int]) -> None:
     """torch's zero-bubble schedules give the stage after a frozen first one no gradient at all."""
     model, plain = blocks(4), blocks(4)
@@ -240,9 +240,8 @@ def test_frozen_stages_anywhere(name: str, frozen: list[int]) -> None:
             each[index].requires_grad_(False)
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, ranks=2, microbatches=4)
     pipe.step(*batch())
-    if len(frozen) < 4:
-        one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
-        assert any(grad is not None for grad in gradients(model).values())
+    one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
+    assert any(grad is not None for grad in gradients(model).values())
     assert_same_bits(gradients(model), gradients(plain))
 
 

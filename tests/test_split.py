@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stageline.runtime import engine
 from stageline.runtime.split import SplitBackward
-from stageline.testing import assert_same_bits
+from stageline.testing import assert_same_bits, run_ranks
 
 
 class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -194,6 +194,75 @@ def test_every_matrix_product_runs_once_and_in_its_own_half(name: str) -> None:
     assert first.products() + second.products() == whole.products()
     weights = {"linear": 2, "norm": 1, "attention": 2, "convolution": 1, "a layer used twice": 2, "three times": 3}
     assert second.products() == weights[name], "W runs the products of weight gradients and no others"
+
+
+def compare_norms(rank: int) -> int:
+    """Split the backward of norms and convolutions in all memory formats; give back how many were compared."""
+    compared = 0
+    for dimensions, form in ((2, torch.channels_last), (3, torch.channels_last_3d), (2, torch.contiguous_format)):
+        batch_norm: Any = {2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[dimensions]
+        instance_norm: Any = {2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}[dimensions]
+        convolution: Any = {2: nn.Conv2d, 3: nn.Conv3d}[dimensions]
+        builders: list[Callable[[], nn.Module]] = [
+            lambda: nn.GroupNorm(2, 4),
+            lambda: nn.GroupNorm(4, 4),
+            lambda norm=batch_norm: norm(4),  # type: ignore[misc]
+            lambda norm=batch_norm: norm(4).eval(),  # type: ignore[misc]
+            lambda norm=instance_norm: norm(4, affine=True),  # type: ignore[misc]
+            lambda: nn.LayerNorm(5),
+            lambda: nn.RMSNorm(5),
+            lambda conv=convolution: conv(4, 4, 3, padding=1, groups=2),  # type: ignore[misc]
+        ]
+        for build in builders:
+            for dtype in (torch.float32, torch.bfloat16):
+                for frozen in ("", "weight", "bias"):
+                    torch.manual_seed(0)
+                    model = build()
+                    if frozen and getattr(model, frozen, None) is not None:
+                        getattr(model, frozen).requires_grad_(False)
+                    model = model.to(dtype).to(memory_format=form)  # type: ignore[call-overload]
+                    x = torch.randn(3, 4, *[5] * dimensions).to(dtype).to(memory_format=form)
+                    compare_halves(model, x)
+                    compared += 1
+    return compared
+
+
+def compare_halves(model: nn.Module, x: Tensor) -> None:
+    plain = copy.deepcopy(model)
+    mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    output, expected = model(mine), plain(other)
+    grad = torch.randn(output.shape).to(output.dtype)
+    expected.backward(grad)
+    split = SplitBackward([output], [grad], [mine])
+    (found,) = split.input_gradients()
+    split.weight_gradients()
+    assert_same_bits(
+        {"input": found} | {key: parameter.grad for key, parameter in model.named_parameters()},
+        {"input": other.grad} | {key: parameter.grad for key, parameter in plain.named_parameters()},
+    )
+
+
+def test_norms_in_all_memory_formats_have_the_bits_of_the_whole() -> None:
+    """Asked for the weight gradients of a group norm on channels_last alone, torch ends the process."""
+    assert run_ranks(compare_norms, 1) == [3 * 8 * 2 * 3]
+
+
+def test_batched_products_run_once_and_in_their_own_half() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum("bti,bio->bto", x, self.weight)
+
+    model, plain, _, found, expected, whole, first, second = both_ways(Experts)
+    assert (first.products(), second.products(), whole.products()) == (1, 1, 2)
+    assert torch.equal(found, expected)
+    assert_same_bits(
+        {key: parameter.grad for key, parameter in model.named_parameters()},
+        {key: parameter.grad for key, parameter in plain.named_parameters()},
+    )
 
 
 def test_a_custom_function_runs_its_backward_once() -> None:

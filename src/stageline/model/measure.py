@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from stageline.errors import StagelineError
 from stageline.model.capture import Call, Seen, Storages, storages_of, tensors_in
 from stageline.runtime.buffers import all_buffers, put_back
+from stageline.runtime.hooks import registered
 from stageline.runtime.plan import Plan
 from stageline.runtime.split import Arriving, SplitBackward
 
@@ -54,12 +55,14 @@ class _Graph:
 
     wanted: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
+    hooked: bool = False
+    """Whether hooks were registered meanwhile."""
 
     def grads(self) -> list[Tensor]:
         return [torch.ones_like(output) for output in self.outputs]
 
     def split(self, plans: list[Plan]) -> SplitBackward:
-        return SplitBackward(self.outputs, self.grads(), self.wanted, plans)
+        return SplitBackward(self.outputs, self.grads(), self.wanted, plans, hooked=self.hooked)
 
 
 class Alone:
@@ -87,13 +90,14 @@ class Alone:
     def forward(self, keep: bool) -> None:
         """Run F; one of the backwards below has to follow. Its time is kept if asked, or else it only warms up."""
         wanted, args, kwargs = self._fresh()
+        before = registered()
         with self._named(), ExitStack() as stack:
             for each in self._call.autocasts:
                 stack.enter_context(each)
             taken, output = self._timer(lambda: self._seen.module(*args, **kwargs))
         self._note("F", taken, keep)
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        self._graph = _Graph(wanted, outputs)
+        self._graph = _Graph(wanted, outputs, registered() != before)
 
     def halves(self, keep: bool) -> None:
         """Run I and W."""

@@ -19,8 +19,10 @@ VIEWS = frozenset(
 """Nodes between a parameter and its use that compute nothing worth putting off."""
 
 
-def make_plan(roots: Sequence[tuple[Node, int]], ends: Sequence[Node]) -> tuple[Plan, list[Node]]:
-    """Walk a graph, and find out how to split its backward."""
+def make_plan(
+    roots: Sequence[tuple[Node, int]], ends: Sequence[Node], at_once: bool = False
+) -> tuple[Plan, list[Node]]:
+    """Walk a graph, and find out how to split its backward; `at_once` says that I computes all gradients."""
     numbers: dict[Node, int] = {}
     nodes: list[Node] = []
 
@@ -44,6 +46,7 @@ def make_plan(roots: Sequence[tuple[Node, int]], ends: Sequence[Node]) -> tuple[
     leaves = {number: leaf.numel() for number, leaf in found_leaves}
     parameters = {number: leaf for number, leaf in found_leaves if isinstance(leaf, nn.Parameter)}
     plan = Plan([(type(node), node.name()) for node in nodes], children, starts, inputs, leaves, parameters)
+    plan.at_once = at_once
     _Analysis(plan, nodes).decide()
     return plan, nodes
 
@@ -64,6 +67,9 @@ class _Analysis:
         plan = self.plan
         plan.whole = any(name == "CheckpointFunctionBackward" for name in self.names)
         if plan.whole:
+            return
+        if plan.at_once:
+            plan.together, plan.onward = sorted(plan.leaves), list(range(len(plan.roots)))
             return
         if not self.stops:
             entries = self._entries()

@@ -209,9 +209,10 @@ class Executor:
             stage.backward_weight(task.microbatch)
             return None
         grads = None if arrived is None else list(arrived.leaves)
+        changed = () if arrived is None else arrived.wants_gradient
         run = stage.backward if task.kind == kinds.B else stage.backward_input
-        found: list[Leaf] = list(run(task.microbatch, grads))  # type: ignore[arg-type]
-        return self._message(task, work, found, "") if task.stage > 0 else None
+        found: list[Leaf] = list(run(task.microbatch, grads, changed))  # type: ignore[arg-type]
+        return self._message(task, work, found, "", stage.changed) if task.stage > 0 else None
 
     def _forward(
         self, stage: Stage, task: _Task, arrived: Message | None, work: Work, result: RankResult
@@ -262,9 +263,12 @@ class Executor:
             tree,
         )
 
-    def _message(self, task: _Task, work: Work, leaves: Sequence[Leaf], tree: str) -> Message:
+    def _message(
+        self, task: _Task, work: Work, leaves: Sequence[Leaf], tree: str, changed: Sequence[bool] = ()
+    ) -> Message:
+        """With an output, tell which tensors want a gradient; with gradients, which of them a hook changed."""
         target = self.name if task.target is None else task.target
-        wants = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        wants = list(changed) or [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         bare = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return Message(self._header(task, work, self.name, target, task.stage), bare, tree, wants)
 

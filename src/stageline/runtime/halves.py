@@ -122,6 +122,15 @@ def _give_mul(saved: Saved, grad: Tensor, wanted: Sequence[Wanted]) -> list[Tens
     return [_reduced(grad * saved[1 - each.edge], each) for each in wanted]
 
 
+def _take_bmm(node: Any) -> Saved:
+    return node._saved_self, node._saved_mat2
+
+
+def _give_bmm(saved: Saved, grad: Tensor, wanted: Sequence[Wanted]) -> list[Tensor]:
+    first, second = saved
+    return [grad.bmm(second.transpose(1, 2)) if each.edge == 0 else first.transpose(1, 2).bmm(grad) for each in wanted]
+
+
 def _give_add(saved: Saved, grad: Tensor, wanted: Sequence[Wanted]) -> list[Tensor]:
     return [_reduced(grad, each) for each in wanted]
 
@@ -135,6 +144,7 @@ _EITHER = frozenset([0, 1])
 HALVES: dict[str, Half] = {
     "AddmmBackward0": Half(frozenset([1]), ("mat1",), _take_addmm, _give_addmm, _fits_addmm),
     "MmBackward0": Half(frozenset([0]), ("self",), _take_mm, _give_mm),
+    "BmmBackward0": Half(_EITHER, ("self", "mat2"), _take_bmm, _give_bmm),
     "NativeLayerNormBackward0": Half(
         frozenset([0]), ("input", "result1", "result2"), _take_layer_norm, _give_layer_norm
     ),

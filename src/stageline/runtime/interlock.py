@@ -277,7 +277,7 @@ class Course:
         crew = pipe._crew(filled, training=True)
         try:
             work = replace(pipe._work(batch, samples, samples, filled), step=step)
-            pipe._check_keywords(crew, work)
+            pipe._check_work(crew, work)
         except StagelineError as error:
             return Offer(step, crew, refused=error)
         return Offer(step, crew, work)

@@ -75,6 +75,8 @@ class Plan:
     forks: list[Fork] = field(default_factory=list)
     together: list[int] = field(default_factory=list)
     """The parameters whose gradients must come with I."""
+    at_once: bool = False
+    """Whether I computes all gradients, as there may be hooks on the graph."""
     whole: bool = False
     """Whether nothing can be split, and the backward runs as one."""
     savers: list[tuple[int, str]] = field(default_factory=list)

@@ -148,7 +148,7 @@ class Runner:
             if refused is None:
                 try:
                     work = self._work(batch, samples, total, filled)
-                    self._check_keywords(crew, work)
+                    self._check_work(crew, work)
                 except StagelineError as error:
                     refused = error
             done = self._run_crew(crew, work, refused, rows, batch, reducer, buffers)
@@ -221,7 +221,13 @@ class Runner:
             scale=batch.scale,
         )
 
-    def _check_keywords(self, crew: Crew, work: Work) -> None:
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return next((name for name, own in self.model.named_parameters() if own is parameter), "without a name")
+
+    def _check_work(self, crew: Crew, work: Work) -> None:
+        """Refuse what a step cannot do with the keywords and hooks that there are."""
+        if work.training:
+            self._placed.refuse_hooks(self._name_of)
         for executor in crew.executors:
             for stage, given in work.keywords.items():
                 if stage in executor.stages:

@@ -9,12 +9,14 @@ question are objects of their own. After the step, their gradients are added to 
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from stageline.errors import StagelineError
 from stageline.schedules.placement import Placement
 
 
@@ -37,6 +39,8 @@ class Placed:
     """In the order in which the uses' gradients are added: by direction, then by stage."""
     shadows: list[tuple[nn.Sequential, nn.Sequential]]
     """The originals and their shadows."""
+    stages: dict[nn.Parameter, list[int]] = field(default_factory=dict)
+    """The stages that use each of these parameters."""
 
     def start(self, rank: int | None = None) -> None:
         """Begin a step, of a rank or of all: shadows train or evaluate as their originals do, and have no gradients."""
@@ -50,6 +54,18 @@ class Placed:
             for use in uses:
                 if use.own is not None and use.own is not parameter and rank in (None, use.rank):
                     use.own.grad = None
+                    _share_hooks(parameter, use.own)
+
+    def refuse_hooks(self, name_of: Callable[[nn.Parameter], str]) -> None:
+        """Refuse hooks that expect a gradient which no rank has before the end of a step."""
+        for parameter, stages in self.stages.items():
+            if parameter._post_accumulate_grad_hooks or (parameter._backward_hooks and len(stages) > 1):
+                users = f"stages {', '.join(map(str, stages))}" if len(stages) > 1 else "two ranks, one a direction,"
+                raise StagelineError(
+                    f"the parameter {name_of(parameter)} has a hook and is used by {users} that add up its "
+                    "gradient at the end of a step, so the hook would see parts of it; remove the hook and change "
+                    "the gradient after the step, or use a cut and a schedule with one use of the parameter"
+                )
 
     @property
     def scattered(self) -> list[nn.Parameter]:
@@ -81,9 +97,17 @@ def place(parts: Sequence[nn.Sequential], placement: Placement, here: Sequence[i
                 placed.shadows.append((part, module))
             placed.modules[rank][stage] = module
         for parameter in shared:
+            if stage not in placed.stages.setdefault(parameter, []):
+                placed.stages[parameter].append(stage)
             use = Use(rank, own[parameter] if rank in placed.modules else None)
             placed.uses.setdefault(parameter, []).append(use)
     return placed
+
+
+def _share_hooks(parameter: nn.Parameter, alias: nn.Parameter) -> None:
+    """Let an alias call the hooks of its parameter; each direction sees gradients of microbatches of its own."""
+    if parameter._backward_hooks or alias._backward_hooks:
+        alias._backward_hooks = OrderedDict(parameter._backward_hooks or {})
 
 
 def shadow_of(

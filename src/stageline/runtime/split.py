@@ -11,7 +11,9 @@ stays until W is what W needs: inputs and output gradients of the linear layers 
 W, for which the graph has to stay.
 
 Some parameters cannot be split off: those behind a Python autograd function, a compiled region or torch's
-checkpointing, which compute all their gradients at once. Theirs are computed with I and handed out with W.
+checkpointing, which compute all their gradients at once. Theirs are computed with I and handed out with W. So are those
+of a whole graph that may have hooks (see `hooks`): each hook runs once, and sees and changes what it does in a whole
+backward.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from stageline.runtime import engine
+from stageline.runtime import engine, hooks
 from stageline.runtime.analysis import make_plan
 from stageline.runtime.halves import Wanted
 from stageline.runtime.plan import Fork, Plan
@@ -71,7 +74,7 @@ class Arriving:
         for index, leaf in enumerate(self._leaves):
             if leaf.requires_grad:
                 node = engine.node_of(leaf)
-                self._hooks.append((node, node.register_prehook(_taking(found, index))))
+                self._hooks.append((node, hooks.add_prehook(node, _taking(found, index))))
         return found
 
     def __exit__(self, *error: object) -> None:
@@ -118,6 +121,8 @@ class SplitBackward:
     """The forms of graphs that were seen before, the last one first; a new one is added."""
     direct: bool = True
     """Whether gradients may be added without autograd where a parameter has no hooks that it would call."""
+    hooked: bool = False
+    """Whether the graph may have hooks; then I computes all gradients, and W only hands them out."""
     unsplit: int = 0
     """How many elements of parameters got their gradient with I."""
     total: int = 0
@@ -127,17 +132,20 @@ class SplitBackward:
     _together: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
     _last: tuple[list[GradientEdge], list[Tensor | None]] = field(default_factory=lambda: ([], []))
     """The roots of W's last run: where the data enters, and outputs that depend on parameters alone."""
+    _rest: bool = False
+    """Whether there are such outputs."""
 
     def _find_plan(self) -> Plan:
         roots = [(engine.node_of(output), output.output_nr) for output in self.outputs]
         dtypes = [tensor.dtype for tensor in (*self.outputs, *self.inputs)]
         for place, plan in enumerate(self.plans):
-            nodes = plan.match(roots, self.inputs) if plan.dtypes == dtypes else None
+            known = plan.dtypes == dtypes and plan.at_once == self.hooked
+            nodes = plan.match(roots, self.inputs) if known else None
             if nodes is not None:
                 self._nodes = nodes
                 self.plans.insert(0, self.plans.pop(place))
                 return plan
-        plan, self._nodes = make_plan(roots, [engine.node_of(tensor) for tensor in self.inputs])
+        plan, self._nodes = make_plan(roots, [engine.node_of(tensor) for tensor in self.inputs], self.hooked)
         plan.dtypes = dtypes
         self.plans.insert(0, plan)
         del self.plans[PLANS:]
@@ -152,6 +160,7 @@ class SplitBackward:
         parameters = [self._leaf(leaf) for leaf in plan.together]
         self.unsplit = plan.unsplit
         ends = [GradientEdge(self._nodes[number], output) for number, output in plan.ends]
+        self._rest = bool(plan.rest)
         self._last = (
             [get_gradient_edge(self.outputs[index]) for index in plan.rest],
             [self._root_gradient(index) for index in plan.rest],
@@ -164,7 +173,7 @@ class SplitBackward:
         for noted in early:
             noted.saved = noted.fork.half.take(self._nodes[noted.fork.node])  # type: ignore[union-attr]
         forks = [GradientEdge(self._nodes[noted.fork.node], 0) for noted in early]
-        hooks = [self._nodes[noted.fork.node].register_prehook(self._noting(noted)) for noted in late]
+        handles = [hooks.add_prehook(self._nodes[noted.fork.node], self._noting(noted)) for noted in late]
         own_hooks = [parameter._backward_hooks for parameter in parameters if parameter._backward_hooks]
         quiet = [(dictionary, dict(dictionary)) for dictionary in own_hooks]
         for dictionary, _ in quiet:
@@ -177,8 +186,8 @@ class SplitBackward:
                 keep=plan.keeps_graph,
             )
         finally:
-            for hook in hooks:
-                hook.remove()
+            for handle in handles:
+                handle.remove()
             for dictionary, kept in quiet:
                 dictionary.update(kept)
         first = len(ends or self.inputs)
@@ -244,7 +253,7 @@ class SplitBackward:
             if sums[0]:
                 torch._foreach_add_(*sums)
             soon.run()
-            for root, grad in zip(*self._last, strict=True):
+            for root, grad in self._called_entries() or zip(*self._last, strict=True):
                 if grad is not None:
                     last.add(root, grad)
             last.run()
@@ -291,16 +300,41 @@ class SplitBackward:
         return Wanted(fork.edges[index], torch.Size(there.shape), there.dtype)
 
     def _run_again(self, noted: _Noted) -> None:
-        """Run a node towards its parameters alone."""
-        node = self._nodes[noted.fork.node]
-        there = [(GradientEdge(node, index), grad) for index, grad in enumerate(noted.grads) if grad is not None]
-        if there:
-            torch.autograd.backward(
-                [edge for edge, _ in there],
-                [grad for _, grad in there],
-                inputs=[self._leaf(leaf) for leaf in noted.fork.leaves],
-                retain_graph=True,
-            )
+        """Run a node once more, and bring what leads to parameters alone there."""
+        roots = _Roots()
+        gradients = _call(self._nodes[noted.fork.node], noted.grads)
+        for edge, (number, output) in zip(noted.fork.edges, noted.fork.children, strict=True):
+            grad = gradients[edge]
+            if grad is not None:
+                roots.add(GradientEdge(self._nodes[number], output), grad)
+        roots.run()
+
+    def _called_entries(self) -> list[tuple[GradientEdge, Tensor | None]]:
+        """Call the nodes in which the data enters; give back their edges and gradients.
+
+        Empty where there are none, or where the engine has to run them: nodes of Python functions, and those beside
+        outputs that depend on parameters alone, whose order among each other is the engine's to know.
+        """
+        arrived: dict[Node, dict[int, Tensor | None]] = {}
+        for edge, grad in zip(*self._last, strict=True):
+            arrived.setdefault(edge.node, {})[edge.output_nr] = grad
+        if self._rest or any(BackwardCFunction in type(node).__mro__ for node in arrived):
+            return []
+        called: list[tuple[GradientEdge, Tensor | None]] = []
+        for node, grads in sorted(arrived.items(), key=lambda item: -item[0]._sequence_nr()):
+            gradients = _call(node, [grads.get(index) for index in range(len(node._input_metadata))])
+            for (child, output), grad in zip(node.next_functions, gradients, strict=True):
+                if child is not None:
+                    called.append((GradientEdge(child, output), grad))
+        return called
+
+
+def _call(node: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Run a node without the engine, which would call its hooks, as I has done: `retain_grad` would add twice."""
+    if all(grad is None for grad in grads):
+        return [None] * len(node.next_functions)
+    gradients = node(*grads)
+    return gradients if isinstance(gradients, tuple) else (gradients,)
 
 
 def _shares(first: Tensor, second: Tensor) -> bool:

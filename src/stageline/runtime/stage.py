@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from stageline.errors import StagelineError, shorten
 from stageline.model.frame import StagePart
 from stageline.model.units import layers_of
-from stageline.runtime import engine
+from stageline.runtime import engine, hooks
 from stageline.runtime.buffers import Buffers, Snapshot
+from stageline.runtime.graphless import refuse_loss
 from stageline.runtime.plan import Plan, checkpointed
 from stageline.runtime.randomness import Generators, draws, generator_alone, random_numbers
 from stageline.runtime.recompute import Recompute, training
@@ -57,6 +58,10 @@ class _Kept:
     """Buffers as they were before the forward, where it is to be run once more."""
     versions: list[int] = field(default_factory=list)
     """Of the inputs: they grow with every change in place."""
+    hooks: int = 0
+    """How many hooks were registered before its forward."""
+    direct: bool = True
+    """Whether its weight gradients may be added without autograd."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,10 @@ class Stage:
         self._plans: list[Plan] = []
         # Data-parallel wrappers learn of gradients from autograd alone.
         self._direct = not any(isinstance(module, DistributedDataParallel) for module in part.modules())
+        self._hooks: int | None = None
+        self._held = False
+        self.changed: Sequence[bool] = ()
+        """For each gradient that the last backward gave, whether a hook on the input changed it; empty for none."""
         self._unsplit = self._total = 0
         self._looked, self._checkpoints = -1, False
 
@@ -117,6 +126,8 @@ class Stage:
             for leaf, want in zip(leaves, wants, strict=True)
         ]
         kept = _Kept(inputs, tree, step, keywords)
+        if train:
+            self._count_hooks(kept)
         if isinstance(self.part, StagePart) and self._refreshed != (step, train):
             self.part.refresh()
             self._refreshed = (step, train)
@@ -135,6 +146,13 @@ class Stage:
                     for leaf in outputs
                 ]
         return outputs, shape
+
+    def _count_hooks(self, kept: _Kept) -> None:
+        """Note how many hooks were registered; where there are more, see whether accumulators have some."""
+        kept.hooks = hooks.registered()
+        if kept.hooks != self._hooks and not self._kept:
+            self._hooks, self._held = kept.hooks, hooks.accumulators_held(self.part.parameters())
+        kept.direct = self._direct and not self._held and kept.hooks == self._hooks
 
     def _around(self, train: bool) -> AbstractContextManager[Any]:
         """What a forward runs in."""
@@ -219,6 +237,8 @@ class Stage:
                 LOSS, self.part.training, step, microbatch, self._loss, output, target, weight
             )
             root = weighed if scale == 1.0 else weighed * scale
+        if train and not weighed.requires_grad:
+            refuse_loss(self.index, microbatch, self.part, self._kept[microbatch].inputs, output)
         if train and self.options.check_finite and not weighed.is_cuda and not math.isfinite(weighed.detach().item()):
             self._refuse_loss(microbatch, float(weighed.detach()))
         if train:
@@ -261,6 +281,12 @@ class Stage:
                 f"stage {self.index} changed what it was given in place, so it cannot be run once more from it; let it "
                 "work on a copy (x = x.clone()), or use another recompute="
             )
+        # New leaves: hooks that the first run put on its inputs are not called beside those of this run.
+        kept.inputs = [
+            leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+            for leaf in kept.inputs
+        ]
+        kept.hooks = hooks.registered()
         with self._buffers.as_before(kept.before), torch.enable_grad():
             kept.outputs, shape = flatten(self._run(kept, microbatch), f"stage {self.index}")
             if kept.weight is not None:
@@ -270,17 +296,21 @@ class Stage:
                 )
                 kept.loss = kept.loss if kept.scale == 1.0 else kept.loss * kept.scale
 
-    def backward(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
-        """Run B; give back the gradients of the inputs."""
+    def backward(
+        self, microbatch: int, grads: Sequence[Tensor | None] | None, changed: Sequence[bool] = ()
+    ) -> list[Tensor | None]:
+        """Run B; give back the gradients of the inputs. `changed` says which of `grads` were changed by hooks."""
         kept = self._kept.pop(microbatch)
         if self.options.recompute.stages:
             self._recompute(kept, microbatch)
-        outputs, given = self._roots(kept, grads)
+        outputs, given = self._roots(kept, grads, changed)
         arrived = tensors_of(kept.inputs)
+        watch = hooks.Watch(arrived)
         kept.outputs, kept.loss = [], None
         with self._drawing_alone(self._draws_again(outputs, kept.step)), plain_precision(), Arriving(arrived) as found:
             if outputs:
                 engine.backward(outputs, given)
+        self.changed = watch.changed(found)
         return found
 
     def _draws_again(self, outputs: Sequence[Tensor], step: int) -> bool:
@@ -300,20 +330,26 @@ class Stage:
     def _drawing_alone(draws_again: bool) -> AbstractContextManager[Any]:
         return generator_alone() if draws_again else _NOTHING
 
-    def backward_input(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
-        """Run I; give back the gradients of the inputs."""
+    def backward_input(
+        self, microbatch: int, grads: Sequence[Tensor | None] | None, changed: Sequence[bool] = ()
+    ) -> list[Tensor | None]:
+        """Run I; give back the gradients of the inputs. `changed` says which of `grads` were changed by hooks."""
         kept = self._kept[microbatch]
         if self.options.recompute.stages:
             self._recompute(kept, microbatch)
-        outputs, given = self._roots(kept, grads)
+        outputs, given = self._roots(kept, grads, changed)
         arrived = tensors_of(kept.inputs)
+        watch = hooks.Watch(arrived)
         wanted = [leaf for leaf in arrived if leaf.requires_grad]
-        kept.split = SplitBackward(outputs, given, wanted, self._plans, self._direct)
+        hooked = hooks.registered() != kept.hooks
+        kept.split = SplitBackward(outputs, given, wanted, self._plans, kept.direct, hooked)
         kept.inputs, kept.outputs, kept.loss, kept.target, kept.keywords = [], [], None, None, {}
         kept.draws_again = self._draws_again(outputs, kept.step)
         with self._drawing_alone(kept.draws_again), plain_precision():
             found = iter(kept.split.input_gradients()) if outputs else iter([None] * len(wanted))
-        return [next(found) if leaf.requires_grad else None for leaf in arrived]
+        gradients = [next(found) if leaf.requires_grad else None for leaf in arrived]
+        self.changed = watch.changed(gradients)
+        return gradients
 
     def backward_weight(self, microbatch: int) -> None:
         """Run W."""
@@ -325,14 +361,22 @@ class Stage:
         self._unsplit += split.unsplit
         self._total += split.total
 
-    def _roots(self, kept: _Kept, grads: Sequence[Tensor | None] | None) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _roots(
+        self, kept: _Kept, grads: Sequence[Tensor | None] | None, changed: Sequence[bool]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where the backward starts: the loss, or the outputs that got a gradient."""
         if kept.loss is not None:
-            return ([kept.loss], [None]) if kept.loss.requires_grad else ([], [])
+            return [kept.loss], [None]
         outputs = tensors_of(kept.outputs)
         if len(outputs) != len(grads or []):
             raise TransportError(
                 f"stage {self.index} passed on {len(outputs)} tensors and got gradients for {len(grads or [])}"
+            )
+        if any(output._backward_hooks for output, by_hook in zip(outputs, changed, strict=False) if by_hook):
+            raise StagelineError(
+                f"stage {self.index} has a hook on its output, and stage {self.index + 1} has one on the same tensor, "
+                "its input, that changes the gradient; in one process the first would run before the second, and "
+                "between two stages it cannot: register both in one stage, or one of them on a copy (x.view_as(x))"
             )
         pairs = [
             (output, grad)

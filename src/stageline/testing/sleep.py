@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from stageline.runtime.hooks import add_prehook
+
 
 class Slept(NamedTuple):
     """One sleep: F, I or W, and how long it really took."""
@@ -59,7 +61,7 @@ class SleepStage(nn.Module):
         through, weight = x.view_as(x), self.weight.view_as(self.weight)
         for node, kind in ((through.grad_fn, "I"), (weight.grad_fn, "W")):
             if node is not None:  # the weight may be frozen
-                node.register_prehook(partial(self._sleep_before, kind))
+                add_prehook(node, partial(self._sleep_before, kind))
         return through + weight
 
     def _sleep_before(self, kind: str, grads: Any) -> None:
