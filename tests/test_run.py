@@ -459,7 +459,8 @@ def test_what_cannot_be_run_is_refused_and_nothing_is_lost() -> None:
     chosen: Any
     for wrong, said in [
         (3, "batches is an iterable of batches"),
-        ([x], "a batch is a pair of inputs and targets"),
+        (["x"], "a batch is a pair of inputs and targets"),
+        ([x], "the targets are None"),
         ([(x, None)], "the targets are None"),
         ([(x, y[:2])], "12 samples of inputs and 2 of targets"),
         ([{"inputs": x, "target": y}], r"'target' \(did you mean 'targets'\?\)"),

@@ -26,7 +26,8 @@ def command(
 ) -> None:
     """Run a model alone and in a pipeline on the same batch, and compare the loss, gradients and buffers bit by bit.
 
-    Ends with 0 where all that several stages do not share is the same, and with 1 where something differs.
+    Ends with 0 where the verdict is "equal" or "reordered" (gradients that are added in another order, and differ by
+    rounding alone), and with 1 where it is "different".
 
     \b
     stageline check mypackage.models:make --ranks 4 --schedule zb-v
@@ -48,14 +49,14 @@ def command(
             named.model, batch, ranks=ranks, schedule=schedule, microbatches=microbatches, example=named.inputs,
             loss_fn=named.loss_fn or own_loss,
         )  # fmt: skip
-    wrong = [each for each in report.differing if each.name not in report.tied]
     if json:
         print_json(
-            {"equal": report.equal, "loss": report.loss, "alone": report.alone, "compared": report.compared,
-             "reference": report.reference, "differing": [each._asdict() for each in report.differing],
-             "tied": list(report.tied)}
+            {"verdict": report.verdict, "equal": report.equal, "loss": report.loss, "alone": report.alone,
+             "compared": report.compared, "reference": report.reference,
+             "differing": [tensor._asdict() for tensor in report.differing],
+             "reordered": [tensor._asdict() for tensor in report.reordered], "tied": list(report.tied)}
         )  # fmt: skip
     else:
         console().print(str(report))
-    if wrong or report.loss != report.alone:
+    if report.verdict == "different":
         raise typer.Exit(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError, shorten
-from stageline.runtime.tree import batch_size, split_batch
+from stageline.runtime.blockmask import is_mask
+from stageline.runtime.chunks import ChunkSpecs, cut_of
+from stageline.runtime.opaque import is_plain
 
 Reduction = Literal["mean", "sum", "count"]
 Keywords = Mapping[int | str, Mapping[str, Any]]
@@ -38,9 +40,14 @@ class Given(NamedTuple):
 NAMES = ("the number of samples", "the inputs", "the targets", "the keyword inputs of all stages")
 
 
-def look_at(stages: int, inputs: Any, targets: Any, keywords: Keywords | None, digests: bool) -> Given:
+def look_at(
+    stages: int, inputs: Any, targets: Any, keywords: Keywords | None, digests: bool, specs: ChunkSpecs
+) -> Given:
     """Make sure that everything given has as many samples; take digests of it if they are to be compared."""
-    named = [(what, part) for what, part in (("inputs", inputs), ("targets", targets)) if part is not None]
+    sizes = _sizes(inputs, specs.of_inputs(inputs), "the inputs", "args_chunk_spec=None in its place", needed=not specs)
+    sizes += _sizes(
+        targets, specs.of_targets(), "the targets", "targets_chunk_spec=None in its place", needed=not specs
+    )
     if keywords is not None and not isinstance(keywords, Mapping):
         raise StagelineError(f"stage_kwargs is a dict by stage, got {shorten(keywords)}")
     for stage, given in (keywords or {}).items():
@@ -48,12 +55,15 @@ def look_at(stages: int, inputs: Any, targets: Any, keywords: Keywords | None, d
             raise StagelineError(f"stage_kwargs has the key {stage!r}; give a stage from 0 to {stages - 1}, or 'all'")
         if not isinstance(given, Mapping):
             raise StagelineError(f"stage_kwargs[{stage!r}] is {shorten(given)}; give a dict of keyword inputs")
-        named += [(f"stage_kwargs[{stage!r}][{name!r}]", part) for name, part in given.items() if _has_samples(part)]
-    sizes = [(batch_size(part, f"the {what}"), what) for what, part in named]
+        for name, part in given.items():
+            what, option = f"stage_kwargs[{stage!r}][{name!r}]", f"kwargs_chunk_spec={{{name!r}: None}}"
+            sizes += _sizes(part, specs.of_keyword(name), what, option)
     for size, what in sizes[1:]:
         if size != sizes[0][0]:
             raise StagelineError(
-                f"there are {sizes[0][0]} samples of {sizes[0][1]} and {size} of {what}; give as many of both"
+                f"there are {sizes[0][0]} samples of {sizes[0][1].removeprefix('the ')} and {size} of "
+                f"{what.removeprefix('the ')}; give as many of both, or say by a chunk spec what is not cut along its "
+                "first dimension (see args_chunk_spec of sl.Pipeline)"
             )
     samples = sizes[0][0] if sizes else None
     if samples == 0:
@@ -61,6 +71,19 @@ def look_at(stages: int, inputs: Any, targets: Any, keywords: Keywords | None, d
     parts = (inputs, targets, (keywords or {}).get("all"))
     row = [float(samples or 0), *(float(digest(part)) if digests else 0.0 for part in parts)]
     return Given(samples, np.array(row))
+
+
+def _sizes(part: Any, spec: Any, what: str, option: str, needed: bool = False) -> list[tuple[int, str]]:
+    """How many samples each tensor has that is cut; `needed` refuses what is given and has none."""
+    if part is None:
+        return []
+    sizes = cut_of(part, spec, what, option).sizes()
+    if not sizes and needed:
+        raise StagelineError(
+            f"{what} must have tensors with one common first dimension, the samples; found no tensor with a first "
+            f"dimension in {shorten(part)}"
+        )
+    return sizes
 
 
 def difference(rows: NDArray[np.float64], columns: Sequence[int], names: Sequence[int] | None = None) -> str:
@@ -79,34 +102,57 @@ def difference(rows: NDArray[np.float64], columns: Sequence[int], names: Sequenc
     return ""
 
 
+def disagreement(
+    rows: NDArray[np.float64],
+    columns: Sequence[int],
+    needs: Mapping[int, Collection[int]],
+    names: Sequence[int] | None = None,
+) -> str:
+    """Say what is wrong with what the ranks were given: different batches, or nothing where it is needed.
+
+    `needs` says for the inputs and for the targets which ranks read them. Targets may be None, but on all ranks.
+
+    >>> disagreement(np.array([[8.0, 5, 7, 0], [8, 5, 0, 0]]), [0, 1, 2], {1: {0}, 2: {1}})
+    'rank 0 was given the targets, and rank 1, which reads them, was given None; give them to rank 1'
+    """
+    apart = difference(rows, columns, names)
+    if apart:
+        return apart
+    for column in (1, 2):
+        if column not in columns:
+            continue
+        given = np.flatnonzero(rows[:, column])
+        if not len(given):
+            if column == 1:
+                return f"no rank was given {NAMES[column]}"
+            continue
+        for rank in sorted(needs[column]):
+            if not rows[rank, column]:
+                one, two = (int(each) if names is None else names[int(each)] for each in (given[0], rank))
+                return (
+                    f"rank {one} was given {NAMES[column]}, and rank {two}, which reads them, was given None; give "
+                    f"them to rank {two}"
+                )
+    return ""
+
+
 def digest(tree: Any) -> int:
     """A number of 52 bits, exact in a float, that tells batches apart; 0 for None."""
     if tree is None:
         return 0
     found = hashlib.blake2b(digest_size=8)
-    for leaf in pytree.tree_leaves(tree):
+    for leaf in pytree.tree_leaves(tree, is_leaf=is_mask):
         if isinstance(leaf, Tensor):
             found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
             found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        else:
-            found.update(repr(leaf).encode())
+        else:  # the text of an object may hold its address, which is another one on every rank
+            found.update((repr(leaf) if is_plain(leaf) else type(leaf).__qualname__).encode())
     return (int.from_bytes(found.digest(), "big") >> 12) | 1
 
 
-def _has_samples(part: Any) -> bool:
-    try:
-        batch_size(part, "")
-    except StagelineError:
-        return False
-    return True
-
-
-def parts_of(tree: Any, parts: int, filled: int) -> list[Any]:
-    """The microbatches that are not empty; none for None."""
-    return split_batch(tree, parts)[:filled] if tree is not None else []
-
-
-def keyword_parts(keywords: Keywords | None, stages: int, parts: int, filled: int) -> dict[int, list[dict[str, Any]]]:
+def keyword_parts(
+    keywords: Keywords | None, stages: int, parts: int, filled: int, specs: ChunkSpecs
+) -> dict[int, list[dict[str, Any]]]:
     """For each stage that has keyword inputs of its own or shares those of all: them, by microbatch."""
     if not keywords:
         return {}
@@ -114,8 +160,26 @@ def keyword_parts(keywords: Keywords | None, stages: int, parts: int, filled: in
     for stage in range(stages):
         given = {**keywords.get("all", {}), **keywords.get(stage, {})}
         if given:
-            found[stage] = split_batch(given, parts)[:filled]
+            columns = {
+                name: cut_of(part, specs.of_keyword(name), name, "", refuse=False).parts(parts, filled)
+                for name, part in given.items()
+            }
+            found[stage] = [{name: column[part] for name, column in columns.items()} for part in range(filled)]
     return found
+
+
+def input_parts(inputs: Any, parts: int, filled: int, specs: ChunkSpecs) -> list[Any]:
+    """The microbatches of the inputs that are not empty; none for None."""
+    if inputs is None:
+        return []
+    return cut_of(inputs, specs.of_inputs(inputs), "the inputs", "", refuse=False).parts(parts, filled)
+
+
+def target_parts(targets: Any, parts: int, filled: int, specs: ChunkSpecs) -> list[Any]:
+    """The targets of the microbatches that are not empty; None for each where there are no targets."""
+    if targets is None:
+        return [None] * filled
+    return cut_of(targets, specs.of_targets(), "the targets", "", refuse=False).parts(parts, filled)
 
 
 def weights(

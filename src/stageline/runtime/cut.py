@@ -15,6 +15,7 @@ from stageline.errors import ScheduleError, StagelineError, UnknownOption, neare
 from stageline.model.build import Description, describe
 from stageline.model.staged import Staged, even_sizes, split
 from stageline.model.units import NoStack, find_units, layers_of
+from stageline.runtime.functions import with_functions
 from stageline.schedules.files import read_schedule
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import families, find_family, schedule
@@ -52,6 +53,7 @@ def described(stages: Any) -> tuple[Any, Description[Any] | None]:
     if callable(stages):
         recipe = describe(stages)
         return recipe.model, recipe
+    stages = with_functions(stages)
     found = list(stages) if isinstance(stages, Sequence) else []
     if found and all(callable(each) and not isinstance(each, nn.Module) for each in found):
         recipe = describe(lambda: nn.Sequential(*(make() for make in found)))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError
+from stageline.runtime.blockmask import is_mask
 from stageline.runtime.clock import Clock, DeviceClock, HostClock
 from stageline.runtime.control.verdict import Verdict, describe
 from stageline.runtime.flight import Flight
@@ -258,10 +259,13 @@ class Executor:
         if self.device is None:
             return tree
         to = torch.device("cuda", self.device)
-        return pytree.tree_map(
-            lambda leaf: leaf.to(to, non_blocking=True) if isinstance(leaf, Tensor) and leaf.device != to else leaf,
-            tree,
-        )
+
+        def moved(leaf: Any) -> Any:
+            if is_mask(leaf):
+                return leaf.to(to)
+            return leaf.to(to, non_blocking=True) if isinstance(leaf, Tensor) and leaf.device != to else leaf
+
+        return pytree.tree_map(moved, tree, is_leaf=is_mask)
 
     def _message(
         self, task: _Task, work: Work, leaves: Sequence[Leaf], tree: str, changed: Sequence[bool] = ()

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from stageline.errors import StagelineError, nearest, shorten
-from stageline.runtime.batch import look_at
 from stageline.runtime.lane import Ground, Judged, Lane, Offer, Terms, not_finite
 from stageline.runtime.lanes_processes import ProcessGround, ProcessRun, Pulled
 from stageline.runtime.lanes_threads import ThreadRun
@@ -88,12 +88,12 @@ def read_batch(pipe: Pipeline, given: Any) -> Batch:
             )
     elif isinstance(given, tuple | list) and len(given) == 2:
         said = {"inputs": given[0], "targets": given[1]}
-    elif not isinstance(given, Mapping) and given is not None:
+    elif not isinstance(given, Mapping | Tensor) and given is not None:
         raise StagelineError(
-            f"a batch is a pair of inputs and targets, a dict of inputs, or None where a rank needs none; got "
-            f"{shorten(given)}"
+            f"a batch is a pair of inputs and targets, a tensor or a dict of inputs alone, or None where a rank needs "
+            f"none; got {shorten(given)}"
         )
-    wanted = pipe._targets(said["inputs"], said.get("targets"))
+    wanted = pipe._targets(said.get("targets"))
     scale = said.get("scale", 1.0)
     return Batch(
         plain(said["inputs"]),
@@ -239,7 +239,7 @@ class Course:
             )
         else:
             assert isinstance(world, ProcessWorld)
-            ground = ProcessGround(world, pipe.deadline, lambda: self._pull(outside), self._plan)
+            ground = ProcessGround(world, pipe.deadline, lambda: self._pull(outside), self._plan, pipe._needs)
             made = ProcessRun(world, terms, lane, ground)
         self._lanes = made.lanes
         return made
@@ -251,13 +251,7 @@ class Course:
             with outside.leave():
                 given = next(self._batches)
             batch = read_batch(pipe, given)
-            parts = (batch.inputs, batch.targets, batch.keywords)
-            found = look_at(pipe.schedule.stages, *parts, digests=not pipe._alone)
-            if pipe._alone and batch.inputs is None:
-                raise StagelineError("the inputs are None; the first stage needs them")
-            if pipe._alone and batch.targets is None:
-                raise StagelineError("the targets are None; the loss needs them")
-            return Pulled(batch, found)
+            return Pulled(batch, pipe._look_at_batch(batch))
         except StopIteration:
             return Pulled(ended=True)
         except Exception as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stageline.errors import StagelineError
-from stageline.runtime.batch import NAMES, Given, difference
+from stageline.runtime.batch import NAMES, Given, disagreement
 from stageline.runtime.executor import RankResult
 from stageline.runtime.garbage import no_collections
 from stageline.runtime.lane import LEFT, Judged, Lane, Offer, Terms
@@ -42,9 +42,12 @@ Plan = Callable[[int, Any, int], Offer]
 class ProcessGround:
     """This process's end."""
 
-    def __init__(self, world: ProcessWorld, deadline: float, pull: Pull, plan: Plan) -> None:
-        """Of a world of processes, which has one replica."""
+    def __init__(
+        self, world: ProcessWorld, deadline: float, pull: Pull, plan: Plan, needs: Mapping[int, set[int]]
+    ) -> None:
+        """Of a world of processes, which has one replica; `needs` says which ranks read the inputs and the targets."""
         self._world, self._deadline, self._pull, self._plan = world, deadline, pull, plan
+        self._needs = needs
         self._rank = world.here[0]
         self._coming: dict[int, tuple[Pulled, Callable[[], Floats]]] = {}
         """Of the batches to come: what this process has, and what all of them tell."""
@@ -80,10 +83,9 @@ class ProcessGround:
             short, long = names[int(np.argmax(ended))], names[int(np.argmin(ended))]
             text = f"rank {short} has no batch for step {step}, and rank {long} has one: give all as many"
             return Offer(step, error=PipelineError(text))
-        apart = difference(rows, COLUMNS)
-        missing = next((NAMES[column] for column in (1, 2) if not rows[:, column].any()), "")
-        if apart or missing:
-            return Offer(step, error=PipelineError(apart or f"no rank was given {missing}"))
+        apart = disagreement(rows, COLUMNS, self._needs)
+        if apart:
+            return Offer(step, error=PipelineError(apart))
         return self._plan(step, pulled.batch, int(rows[:, 0].max()))
 
     # A step.

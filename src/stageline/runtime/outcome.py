@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from stageline.runtime.chunks import merge
 from stageline.runtime.executor import RankResult
 from stageline.runtime.tree import join_batch
 from stageline.runtime.worlds import Crew, Floats
@@ -70,10 +71,10 @@ def metrics_of(results: Sequence[RankResult], weights: Sequence[float]) -> dict[
     return found
 
 
-def joined(results: Sequence[RankResult]) -> Any:
+def joined(results: Sequence[RankResult], spec: Any = None) -> Any:
     """The outputs of the whole batch, where the last stage is; None elsewhere."""
     found = {microbatch: output for result in results for microbatch, output in result.outputs.items()}
-    return join_batch([found[microbatch] for microbatch in sorted(found)]) if found else None
+    return merge([found[microbatch] for microbatch in sorted(found)], spec, join_batch) if found else None
 
 
 def first_not_finite(losses: Sequence[float]) -> int | None:

@@ -15,6 +15,7 @@ from stageline.errors import StagelineError, shorten
 from stageline.model.staged import Staged
 from stageline.runtime.automatic import Automatic, automatic
 from stageline.runtime.batch import Keywords, Reduction, check_reduction
+from stageline.runtime.chunks import ChunkSpecs
 from stageline.runtime.clip import clip_factor, norm_of, owners_of
 from stageline.runtime.compiled import Compile, compile_units
 from stageline.runtime.cut import (
@@ -83,7 +84,7 @@ class Pipeline(Runner):
 
     def __init__(
         self,
-        stages: nn.Module | Staged | Sequence[nn.Module] | Callable[[], nn.Module] | Sequence[Callable[[], nn.Module]],
+        stages: nn.Module | Staged | Callable[[], nn.Module] | Sequence[nn.Module | Callable[..., Any]],
         *,
         loss_fn: Callable[[Any, Any], Any],
         schedule: str | Path | Schedule = "1f1b",
@@ -105,6 +106,10 @@ class Pipeline(Runner):
         replan: Replan = "off",
         replan_every: int = 10,
         planned: Costs | Plan | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Mapping[str, Any] | None = None,
+        targets_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
         **options: Any,
     ) -> None:
         """`stages` is a model, which is cut evenly (see `sl.split` for other cuts), or one module per stage.
@@ -129,6 +134,9 @@ class Pipeline(Runner):
         unit of a model (see docs/runtime.md). `options` are the family's own, such as `chunks`.
         `replan` compares the last steps of every `replan_every` with `planned`, with the plan of "auto" or with the
         first of them: "warn" says which stage drifts, "auto" takes a better order for the next step (see docs/plan.md).
+        `args_chunk_spec`, `kwargs_chunk_spec` (by keyword, for inputs that are a dict and for `stage_kwargs`) and
+        `targets_chunk_spec` say what is not cut along its first dimension: torch's `TensorChunkSpec(dim)`, or None for
+        what every microbatch is given whole. `output_merge_spec` says how outputs are put together again.
         """
         check_options(options, schedule, Pipeline.__init__.__kwdefaults__ or ())
         check_reduction(loss_reduction)
@@ -136,10 +144,16 @@ class Pipeline(Runner):
         if not callable(loss_fn):
             raise StagelineError(f"loss_fn is a function of output and target, got {shorten(loss_fn)}")
         self.deadline = find_deadline(deadline)
+        self._specs = ChunkSpecs(args_chunk_spec, kwargs_chunk_spec, targets_chunk_spec, output_merge_spec)
         given, recipe = described(stages)
         ranks = ranks_of(mesh) if ranks is None and mesh is not None else ranks
         auto: Automatic | None = None
         if isinstance(schedule, str) and schedule == "auto":
+            if self._specs:
+                raise StagelineError(
+                    "schedule='auto' measures microbatches that are cut along the first dimension, and chunk specs are "
+                    "given; name a schedule, or plan with sl.plan and give its schedule"
+                )
             auto = automatic(
                 stages, given, recipe, ranks=ranks, replicas=replicas, mesh=mesh, deadline=self.deadline,
                 microbatches=microbatches, example=example, recompute=recompute, device=device, options=options,
@@ -174,6 +188,7 @@ class Pipeline(Runner):
                 "loss_reduction": loss_reduction,
                 "replicas and mesh": repr(self._world.layout.rows),
                 "bucket_mb and reduce_dtype": f"{bucket_mb:g} {reduce_dtype}",
+                "the chunk specs": str(self._specs),
                 "replan, replan_every and planned": f"{replan} {replan_every} {planned}",
             }
         )
@@ -356,7 +371,7 @@ class Pipeline(Runner):
         if not (isinstance(scale, int | float) and 0 < scale < float("inf")):
             raise StagelineError(f"scale is a number above 0, got {shorten(scale)}")
         began = time.perf_counter()
-        wanted = self._targets(inputs, targets)
+        wanted = self._targets(targets)
         done = self._run(Batch(inputs, wanted, stage_kwargs, training=True, count=count, scale=float(scale), sync=sync))
         crew, results = done.crew, done.results
         times, clocks = done.outcome.times, self._world.clocks
@@ -411,20 +426,20 @@ class Pipeline(Runner):
     ) -> Evaluation:
         """Run the forwards alone, with the loss and its metrics; no gradient is touched."""
         began = time.perf_counter()
-        wanted = self._targets(inputs, targets)
+        wanted = self._targets(targets)
         done = self._run(Batch(inputs, wanted, stage_kwargs, keep=outputs, count=count))
         return Evaluation(
             loss=done.loss,
             losses=done.outcome.losses,
             metrics=done.metrics,
-            outputs=joined(done.results),
+            outputs=joined(done.results, self._specs.output),
             seconds=time.perf_counter() - began,
         )
 
     def predict(self, inputs: Any, *, stage_kwargs: Keywords | None = None) -> Any:
         """Run the forwards alone; give back the outputs of the whole batch."""
         done = self._run(Batch(inputs, None, stage_kwargs, with_targets=False, keep=True))
-        return joined(done.results)
+        return joined(done.results, self._specs.output)
 
     @property
     def steps(self) -> int:

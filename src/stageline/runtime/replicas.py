@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from stageline.runtime.batch import NAMES, Given, difference, digest
+from stageline.runtime.batch import NAMES, Given, digest, disagreement
 from stageline.runtime.buffers import Taken
 from stageline.runtime.collectives import Column
 from stageline.runtime.outcome import Outcome
@@ -141,7 +141,9 @@ class Replicas:
         """What this process tells at the start."""
         return np.concatenate([given.row, [float(mode), float(count or 0), float(elements), float(refused)]])
 
-    def agree(self, known: Floats, columns: Iterable[int], refused: Exception | None) -> list[int]:
+    def agree(
+        self, known: Floats, columns: Iterable[int], needs: Mapping[int, set[int]], refused: Exception | None
+    ) -> list[int]:
         """The samples of every replica; where something does not fit, all processes raise, and say the same."""
         layout = self.world.layout
         if known[..., REFUSED].any():
@@ -151,10 +153,9 @@ class Replicas:
             raise refused or PipelineError(f"{layout.name(culprit)} cannot run this batch: {said}")
         for replica, rows in enumerate(known):
             wanted = [column for column in columns if column < len(NAMES)]
-            apart = difference(rows, wanted, layout.rows[replica])
-            missing = next((NAMES[each] for each in wanted if each in (1, 2) and not rows[:, each].any()), "")
-            if apart or missing:
-                raise PipelineError(f"replica {replica}: {apart or f'no rank was given {missing}'}")
+            apart = disagreement(rows, wanted, needs, layout.rows[replica])
+            if apart:
+                raise PipelineError(f"replica {replica}: {apart}")
         for column, what in COMMON.items():
             flat = known[..., column].reshape(-1)
             if (flat != flat[0]).any():

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from stageline.errors import StagelineError
 from stageline.model.huggingface import own_loss
@@ -24,12 +23,15 @@ from stageline.runtime.batch import (
     Keywords,
     Reduction,
     difference,
+    disagreement,
+    input_parts,
     keyword_parts,
     look_at,
-    parts_of,
+    target_parts,
     weights,
 )
 from stageline.runtime.buffers import Taken, all_buffers, put_back
+from stageline.runtime.chunks import ChunkSpecs
 from stageline.runtime.cut import forwards_of, only_microbatches
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.garbage import no_collections
@@ -99,6 +101,8 @@ class Runner:
     _compiled: bool
     """Whether torch.compile runs the units."""
     _crews: dict[tuple[int, bool], Crew]
+    _specs: ChunkSpecs
+    """Along which dimensions batches are cut."""
     _running: bool
     """Whether a run is under way whose steps interlock."""
     _watch: Watch | None
@@ -112,13 +116,32 @@ class Runner:
         """Whether all ranks are in this process."""
         return len(self._world.here) == self.schedule.ranks
 
-    def _targets(self, inputs: Any, targets: Any) -> Any:
-        """What the loss is computed with; a model that computes its own is given it among its inputs."""
-        if targets is None and self._options.loss_fn is own_loss and inputs is not None:
-            labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-            found = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim())
-            return next(found, None) if labels is None else labels  # it is not looked at
-        return targets
+    @property
+    def _needs(self) -> dict[int, set[int]]:
+        """Of `NAMES`: the ranks that read the inputs, and those that read the targets."""
+        table = self.schedule.placement.table
+        return {1: set(table[:, 0].tolist()), 2: set(table[:, -1].tolist())}
+
+    def _targets(self, targets: Any) -> Any:
+        """What the loss is computed with; a model that computes its own was given it among its inputs."""
+        return None if self._options.loss_fn is own_loss else targets
+
+    def _look_at_batch(self, batch: Batch) -> Given:
+        """Make sure that a batch can be cut."""
+        specs, alone = self._specs, self._alone
+        if alone and specs.kwargs is not None and batch.training:
+            specs.refuse_unknown(batch.inputs, batch.keywords)
+        if batch.keep:
+            specs.refuse_merge()
+        given = look_at(self.schedule.stages, batch.inputs, batch.targets, batch.keywords, not alone, specs)
+        if alone and batch.inputs is None:
+            raise StagelineError("the inputs are None; the first stage needs them")
+        if alone and given.samples is None:
+            raise StagelineError(
+                "the chunk specs give all of the batch to every microbatch, so there is nothing to cut into "
+                f"{self.schedule.microbatches} microbatches; let them cut one tensor at least"
+            )
+        return given
 
     def _refuse_to_train(self) -> None:
         if torch.is_inference_mode_enabled():
@@ -174,11 +197,7 @@ class Runner:
         alone, replicas = self._alone, self._replicas
         refused: Exception | None = None
         try:
-            given = look_at(self.schedule.stages, batch.inputs, batch.targets, batch.keywords, digests=not alone)
-            if alone and (given.samples is None or batch.inputs is None):
-                raise StagelineError("the inputs are None; the first stage needs them")
-            if alone and batch.with_targets and batch.targets is None:
-                raise StagelineError("the targets are None; the loss needs them")
+            given = self._look_at_batch(batch)
         except StagelineError as error:
             if alone and replicas is None:
                 raise
@@ -186,7 +205,7 @@ class Runner:
         if replicas is not None:
             row = replicas.row(given, batch.mode, batch.count, elements, refused is not None)
             known = self._world.announce(row)()
-            counts = replicas.agree(known, [] if alone else batch.columns, refused)
+            counts = replicas.agree(known, [] if alone else batch.columns, self._needs, refused)
             mine = known[self._world.replica, :, : len(NAMES)]
             return counts[self._world.replica], sum(counts), lambda: mine, None
         heard = self._world.announce(given.row)
@@ -212,10 +231,10 @@ class Runner:
         return Work(
             step=self._steps,
             samples=total,
-            inputs=parts_of(batch.inputs, parts, filled),
-            targets=parts_of(batch.targets, parts, filled) if batch.with_targets else [],
+            inputs=input_parts(batch.inputs, parts, filled, self._specs),
+            targets=target_parts(batch.targets, parts, filled, self._specs) if batch.with_targets else [],
             weights=weights(self.loss_reduction, samples, parts, filled, batch.count, predicting, total),
-            keywords=keyword_parts(batch.keywords, self.schedule.stages, parts, filled),
+            keywords=keyword_parts(batch.keywords, self.schedule.stages, parts, filled, self._specs),
             training=batch.training,
             keep_outputs=batch.keep,
             scale=batch.scale,
@@ -262,7 +281,7 @@ class Runner:
         except PipelineError as error:
             if refused is not None and not isinstance(refused, PipelineError):
                 raise refused from error  # this rank's own mistake, in its own words
-            apart = difference(rows(), batch.columns)
+            apart = "" if self._alone else disagreement(rows(), batch.columns, self._needs)
             raise (PipelineError(apart) if apart else error) from error.__cause__
         assert work is not None
         self._check_batch(rows, batch.columns)
@@ -300,11 +319,9 @@ class Runner:
 
     def _check_batch(self, rows: Callable[[], Floats], columns: Sequence[int]) -> None:
         if not self._alone and self._replicas is None:  # replicas have compared theirs before
-            known = rows()
-            apart = difference(known, columns)
-            missing = next((NAMES[column] for column in columns if column in (1, 2) and not known[:, column].any()), "")
-            if apart or missing:
-                raise PipelineError(apart or f"no rank was given {missing}")
+            apart = disagreement(rows(), columns, self._needs)
+            if apart:
+                raise PipelineError(apart)
 
     def _check_losses(self, outcome: Outcome, losses: Sequence[float]) -> None:
         """On a GPU, a loss that is not finite is found only now; on the host the last stage has found it before."""

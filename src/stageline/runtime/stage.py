@@ -258,7 +258,15 @@ class Stage:
         )
 
     def _loss(self, output: Any, target: Any, weight: float) -> tuple[Tensor, dict[str, Any]]:
-        loss = self.options.loss_fn(output, target)
+        try:
+            loss = self.options.loss_fn(output, target)
+        except Exception as error:
+            if target is not None or isinstance(error, StagelineError):
+                raise
+            raise StagelineError(
+                f"loss_fn failed with {type(error).__name__}: {error}; the targets are None, so it was given None; "
+                "give targets, or a loss_fn that takes None"
+            ) from error
         metrics: Any = {}
         if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], dict):
             loss, metrics = loss

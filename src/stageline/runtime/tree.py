@@ -145,13 +145,13 @@ def _kind_of(name: str) -> type | None:
 
 
 def plain(batch: Any) -> Any:
-    """A batch as a tree: what is like a dict without being one, such as a tokenizer's output, becomes one.
+    """A batch as a tree: what is like a dict and is no part of trees, such as a tokenizer's output, becomes one.
 
     >>> from collections import UserDict
     >>> plain(UserDict(ids=[1, 2]))
     {'ids': [1, 2]}
     """
-    if isinstance(batch, Mapping) and not isinstance(batch, dict) and type(batch) not in pytree.SUPPORTED_NODES:
+    if isinstance(batch, Mapping) and type(batch) not in pytree.SUPPORTED_NODES:
         return dict(batch)
     return batch
 

@@ -1,0 +1,152 @@
+"""Objects that hold tensors where nobody can cut them: found, and refused by name."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import gc
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stageline.errors import StagelineError, shorten
+from stageline.runtime.blockmask import is_mask
+
+_PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.Generator, range, slice, type(Ellipsis),
+)  # fmt: skip
+MOST = 20_000
+"""How many objects are looked at inside of one; more than that is refused as if there were a tensor."""
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether a leaf of a batch is a number, a text or another value that holds nothing."""
+    return isinstance(leaf, _PLAIN)
+
+
+def refuse_opaque(leaf: Any, where: str, option: str) -> None:
+    """Refuse a leaf of a batch that is no tensor and holds some: every microbatch would be given all of them."""
+    if isinstance(leaf, (Tensor, *_PLAIN)) or is_mask(leaf):
+        return
+    if isinstance(leaf, np.ndarray):
+        if leaf.ndim:
+            raise StagelineError(
+                f"{where} is a numpy array of shape {leaf.shape}; a batch holds tensors: give torch.from_numpy(array)"
+            )
+        return
+    path = tensor_inside(leaf)
+    if path is not None:
+        kind = type(leaf).__name__
+        reason = (
+            f"{where} is a {kind} that holds tensors (at {path}), and a pipeline cannot cut a {kind} into microbatches"
+        )
+        way = f"; where every microbatch is to be given all of it, say {option}" if option else ""
+        raise StagelineError(f"{reason}; give the tensors in a tuple, list, dict, named tuple or dataclass{way}")
+
+
+def tensor_inside(value: Any) -> str | None:
+    """Where an object holds a tensor or an array, through whatever it refers to; None where it holds none.
+
+    >>> tensor_inside(functools.partial(torch.add, other=torch.ones(2)))
+    'partial.other'
+    >>> tensor_inside(print) is None
+    True
+    """
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any]] = [(type(value).__name__, value)]
+    alive: list[Any] = []  # an id is one object's only while that lives
+    while waiting:
+        path, inner = waiting.pop()
+        if isinstance(inner, Tensor) or (isinstance(inner, np.ndarray) and inner.ndim):
+            return path
+        if id(inner) in seen or isinstance(inner, _PLAIN):
+            continue
+        seen.add(id(inner))
+        alive.append(inner)
+        if len(seen) > MOST:
+            return f"{path}, past {MOST} objects"
+        waiting += [(f"{path}{name}", part) for name, part in _referents(inner)]
+    return None
+
+
+def _referents(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object refers to, named as Python does where that is known."""
+    if isinstance(value, types.FunctionType):
+        names = value.__code__.co_freevars
+        yield from ((f".{name}", cell) for name, cell in zip(names, value.__closure__ or (), strict=True))
+        yield from ((f".{name}", part) for name, part in (value.__kwdefaults__ or {}).items())
+        yield from (("", part) for part in value.__defaults__ or ())
+        yield from ((f".{name}", part) for name, part in vars(value).items())
+        return
+    if isinstance(value, functools.partial):
+        yield ".func", value.func
+        yield from ((f".args[{number}]", part) for number, part in enumerate(value.args))
+        yield from ((f".{name}", part) for name, part in value.keywords.items())
+        return
+    if isinstance(value, types.CellType):
+        try:
+            yield "", value.cell_contents
+        except ValueError:  # empty
+            return
+        return
+    known = set[int]()
+    if isinstance(value, dict):
+        for key, part in list(value.items()):
+            known.add(id(part))
+            yield f"[{shorten(key)}]", part
+    own = getattr(value, "__dict__", None)
+    if isinstance(own, dict):
+        known.add(id(own))
+        yield from ((f".{name}", part) for name, part in list(own.items()))
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            part = getattr(value, name, None)
+            known.add(id(part))
+            yield f".{name}", part
+    yield from (("", part) for part in gc.get_referents(value) if id(part) not in known)
+
+
+def weights_inside(function: Any) -> str | None:
+    """What a function reads that belongs to a model: a module's parameter or buffer, or a tensor that wants a gradient.
+
+    Closures, default arguments, bound objects and globals are looked through; None where there is none.
+
+    >>> linear = nn.Linear(2, 2)
+    >>> weights_inside(linear.forward), weights_inside(torch.relu)
+    ('the parameter weight of a Linear', None)
+    """
+    seen: set[int] = set()
+    waiting: list[Any] = [function]
+    alive: list[Any] = []
+    while waiting and len(seen) < MOST:
+        inner = waiting.pop()
+        if isinstance(inner, nn.Module):
+            for kind, names in (("parameter", inner.named_parameters()), ("buffer", inner.named_buffers())):
+                for name, _ in names:
+                    return f"the {kind} {name} of a {type(inner).__name__}"
+        if isinstance(inner, Tensor):
+            if inner.requires_grad:
+                return f"a tensor of shape {tuple(inner.shape)} that requires grad"
+            continue
+        if id(inner) in seen or isinstance(inner, (*_PLAIN, np.ndarray)):
+            continue
+        seen.add(id(inner))
+        alive.append(inner)
+        waiting += [part for _, part in _referents(inner)]
+        if isinstance(inner, types.FunctionType) and not (inner.__module__ or "").startswith("torch"):
+            waiting += [inner.__globals__[name] for name in _globals_read(inner.__code__) if name in inner.__globals__]
+    return None
+
+
+def _globals_read(code: types.CodeType) -> set[str]:
+    names = {str(step.argval) for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            names |= _globals_read(inner)
+    return names

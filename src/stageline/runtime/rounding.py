@@ -1,0 +1,114 @@
+"""How far a gradient may move when its summands are added in another order, and which gradients may be so at all.
+
+Adding the same n numbers in two orders gives results that differ by at most (n - 1) · eps · (the sum of their absolute
+values). The summands of a parameter are what each of its uses contributes in each microbatch; they are taken from the
+graph of the model alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+FINE = 1e-5
+"""Machine epsilons up to this tell a mistake from rounding where a bound is a small multiple of them."""
+SLACK = 16
+"""What rounding in a gradient may grow by on its way through the layers above, in units of rounding."""
+
+
+class Reordered(NamedTuple):
+    """A gradient whose summands a pipeline adds in another order than one process does."""
+
+    name: str
+    largest: float
+    """The largest absolute difference."""
+    why: str
+
+
+@dataclass(frozen=True)
+class Reasons:
+    """Why gradients may be added in another order, by the names of their parameters."""
+
+    sums: Mapping[str, str] = field(default_factory=dict)
+    """Those whose own summands are reordered."""
+    arriving: Mapping[str, str] = field(default_factory=dict)
+    """Those that get a gradient from above whose summands are reordered."""
+    stages: int = 1
+
+    def of(self, name: str) -> str:
+        """All reasons of one parameter; empty where there is none."""
+        return "; ".join(reasons[name] for reasons in (self.sums, self.arriving) if name in reasons)
+
+
+@dataclass
+class Summands:
+    """The summands of the gradients of a model: how many there are, and the sum of their absolute values."""
+
+    names: Mapping[nn.Parameter, str]
+    count: dict[str, int] = field(default_factory=dict)
+    size: dict[str, Tensor] = field(default_factory=dict)
+
+    def watch(self, loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """The same loss function, with every summand noted in the backward of what it returns."""
+
+        def watched(output: Any, target: Any) -> Any:
+            loss = loss_fn(output, target)
+            self._hook(loss[0] if isinstance(loss, tuple) else loss)
+            return loss
+
+        return watched
+
+    def _hook(self, root: Tensor) -> None:
+        """Put a hook on every node of a graph whose gradient goes straight to a parameter."""
+        waiting, seen = [root.grad_fn], set[Any]()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            edges: dict[int, str] = {}
+            for index, (above, _) in enumerate(node.next_functions):
+                name = self.names.get(getattr(above, "variable", None))  # type: ignore[arg-type]
+                if name is not None:
+                    edges[index] = name
+                else:
+                    waiting.append(above)
+            if edges:
+                node.register_hook(lambda inputs, _, edges=edges: self._note(inputs, edges))
+
+    def _note(self, gradients: Sequence[Tensor | None], edges: Mapping[int, str]) -> None:
+        for index, name in edges.items():
+            summand = gradients[index] if index < len(gradients) else None
+            if summand is not None:
+                self.count[name] = self.count.get(name, 0) + 1
+                size = summand.detach().to_dense().double().abs()
+                self.size[name] = self.size[name] + size if name in self.size else size
+
+
+def within(mine: Tensor, other: Tensor, name: str, reasons: Reasons, summands: Summands, exact: Tensor | None) -> bool:
+    """Whether two gradients differ by no more than their reasons explain; `exact` is the one in float64, if known."""
+    if name not in summands.size or mine.shape != other.shape or summands.size[name].shape != mine.shape:
+        return False
+    eps = float(torch.finfo(other.dtype).eps)
+    size = summands.size[name]
+    bound = torch.zeros_like(size)
+    if name in reasons.sums:
+        bound += (summands.count[name] - 1) * eps * size * 1.01
+    if name in reasons.arriving:
+        if eps <= FINE:
+            bound += SLACK * (reasons.stages + 1) * eps * float(size.max())
+        elif exact is not None:  # coarse: no further from the other one than four times what that is from the truth
+            bound += 4 * float((other.double() - exact).abs().max())
+        else:
+            return False
+    moved = (mine.double() - other.double()).abs()
+    return bool((moved <= bound + float(torch.finfo(other.dtype).tiny)).all())
+
+
+def differentiable(leaves: Iterable[Any]) -> int:
+    """How many of the values that a stage gives want a gradient."""
+    return len({id(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad})
