@@ -15,6 +15,7 @@ from stageline.errors import StagelineError, shorten
 from stageline.model.asked import whole
 from stageline.model.huggingface import own_loss
 from stageline.model.passed import arguments
+from stageline.runtime.penalty import Penalty, add_gradients, terms_of
 from stageline.runtime.pipeline import Pipeline
 from stageline.runtime.randomness import Generators
 from stageline.runtime.tree import batch_size, split_batch
@@ -104,11 +105,20 @@ def check(
     if len(pipe._world.here) != pipe.schedule.ranks:
         raise StagelineError("check compares in one process; call it without torchrun")
     found = pipe.step(inputs, targets).loss
-    alone, reference = _alone(plain, loss, inputs, targets, parts)
+    alone, reference = _alone(plain, loss, inputs, targets, parts, pipe.penalty)
     if alone is None:
         plain, reference = copy.deepcopy(model), "one rank: the model draws random numbers"
         alone = (
-            Pipeline(plain, loss_fn=loss, schedule="gpipe", ranks=1, microbatches=parts, example=example, seed=0)
+            Pipeline(
+                plain,
+                loss_fn=loss,
+                schedule="gpipe",
+                ranks=1,
+                microbatches=parts,
+                example=example,
+                seed=0,
+                penalty=pipe.penalty,
+            )
             .step(inputs, targets)
             .loss
         )
@@ -137,7 +147,12 @@ def _understood(batch: Any, loss_fn: Callable[[Any, Any], Any] | None) -> tuple[
 
 
 def _alone(
-    model: nn.Module, loss_fn: Callable[[Any, Any], Any], inputs: Any, targets: Any, parts: int
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Any],
+    inputs: Any,
+    targets: Any,
+    parts: int,
+    penalty: Penalty | None = None,
 ) -> tuple[float | None, str]:
     """The loss of a plain loop over the microbatches; None where the model draws random numbers."""
     samples = batch_size(inputs, "the inputs")
@@ -153,6 +168,10 @@ def _alone(
             total += float(weighed.detach())
         if before.moved():
             return None, ""
+    if penalty is not None:
+        terms = terms_of(penalty, model.named_parameters())
+        add_gradients(terms)
+        total += sum(float(term.detach()) for term in terms.values())
     return total, "a plain loop of one process"
 
 
