@@ -18,6 +18,7 @@ from stageline.model.huggingface import own_loss
 from stageline.model.passed import arguments
 from stageline.runtime.batch import input_parts, look_at, target_parts
 from stageline.runtime.chunks import ChunkSpecs
+from stageline.runtime.penalty import add_gradients, terms_of
 from stageline.runtime.pipeline import Pipeline
 from stageline.runtime.randomness import Generators
 from stageline.runtime.rounding import FINE, Reasons, Reordered, Summands, differentiable, within
@@ -233,6 +234,7 @@ class _Alone:
     def __init__(self, model: nn.Module, pipe: Pipeline, inputs: Any, targets: Any, example: Any, parts: int) -> None:
         """Of a model that stays as it is."""
         self._model, self._example, self._parts, self._specs = model, example, parts, pipe._specs
+        self._penalty = pipe.penalty
         self._inputs, self._targets = inputs, targets
         self._draws = False
 
@@ -250,6 +252,7 @@ class _Alone:
         pipe = Pipeline(
             model, loss_fn=loss_fn, schedule="gpipe", ranks=1, microbatches=self._parts, example=self._example, seed=0,
             args_chunk_spec=specs.args, kwargs_chunk_spec=specs.kwargs, targets_chunk_spec=specs.targets,
+            penalty=self._penalty,
         )  # fmt: skip
         return pipe.step(self._inputs, self._targets).loss
 
@@ -270,7 +273,13 @@ class _Alone:
                 weighed = loss * (_samples(given, self._specs) / samples)
                 weighed.backward()
                 total += float(weighed.detach())
-            return None if before.moved() else total
+            if before.moved():
+                return None
+        if self._penalty is not None:
+            terms = terms_of(self._penalty, model.named_parameters())
+            add_gradients(terms)
+            total += sum(float(term.detach()) for term in terms.values())
+        return total
 
     def summands(self, loss_fn: Callable[[Any, Any], Any]) -> Summands:
         """What the gradients are sums of."""

@@ -220,6 +220,7 @@ class Course:
             settings.max_norm,
             pipe.check_finite,
             settings.skip,
+            pipe.penalty,
         )
         named = dict(pipe.named_parameters())
 
@@ -297,7 +298,7 @@ class Course:
         assert work is not None
         assert self.pipe._measured is not None
         return StepStats(
-            loss=sum(outcome.losses),
+            loss=sum(outcome.losses) + outcome.penalty,
             losses=outcome.losses,
             metrics=judged.told.metrics,
             seconds=time.perf_counter() - began,
@@ -305,6 +306,7 @@ class Course:
             microbatches=len(work.weights),
             unsplit=outcome.unsplit,
             measured=self.pipe._measured.timeline,
+            penalty=outcome.penalty,
             norm=None if judged.norm is None else judged.norm.item(),
         )
 

@@ -18,17 +18,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor, nn
 
 from stageline.runtime.buffers import Taken, all_buffers, put_back
 from stageline.runtime.clip import clip_factor, norms_of, total_norm
 from stageline.runtime.executor import RankResult, Work
 from stageline.runtime.outcome import first_not_finite, metrics_of, sums
+from stageline.runtime.penalty import Penalty, add_gradients, terms_of, values_of
+from stageline.runtime.penalty import not_finite as penalty_not_finite
 from stageline.runtime.rollback import Gradients, Part, Snapshot
 from stageline.runtime.shadows import Placed, gather
 from stageline.runtime.sheet import Sheet, Told
 from stageline.runtime.surroundings import plain_precision
 from stageline.runtime.worlds import Crew, Failed, Floats, PipelineError
+from stageline.schedules.schedule import Schedule
 from stageline.transport.protocol import PeerFailed
 
 LEFT = "the parameters are those before this step, and there are no gradients"
@@ -62,6 +66,11 @@ class Terms:
     check_finite: bool
     skip: bool
     """Whether a step with gradients that are not finite is left out, and not a failure."""
+    penalty: Penalty | None = None
+
+    def sheet(self, schedule: Schedule) -> Sheet:
+        """How a rank's row about a step is laid out."""
+        return Sheet(schedule, len(self.names), 0 if self.penalty is None else len(self.names))
 
     @property
     def measures(self) -> bool:
@@ -101,11 +110,15 @@ def judge(terms: Terms, offer: Offer, told: Told) -> Judged:
     if bad is not None:
         text = f"the loss of microbatch {bad} is {losses[bad]}; {LEFT}; check_finite=False lets such losses pass"
         return Judged(offer, told, error=PipelineError(text))
+    said = penalty_not_finite(terms.names, told.outcome.penalties) if terms.check_finite and terms.penalty else ""
+    if said:
+        text = f"{said}; {LEFT}; check_finite=False lets such penalties pass"
+        return Judged(offer, told, error=PipelineError(text))
     if not terms.measures:
         return Judged(offer, told)
     norm = total_norm(told.norms)
     if not math.isfinite(norm.item()) and (terms.skip or terms.check_finite):
-        error = None if terms.skip else not_finite(offer.step, norm, sum(losses))
+        error = None if terms.skip else not_finite(offer.step, norm, sum(losses) + told.outcome.penalty)
         return Judged(offer, told, norm, skipped=terms.skip, error=error)
     factor = None if terms.max_norm is None else clip_factor(terms.max_norm, norm)
     return Judged(offer, told, norm, factor if factor is not None and factor.item() != 1.0 else None)
@@ -212,7 +225,7 @@ class Lane:
 
     def _sheet(self, offer: Offer) -> Sheet:
         assert offer.crew is not None
-        return Sheet(offer.crew.schedule, len(self.terms.names))
+        return self.terms.sheet(offer.crew.schedule)
 
     def _run(self, offer: Offer) -> Ran:
         assert offer.crew is not None
@@ -231,10 +244,11 @@ class Lane:
         executor.progress.doing = "the step of its optimizer"
         try:
             gather(terms.placed, _nobody, True, self.rank)
+            penalties = self._penalise(work.scale)
             found = {name: parameter.grad for name, parameter in self._own.items()}
             row = self._sheet(ran.offer).write(
                 self.rank,
-                outcome=sums(crew.schedule, [result]),
+                outcome=np.concatenate([sums(crew.schedule, [result]), penalties]),
                 norms=self._norms(found) if terms.measures else None,
                 metrics=metrics_of([result], work.weights),
             )
@@ -249,6 +263,14 @@ class Lane:
         else:
             executor.progress.doing = "after its last step"
             self.ground.tell(ran.offer, row, result)
+
+    def _penalise(self, scale: float) -> Floats:
+        """Add the gradients of the penalty on this rank's parameters; give back the penalties."""
+        if self.terms.penalty is None:
+            return np.zeros(0)
+        terms = terms_of(self.terms.penalty, self._own.items())
+        add_gradients(terms, scale)
+        return values_of(self.terms.names, terms, lambda name: True)
 
     def _norms(self, found: Mapping[str, Tensor | None]) -> Floats:
         with plain_precision():

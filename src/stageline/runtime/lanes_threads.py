@@ -16,7 +16,6 @@ from stageline.runtime.executor import Executor, RankResult
 from stageline.runtime.garbage import no_collections
 from stageline.runtime.lane import LEFT, Judged, Lane, Offer, Terms, judge
 from stageline.runtime.outcome import times_of
-from stageline.runtime.sheet import Sheet
 from stageline.runtime.surroundings import Surroundings
 from stageline.runtime.worlds import Crew, Failed, Floats, ThreadWorld
 from stageline.transport.protocol import PeerFailed
@@ -254,7 +253,7 @@ class ThreadRun:
             )
             found = list(rows.get(offer.step, {}).values())
         if len(found) == board.ranks:
-            told = Sheet(offer.crew.schedule, len(self._terms.names)).read(np.stack(found).sum(axis=0))
+            told = self._terms.sheet(offer.crew.schedule).read(np.stack(found).sum(axis=0))
             if told.culprit is None:
                 judged = judge(self._terms, offer, told)
                 if judged.error is not None:

@@ -31,25 +31,33 @@ class Outcome:
     """The share of parameters whose gradients came with I."""
     described: bool
     """Whether there are metrics."""
+    penalties: Floats
+    """The penalty of each parameter of the model; empty where there is no penalty."""
     times: Floats | None = None
     """Start, end and arrival of every action, where all ranks could tell them."""
 
+    @property
+    def penalty(self) -> float:
+        """The whole penalty, added in the order of the model."""
+        return float(sum(self.penalties.tolist()))
+
     @staticmethod
-    def size(schedule: Schedule, with_times: bool = False) -> int:
+    def size(schedule: Schedule, penalties: int = 0, with_times: bool = False) -> int:
         """How many numbers it takes."""
-        return schedule.microbatches + 3 + (3 * schedule.num_actions + 1 if with_times else 0)
+        return schedule.microbatches + 3 + penalties + (3 * schedule.num_actions + 1 if with_times else 0)
 
     @classmethod
-    def read(cls, totals: Floats, schedule: Schedule) -> Outcome:
+    def read(cls, totals: Floats, schedule: Schedule, penalties: int = 0) -> Outcome:
         """Read what `sums` wrote, and the times of all actions if every rank told them, added up over all ranks."""
-        size = cls.size(schedule)
-        *losses, total, unsplit, described = totals[:size].tolist()
+        size = cls.size(schedule, penalties)
+        *losses, total, unsplit, described = totals[: size - penalties].tolist()
         times = totals[size:-1] if len(totals) > size and totals[-1] == schedule.ranks else None
-        return cls(tuple(losses), unsplit / total if total else 0.0, described > 0, times)
+        share = unsplit / total if total else 0.0
+        return cls(tuple(losses), share, described > 0, totals[size - penalties : size], times)
 
 
 def sums(schedule: Schedule, results: Sequence[RankResult]) -> Floats:
-    """The numbers of the ranks that are here."""
+    """The numbers of the ranks that are here; penalties come after them."""
     found = np.zeros(Outcome.size(schedule))
     for result in results:
         if result.losses:

@@ -30,7 +30,9 @@ from stageline.runtime.cut import (
 from stageline.runtime.handshake import common_seed, facts_of, find_deadline
 from stageline.runtime.interlock import Rates, Run
 from stageline.runtime.layout import mesh_of, ranks_of
+from stageline.runtime.loss_reads import Tensors
 from stageline.runtime.outcome import Measured, joined, times_of
+from stageline.runtime.penalty import Penalty, check_penalty
 from stageline.runtime.processes import find_world
 from stageline.runtime.recompute import Choice, Policy, mark, understand
 from stageline.runtime.reduce import check_buckets
@@ -95,6 +97,7 @@ class Pipeline(Runner):
         bucket_mb: float = 25.0,
         reduce_dtype: torch.dtype | None = None,
         loss_reduction: Reduction = "mean",
+        penalty: Penalty | None = None,
         recompute: Choice = "none",
         recompute_policy: Policy | None = None,
         seed: int | None = None,
@@ -118,6 +121,8 @@ class Pipeline(Runner):
         has memory only for its own stages, on `device`, and weights depend on the seed and on names (see `sl.build`).
         `loss_reduction` says how microbatches weigh: "mean", each by its share of the samples; "sum", each once;
         "count", each divided by the `count` that `step` is given, for sums over targets, such as padded text.
+        `penalty` is a function of a parameter's name and the parameter that gives one number as a tensor, or None; the
+        sum over all parameters is added to the loss once a step (see "Penalties" in docs/runtime.md).
         `recompute="stage"` keeps only what a stage was given and runs its forward once more before its backward;
         names (`"*.mlp"`), classes or a function of name and module choose modules instead, and `recompute_policy` is
         torch's policy of which operators of them to keep.
@@ -141,6 +146,7 @@ class Pipeline(Runner):
         check_options(options, schedule, Pipeline.__init__.__kwdefaults__ or ())
         check_reduction(loss_reduction)
         check_buckets(bucket_mb, reduce_dtype)
+        check_penalty(penalty)
         if not callable(loss_fn):
             raise StagelineError(f"loss_fn is a function of output and target, got {shorten(loss_fn)}")
         self.deadline = find_deadline(deadline)
@@ -175,6 +181,7 @@ class Pipeline(Runner):
         self._watch = watch_for(replan, replan_every, planned, self.plan, self.schedule)
         self.replans = []
         self.loss_fn = loss_fn
+        self.penalty = penalty
         self.loss_reduction = loss_reduction
         self.check_finite = check_finite
         self.recomputed = mark(self.model, again, recompute)
@@ -193,6 +200,7 @@ class Pipeline(Runner):
             }
         )
         common = common_seed(self._world, seed)
+        described_tensors = _named_tensors(self.model)
         if recipe is not None:
             recipe.materialise(self._owned_names().__contains__, seed=common, device=device)
             self._parts = cut(given, self.model, self.schedule.stages, example)
@@ -200,6 +208,7 @@ class Pipeline(Runner):
         self._compiled = compile is not False
         self._placed = place(self._parts, self.schedule.placement, self._world.here)
         self._options = StageOptions(loss_fn, replica_seed(common, self.replica), again, check_finite)
+        self._watched = Tensors([*_named_tensors(self.model), *described_tensors])
         self._replicas = self._join_replicas(bucket_mb, reduce_dtype)
         self._crews: dict[tuple[int, bool], Crew] = {}
         self._steps = 0
@@ -384,6 +393,7 @@ class Pipeline(Runner):
         return StepStats(
             loss=done.loss,
             losses=done.outcome.losses,
+            penalty=done.outcome.penalty,
             metrics=done.metrics,
             seconds=time.perf_counter() - began,
             samples=done.work.samples,
@@ -458,3 +468,9 @@ class Pipeline(Runner):
         if self._measured is None:
             raise StagelineError("there is no timeline before the first step")
         return self._measured.timeline()
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """All parameters and buffers of a model, tied ones by each of their names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return [*parameters, *model.named_buffers(remove_duplicate=False)]

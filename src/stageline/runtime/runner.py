@@ -6,10 +6,10 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,7 +36,9 @@ from stageline.runtime.cut import forwards_of, only_microbatches
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.garbage import no_collections
 from stageline.runtime.heap import keep_memory
+from stageline.runtime.loss_reads import LossReads, Tensors
 from stageline.runtime.outcome import Outcome, first_not_finite, metrics_of, sums, times_of
+from stageline.runtime.penalty import Penalty, add_gradients, not_finite, terms_of, values_of
 from stageline.runtime.randomness import Generators
 from stageline.runtime.reduce import Reducer
 from stageline.runtime.replan import Replanned, Watch
@@ -89,6 +91,7 @@ class Runner:
     loss_reduction: Reduction
     deadline: float
     check_finite: bool
+    penalty: Penalty | None
     _world: World
     _placed: Placed
     _options: StageOptions
@@ -103,6 +106,8 @@ class Runner:
     _crews: dict[tuple[int, bool], Crew]
     _specs: ChunkSpecs
     """Along which dimensions batches are cut."""
+    _watched: Tensors
+    """The tensors of the model, which loss_fn may not read but for those of the last stage."""
     _running: bool
     """Whether a run is under way whose steps interlock."""
     _watch: Watch | None
@@ -110,6 +115,14 @@ class Runner:
     certificate: Certificate
     replans: list[Replanned]
     """The orders that were changed."""
+
+    if TYPE_CHECKING:
+
+        def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+            """The parameters of the stages that are here, by their names in the whole model."""
+
+        def owns(self, name: str) -> bool:
+            """Whether a parameter or buffer is this process's to count."""
 
     @property
     def _alone(self) -> bool:
@@ -271,12 +284,20 @@ class Runner:
         devices = {executor.device for executor in crew.executors if executor.device is not None}
         began = {device: (_event(device), time.perf_counter()) for device in devices}
         given = None if work is None else replace(work, began=began)
-        size = Outcome.size(crew.schedule, with_times=self._tells_times(crew))
+        names = [name for name, _ in self.model.named_parameters()] if self.penalty is not None else []
+        terms: dict[str, Tensor] = {}
+        size = Outcome.size(crew.schedule, len(names), with_times=self._tells_times(crew))
         meanwhile = reducer if self._replicas is not None and self._replicas.overlap else None
         try:
             with no_collections():
                 results, totals = self._world.run(
-                    crew, given, self.deadline, lambda found: self._sum_up(crew, found), size, refused, meanwhile
+                    crew,
+                    given,
+                    self.deadline,
+                    lambda found: self._sum_up(crew, found, names, terms, batch.training),
+                    size,
+                    refused,
+                    meanwhile,
                 )
         except PipelineError as error:
             if refused is not None and not isinstance(refused, PipelineError):
@@ -285,25 +306,35 @@ class Runner:
             raise (PipelineError(apart) if apart else error) from error.__cause__
         assert work is not None
         self._check_batch(rows, batch.columns)
-        outcome = Outcome.read(totals, crew.schedule)
+        outcome = Outcome.read(totals, crew.schedule, len(names))
         losses, described, changed = [sum(outcome.losses)], outcome.described, np.zeros(0)
         if self._replicas is not None:
             losses, described, changed = self._replicas.losses(outcome, buffers if work.training else [])
         if work.training:
             self._check_losses(outcome, losses)
+            self._check_penalty(names, outcome)
             self._check_buffers(versions)
             self._check_generators(generators, crew)
             gather(self._placed, self._world.share, self._alone)
             if self._replicas is not None:
                 self._replicas.finish(reducer, changed, buffers)
+            if batch.sync or self._world.replica == 0:  # what is added up over replicas later counts in one of them
+                add_gradients(terms, batch.scale)
         metrics = self._metrics(metrics_of(results, work.weights)) if described else {}
-        return Done(crew, work, results, outcome, sum(losses), metrics)
+        return Done(crew, work, results, outcome, sum(losses) + outcome.penalty, metrics)
 
-    def _sum_up(self, crew: Crew, results: list[RankResult]) -> Floats:
+    def _sum_up(
+        self, crew: Crew, results: list[RankResult], names: Sequence[str], terms: dict[str, Tensor], training: bool
+    ) -> Floats:
+        """What the ranks that are here know of the step; `terms` takes the penalties of their parameters."""
         for executor, result in zip(crew.executors, results, strict=True):
             if result.over is not None:  # the caller's streams go on after this rank's
                 torch.cuda.current_stream(executor.device).wait_event(result.over)
         found = sums(crew.schedule, results)
+        if names:
+            if self.penalty is not None and training:
+                terms.update(terms_of(self.penalty, self.named_parameters()))
+            found = np.concatenate([found, values_of(names, terms, self.owns)])
         if not self._tells_times(crew):
             return found
         # Those of a GPU are not known yet, and are told later.
@@ -333,6 +364,11 @@ class Runner:
             )
         if self.check_finite and self._replicas is not None:
             self._replicas.check_losses(losses)
+
+    def _check_penalty(self, names: Sequence[str], outcome: Outcome) -> None:
+        said = not_finite(names, outcome.penalties) if self.check_finite else ""
+        if said:
+            raise PipelineError(f"{said}; {GRADIENTS}; check_finite=False lets such penalties pass")
 
     def _check_buffers(self, versions: list[int]) -> None:
         """With two directions each copy of a stage sees half of the microbatches, so no buffer may change."""
@@ -376,13 +412,25 @@ class Runner:
             schedule = only_microbatches(self.schedule if training else forwards_of(self.schedule), microbatches)
             stages = {
                 rank: {
-                    stage: Stage(stage, module, self._options, spread=self._exact)
+                    stage: Stage(
+                        stage, module, self._options, spread=self._exact, loss_reads=self._loss_reads(stage, module)
+                    )
                     for stage, module in self._placed.modules[rank].items()
                 }
                 for rank in self._world.here
             }
             self._crews[key] = self._crew_of(schedule, stages)
         return self._crews[key]
+
+    def _loss_reads(self, stage: int, module: nn.Module) -> LossReads | None:
+        """What calls loss_fn on the last stage; it may read what that stage alone uses."""
+        if stage < self.schedule.stages - 1:
+            return None
+        shared = {id(parameter) for parameter in self._placed.uses}
+        shared |= {id(use.own) for uses in self._placed.uses.values() for use in uses}
+        own = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in shared]
+        alone = self._alone and self.schedule.placement.directions == 1
+        return LossReads(self._options.loss_fn, self._watched, own, alone=alone)
 
     def _crew_of(self, schedule: Schedule, stages: Mapping[int, Mapping[int, Stage]]) -> Crew:
         """The executors of the ranks that are here."""

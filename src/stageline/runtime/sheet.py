@@ -80,6 +80,8 @@ class Sheet:
     schedule: Schedule
     names: int
     """How many parameters the model has."""
+    penalties: int = 0
+    """As many where there is a penalty on them, and else 0."""
 
     def write(
         self,
@@ -95,7 +97,7 @@ class Sheet:
         flags[rank] = failed
         parts = [
             flags.reshape(-1),
-            np.zeros(Outcome.size(self.schedule)) if outcome is None else outcome,
+            np.zeros(Outcome.size(self.schedule, self.penalties)) if outcome is None else outcome,
             write_text(json.dumps(metrics) if metrics else ""),
             np.zeros(self.names) if norms is None else norms,
         ]
@@ -103,9 +105,12 @@ class Sheet:
 
     def read(self, row: Floats) -> Told:
         """What the rows of all ranks say, added up."""
-        flags, size = 2 * self.schedule.ranks, Outcome.size(self.schedule)
+        flags, size = 2 * self.schedule.ranks, Outcome.size(self.schedule, self.penalties)
         failed, outcome, text, norms = np.split(row, np.cumsum([flags, size, TEXT]))
         said = read_text(text)
         return Told(
-            failed.reshape(-1, 2), Outcome.read(outcome, self.schedule), norms, json.loads(said) if said else {}
+            failed.reshape(-1, 2),
+            Outcome.read(outcome, self.schedule, self.penalties),
+            norms,
+            json.loads(said) if said else {},
         )

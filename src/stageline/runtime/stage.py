@@ -18,6 +18,7 @@ from stageline.model.units import layers_of
 from stageline.runtime import engine, hooks
 from stageline.runtime.buffers import Buffers, Snapshot
 from stageline.runtime.graphless import refuse_loss
+from stageline.runtime.loss_reads import LossReads
 from stageline.runtime.plan import Plan, checkpointed
 from stageline.runtime.randomness import Generators, draws, generator_alone, random_numbers
 from stageline.runtime.recompute import Recompute, training
@@ -82,8 +83,19 @@ class Stage:
     the stage before waits for.
     """
 
-    def __init__(self, index: int, part: nn.Sequential, options: StageOptions, *, spread: bool = True) -> None:
-        """`part` holds the layers by their names in the whole model; `spread` as below."""
+    def __init__(
+        self,
+        index: int,
+        part: nn.Sequential,
+        options: StageOptions,
+        *,
+        spread: bool = True,
+        loss_reads: LossReads | None = None,
+    ) -> None:
+        """`part` holds the layers by their names in the whole model; `spread` as below.
+
+        `loss_reads` is what calls loss_fn on the last stage, and watches what it reads.
+        """
         self.index = index
         self._name = f"stage {index}"
         self.part = part
@@ -97,6 +109,7 @@ class Stage:
         self._spreads = spread and len(self._layers) == 1 and not self._takes[self._layers[0][0]].one
         self._changes_input = bool(self._layers) and _begins_in_place(self._layers[0][1])
         self._replay = part.replay if isinstance(part, StagePart) else None
+        self._loss_reads = loss_reads
         self._buffers = Buffers(part)
         self._kept: dict[int, _Kept] = {}
         self._refreshed: tuple[int, bool] | None = None
@@ -234,7 +247,7 @@ class Stage:
         dropped = train and self.options.recompute.stages
         with _graph_if(train), self._around(train) if dropped else _NOTHING:
             weighed, metrics = self._drawing(
-                LOSS, self.part.training, step, microbatch, self._loss, output, target, weight
+                LOSS, self.part.training, step, microbatch, self._loss, output, target, weight, step, microbatch
             )
             root = weighed if scale == 1.0 else weighed * scale
         if train and not weighed.requires_grad:
@@ -257,9 +270,14 @@ class Stage:
             "lets such losses pass"
         )
 
-    def _loss(self, output: Any, target: Any, weight: float) -> tuple[Tensor, dict[str, Any]]:
+    def _loss(
+        self, output: Any, target: Any, weight: float, step: int, microbatch: int
+    ) -> tuple[Tensor, dict[str, Any]]:
         try:
-            loss = self.options.loss_fn(output, target)
+            if self._loss_reads is None:
+                loss = self.options.loss_fn(output, target)
+            else:
+                loss = self._loss_reads(output, target, step, microbatch)
         except Exception as error:
             if target is not None or isinstance(error, StagelineError):
                 raise
@@ -300,8 +318,9 @@ class Stage:
             if kept.weight is not None:
                 output = unflatten(kept.outputs, shape)
                 kept.loss, _ = self._drawing(
-                    LOSS, self.part.training, kept.step, microbatch, self._loss, output, kept.target, kept.weight
-                )
+                    LOSS, self.part.training, kept.step, microbatch, self._loss,
+                    output, kept.target, kept.weight, kept.step, microbatch,
+                )  # fmt: skip
                 kept.loss = kept.loss if kept.scale == 1.0 else kept.loss * kept.scale
 
     def backward(

@@ -15,7 +15,8 @@ class StepStats:
     """The figures of one step."""
 
     loss: float
-    """The loss of the step: the sum over microbatches of loss × weight, in their order; then over replicas."""
+    """The loss of the step: the sum over microbatches of loss × weight, in their order; then over replicas; and the
+    penalty, where there is one."""
     losses: tuple[float, ...]
     """Each microbatch's part of it, in this replica."""
     metrics: dict[str, float]
@@ -30,6 +31,8 @@ class StepStats:
     """The share of the parameters' elements whose gradients could not be split off and came with I, not with W."""
     measured: Callable[[], Timeline] = field(repr=False, compare=False)
     """Gives the measured timeline of the step."""
+    penalty: float = 0.0
+    """The sum of what `penalty=` gave for all parameters."""
     norm: float | None = None
     """In a run: the norm of all gradients before they were clipped; None where nothing asked for it."""
 

@@ -1,0 +1,87 @@
+"""A penalty on parameters, which each rank applies to its own, once a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stageline.errors import StagelineError, shorten
+from stageline.runtime.loss_reads import leaves_below, listed
+from stageline.runtime.surroundings import plain_precision
+from stageline.runtime.worlds import Floats
+
+Penalty: TypeAlias = Callable[[str, nn.Parameter], Any]
+"""Of a parameter's name in the whole model and the parameter: one number as a tensor; None or 0 for no penalty."""
+
+
+def check_penalty(penalty: Any) -> None:
+    """Refuse what is not a function."""
+    if penalty is not None and not callable(penalty):
+        raise StagelineError(f"penalty is a function of a parameter's name and the parameter, got {shorten(penalty)}")
+
+
+def terms_of(penalty: Penalty, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    """The penalty of each parameter that has one, with its graph.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> list(terms_of(lambda name, parameter: parameter.abs().sum() if "bias" in name else None,
+    ...               layer.named_parameters()))
+    ['bias']
+    """
+    terms: dict[str, Tensor] = {}
+    with torch.enable_grad():
+        for name, parameter in named:
+            value = penalty(name, parameter)
+            if value is None or (isinstance(value, int | float) and value == 0):
+                continue
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                form = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shorten(value)
+                raise StagelineError(
+                    f"penalty must return one number as a tensor, or None where there is no penalty; for {name} it "
+                    f"returned {form}"
+                )
+            if parameter.requires_grad and not value.requires_grad:
+                raise StagelineError(
+                    f"penalty returned a number without a graph for {name}, which is trained: it would change the "
+                    "loss and no gradient; compute it from the parameter, without detach() or .data"
+                )
+            strange = [leaf for leaf in leaves_below(value) if leaf is not parameter]
+            if strange:
+                raise StagelineError(
+                    f"penalty for {name} depends on another tensor that wants a gradient, of shape "
+                    f"{tuple(strange[0].shape)}; a penalty is a sum of terms, each of one parameter, because other "
+                    "ranks hold the others"
+                )
+            terms[name] = value
+    return terms
+
+
+def values_of(names: Sequence[str], terms: Mapping[str, Tensor], counted: Callable[[str], bool]) -> Floats:
+    """The penalty of each parameter in the order of the model; 0 for those that another process counts."""
+    values = np.zeros(len(names))
+    numbers = {name: index for index, name in enumerate(names)}
+    mine = {name: term for name, term in terms.items() if counted(name)}
+    for device in {term.device for term in mine.values()}:  # asked for once: each question would stop a GPU
+        here = [name for name, term in mine.items() if term.device == device]
+        stacked = torch.stack([mine[name].detach().reshape(()).double() for name in here])
+        values[[numbers[name] for name in here]] = stacked.cpu().numpy()
+    return values
+
+
+def add_gradients(terms: Mapping[str, Tensor], scale: float = 1.0) -> None:
+    """Run the backward of every penalty, times what all gradients are multiplied by."""
+    roots = [term if scale == 1.0 else term * scale for term in terms.values() if term.requires_grad]
+    with plain_precision():
+        if roots:
+            torch.autograd.backward([root.reshape(()) for root in roots])
+
+
+def not_finite(names: Sequence[str], values: Floats) -> str:
+    """Say which penalties are not finite numbers; empty where all are."""
+    wrong = [name for name, value in zip(names, values.tolist(), strict=True) if not math.isfinite(value)]
+    return f"the penalty of {listed(wrong)} is not finite" if wrong else ""
