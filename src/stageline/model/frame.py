@@ -215,6 +215,10 @@ class StagePart(nn.Sequential):
         made: list[Any] = [each for _, each in self._copies if isinstance(each, _Called) and each._stageline_own]
         return [(each._stageline_name, each) for each in made]
 
+    def copies(self) -> dict[int, nn.Module]:
+        """The copies that this stage runs, by the ids of the model's own modules."""
+        return {id(original.module): made for original, made in self._copies}
+
     def refresh(self) -> None:
         """Take over what was set on the model's modules meanwhile; its units must still be the same."""
         for name, unit in self.replay.modules.items():

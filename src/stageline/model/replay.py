@@ -25,6 +25,7 @@ from stageline.model import huggingface
 from stageline.model.absent import Absent, Keys, keys_of, writes_allowed
 from stageline.model.effects import Checkpoints, Counters, Effects, inside_a_checkpoint, refuse_hooks
 from stageline.model.passed import PARAMETER, Passed, check_arguments, key_of, on_meta
+from stageline.model.sharing import Watch
 from stageline.runtime.randomness import draws, generator_alone
 from stageline.runtime.tree import learn
 
@@ -117,6 +118,8 @@ class Replay:
     """How the stage lets its units draw random numbers; as they come, unless given."""
     counters: Counters = field(default_factory=lambda: Counters([]))
     """What the frame counts."""
+    watch: Watch | None = None
+    """Looks at what units share with those of other stages."""
     _needs: dict[str, Needs] = field(default_factory=dict)
     _metas: dict[str, nn.Module] = field(default_factory=dict)
     _now: _Now | None = None
@@ -221,11 +224,14 @@ class Replay:
         alone = self.first and self.last
         effects = Effects(name, real, (args, kwargs)) if now.fresh and not alone else None
         before = huggingface.lengths(huggingface.collected())
+        shared = None if self.watch is None else self.watch.before(name)
         now.inside = True
         try:
             found = self._drawn(name, real, args, kwargs)
         finally:
             now.inside = False
+        if self.watch is not None:
+            self.watch.after(name, shared, (args, kwargs), found)
         if effects is not None:
             effects.check()
         if not self.last:

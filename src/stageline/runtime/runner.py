@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError
+from stageline.model.frame import StagePart
 from stageline.model.huggingface import own_loss
+from stageline.model.sharing import Sharing
 from stageline.runtime.batch import (
     NAMES,
     Given,
@@ -89,6 +91,7 @@ class Runner:
     check_finite: bool
     _world: World
     _placed: Placed
+    _sharing: Sharing
     _options: StageOptions
     _exact: bool
     _steps: int
@@ -125,6 +128,7 @@ class Runner:
             raise StagelineError("step cannot train inside of torch.inference_mode(); call it outside")
         if not self.schedule.training:
             raise StagelineError(f"{self.schedule.name} has no backwards to train with; use predict or evaluate")
+        self._sharing.refuse_norms()
 
     def _refuse_in_run(self) -> None:
         if self._running:
@@ -351,13 +355,24 @@ class Runner:
             schedule = only_microbatches(self.schedule if training else forwards_of(self.schedule), microbatches)
             stages = {
                 rank: {
-                    stage: Stage(stage, module, self._options, spread=self._exact)
+                    stage: Stage(
+                        stage,
+                        module,
+                        self._options,
+                        spread=self._exact,
+                        watch=self._sharing.watch(stage, self._twins(module)),
+                    )
                     for stage, module in self._placed.modules[rank].items()
                 }
                 for rank in self._world.here
             }
             self._crews[key] = self._crew_of(schedule, stages)
         return self._crews[key]
+
+    def _twins(self, module: nn.Module) -> dict[int, Any]:
+        """The copies that a stage's module has of what stages share, by the originals' ids."""
+        copies = module.copies() if isinstance(module, StagePart) else {}
+        return {**self._placed.twins.get(module, {}), **copies}
 
     def _crew_of(self, schedule: Schedule, stages: Mapping[int, Mapping[int, Stage]]) -> Crew:
         """The executors of the ranks that are here."""

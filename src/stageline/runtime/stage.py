@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stageline.errors import StagelineError, shorten
 from stageline.model.frame import StagePart
+from stageline.model.sharing import Watch
+from stageline.model.skips import SkipPart, carried
 from stageline.model.units import layers_of
 from stageline.runtime import engine
 from stageline.runtime.buffers import Buffers, Snapshot
@@ -77,8 +79,19 @@ class Stage:
     the stage before waits for.
     """
 
-    def __init__(self, index: int, part: nn.Sequential, options: StageOptions, *, spread: bool = True) -> None:
-        """`part` holds the layers by their names in the whole model; `spread` as below."""
+    def __init__(
+        self,
+        index: int,
+        part: nn.Sequential,
+        options: StageOptions,
+        *,
+        spread: bool = True,
+        watch: Watch | None = None,
+    ) -> None:
+        """`part` holds the layers by their names in the whole model; `spread` as below.
+
+        `watch` looks at what its layers share with those of other stages.
+        """
         self.index = index
         self._name = f"stage {index}"
         self.part = part
@@ -92,6 +105,10 @@ class Stage:
         self._spreads = spread and len(self._layers) == 1 and not self._takes[self._layers[0][0]].one
         self._changes_input = bool(self._layers) and _begins_in_place(self._layers[0][1])
         self._replay = part.replay if isinstance(part, StagePart) else None
+        self._watch = watch
+        self._skips = part if isinstance(part, SkipPart) else None
+        if self._replay is not None:
+            self._replay.watch = watch
         self._buffers = Buffers(part)
         self._kept: dict[int, _Kept] = {}
         self._refreshed: tuple[int, bool] | None = None
@@ -163,14 +180,33 @@ class Stage:
         if self._changes_input:
             given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given]
         value = unflatten(given, kept.tree)
+        if self._skips is not None:
+            return self._run_with_skips(self._skips, kept, microbatch, value)
+        return self._run_layers(kept, microbatch, value)
+
+    def _run_with_skips(self, part: SkipPart, kept: _Kept, microbatch: int, value: Any) -> Any:
+        """Run the layers with the skips that arrived beside their value, and pass on those that later stages pop."""
+        skips: dict[str, Any] = {}
+        if part.arrives:
+            value, arrived = value
+            skips = dict(zip(part.arrives, arrived, strict=True))
+        with carried(skips):
+            value = self._run_layers(kept, microbatch, value)
+        return (value, tuple(skips.pop(name) for name in part.leaves)) if part.leaves else value
+
+    def _run_layers(self, kept: _Kept, microbatch: int, value: Any) -> Any:
         if self._replay is not None:
             mode = self.part.training
             self._replay.draw = lambda name, call: self._drawing(name, mode, kept.step, microbatch, call)
         for number, (name, layer) in enumerate(self._layers):
             keywords = self._takes[name].chosen(kept.keywords) if kept.keywords else {}
+            before = None if self._watch is None else self._watch.before(name)
+            given = value
             value = self._drawing(
                 name, layer.training, kept.step, microbatch, self._call, layer, value, number == 0, keywords
             )
+            if self._watch is not None:
+                self._watch.after(name, before, given, value)
         return value
 
     def _drawing(self, name: str, mode: bool, step: int, microbatch: int, call: Callable[..., Any], *args: Any) -> Any:
@@ -377,6 +413,13 @@ def _gone(nothing: None) -> Tensor:
 def units_of(part: nn.Sequential) -> list[tuple[str, nn.Module]]:
     """What draws random numbers by a name of its own: the layers, or the units of a model with its own forward."""
     return part.drawn() if isinstance(part, StagePart) else layers_of(part)
+
+
+def watched_layers(part: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    """What of a stage may share state with other stages: its layers, or its units as the model holds them."""
+    if not isinstance(part, StagePart):
+        return layers_of(part)
+    return [(name, part.replay.modules[name].module) for name, _ in part.drawn() if name in part.replay.modules]
 
 
 def _begins_in_place(layer: nn.Module) -> bool:
