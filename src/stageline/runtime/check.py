@@ -103,7 +103,8 @@ def check(
     )
     if len(pipe._world.here) != pipe.schedule.ranks:
         raise StagelineError("check compares in one process; call it without torchrun")
-    found = pipe.step(inputs, targets).loss
+    # Copies: a model may change its inputs in place.
+    found = pipe.step(*copy.deepcopy((inputs, targets))).loss
     alone, reference = _alone(plain, loss, inputs, targets, parts)
     if alone is None:
         plain, reference = copy.deepcopy(model), "one rank: the model draws random numbers"
