@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from stageline.model.load import load_weights
     from stageline.model.partition import partition
     from stageline.model.profile import Profile, read_profile
+    from stageline.model.skips import pop, skippable, stash
     from stageline.model.staged import Staged, profile, split
     from stageline.planning.advice import NothingFits
     from stageline.planning.files import read_plan
@@ -91,6 +92,7 @@ __all__ = [
     "own_loss",
     "partition",
     "plan",
+    "pop",
     "profile",
     "read_plan",
     "read_profile",
@@ -98,7 +100,9 @@ __all__ = [
     "read_timeline",
     "schedule",
     "simulate",
+    "skippable",
     "split",
+    "stash",
     "synthesize",
     "verify",
 ]
@@ -130,6 +134,9 @@ _LATER = {
     "Timeline": "stageline.timeline.timeline",
     "Evaluation": "stageline.runtime.stats",
     "Staged": "stageline.model.staged",
+    "pop": "stageline.model.skips",
+    "skippable": "stageline.model.skips",
+    "stash": "stageline.model.skips",
     "build": "stageline.model.build",
     "load_weights": "stageline.model.load",
     "Report": "stageline.runtime.check",

@@ -12,25 +12,53 @@ from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError
 
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""What every module has."""
+
+Attributes = frozenset[tuple[str, str]]
+"""Attributes of a unit, by the path of the module in it that has them."""
+
+
+def tensor_attributes(unit: nn.Module) -> dict[tuple[str, str], list[Tensor]]:
+    """The tensors that a unit's modules hold as plain attributes, or in lists and dicts that are.
+
+    >>> unit = nn.Sequential(nn.Tanh())
+    >>> unit[0].last = Tensor([1.0])
+    >>> tensor_attributes(unit)
+    {('0', 'last'): [tensor([1.])]}
+    """
+    found: dict[tuple[str, str], list[Tensor]] = {}
+    for path, module in unit.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor | list | dict | tuple) and key not in _OF_MODULES:
+                tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+                if tensors:
+                    found[path, key] = tensors
+    return found
+
+
+def fresh_attributes(before: dict[tuple[str, str], list[Tensor]], unit: nn.Module) -> dict[tuple[str, str], Tensor]:
+    """Those that hold tensors that they did not hold before, and the first of these."""
+    found: dict[tuple[str, str], Tensor] = {}
+    for key, tensors in tensor_attributes(unit).items():
+        old = set(map(id, before.get(key, ())))
+        new = [tensor for tensor in tensors if id(tensor) not in old]
+        if new:
+            found[key] = next((tensor for tensor in new if tensor.requires_grad), new[0])
+    return found
+
 
 class Effects:
     """Looks at a unit and at what it is given, before and after a call."""
 
-    def __init__(self, name: str, call: Any, given: Any) -> None:
-        """Before the call of a unit's method."""
+    def __init__(self, name: str, call: Any, given: Any, guarded: Attributes = frozenset()) -> None:
+        """Before the call of a unit's method; what is `guarded` may be kept, since other stages cannot read it."""
+        self._guarded = guarded
         self._name = name
         self._unit: nn.Module = call.__self__
         self._holders = [each for each in _containers(given) if isinstance(each, list | dict)]
         self._sizes = [_contents(each) for each in self._holders]
-        self._attributes = self._tensors()
-
-    def _tensors(self) -> dict[tuple[str, str], int]:
-        return {
-            (path, key): id(value)
-            for path, module in self._unit.named_modules()
-            for key, value in vars(module).items()
-            if isinstance(value, Tensor) and value.requires_grad
-        }
+        self._attributes = tensor_attributes(self._unit)
 
     def check(self) -> None:
         """After the call."""
@@ -40,8 +68,8 @@ class Effects:
                     f"{self._name} changes a {type(holder).__name__} that it is given, which other stages do not see; "
                     "let it give back what it puts there"
                 )
-        for (path, key), value in self._tensors().items():
-            if self._attributes.get((path, key)) != value:
+        for (path, key), tensor in fresh_attributes(self._attributes, self._unit).items():
+            if tensor.requires_grad and (path, key) not in self._guarded:
                 raise StagelineError(
                     f"{self._name} keeps {path + '.' if path else ''}{key} of its forward as an attribute, which other "
                     "stages do not see; let it give it back, too"

@@ -18,7 +18,7 @@ from stageline.errors import StagelineError
 from stageline.model.effects import Counters
 from stageline.model.replay import Replay
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
+_classes: dict[tuple[type, type[nn.Module]], type[nn.Module]] = {}
 
 
 class _Called:
@@ -56,6 +56,18 @@ class _Called:
         return found
 
 
+class _Elsewhere(_Called):
+    """A unit of another stage: what it keeps of its forward is not here."""
+
+    def __getattribute__(self, name: str) -> Any:
+        own = object.__getattribute__(self, "__dict__")
+        replay = own.get("_stageline_replay")
+        # While a stage is being copied, its replay may not have anything yet.
+        if replay is not None and replay.__dict__.get("kept") and replay.outside():
+            replay.refuse_kept(own["_stageline_name"], "", name)
+        return super().__getattribute__(name)
+
+
 class _Inner:
     """A module inside of a unit that another stage holds: its tensors are absent, and it cannot be called."""
 
@@ -63,9 +75,10 @@ class _Inner:
         self._module, self._name, self._replay = module, name, replay
 
     def __getattr__(self, name: str) -> Any:
+        unit, _, path = self._name.partition("/")
+        self._replay.refuse_kept(unit, path, name)
         found = getattr(self._module, name)
         if isinstance(found, Tensor):
-            unit, _, path = self._name.partition("/")
             return self._replay.tensor(unit, f"{path}.{name}", found, False)
         return _Inner(found, f"{self._name}.{name}", self._replay) if isinstance(found, nn.Module) else found
 
@@ -104,9 +117,11 @@ def called(module: nn.Module, name: str, replay: Replay, own: bool) -> nn.Module
         raise StagelineError(
             f"{name} was wrapped by torch.compile(…), which hides what it is; compile it in place: module.compile()"
         )
-    if kind not in _classes:
-        _classes[kind] = type(kind.__name__, (_Called, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-    made: Any = kind.__new__(_classes[kind])
+    base = _Called if own else _Elsewhere
+    if (base, kind) not in _classes:
+        words = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+        _classes[base, kind] = type(kind.__name__, (base, kind), words)
+    made: Any = kind.__new__(_classes[base, kind])
     made.__dict__ = dict(module.__dict__)
     if not own:
         for held in ("_modules", "_parameters", "_buffers"):
@@ -214,6 +229,10 @@ class StagePart(nn.Sequential):
         """What may draw random numbers by a name of its own: the stage's units, and what runs on every stage."""
         made: list[Any] = [each for _, each in self._copies if isinstance(each, _Called) and each._stageline_own]
         return [(each._stageline_name, each) for each in made]
+
+    def copies(self) -> dict[int, nn.Module]:
+        """The copies that this stage runs, by the ids of the model's own modules."""
+        return {id(original.module): made for original, made in self._copies}
 
     def refresh(self) -> None:
         """Take over what was set on the model's modules meanwhile; its units must still be the same."""

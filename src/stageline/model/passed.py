@@ -97,18 +97,30 @@ class Passed:
                 self.values[key] = leaf.clone() if key in changed else leaf
                 self.versions[key] = _version(self.values[key])
 
-    def check_versions(self, arrived: Passed) -> None:
-        """Refuse to pass on what was changed in place meanwhile: a later stage would change it once more."""
-        for key, value in self.values.items():
-            if key in self.versions and _version(value) != self.versions[key]:
-                raise StagelineError(
-                    f"the forward changes value {key} in place outside of its units; let it work on a copy (x.clone()) "
-                    "or put the change into a unit"
-                )
+    def moved(self, arrived: Passed) -> dict[str, int]:
+        """The values and inputs that were changed in place since they were kept, and how often."""
+        found = {key: _version(value) for key, value in self.values.items() if key in self.versions}
+        moved = {key: version for key, version in found.items() if version != self.versions[key]}
         for index, leaf in enumerate(arrived.leaves):
             name = f"{INPUT}.{index}"
             if isinstance(leaf, Tensor) and name in arrived.versions and _version(leaf) != arrived.versions[name]:
-                raise StagelineError(f"the forward changes its {name} in place; let it work on a copy (x = x.clone())")
+                moved[name] = _version(leaf)
+        return moved
+
+    def check_versions(self, arrived: Passed, inside: Keys) -> None:
+        """Refuse to pass on what the frame changed in place meanwhile: a later stage would change it once more.
+
+        What units changed, `inside` of them, was changed once and goes on as it is.
+        """
+        for key in self.moved(arrived):
+            if key in inside:
+                continue
+            if key.startswith(INPUT):
+                raise StagelineError(f"the forward changes its {key} in place; let it work on a copy (x = x.clone())")
+            raise StagelineError(
+                f"the forward changes value {key} in place outside of its units; let it work on a copy (x.clone()) or "
+                "put the change into a unit"
+            )
 
     def output(self, position: int, name: str) -> Any:
         """What a unit of an earlier stage gave, absent where it was not passed on."""

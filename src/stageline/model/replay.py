@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -23,8 +23,18 @@ from torch.utils import _pytree as pytree
 from stageline.errors import StagelineError
 from stageline.model import huggingface
 from stageline.model.absent import Absent, Keys, keys_of, writes_allowed
-from stageline.model.effects import Checkpoints, Counters, Effects, inside_a_checkpoint, refuse_hooks
+from stageline.model.effects import (
+    Attributes,
+    Checkpoints,
+    Counters,
+    Effects,
+    fresh_attributes,
+    inside_a_checkpoint,
+    refuse_hooks,
+    tensor_attributes,
+)
 from stageline.model.passed import PARAMETER, Passed, check_arguments, key_of, on_meta
+from stageline.model.sharing import Watch
 from stageline.runtime.randomness import draws, generator_alone
 from stageline.runtime.tree import learn
 
@@ -36,6 +46,10 @@ Draw = Callable[..., Any]
 
 class CallsError(StagelineError):
     """A forward that calls its units in another order, or more often, than was expected."""
+
+
+class KeptError(CallsError):
+    """A forward that reads what a unit keeps as an attribute."""
 
 
 class _Reached(BaseException):
@@ -87,6 +101,8 @@ class Needs:
     """Values that the forward changes in place."""
     everything: bool = False
     """Nothing could be found out, so all values cross all cuts."""
+    inside: set[str] = field(default_factory=set)
+    """Values that units of this stage change in place, and its frame does not."""
 
     def after(self, position: int) -> Keys:
         """The values that calls from here on, and the output, are computed from."""
@@ -117,6 +133,10 @@ class Replay:
     """How the stage lets its units draw random numbers; as they come, unless given."""
     counters: Counters = field(default_factory=lambda: Counters([]))
     """What the frame counts."""
+    watch: Watch | None = None
+    """Looks at what units share with those of other stages."""
+    kept: dict[str, Attributes] = field(default_factory=dict)
+    """What units keep of their forward as attributes; the frame of another stage cannot read that."""
     _needs: dict[str, Needs] = field(default_factory=dict)
     _metas: dict[str, nn.Module] = field(default_factory=dict)
     _now: _Now | None = None
@@ -219,15 +239,22 @@ class Replay:
                 "stage; use use_reentrant=False, or recompute= of the pipeline"
             )
         alone = self.first and self.last
-        effects = Effects(name, real, (args, kwargs)) if now.fresh and not alone else None
+        effects = (
+            Effects(name, real, (args, kwargs), self.kept.get(name, frozenset())) if now.fresh and not alone else None
+        )
         before = huggingface.lengths(huggingface.collected())
+        shared = None if self.watch is None else self.watch.before(name)
+        moved = now.passed.moved(now.arrived) if now.fresh else {}
         now.inside = True
         try:
             found = self._drawn(name, real, args, kwargs)
         finally:
             now.inside = False
+        if self.watch is not None:
+            self.watch.after(name, shared, (args, kwargs), found)
         if effects is not None:
             effects.check()
+            now.note_changes(moved)
         if not self.last:
             now.passed.keep(position, name, (found, huggingface.since(before)), now.needs.changed)
         return found
@@ -242,6 +269,14 @@ class Replay:
         if now is None or now.inside or (held and now.dry is None):
             return value
         return Absent.of(on_meta(value), value.device, frozenset({f"{PARAMETER}{name}/{attribute}"}))
+
+    def refuse_kept(self, name: str, path: str, attribute: str) -> None:
+        """Refuse to let the frame read what a unit of another stage keeps of its forward."""
+        if (path, attribute) in self.kept.get(name, ()):
+            raise KeptError(
+                f"the forward reads {'.'.join(filter(None, (name, path, attribute)))}, which {name} keeps of its "
+                "forward as an attribute, and another stage runs it; let it give it back, too"
+            )
 
     def _drawn(self, name: str, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return real(*args, **kwargs) if self.draw is None else self.draw(name, lambda: real(*args, **kwargs))
@@ -316,7 +351,11 @@ class Replay:
         try:
             if name not in self._metas:
                 self._metas[name] = meta_twin(self.modules[name].module)
-            return self._metas[name](*given[0], **given[1])
+            twin = self._metas[name]
+            before = tensor_attributes(twin)
+            found = twin(*given[0], **given[1])
+            self.kept[name] = self.kept.get(name, frozenset()).union(fresh_attributes(before, twin))
+            return found
         except Exception as error:
             if any(words in str(error) for words in _MISFITS):
                 raise
@@ -341,15 +380,26 @@ class _Now:
     seen: list[str] | None = None
     """The calls so far, where their order is not known yet."""
     times: dict[str, int] = field(default_factory=dict)
+    outside: set[str] = field(default_factory=set)
+    """Values that the frame changed in place."""
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     passed: Passed = field(init=False)
 
     def __post_init__(self) -> None:
         self.passed = Passed(self.arrived.tree, self.arrived.leaves, dict(self.arrived.values), list(self.arrived.told))
 
+    def note_changes(self, before: Mapping[str, int]) -> None:
+        """After a unit: the values that it changed in place, where the frame had not."""
+        for key, version in self.passed.moved(self.arrived).items():
+            if key not in before:
+                self.needs.inside.add(key)
+            elif before[key] == version and key not in self.needs.inside:
+                self.outside.add(key)
+        self.needs.inside -= self.outside
+
     def pass_on(self, stop: int) -> None:
         """Keep of all values those that later stages need."""
-        self.passed.check_versions(self.arrived)
+        self.passed.check_versions(self.arrived, frozenset(self.needs.inside))
         if not self.needs.everything:
             wanted = self.needs.after(stop)
             values = self.passed.values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -22,6 +22,7 @@ from stageline.model.partition import Partition
 from stageline.model.passed import arguments
 from stageline.model.profile import Profile, profile_model
 from stageline.model.replay import Calls, Needs, Replay
+from stageline.model.skips import check_units, parts_of
 from stageline.model.traced import Traced, trace
 from stageline.model.units import NoStack, Unit, find_units
 from stageline.schedules.schedule import Schedule
@@ -71,10 +72,7 @@ class Staged:
     def parts(self) -> list[nn.Sequential]:
         """A module for each stage, which holds the stage's units under their own names."""
         if isinstance(self.model, nn.Sequential):
-            return [
-                nn.Sequential(OrderedDict((unit.name, unit.module) for unit in self.units[start:stop]))
-                for start, stop in self.cut
-            ]
+            return parts_of([[(unit.name, unit.module) for unit in self.units[start:stop]] for start, stop in self.cut])
         if self.traced is not None:
             return [self.traced.part(start, stop) for start, stop in self.cut]
         names = tuple(unit.name for unit in self.units)
@@ -171,6 +169,7 @@ def split(
         units = traced.units()
     if traced is None and not isinstance(model, nn.Sequential):
         huggingface.prepare(model)
+        check_units([(unit.name, unit.module) for unit in units])
         units, needs = _in_order(model, units, example)
     if stages > len(units):
         raise StagelineError(

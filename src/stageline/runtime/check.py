@@ -140,7 +140,8 @@ def check(
     if len(pipe._world.here) != pipe.schedule.ranks:
         raise StagelineError("check compares in one process; call it without torchrun")
     sent = _watch_cuts(pipe, inputs, min(parts, samples))
-    found = pipe.step(inputs, targets).loss
+    # Copies: a model may change its inputs in place.
+    found = pipe.step(*copy.deepcopy((inputs, targets))).loss
     alone = _Alone(model, pipe, inputs, targets, example, parts)
     total, plain, reference = alone.run(loss)
     mine, other = _state(piped), _state(plain)
@@ -254,10 +255,11 @@ class _Alone:
             args_chunk_spec=specs.args, kwargs_chunk_spec=specs.kwargs, targets_chunk_spec=specs.targets,
             penalty=self._penalty,
         )  # fmt: skip
-        return pipe.step(self._inputs, self._targets).loss
+        return pipe.step(*copy.deepcopy((self._inputs, self._targets))).loss
 
     def _loop(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any], inputs: Any, targets: Any) -> float | None:
         """The loss of a plain loop over the microbatches; None where the model draws random numbers."""
+        inputs, targets = copy.deepcopy((inputs, targets))
         samples = _samples(inputs, self._specs)
         filled = min(self._parts, samples)
         total = 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import nn
 
 from stageline.errors import ScheduleError, StagelineError, UnknownOption, nearest, shorten
 from stageline.model.build import Description, describe
+from stageline.model.skips import parts_of
 from stageline.model.staged import Staged, even_sizes, split
 from stageline.model.units import NoStack, find_units, layers_of
 from stageline.runtime.functions import with_functions
@@ -185,7 +185,7 @@ def cut(given: Any, model: nn.Module, stages: int, example: Any = None) -> list[
             "use fewer ranks or chunks"
         )
     ends = pairwise(accumulate(even_sizes(len(layers), stages), initial=0))
-    return [nn.Sequential(OrderedDict(layers[start:stop])) for start, stop in ends]
+    return parts_of([layers[start:stop] for start, stop in ends])
 
 
 def only_microbatches(made: Schedule, count: int) -> Schedule:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import StagelineError, shorten
+from stageline.model.sharing import Sharing
 from stageline.model.staged import Staged
 from stageline.runtime.automatic import Automatic, automatic
 from stageline.runtime.batch import Keywords, Reduction, check_reduction
@@ -41,7 +42,7 @@ from stageline.runtime.replicas import Replicas, replica_seed
 from stageline.runtime.rollback import Make
 from stageline.runtime.runner import Batch, Runner
 from stageline.runtime.shadows import place
-from stageline.runtime.stage import StageOptions
+from stageline.runtime.stage import StageOptions, watched_layers
 from stageline.runtime.state import check_state, gather_state, watched
 from stageline.runtime.stats import Evaluation, StepStats
 from stageline.runtime.worlds import Crew
@@ -206,7 +207,9 @@ class Pipeline(Runner):
             self._parts = cut(given, self.model, self.schedule.stages, example)
         compile_units((part for stage, part in enumerate(self._parts) if self._holds(stage)), compile)
         self._compiled = compile is not False
-        self._placed = place(self._parts, self.schedule.placement, self._world.here)
+        self._sharing = Sharing.of([watched_layers(part) for part in self._parts])
+        shared = self._sharing.holders()
+        self._placed = place(self._parts, self.schedule.placement, self._world.here, shared)
         self._options = StageOptions(loss_fn, replica_seed(common, self.replica), again, check_finite)
         self._watched = Tensors([*_named_tensors(self.model), *described_tensors])
         self._replicas = self._join_replicas(bucket_mb, reduce_dtype)

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stageline.errors import StagelineError
+from stageline.model.frame import StagePart
 from stageline.model.huggingface import own_loss
+from stageline.model.sharing import Sharing
 from stageline.runtime.batch import (
     NAMES,
     Given,
@@ -94,6 +96,7 @@ class Runner:
     penalty: Penalty | None
     _world: World
     _placed: Placed
+    _sharing: Sharing
     _options: StageOptions
     _exact: bool
     _steps: int
@@ -161,6 +164,7 @@ class Runner:
             raise StagelineError("step cannot train inside of torch.inference_mode(); call it outside")
         if not self.schedule.training:
             raise StagelineError(f"{self.schedule.name} has no backwards to train with; use predict or evaluate")
+        self._sharing.refuse_norms()
 
     def _refuse_in_run(self) -> None:
         if self._running:
@@ -413,7 +417,12 @@ class Runner:
             stages = {
                 rank: {
                     stage: Stage(
-                        stage, module, self._options, spread=self._exact, loss_reads=self._loss_reads(stage, module)
+                        stage,
+                        module,
+                        self._options,
+                        spread=self._exact,
+                        loss_reads=self._loss_reads(stage, module),
+                        watch=self._sharing.watch(stage, self._twins(module)),
                     )
                     for stage, module in self._placed.modules[rank].items()
                 }
@@ -431,6 +440,11 @@ class Runner:
         own = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in shared]
         alone = self._alone and self.schedule.placement.directions == 1
         return LossReads(self._options.loss_fn, self._watched, own, alone=alone)
+
+    def _twins(self, module: nn.Module) -> dict[int, Any]:
+        """The copies that a stage's module has of what stages share, by the originals' ids."""
+        copies = module.copies() if isinstance(module, StagePart) else {}
+        return {**self._placed.twins.get(module, {}), **copies}
 
     def _crew_of(self, schedule: Schedule, stages: Mapping[int, Mapping[int, Stage]]) -> Crew:
         """The executors of the ranks that are here."""

@@ -41,6 +41,8 @@ class Placed:
     """The originals and their shadows."""
     stages: dict[nn.Parameter, list[int]] = field(default_factory=dict)
     """The stages that use each of these parameters."""
+    twins: dict[nn.Module, dict[int, object]] = field(default_factory=dict)
+    """For each shadow: its copies of what stages share, by the originals' ids."""
 
     def start(self, rank: int | None = None) -> None:
         """Begin a step, of a rank or of all: shadows train or evaluate as their originals do, and have no gradients."""
@@ -73,8 +75,13 @@ class Placed:
         return [parameter for parameter, uses in self.uses.items() if len({use.rank for use in uses}) > 1]
 
 
-def place(parts: Sequence[nn.Sequential], placement: Placement, here: Sequence[int]) -> Placed:
-    """Give every rank that is here the modules of its stages; second uses of a parameter run on shadows."""
+def place(
+    parts: Sequence[nn.Sequential], placement: Placement, here: Sequence[int], holders: Sequence[object] = ()
+) -> Placed:
+    """Give every rank that is here the modules of its stages; second uses of a parameter run on shadows.
+
+    `holders` are the objects that layers of several stages reach: a shadow has them, or copies of them.
+    """
     order = [
         (int(placement.table[direction, stage]), stage)
         for direction in range(placement.directions)
@@ -92,7 +99,9 @@ def place(parts: Sequence[nn.Sequential], placement: Placement, here: Sequence[i
         own: dict[nn.Parameter, nn.Parameter] = {parameter: parameter for parameter in shared}
         if rank in placed.modules:
             if again:
-                module, aliases = shadow_of(part, again)
+                twins: dict[int, object] = {}
+                module, aliases = shadow_of(part, again, twins)
+                placed.twins[module] = {id(each): twins.get(id(each), each) for each in holders}
                 own.update(aliases)
                 placed.shadows.append((part, module))
             placed.modules[rank][stage] = module
@@ -111,13 +120,17 @@ def _share_hooks(parameter: nn.Parameter, alias: nn.Parameter) -> None:
 
 
 def shadow_of(
-    module: nn.Sequential, replaced: Sequence[nn.Parameter]
+    module: nn.Sequential, replaced: Sequence[nn.Parameter], twins: dict[int, object] | None = None
 ) -> tuple[nn.Sequential, dict[nn.Parameter, nn.Parameter]]:
-    """Copy a module's structure; the replaced parameters become aliases, all other tensors stay the same objects."""
+    """Copy a module's structure; the replaced parameters become aliases, all other tensors stay the same objects.
+
+    `twins` gets every object that was copied, by the id of the original.
+    """
     aliases = {
         parameter: nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad) for parameter in replaced
     }
-    memo: dict[int, object] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    memo: dict[int, object] = {} if twins is None else twins
+    memo |= {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     memo.update({id(parameter): alias for parameter, alias in aliases.items()})
     return copy.deepcopy(module, memo), aliases
 

@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stageline.errors import StagelineError, shorten
 from stageline.model.frame import StagePart
+from stageline.model.sharing import Watch
+from stageline.model.skips import SkipPart, carried
 from stageline.model.units import layers_of
 from stageline.runtime import engine, hooks
 from stageline.runtime.buffers import Buffers, Snapshot
@@ -91,10 +93,12 @@ class Stage:
         *,
         spread: bool = True,
         loss_reads: LossReads | None = None,
+        watch: Watch | None = None,
     ) -> None:
         """`part` holds the layers by their names in the whole model; `spread` as below.
 
-        `loss_reads` is what calls loss_fn on the last stage, and watches what it reads.
+        `loss_reads` calls loss_fn on the last stage, and watches what it reads. `watch` looks at what the layers share
+        with those of other stages.
         """
         self.index = index
         self._name = f"stage {index}"
@@ -110,6 +114,12 @@ class Stage:
         self._changes_input = bool(self._layers) and _begins_in_place(self._layers[0][1])
         self._replay = part.replay if isinstance(part, StagePart) else None
         self._loss_reads = loss_reads
+        self._watch = watch
+        self._changed: dict[Any, list[bool]] = {}
+        """Which of its inputs the stage changes in place, by their form."""
+        self._skips = part if isinstance(part, SkipPart) else None
+        if self._replay is not None:
+            self._replay.watch = watch
         self._buffers = Buffers(part)
         self._kept: dict[int, _Kept] = {}
         self._refreshed: tuple[int, bool] | None = None
@@ -183,25 +193,64 @@ class Stage:
         except RuntimeError as error:
             if "leaf Variable" in str(error) and "in-place" in str(error):
                 raise StagelineError(
-                    f"stage {self.index} changes its input in place, which what came before it still needs; let it "
-                    "work on a copy (x = x.clone()), or cut the model at another place"
+                    f"stage {self.index} changes what it is given in place in microbatch {microbatch}, and did not "
+                    "when it was first given such; let it do so always, or work on a copy (x = x.clone())"
                 ) from error
             raise
 
     def _run(self, kept: _Kept, microbatch: int) -> Any:
         """Run the layers; those that draw random numbers draw what step, microbatch and their name say."""
-        given = kept.inputs
-        if self._changes_input:
-            given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given]
+        form = (kept.tree, len(kept.inputs), self.part.training, torch.is_grad_enabled())
+        changed = self._changed.get(form)
+        given = self._copied(kept.inputs, changed)
         value = unflatten(given, kept.tree)
+        if self._skips is not None:
+            value = self._run_with_skips(self._skips, kept, microbatch, value)
+        else:
+            value = self._run_layers(kept, microbatch, value)
+        if changed is None:
+            self._changed[form] = [_was_changed(leaf) for leaf in given]
+        return value
+
+    def _copied(self, inputs: Sequence[Leaf], changed: Sequence[bool] | None) -> list[Leaf]:
+        """What the layers are given: copies of what they change in place, as they may in one process.
+
+        A tensor that arrived is a leaf of the stage's graph, and the stage before may still need it. The first time,
+        all are copied, to see which of them are changed.
+        """
+        if changed is not None:
+            return [
+                leaf.clone() if isinstance(leaf, Tensor) and (copies or self._changes_input) else leaf
+                for leaf, copies in zip(inputs, changed, strict=True)
+            ]
+        everything = self._changes_input or self.options.recompute.stages
+        return [
+            leaf.clone() if isinstance(leaf, Tensor) and (everything or leaf.requires_grad) else leaf for leaf in inputs
+        ]
+
+    def _run_with_skips(self, part: SkipPart, kept: _Kept, microbatch: int, value: Any) -> Any:
+        """Run the layers with the skips that arrived beside their value, and pass on those that later stages pop."""
+        skips: dict[str, Any] = {}
+        if part.arrives:
+            value, arrived = value
+            skips = dict(zip(part.arrives, arrived, strict=True))
+        with carried(skips):
+            value = self._run_layers(kept, microbatch, value)
+        return (value, tuple(skips.pop(name) for name in part.leaves)) if part.leaves else value
+
+    def _run_layers(self, kept: _Kept, microbatch: int, value: Any) -> Any:
         if self._replay is not None:
             mode = self.part.training
             self._replay.draw = lambda name, call: self._drawing(name, mode, kept.step, microbatch, call)
         for number, (name, layer) in enumerate(self._layers):
             keywords = self._takes[name].chosen(kept.keywords) if kept.keywords else {}
+            before = None if self._watch is None else self._watch.before(name)
+            given = value
             value = self._drawing(
                 name, layer.training, kept.step, microbatch, self._call, layer, value, number == 0, keywords
             )
+            if self._watch is not None:
+                self._watch.after(name, before, given, value)
         return value
 
     def _drawing(self, name: str, mode: bool, step: int, microbatch: int, call: Callable[..., Any], *args: Any) -> Any:
@@ -448,6 +497,18 @@ def _gone(nothing: None) -> Tensor:
 def units_of(part: nn.Sequential) -> list[tuple[str, nn.Module]]:
     """What draws random numbers by a name of its own: the layers, or the units of a model with its own forward."""
     return part.drawn() if isinstance(part, StagePart) else layers_of(part)
+
+
+def _was_changed(leaf: Leaf) -> bool:
+    """Whether a fresh copy was changed in place; tensors of inference mode do not say."""
+    return isinstance(leaf, Tensor) and not leaf.is_inference() and leaf._version > 0
+
+
+def watched_layers(part: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    """What of a stage may share state with other stages: its layers, or its units as the model holds them."""
+    if not isinstance(part, StagePart):
+        return layers_of(part)
+    return [(name, part.replay.modules[name].module) for name, _ in part.drawn() if name in part.replay.modules]
 
 
 def _begins_in_place(layer: nn.Module) -> bool:

@@ -1,0 +1,222 @@
+"""What a layer can reach beside its parameters: containers, objects, other modules, closures, globals of its class."""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import sys
+import sysconfig
+import types
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+_INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "inplace"}
+"""What every module has: its tensors, its children, its hooks. Hooks are the user's own observers."""
+
+_LIBRARIES = tuple(
+    path for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_path(name))
+)
+_OURS = str(Path(__file__).resolve().parents[1])
+_OPEN = frozenset({"queue", "types", "collections"})
+"""The standard library's modules whose objects are containers."""
+_LIMIT = 20_000
+"""Objects looked at for one stage; what refers to a whole program is given up on."""
+
+
+@dataclass(frozen=True)
+class Name:
+    """A global name that a function uses."""
+
+    values: dict[str, Any]
+    name: str
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Something that can be changed, and how a layer reaches it."""
+
+    value: Any
+    path: str
+
+    @property
+    def key(self) -> Any:
+        """What it is known by: a global name belongs to its module."""
+        return (id(self.value.values), self.value.name) if isinstance(self.value, Name) else id(self.value)
+
+    def slots(self) -> dict[Any, Any]:
+        """What it holds now, by key, index or attribute."""
+        return slots_of(self.value)
+
+
+def slots_of(value: Any) -> dict[Any, Any]:
+    """What an object holds, by key, index or attribute.
+
+    >>> slots_of([3, 4]), slots_of({"a": 1})
+    ({0: 3, 1: 4}, {'a': 1})
+    """
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, Name):
+        return {value.name: value.values[value.name]} if value.name in value.values else {}
+    if isinstance(value, types.CellType):
+        try:
+            return {"": value.cell_contents}
+        except ValueError:  # nothing was put there yet
+            return {}
+    if isinstance(value, list | tuple | deque | set | frozenset):
+        return dict(enumerate(value))
+    if isinstance(value, Tensor):
+        return {"": value}
+    if isinstance(value, type | types.ModuleType):
+        found = {name: each for name, each in vars(value).items() if not name.startswith("__")}
+        return {
+            name: each for name, each in found.items() if isinstance(each, nn.Module) or not isinstance(each, _CODE)
+        }
+    found = {name: each for name, each in getattr(value, "__dict__", {}).items() if name not in _INTERNAL}
+    if isinstance(value, nn.Module):
+        return found | value._buffers
+    for name in getattr(type(value), "__slots__", ()):
+        if isinstance(name, str) and hasattr(value, name):
+            found[name] = getattr(value, name)
+    return found
+
+
+def reach(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, dict[Any, Holder]]:
+    """For every layer, by name: what it can reach that can be changed.
+
+    >>> box = {}
+    >>> layer = nn.Linear(2, 2)
+    >>> layer.box = box
+    >>> [holder.path for holder in reach([("up", layer)])["up"].values() if holder.value is box]
+    ['up.box']
+    """
+    return {name: _Walk().run(layer, name) for name, layer in layers}
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.seen: dict[Any, Holder] = {}
+        self._done: set[int] = set()
+        self._classes: set[int] = set()
+        self._queue: deque[tuple[Any, str]] = deque()
+
+    def run(self, layer: nn.Module, name: str) -> dict[Any, Holder]:
+        self._queue.append((layer, name))
+        while self._queue and len(self._done) < _LIMIT:
+            value, path = self._queue.popleft()
+            if id(value) not in self._done and not isinstance(value, _PLAIN):
+                self._done.add(id(value))
+                self._visit(value, path)
+        return self.seen
+
+    def _visit(self, value: Any, path: str) -> None:
+        if isinstance(value, nn.Module):
+            self._module(value, path)
+        elif isinstance(value, nn.Parameter):
+            return
+        elif isinstance(value, Tensor | dict | list | set | deque | types.CellType):
+            self._hold(value, path)
+        elif isinstance(value, tuple | frozenset):
+            self._queue.extend((each, path) for each in value)
+        elif isinstance(value, weakref.ref):
+            self._queue.append((value(), path))
+        elif isinstance(value, partial):
+            self._queue.extend((each, path) for each in (value.func, value.args, value.keywords))
+        elif isinstance(value, types.MethodType):
+            self._queue.extend([(value.__self__, path), (value.__func__, path)])
+        elif isinstance(value, types.FunctionType):
+            self._function(value, path)
+        elif isinstance(value, type):
+            self._class(value, path)
+        elif isinstance(value, types.ModuleType):
+            if _is_users(value.__name__):
+                self._hold(value, value.__name__)
+        elif _has_state(type(value)):
+            self._hold(value, path)
+            self._class(type(value), path)
+
+    def _hold(self, value: Any, path: str) -> None:
+        holder = Holder(value, path)
+        self.seen.setdefault(holder.key, holder)
+        if not isinstance(value, Tensor):
+            self._queue.extend((each, _joined(path, value, key)) for key, each in holder.slots().items())
+
+    def _module(self, module: nn.Module, path: str) -> None:
+        self._hold(module, path)
+        for name, child in module._modules.items():
+            self._queue.append((child, f"{path}.{name}"))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                self.seen.setdefault(id(buffer), Holder(buffer, f"{path}.{name}"))
+        self._class(type(module), path)
+
+    def _class(self, kind: type, path: str) -> None:
+        """What the class of an object holds for all of its objects, and what its methods use."""
+        for each in kind.__mro__:
+            if each is object or id(each) in self._classes or not _is_users(each.__module__):
+                continue
+            self._classes.add(id(each))
+            self._hold(each, each.__qualname__)
+            for value in vars(each).values():
+                function = getattr(value, "__func__", getattr(value, "fget", value))
+                if isinstance(function, types.FunctionType):
+                    self._queue.append((function, path))
+
+    def _function(self, function: types.FunctionType, path: str) -> None:
+        if not _in_users_code(function.__code__.co_filename):
+            return
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._queue.append((cell, name))
+        self._queue.extend((each, path) for each in (function.__defaults__ or ()))
+        self._queue.extend((each, path) for each in (function.__kwdefaults__ or {}).values())
+        for name in _global_names(function.__code__):
+            value = function.__globals__.get(name)
+            if name in vars(builtins) or isinstance(value, _CODE):
+                self._queue.append((value, name))
+            else:
+                self._hold(Name(function.__globals__, name), name)
+
+
+def _joined(path: str, value: Any, key: Any) -> str:
+    if isinstance(value, types.CellType | Name):
+        return path
+    if isinstance(value, dict | list | deque):
+        return f"{path}[{key!r}]"
+    return f"{path}.{key}"
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    """The global names that code reads or sets, that of functions inside of it too."""
+    found = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "STORE_GLOBAL")}
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return found.union(*map(_global_names, inner))
+
+
+@lru_cache(maxsize=4096)
+def _in_users_code(file: str) -> bool:
+    return not file.startswith((*_LIBRARIES, _OURS))
+
+
+def _is_users(module: str) -> bool:
+    """Whether a module, by its name, is no library's: one without a file was typed in."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return module not in sys.stdlib_module_names and (file is None or _in_users_code(file))
+
+
+def _has_state(kind: type) -> bool:
+    """Whether objects of a class are looked into: those of the standard library and of torch are not."""
+    package = kind.__module__.partition(".")[0]
+    return package in _OPEN or (
+        package not in sys.stdlib_module_names and package not in ("torch", "numpy", "stageline")
+    )
+
+
+_CODE = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, property)
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis))

@@ -1,0 +1,242 @@
+"""Forwards that change what they are given in place, and blocks that keep what they computed: the bits of a loop."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import stageline as sl
+from stageline.testing import assert_same_bits
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.relu = nn.ReLU(inplace=True)
+
+
+class Activated(Block):
+    """The activation is its first use of what it is given, and not its first module."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(self.relu(x))
+
+
+class Functional(Block):
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(functional.relu_(x))
+
+
+class Augmented(Block):
+    def forward(self, x: Tensor) -> Any:
+        x += 1
+        return self.linear(x)
+
+
+class Method(Block):
+    def forward(self, x: Tensor) -> Any:
+        doubled = x * 2
+        x.add_(doubled.detach())
+        return self.linear(x)
+
+
+class Viewed(Block):
+    def forward(self, x: Tensor) -> Any:
+        x.view(-1).relu_()
+        return self.linear(x)
+
+
+class Residual(Block):
+    """It reads what it was given once more after the change."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(self.relu(x)) + x
+
+
+BLOCKS = [Activated, Functional, Augmented, Method, Viewed, Residual]
+
+
+class Stack(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Plain(nn.Module):
+    """Activations in a Sequential, as VGG has them: each of its layers is a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for _ in range(4):
+            layers += [nn.Linear(4, 4), nn.ReLU(inplace=True)]
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Dropout(0.0), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.classifier(self.features(x).flatten(1))
+
+
+class DenseLayer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.relu, self.linear = nn.BatchNorm1d(width), nn.ReLU(inplace=True), nn.Linear(width, 4)
+
+    def forward(self, features: list[Tensor]) -> Any:
+        return self.linear(self.relu(self.norm(torch.cat(features, 1))))
+
+
+class DenseBlock(nn.ModuleDict):
+    def __init__(self) -> None:
+        super().__init__({f"layer{index}": DenseLayer(4 + 4 * index) for index in range(3)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]
+        for layer in self.values():
+            features.append(layer(features))
+        return torch.cat(features, 1)
+
+
+class Dense(nn.Module):
+    """As DenseNet: norms and activations between its blocks, all in one Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transition = nn.Sequential(nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Linear(16, 4))
+        self.features = nn.Sequential(
+            OrderedDict(
+                stem=nn.Linear(4, 4), norm0=nn.BatchNorm1d(4), relu0=nn.ReLU(inplace=True), block1=DenseBlock(),
+                transition=transition, block2=DenseBlock(), norm1=nn.BatchNorm1d(16),
+            )
+        )  # fmt: skip
+        self.classifier = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.classifier(functional.relu(self.features(x), inplace=True))
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    how, _, kind = name.partition(" ")
+    block = {each.__name__: each for each in BLOCKS}.get(kind, Block)
+    if how == "sequential":
+        return nn.Sequential(*(block() for _ in range(4)))
+    return {"stack": lambda: Stack(block), "vgg": Plain, "densenet": Dense}[how]()
+
+
+NAMES = [f"{how} {kind.__name__}" for how in ("sequential", "stack") for kind in BLOCKS] + ["vgg", "densenet"]
+
+
+def same_as_a_loop(model: nn.Module, **options: Any) -> None:
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(8, 4), torch.randn(8, 4)
+    alone = copy.deepcopy(model)
+    for given, wanted in zip(inputs.clone().tensor_split(4), targets.tensor_split(4), strict=True):
+        (functional.mse_loss(alone(given), wanted) / 4).backward()  # type: ignore[no-untyped-call]
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, microbatches=4, **options)
+    pipe.step(inputs, targets)
+    assert_same_bits(
+        {name: each.grad for name, each in model.named_parameters()},
+        {name: each.grad for name, each in alone.named_parameters()},
+    )
+    assert_same_bits(dict(model.named_buffers()), dict(alone.named_buffers()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_changes_in_place_are_as_in_one_process(name: str) -> None:
+    for family, recompute in (("1f1b", "none"), ("zb-h1", "none"), ("1f1b", "stage"), ("zb-v", "stage")):
+        ranks = 2 if family == "zb-v" or name == "densenet" else 4
+        same_as_a_loop(make(name), schedule=family, ranks=ranks, recompute=recompute)
+
+
+def test_a_check_of_a_model_that_changes_its_inputs_compares_from_the_same_inputs() -> None:
+    batch = (torch.randn(8, 4), torch.randn(8, 4))
+    assert sl.check(make("stack Augmented"), batch, ranks=2, loss_fn=functional.mse_loss).equal
+
+
+class Sometimes(Block):
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(self.relu(x) if x[0, 0] > 0 else x)
+
+
+def test_a_change_that_comes_later_is_refused_in_true_words() -> None:
+    inputs = torch.tensor([[-1.0] * 4, [1.0] * 4])
+    front = nn.Linear(4, 4, bias=False)
+    with torch.no_grad():
+        front.weight.copy_(torch.eye(4))
+    model = nn.Sequential(front, Sometimes())
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=2, microbatches=2)
+    with pytest.raises(
+        sl.PipelineError, match="stage 1 changes what it is given in place in microbatch 1, and did not"
+    ):
+        pipe.step(inputs, inputs)
+
+
+# Blocks that keep what they computed.
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.state: Tensor | None = None
+        self.history: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = self.linear(x)
+        self.history = [self.state]
+        return self.state.tanh()
+
+
+class Keeps(nn.Module):
+    last: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Recurrent()
+        self.last = None
+
+    def forward(self, x: Tensor) -> Any:
+        self.last = self.inner(x)
+        return x + self.last
+
+
+class Model(nn.Module):
+    def __init__(self, read: str = "") -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Keeps() for _ in range(4))
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        for block in self.blocks if self.read else ():
+            inner: Any = block.inner
+            kept: Any = block.last if self.read == "last" else getattr(inner, self.read)
+            x = x if not isinstance(kept, Tensor) else x + kept
+        return x
+
+
+def test_what_blocks_keep_and_nobody_reads_is_let_be() -> None:
+    for family in ("1f1b", "zb-h1"):
+        torch.manual_seed(0)
+        same_as_a_loop(Model(), schedule=family, ranks=2)
+
+
+@pytest.mark.parametrize("read", ["last", "state", "history"])
+def test_what_blocks_keep_and_the_forward_reads_on_another_stage_is_refused(read: str) -> None:
+    pipe = sl.Pipeline(Model(read), loss_fn=functional.mse_loss, ranks=2, microbatches=4)
+    with pytest.raises(sl.PipelineError, match=rf"the forward reads blocks\.\d\.[a-z.]*{read}, which blocks"):
+        pipe.step(torch.randn(8, 4), torch.randn(8, 4))

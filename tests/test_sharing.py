@@ -1,0 +1,342 @@
+"""State that layers of several stages share beside what they pass on: refused by name, unless it does no harm."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import stageline as sl
+from stageline.testing import assert_same_bits
+
+KEPT: Any = None
+
+
+class Layer(nn.Module):
+    box: Any
+    kept: Any
+
+    def __init__(self, box: Any = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.__dict__["box"] = box
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.tanh(self.linear(x))
+
+
+class IntoDict(Layer):
+    def forward(self, x: Tensor) -> Any:
+        self.box["h"] = super().forward(x)
+        return self.box["h"]
+
+
+class FromDict(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + self.box["h"]
+
+
+class IntoList(Layer):
+    def forward(self, x: Tensor) -> Any:
+        self.box.append(super().forward(x))
+        return self.box[-1]
+
+
+class FromList(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + self.box.pop()
+
+
+class IntoObject(Layer):
+    def forward(self, x: Tensor) -> Any:
+        self.box.kept = super().forward(x)
+        return self.box.kept
+
+
+class FromObject(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + self.box.kept
+
+
+class IntoSelf(Layer):
+    def forward(self, x: Tensor) -> Any:
+        self.kept = super().forward(x)
+        return self.kept
+
+
+class IntoGlobal(Layer):
+    def forward(self, x: Tensor) -> Any:
+        global KEPT
+        KEPT = super().forward(x)
+        return KEPT
+
+
+class FromGlobal(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + KEPT
+
+
+class Common:
+    kept: Any = None
+
+
+class IntoClass(Layer):
+    def forward(self, x: Tensor) -> Any:
+        Common.kept = super().forward(x)
+        return Common.kept
+
+
+class FromClass(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + Common.kept
+
+
+class IntoTensor(Layer):
+    def forward(self, x: Tensor) -> Any:
+        h = super().forward(x)
+        self.box.copy_(h.detach().mean(0))
+        return h
+
+
+class FromTensor(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + self.box
+
+
+class Mask(Layer):
+    def forward(self, x: Tensor) -> Any:
+        self.box["h"] = (x > 0).float()
+        return super().forward(x)
+
+
+class Number(Layer):
+    def forward(self, x: Tensor) -> Any:
+        self.box["h"] = x.detach().abs().mean().item()
+        return super().forward(x)
+
+
+class Registered(Layer):
+    def __init__(self, other: Layer) -> None:
+        super().__init__()
+        self.other = other
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + self.other.kept
+
+
+def closures() -> tuple[nn.Module, nn.Module]:
+    kept: dict[str, Tensor] = {}
+
+    class Into(Layer):
+        def forward(self, x: Tensor) -> Any:
+            kept["h"] = super().forward(x)
+            return kept["h"]
+
+    class From(Layer):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) + kept["h"]
+
+    return Into(), From()
+
+
+def pair(case: str) -> tuple[nn.Module, nn.Module]:
+    box: Any = {"h": None} if case in ("mask", "number") else {}
+    if case == "module in a list":
+        into = IntoSelf()
+        return into, FromObject(into)
+    if case == "registered module":
+        into = IntoSelf()
+        return into, Registered(into)
+    if case == "closure":
+        return closures()
+    kinds: dict[str, tuple[type[Layer], type[Layer], Any]] = {
+        "dict": (IntoDict, FromDict, box),
+        "nested dict": (IntoDict, FromDict, box),
+        "list": (IntoList, FromList, []),
+        "deque": (IntoList, FromList, deque()),
+        "object": (IntoObject, FromObject, SimpleNamespace(kept=None)),
+        "global": (IntoGlobal, FromGlobal, None),
+        "class": (IntoClass, FromClass, None),
+        "tensor": (IntoTensor, FromTensor, torch.zeros(4)),
+        "mask": (Mask, FromDict, box),
+        "number": (Number, FromDict, box),
+    }
+    writer, reader, box = kinds[case]
+    return writer(box), reader(box)
+
+
+CASES = [
+    "dict", "list", "deque", "object", "module in a list", "registered module", "global", "class", "closure", "tensor",
+    "mask", "number",
+]  # fmt: skip
+
+
+class Whole(nn.Module):
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(3)
+    return torch.randn(8, 4), torch.randn(8, 4)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("how", "family"),
+    [("sequential", "1f1b"), ("sequential", "zb-h1"), ("sequential", "chimera"), ("list", "1f1b"), ("model", "1f1b")],
+)
+def test_a_value_that_a_layer_leaves_for_another_stage_is_refused(how: str, case: str, family: str) -> None:
+    global KEPT
+    KEPT, Common.kept = None, None
+    first, last = pair(case)
+    layers = [first, Layer(), Layer(), last]
+    model: Any = {"sequential": nn.Sequential(*layers), "list": layers, "model": Whole(layers)}[how]
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=family, ranks=4, microbatches=4)
+    before = [parameter.detach().clone() for parameter in pipe.parameters()]
+    with pytest.raises(sl.PipelineError, match=r"can reach too.*sl\.skippable|as an attribute"):
+        pipe.step(*batch())
+    assert all(torch.equal(one, two) for one, two in zip(before, pipe.parameters(), strict=True))
+
+
+def same_as_a_loop(model: nn.Module, schedule: str = "1f1b", ranks: int = 2, **options: Any) -> None:
+    alone = copy.deepcopy(model)
+    inputs, targets = batch()
+    for _ in range(2):
+        for given, wanted in zip(inputs.tensor_split(4), targets.tensor_split(4), strict=True):
+            (functional.mse_loss(alone(given), wanted) / 4).backward()  # type: ignore[no-untyped-call]
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=schedule, ranks=ranks, microbatches=4, **options)
+    for _ in range(2):
+        pipe.step(inputs, targets)
+    assert_same_bits(
+        {name: each.grad for name, each in model.named_parameters()},
+        {name: each.grad for name, each in alone.named_parameters()},
+    )
+    assert_same_bits(dict(model.named_buffers()), dict(alone.named_buffers()))
+
+
+def test_within_a_stage_layers_may_share_what_they_like() -> None:
+    box: dict[str, Any] = {}
+    same_as_a_loop(nn.Sequential(IntoDict(box), FromDict(box), Layer(), Layer()))
+
+
+class Table(nn.Module):
+    """Makes a table by the length of what it is given, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+        self.length = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or x.shape[1] > self.length:
+            self.length = x.shape[1]
+            self.table = torch.arange(self.length).float().cos()
+        return x * self.table[: x.shape[1]]
+
+
+class Counted(Layer):
+    """Counts its calls and notes their names in what all layers share, and looks up a table there."""
+
+    def __init__(self, box: dict[str, Any], table: Table) -> None:
+        super().__init__(box)
+        self.table = table
+
+    def forward(self, x: Tensor) -> Any:
+        self.box["calls"] += 1
+        self.box["names"].append(type(self).__name__)
+        return super().forward(self.table(x))
+
+
+def test_tables_counters_and_notes_may_be_shared() -> None:
+    box: dict[str, Any] = {"calls": 0, "names": []}
+    table = Table()
+    same_as_a_loop(nn.Sequential(*(Counted(box, table) for _ in range(4))))
+
+
+def test_hooks_may_collect_what_they_like() -> None:
+    seen: list[Tensor] = []
+    model = nn.Sequential(*(Layer() for _ in range(4)))
+    for layer in model:
+        layer.register_forward_hook(lambda module, given, output: seen.append(output))
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=2, microbatches=4)
+    pipe.step(*batch())
+    assert len(seen) == 16
+
+
+# One module with buffers in two stages.
+
+
+class Mean(nn.Module):
+    """Keeps a running mean as a buffer, in place or as another tensor."""
+
+    mean: Tensor
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        if self.in_place:
+            self.mean.copy_(now)
+        else:
+            self.mean = now
+        return x - self.mean
+
+
+class Rotary(nn.Module):
+    angles: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.arange(4).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.angles.cos()
+
+
+@pytest.mark.parametrize("how", ["sequential", "list", "model"])
+def test_a_norm_with_running_statistics_in_two_stages_is_refused_before_the_first_step(how: str) -> None:
+    norm = nn.BatchNorm1d(4)
+    layers: list[nn.Module] = [nn.Sequential(Layer(), norm), nn.Sequential(Layer(), norm)]
+    model: Any = {"sequential": nn.Sequential(*layers), "list": layers, "model": Whole(layers)}[how]
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=2, microbatches=4)
+    with pytest.raises(sl.StagelineError, match=r"1, a BatchNorm1d, is used by stages 0 and 1"):
+        pipe.step(*batch())
+    assert norm.num_batches_tracked == 0
+    pipe.eval()
+    assert pipe.predict(batch()[0]).shape == (8, 4)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_module_whose_buffers_change_in_two_stages_is_refused(in_place: bool) -> None:
+    mean = Mean(in_place)
+    model = nn.Sequential(Layer(), mean, Layer(), mean)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=2, microbatches=4)
+    with pytest.raises(sl.PipelineError, match=r"1 of stage 0 leaves a tensor .* in 1\.mean"):
+        pipe.step(*batch())
+
+
+def test_modules_that_several_stages_use_are_fine_where_no_buffer_changes() -> None:
+    norm = nn.BatchNorm1d(4)
+    same_as_a_loop(nn.Sequential(Layer(), norm, norm, Layer(), Layer()), ranks=2)  # both uses in one stage
+    rotary = Rotary()
+    same_as_a_loop(nn.Sequential(Layer(), rotary, Layer(), rotary))
+    free = nn.BatchNorm1d(4, affine=False, track_running_stats=False)
+    same_as_a_loop(nn.Sequential(Layer(), free, Layer(), free))
+    frozen = nn.BatchNorm1d(4, affine=False).eval()
+    same_as_a_loop(nn.Sequential(Layer(), frozen, Layer(), frozen))
