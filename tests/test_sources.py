@@ -207,7 +207,7 @@ def test_functions_that_are_not_there_are_named(module: str) -> None:
         f"{module}:row": r"no function 'row' \(did you mean 'rows'\?\)",
         "no_such_module:rows": "cannot import no_such_module",
         f"{module}:number": "is a int, 5; it must be an iterable",
-        ":rows": "':rows' names no function; write package.module:function",
+        ":rows": "':rows' is not a function name; write package.module:function",
     }.items():
         with pytest.raises(StagelineError, match=says):
             open_data(job(dataset))
