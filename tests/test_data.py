@@ -276,7 +276,10 @@ BROKEN: dict[str, tuple[Callable[[str], Any], str]] = {
     "empty.bin": (lambda name: Path(name).touch(), "empty.bin is empty"),
     "odd.bin": (lambda name: Path(name).write_bytes(b"abc"), "has 3 bytes, which is not a multiple of 2 .*uint16"),
     "bad.npy": (lambda name: Path(name).write_bytes(b"abc"), "is not a .npy file of numbers"),
-    "floats.npy": (lambda name: np.save(name, np.ones(9)), r"float64 of shape \(9,\); .* one-dimensional array of integers"),
+    "floats.npy": (
+        lambda name: np.save(name, np.ones(9)),
+        r"float64 of shape \(9,\); .* one-dimensional array of integers",
+    ),
     "square.npy": (lambda name: np.save(name, np.ones((3, 3), int)), r"int64 of shape \(3, 3\)"),
     "none.npy": (lambda name: np.save(name, np.ones(0, int)), "none.npy is empty"),
     "words.npy": (lambda name: np.save(name, np.array([{}], object), allow_pickle=True), "not a .npy file of numbers"),
