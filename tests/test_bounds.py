@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 import stageline as sl
 from instances import examples
+from stageline.synthesis.baselines import programs_of, sequential_plan
 from stageline.synthesis.bounds import lower_bound, one_rank, quick_bound
-from stageline.synthesis.exact import search as exact_search
-from stageline.synthesis.greedy import Board, Plan, Rule, run_greedy, schedule_of
-from stageline.synthesis.named import one_by_one, programs_of
+from stageline.synthesis.cp_sat import search as exact_search
+from stageline.synthesis.fast_simulate import end_times, peak_memory_of
+from stageline.synthesis.list_scheduling import Board, Plan, Rule, list_schedule, schedule_of
+from stageline.synthesis.periodic import periodic_plans
 from stageline.synthesis.problem import Problem, problem_of
-from stageline.synthesis.relaxed import Relaxed
-from stageline.synthesis.replay import peak_of, times_of
-from stageline.synthesis.unroll import unrolled
+from stageline.synthesis.relaxation import Relaxation
 
 Step = tuple[str, int, int]
 
@@ -139,7 +139,7 @@ def best_of_states(problem: Problem) -> float:
     begins = [0.0] * ranks
     if problem.objective == "span":
         for rank in range(1, ranks):
-            begins[rank] = begins[rank - 1] + problem.times[0][rank - 1][0] + problem.ahead[rank - 1][0]
+            begins[rank] = begins[rank - 1] + problem.times[0][rank - 1][0] + problem.forward_hop[rank - 1][0]
     (ways,) = layer.values()
     return float(min(max(end - begin for end, begin in zip(way[0], begins, strict=True)) for way in ways))
 
@@ -172,9 +172,9 @@ def ran(problem: Problem, state: Any, way: Any, rank: int, kind: str, m: int) ->
         begin = max(begin, gradients[rank].pop(0))
     end = begin + problem.times["FBIW".index(kind)][rank][m]
     if kind == "F" and rank < problem.ranks - 1:
-        outputs[rank + 1].append(end + problem.ahead[rank][m])
+        outputs[rank + 1].append(end + problem.forward_hop[rank][m])
     if kind in "BI" and rank:
-        gradients[rank - 1].append(end + problem.back[rank][m])
+        gradients[rank - 1].append(end + problem.backward_hop[rank][m])
     return (*free[:rank], end, *free[rank + 1 :]), tuple(map(tuple, outputs)), tuple(map(tuple, gradients))
 
 
@@ -220,7 +220,7 @@ def test_under_a_cap_no_bound_exceeds_the_best_of_all_orders(seed: int) -> None:
     problem = problem_of(costs, ranks, count, caps, *arguments)
     best = best_of_states(problem)
     assert lower_bound(problem) <= best + 1e-9
-    assert quick_bound(Relaxed(problem)) <= best + 1e-9
+    assert quick_bound(Relaxation(problem)) <= best + 1e-9
     r = sl.synthesize(costs, ranks, count, memory=caps, objective=arguments[2], split=arguments[3], time_limit=30)
     assert r.achieved == pytest.approx(best)
     assert r.gap == 0
@@ -233,13 +233,13 @@ def test_no_bound_exceeds_the_optimum_and_exact_search_finds_it(problem: Problem
     if best is None:
         return
     assert lower_bound(problem) <= best + 1e-9
-    assert quick_bound(Relaxed(problem)) <= best + 1e-9
+    assert quick_bound(Relaxation(problem)) <= best + 1e-9
     board = Board(problem)
-    plan = one_by_one(problem)
-    ends = times_of(board, plan.programs)
+    plan = sequential_plan(problem)
+    ends = end_times(board, plan.programs)
     assert ends is not None
-    starts = {code: ends[code] - board.taken[code] for program in plan.programs for code in program}
-    limits: dict[str, Any] = {"seconds": 60, "effort": 60, "seed": 0, "tell": lambda bound: None}
+    starts = {code: ends[code] - board.durations[code] for program in plan.programs for code in program}
+    limits: dict[str, Any] = {"seconds": 60, "effort": 60, "seed": 0, "on_bound": lambda bound: None}
     found = exact_search(board, starts, lower_bound(problem), plan.value, **limits)
     assert found.is_finished
     assert found.programs is not None
@@ -311,7 +311,7 @@ def test_one_rank_is_between_the_simple_bounds_and_any_order(jobs: list[tuple[in
 
 @given(st.sampled_from(["1f1b", "zb-h1", "zb-h2", "gpipe", "eager-1f1b"]), st.integers(1, 5), st.integers(1, 7))
 @settings(max_examples=examples(60), deadline=None)
-def test_replay_agrees_with_simulate(name: str, ranks: int, microbatches: int) -> None:
+def test_the_fast_simulation_agrees_with_simulate(name: str, ranks: int, microbatches: int) -> None:
     dice = random.Random(ranks * 100 + microbatches)
     costs = sl.Costs(
         forward=[dice.uniform(1, 3) for _ in range(ranks)],
@@ -321,7 +321,7 @@ def test_replay_agrees_with_simulate(name: str, ranks: int, microbatches: int) -
     )
     made = sl.schedule(name, ranks, microbatches)
     problem = problem_of(costs, ranks, microbatches, None, 1, "loop", "makespan", None)
-    ends = times_of(Board(problem), programs_of(made))
+    ends = end_times(Board(problem), programs_of(made))
     assert ends is not None
     timeline = sl.simulate(made, costs)
     codes = [code for program in programs_of(made) for code in program]
@@ -350,11 +350,11 @@ def test_a_repeated_middle_is_valid_and_needs_no_more_memory(seed: int) -> None:
         for count in (2 * ranks + 1, 2 * ranks + 1 + more)
     )
     held = dice.choice([ranks * chunks, 2 * ranks])
-    plan = run_greedy(short, Rule(ahead=(held,) * ranks, gap=dice.choice([0.01, 1])))
+    plan = list_schedule(short, Rule(ahead=(held,) * ranks, gap=dice.choice([0.01, 1])))
     if plan is None:
         return
-    peaks = [peak_of(short, program) for program in plan.programs]
-    for made in unrolled(short, plan, long, tries=10, is_over=lambda: False):
+    peaks = [peak_memory_of(short, program) for program in plan.programs]
+    for made in periodic_plans(short, plan, long, tries=10, is_over=lambda: False):
         schedule = schedule_of(long.problem, made.programs)
         assert sl.verify(schedule).in_order
         timeline = sl.simulate(schedule, long.problem.costs)
@@ -367,7 +367,7 @@ def test_a_middle_with_both_forms_of_the_backward_is_not_repeated() -> None:
     short, long = (Board(problem_of(sl.Costs(), 1, count, None, 1, "loop", "makespan", None)) for count in (4, 8))
     mixed = ["0F0", "0B0", "0F1", "0I1", "0W1", "0F2", "0B2", "0F3", "0I3", "0W3"]
     programs = programs_of(sl.Schedule.from_programs([mixed]))
-    for plan in unrolled(short, Plan(programs, 12.0, "by hand"), long, tries=20, is_over=lambda: False):
+    for plan in periodic_plans(short, Plan(programs, 12.0, "by hand"), long, tries=20, is_over=lambda: False):
         sl.verify(schedule_of(long.problem, plan.programs))
 
 
@@ -376,4 +376,4 @@ def test_the_quick_bound_of_a_large_step_is_near_the_careful_one() -> None:
     for cap in (None, 8, 6):
         for objective in ("makespan", "span"):
             problem = problem_of(costs, 8, 64, cap, 1, "loop", objective, None)
-            assert 0.75 * lower_bound(problem) <= quick_bound(Relaxed(problem)) <= lower_bound(problem) + 1e-9
+            assert 0.75 * lower_bound(problem) <= quick_bound(Relaxation(problem)) <= lower_bound(problem) + 1e-9

@@ -166,8 +166,8 @@ def test_a_loss_from_python_stands_in_place_of_any_that_is_named(named: str) -> 
 
 
 def test_the_models_own_loss_is_the_one_that_came_with_it() -> None:
-    assert find_loss("own", given=far).function is far
-    assert find_loss("mse", given=far).function is not far
+    assert find_loss("own", model_loss=far).function is far
+    assert find_loss("mse", model_loss=far).function is not far
 
 
 def test_squares_of_different_shapes_are_refused() -> None:
@@ -179,7 +179,7 @@ def test_squares_of_different_shapes_are_refused() -> None:
 
 def test_every_class_needs_a_weight() -> None:
     refused(
-        "loss_weights has 2 numbers and the model knows 256", "training.loss=weighted_cross_entropy",
+        "loss_weights has 2 weights, but the model has 256", "training.loss=weighted_cross_entropy",
         "training.loss_weights=1.0,2.0",
     )  # fmt: skip
     assert not Path("run").exists()

@@ -17,7 +17,7 @@ from instances import examples
 from stageline import StagelineError
 from stageline.train.config import Config
 from stageline.train.data import Bytes, Data, File, Loader, Tokens, open_data
-from stageline.train.data.memmap import Joined, memmap_tokens
+from stageline.train.data.memmap import ConcatenatedArray, memmap_tokens
 from stageline.train.data.tokenizer import encode_documents
 
 
@@ -63,7 +63,7 @@ def test_the_embedded_data_is_a_few_megabytes_and_always_the_same() -> None:
 
 def test_a_python_without_its_source_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    with pytest.raises(StagelineError, match=rf"not in {tmp_path}; give text of your own"):
+    with pytest.raises(StagelineError, match=rf"not in {tmp_path}; use your own text"):
         open_data(Config())
 
 
@@ -85,7 +85,7 @@ def test_folders_are_read_whole_and_in_order() -> None:
 
 def test_text_that_cannot_be_read_is_named() -> None:
     Path("t").mkdir()
-    with pytest.raises(StagelineError, match="the folder t holds no files"):
+    with pytest.raises(StagelineError, match="the folder t contains no files"):
         open_data(job("text", "t"))
     Path("t/a.txt").write_text("")
     with pytest.raises(StagelineError, match="t has no tokens: it is empty"):
@@ -93,16 +93,16 @@ def test_text_that_cannot_be_read_is_named() -> None:
     Path("t/b.txt").write_bytes(b"abc\xe9def")
     with pytest.raises(StagelineError, match=r"t/b\.txt is not UTF-8: byte 3 is 0xe9"):
         open_data(job("text", "t"))
-    with pytest.raises(StagelineError, match="there is no nowhere"):
+    with pytest.raises(StagelineError, match="nowhere does not exist"):
         open_data(job("text", "t,nowhere"))
     with pytest.raises(StagelineError, match="dataset_path is empty"):
         open_data(job("text"))
 
 
 def test_kinds_are_known_by_name() -> None:
-    with pytest.raises(StagelineError, match=r"'memap' \(did you mean 'memmap'\?\); it is one of python, text"):
+    with pytest.raises(StagelineError, match=r"'memap' \(did you mean 'memmap'\?\); it must be one of python, text"):
         open_data(job("memap"))
-    with pytest.raises(StagelineError, match=r"'x\.txt', and training\.dataset is python.* to text"):
+    with pytest.raises(StagelineError, match=r"'x\.txt', but training\.dataset is python.* to text"):
         open_data(job("python", "x.txt"))
 
 
@@ -163,7 +163,7 @@ def test_the_separator_is_the_one_of_the_config_beside_it() -> None:
 
 def test_a_long_document_is_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = train_tokenizer()
-    monkeypatch.setattr("stageline.train.data.tokenizer.PIECE", 40)
+    monkeypatch.setattr("stageline.train.data.tokenizer.MAX_CHARACTERS", 40)
     documents = ["the line\n" * 30, "x" * 100, "", "end"]
     for each in (tokenizer, Bytes()):
         found = np.concatenate(list(encode_documents(each, documents)))
@@ -185,12 +185,12 @@ def test_tokens_are_kept_and_found_again(monkeypatch: pytest.MonkeyPatch) -> Non
     Path("a.txt").write_text("the stage of the other line")
     assert tokens_of(open_data(config, cache="kept")) == tokens_of(open_data(config)) != tokens_of(again)
     Path("file").write_text("")
-    with pytest.raises(StagelineError, match="cannot keep tokens in file/tokens"):
+    with pytest.raises(StagelineError, match="cannot write tokens to file/tokens"):
         open_data(config, cache="file")
 
 
 def test_tokenizers_that_cannot_be_read_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StagelineError, match=r"nowhere\.json: No such file.*tokenizer_path is bytes, or"):
+    with pytest.raises(StagelineError, match=r"nowhere\.json: No such file.*tokenizer_path must be bytes, or"):
         File("nowhere.json")
     Path("bad.json").write_text("{}")
     with pytest.raises(StagelineError, match=r"bad\.json is not a tokenizer\.json"):
@@ -202,7 +202,7 @@ def test_tokenizers_that_cannot_be_read_are_named(monkeypatch: pytest.MonkeyPatc
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused() -> None:
     assert open_data(job("python", model__vocab_size=300)).vocab_size == 300
-    with pytest.raises(StagelineError, match=r"model\.vocab_size is 200, and the tokenizer bytes has 256"):
+    with pytest.raises(StagelineError, match=r"model\.vocab_size is 200, but the tokenizer bytes has 256"):
         open_data(job("python", model__vocab_size=200))
 
 
@@ -233,7 +233,7 @@ def test_a_file_of_tokens_is_read_as_it_was_written(name: str) -> None:
     data = open_data(job("memmap", name, model__vocab_size=70_000))
     assert tokens_of(data) == numbers.tolist()
     assert data.tokenizer is None
-    assert data.describe() == f"memmap: 97 tokens in {name}, 24 windows of 4, 1 more to validate on"
+    assert data.describe() == f"memmap: 97 tokens in {name}, 24 windows of 4, 1 for validation"
 
 
 def test_a_folder_of_token_files_is_one_row() -> None:
@@ -243,14 +243,14 @@ def test_a_folder_of_token_files_is_one_row() -> None:
     Path("shards/readme.txt").write_text("not tokens")
     data = open_data(job("memmap", "shards", model__vocab_size=30, validation__enable=False))
     assert Loader(data.train, batch=7, shuffle=False).batch(0)[1].flatten().tolist() == list(range(1, 29))
-    assert data.describe() == "memmap: 30 tokens in 3 files, 7 windows of 4, nothing held back"
+    assert data.describe() == "memmap: 30 tokens in 3 files, 7 windows of 4, no validation data"
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.data())
 def test_joined_arrays_are_as_one(sizes: list[int], data: st.DataObject) -> None:
     whole = np.arange(sum(sizes))
-    joined = Joined(np.split(whole, np.cumsum(sizes)[:-1]))
+    joined = ConcatenatedArray(np.split(whole, np.cumsum(sizes)[:-1]))
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(whole))] * 2)))
     assert np.array_equal(joined[start:stop], whole[start:stop])
 
@@ -263,7 +263,8 @@ def test_tokens_outside_of_the_vocabulary_are_found_when_they_are_read() -> None
     loader = Loader(open_data(config).train, batch=1, shuffle=False)
     loader.samples(0, 194)
     with pytest.raises(
-        StagelineError, match=r"t\.bin has the token 300 at position 777, and the vocabulary ends at 299"
+        StagelineError,
+        match=r"t\.bin has the token 300 at position 777, but the largest token of the vocabulary is 299",
     ):
         loader.samples(0, 200)
     config.model.vocab_size = 301
@@ -273,13 +274,16 @@ def test_tokens_outside_of_the_vocabulary_are_found_when_they_are_read() -> None
 
 BROKEN: dict[str, tuple[Callable[[str], Any], str]] = {
     "empty.bin": (lambda name: Path(name).touch(), "empty.bin is empty"),
-    "odd.bin": (lambda name: Path(name).write_bytes(b"abc"), "has 3 bytes, 1 more than whole numbers of 2.*uint16"),
+    "odd.bin": (lambda name: Path(name).write_bytes(b"abc"), "has 3 bytes, which is not a multiple of 2 .*uint16"),
     "bad.npy": (lambda name: Path(name).write_bytes(b"abc"), "is not a .npy file of numbers"),
-    "floats.npy": (lambda name: np.save(name, np.ones(9)), r"float64 of shape \(9,\); .* integers in one row"),
+    "floats.npy": (
+        lambda name: np.save(name, np.ones(9)),
+        r"float64 of shape \(9,\); .* one-dimensional array of integers",
+    ),
     "square.npy": (lambda name: np.save(name, np.ones((3, 3), int)), r"int64 of shape \(3, 3\)"),
     "none.npy": (lambda name: np.save(name, np.ones(0, int)), "none.npy is empty"),
     "words.npy": (lambda name: np.save(name, np.array([{}], object), allow_pickle=True), "not a .npy file of numbers"),
-    "short.bin": (lambda name: np.zeros(4, "<u2").tofile(name), r"4 tokens, and a sample .*seq_len 4 needs 5"),
+    "short.bin": (lambda name: np.zeros(4, "<u2").tofile(name), r"4 tokens, but a sample .*seq_len 4 needs 5"),
 }
 
 
@@ -291,9 +295,9 @@ def test_broken_files_of_tokens_are_refused(name: str) -> None:
         open_data(job("memmap", name, model__vocab_size=9))
 
 
-def test_the_vocabulary_of_a_file_is_asked_for_where_nothing_says_it() -> None:
+def test_a_file_of_unknown_vocabulary_size_is_an_error() -> None:
     np.zeros(100, "<u2").tofile("t.bin")
-    with pytest.raises(StagelineError, match=r"how many different tokens t\.bin has: set model\.vocab_size"):
+    with pytest.raises(StagelineError, match=r"the vocabulary size of t\.bin is unknown; set model\.vocab_size"):
         open_data(job("memmap", "t.bin"))
     assert open_data(job("memmap", "t.bin", model__name="llama/config.json")).vocab_size == 0
     data = open_data(job("memmap", "t.bin", training__dataset_dtype="uint8"))

@@ -414,7 +414,10 @@ def test_a_script_that_lost_a_rank_keeps_its_exit_code(nursery: Nursery, tmp_pat
     common = {"WORLD_SIZE": str(len(ENDS) + 1), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "STAGELINE_FLIGHT_DIR": str(tmp_path / "flights")}
     common |= {"PYTHONPATH": os.pathsep.join([str(script.parent), os.environ.get("PYTHONPATH", "")])}
-    commands = {"nested": ["exit_rank", "nested"], "pytest": ["pytest", "-q", "-s", "-p", "no:cacheprovider", str(script)]}
+    commands = {
+        "nested": ["exit_rank", "nested"],
+        "pytest": ["pytest", "-q", "-s", "-p", "no:cacheprovider", str(script)],
+    }
     started: dict[str, Child | subprocess.Popen[bytes]] = {}
     try:
         for rank, way in enumerate([*ENDS, "leave"]):

@@ -153,21 +153,23 @@ def test_the_same_samples_are_trained_on_with_any_number_of_replicas() -> None:
 
 def test_batches_that_do_not_fit_are_refused_with_the_nearest_that_do() -> None:
     loader = Loader(counting(5), batch=30)
-    with pytest.raises(StagelineError, match=r"30, which is no multiple of 2 replicas × 4 .* = 8; the nearest is 32"):
+    with pytest.raises(
+        StagelineError, match=r"30, which is not a multiple of 2 replicas × 4 .* = 8; the nearest value is 32"
+    ):
         loader.turns(2, 4)
-    with pytest.raises(StagelineError, match="which 4 replicas cannot share evenly; the nearest that they can is 32"):
+    with pytest.raises(StagelineError, match="which is not divisible by 4 replicas; the nearest value is 32"):
         loader.batch(0, 0, 4)
-    with pytest.raises(StagelineError, match="replica 2 is none of 2"):
+    with pytest.raises(StagelineError, match="replica is 2; with 2 replicas it must be from 0 to 1"):
         loader.batch(0, 2, 2)
-    with pytest.raises(StagelineError, match="got 3 from -1"):
+    with pytest.raises(StagelineError, match="got 3 samples from -1"):
         loader.samples(-1, 3)
 
 
 def test_a_checkpoint_with_another_seed_is_refused() -> None:
     state = Loader(counting(5), batch=2, seed=1).state_dict(4)
-    with pytest.raises(StagelineError, match=r"training\.seed 1 .* from 2 now"):
+    with pytest.raises(StagelineError, match=r"training\.seed 1 .* the seed is 2 now"):
         Loader(counting(5), batch=2, seed=2).load_state_dict(state)
-    with pytest.raises(StagelineError, match=r"position of a checkpoint.*got None"):
+    with pytest.raises(StagelineError, match=r"data position of the checkpoint.*got None"):
         Loader(counting(5), batch=2, seed=1).load_state_dict({})
 
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from instances import examples
 from stageline.errors import StagelineError
-from stageline.model.chosen import Balance, Work, cut_by_cost
-from stageline.model.cuts import least
+from stageline.model.chosen import CutConstraints, UnitCosts, cut_by_cost
+from stageline.model.cuts import minimise
 from stageline.model.partition import Partition, evaluate, partition, uniform
 from stageline.model.request import Request
-from stageline.model.vee import every_pair
+from stageline.model.vee import cut_from_all_pairs
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import schedule
 from stageline.schedules.schedule import Schedule
@@ -241,7 +241,7 @@ def test_a_quick_cut_of_a_v_counts_only_where_no_pair_of_places_is_better(seed: 
     for caps in (None, held.sum() / ranks * dice.uniform(1.0, 2.0)):
         request = Request.of(costs, ranks, 2, "v", None if caps is None else held, caps, None, None)
         problem = request.problem({})
-        slow = least(partial(every_pair, problem, capped=caps is not None), 0.0)
+        slow = minimise(partial(cut_from_all_pairs, problem, capped=caps is not None), 0.0)
         if slow is None:
             with pytest.raises(StagelineError, match="no cut fits"):
                 partition(costs, ranks, 2, "v", memory=held, caps=caps)
@@ -254,9 +254,9 @@ def test_a_quick_cut_of_a_v_counts_only_where_no_pair_of_places_is_better(seed: 
 FAMILIES = ["1f1b", "zb-v", "interleaved", "dualpipe-v", "hanayo", "dualpipe", "chimera", "interleaved-zb"]
 
 
-def work_of(costs: Any, layers: int) -> Work:
+def work_of(costs: Any, layers: int) -> UnitCosts:
     third = (costs / 3).tolist()
-    return Work([f"layer.{index}" for index in range(layers)], costs.tolist(), third, third, third, [1.0] * layers)
+    return UnitCosts([f"layer.{index}" for index in range(layers)], costs.tolist(), third, third, third, [1.0] * layers)
 
 
 @settings(max_examples=examples(20), deadline=None)
@@ -267,7 +267,7 @@ def test_a_cut_for_a_schedule_is_never_slower_in_simulation_than_equal_counts(se
     layers = int(dice.integers(made.stages, 5 * made.stages))
     costs = dice.uniform(0.2, 1.8, layers)
     even = uniform(layers, made.stages)
-    found = cut_by_cost(work_of(costs, layers), made.stages, Balance(schedule=made), even)
+    found = cut_by_cost(work_of(costs, layers), made.stages, CutConstraints(schedule=made), even)
 
     def makespan(stages: list[tuple[int, int]]) -> float:
         works = [float(costs[start:stop].sum()) / 3 for start, stop in stages]
@@ -289,7 +289,7 @@ def test_a_cut_for_a_schedule_is_never_slower_in_simulation_than_equal_counts(se
 def test_stages_on_two_ranks_are_cut_as_well_as_any(costs: list[int]) -> None:
     made = schedule("dualpipe", 4, 8)
     found = cut_by_cost(
-        work_of(np.array(costs, dtype=float), len(costs)), 4, Balance(schedule=made), uniform(len(costs), 4)
+        work_of(np.array(costs, dtype=float), len(costs)), 4, CutConstraints(schedule=made), uniform(len(costs), 4)
     )
 
     def slowest(stages: list[tuple[int, int]]) -> float:
@@ -304,19 +304,19 @@ def test_stages_on_two_ranks_are_cut_as_well_as_any(costs: list[int]) -> None:
 
 def test_caps_and_pins_hold_for_a_schedule_too_and_its_chart_shows_both_stages_of_a_rank() -> None:
     work = work_of(np.array([1.0, 1, 1, 1, 1, 1, 1, 5]), 8)
-    found = cut_by_cost(work, 4, Balance(schedule="dualpipe", memory=5, pinned={"layer.5": 3}), uniform(8, 4))
+    found = cut_by_cost(work, 4, CutConstraints(schedule="dualpipe", memory=5, pinned={"layer.5": 3}), uniform(8, 4))
     assert found.memory is not None
     assert max(found.memory) <= 5
     assert found.stages[3][0] <= 5
     assert "rank 0  0" in found.chart()
     assert found.chart().splitlines()[2].split()[2:4] == found.chart().splitlines()[5].split()[2:4]
     with pytest.raises(StagelineError, match="every stage is on two ranks of the schedule; leave speed= out"):
-        cut_by_cost(work, 4, Balance(schedule="dualpipe", speed=[1, 1, 1, 2]), uniform(8, 4))
+        cut_by_cost(work, 4, CutConstraints(schedule="dualpipe", speed=[1, 1, 1, 2]), uniform(8, 4))
     odd = Schedule.from_programs(
         [["0F0", "0B0", "2F0", "2B0"], ["1F0", "1B0"]], placement=Placement.of(2, [[0, 1, 0]], [0])
     )
-    with pytest.raises(StagelineError, match=r"places its stages on ranks as .*; cuts by cost are for stages that go"):
-        cut_by_cost(work, 3, Balance(schedule=odd), uniform(8, 3))
+    with pytest.raises(StagelineError, match=r"places its stages on ranks as .*; cuts by cost support stages that go"):
+        cut_by_cost(work, 3, CutConstraints(schedule=odd), uniform(8, 3))
 
 
 def test_a_heavy_last_layer_gets_a_rank_with_less_beside_it() -> None:
@@ -358,35 +358,35 @@ def test_the_chart_of_many_ranks_leaves_some_out_and_shows_memory() -> None:
 GOOD: dict[str, Any] = {"costs": [1, 2, 3, 4], "ranks": 2}
 NAMES = ["embed", "block.0", "block.1", "head"]
 BAD = [
-    ({"costs": [1, -2, 3]}, r"costs\[1\] is -2; it must be a number from 0"),
+    ({"costs": [1, -2, 3]}, r"costs\[1\] is -2; it must be a finite number >= 0"),
     ({"costs": [1, float("nan")], "names": ["a", "b"]}, r"costs\[1\] \(b\) is nan"),
     ({"costs": [1, float("inf")]}, r"costs\[1\] is inf"),
     ({"costs": []}, r"costs is \[\]; give a list of numbers, one per layer"),
     ({"costs": ["a", "b"]}, r"costs is \['a', 'b'\]; give numbers"),
-    ({"ranks": 5}, "5 ranks with 1 chunks each are 5 stages, and there are 4 layers"),
-    ({"ranks": 0}, "ranks is 0; give a whole number from 1"),
-    ({"ranks": 2.0}, "ranks is 2.0; give a whole number"),
+    ({"ranks": 5}, "5 ranks with 1 chunks each are 5 stages, but there are 4 layers"),
+    ({"ranks": 0}, "ranks is 0; give an integer from 1"),
+    ({"ranks": 2.0}, "ranks is 2.0; give an integer"),
     ({"chunks": -1}, "chunks is -1"),
     ({"placement": "vee"}, r"placement is 'vee' \(did you mean 'v'\?\)"),
-    ({"memory": [1, 2]}, "memory has 2 entries, and there must be 4"),
-    ({"caps": 3}, "caps were given without memory"),
-    ({"memory": [1] * 4, "caps": [1, 2, 3]}, "caps has 3 entries, and there must be 2"),
+    ({"memory": [1, 2]}, "memory has 2 entries; expected 4"),
+    ({"caps": 3}, "caps needs memory"),
+    ({"memory": [1] * 4, "caps": [1, 2, 3]}, "caps has 3 entries; expected 2"),
     ({"memory": [1] * 4, "caps": float("nan")}, r"caps\[0\] is nan"),
-    ({"speed": [1]}, "speed has 1 entries, and there must be 2"),
+    ({"speed": [1]}, "speed has 1 entries; expected 2"),
     ({"speed": [1, 0]}, r"speed\[1\] is 0; it must be above 0"),
-    ({"slack": -0.1}, "slack is -0.1; give a share from 0"),
+    ({"slack": -0.1}, "slack is -0.1; give a fraction >= 0"),
     ({"slack": float("nan")}, "slack is nan"),
-    ({"names": ["a"]}, "names has 1 entries, and costs 4"),
+    ({"names": ["a"]}, "names has 1 entries, but costs has 4"),
     ({"pinned": {4: 0}}, "pinned has the layer 4; give a number from 0 to 3"),
     ({"pinned": {1: 2}}, r"pinned\[1\] is stage 2; there are 2, so give 0 to 1"),
-    ({"pinned": {"head": 1}}, "pinned has the layer 'head', and layers have no names"),
-    ({"pinned": {"block1": 1}, "names": NAMES}, r"no layer is named so \(did you mean 'block.1'\?\)"),
+    ({"pinned": {"head": 1}}, "pinned has the layer 'head', but layers have no names"),
+    ({"pinned": {"block1": 1}, "names": NAMES}, r"no layer has that name \(did you mean 'block.1'\?\)"),
     ({"pinned": {"block.0": 1, "block.1": 0}, "names": NAMES}, r"layer 1 \(block.0\) is pinned to stage 1, and"),
     ({"pinned": {0: 1}}, "layer 0 is always in stage 0, and layer 0 is pinned to stage 1: a layer is in one stage"),
     ({"ranks": 4, "pinned": {1: 0}}, "layer 1 is pinned to stage 0, and layer 3 is always in stage 3: the 4 stages"),
-    ({"memory": [1, 9, 1, 1], "caps": 5}, "layer 1 alone has 9 bytes, and no rank may hold more than 5; the smallest"),
-    ({"memory": [3, 3, 3, 3], "caps": 5}, "the layers have 12 bytes, and all ranks may hold 10; the smallest.* is 6"),
-    ({"memory": [3, 3, 3, 3], "caps": [8, 5]}, "the closest gives rank 0 9 bytes, and it may hold 8"),
+    ({"memory": [1, 9, 1, 1], "caps": 5}, "layer 1 alone has 9 bytes; the largest cap of a rank is 5; the smallest"),
+    ({"memory": [3, 3, 3, 3], "caps": 5}, "have 12 bytes; the caps of all ranks add up to 10; the smallest.* is 6"),
+    ({"memory": [3, 3, 3, 3], "caps": [8, 5]}, "the closest gives rank 0 9 bytes; its cap is 8"),
 ]  # fmt: skip
 
 
@@ -399,8 +399,8 @@ def test_bad_input_is_one_clear_error(change: dict[str, Any], says: str) -> None
 @pytest.mark.parametrize(
     ("stages", "says"),
     [
-        ([2, 1, 1], "3 stages were given, and 2 ranks with 1 chunks each have 2"),
-        ([2, 3], "the stages hold 5 layers, and there are 4"),
+        ([2, 1, 1], "got 3 stages; 2 ranks with 1 chunks each have 2 stages"),
+        ([2, 3], "the stages hold 5 layers, but there are 4"),
         ([4, 0], "stage 1 holds the layers 4 to 4.* at least one"),
         ([(0, 2), (3, 4)], "stage 1 holds the layers 3 to 4.* must start at 2"),
         ([(0, 2), "x"], "stage 1 is 'x'"),
@@ -414,7 +414,9 @@ def test_a_given_cut_that_is_none_is_refused(stages: Any, says: str) -> None:
 def test_uniform_and_charts_refuse_what_does_not_go_together() -> None:
     with pytest.raises(StagelineError, match="2 layers cannot be cut into 3 stages"):
         uniform(2, 3)
-    with pytest.raises(StagelineError, match="before is a cut of 4 layers for 2 ranks, and this one of 3 for 3"):
+    with pytest.raises(
+        StagelineError, match="before is a cut of 4 layers for 2 ranks, but this one is for 3 layers and 3 ranks"
+    ):
         partition([1, 1, 1], 3).chart(partition([1, 1, 1, 1], 2))
 
 

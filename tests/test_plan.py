@@ -131,7 +131,7 @@ def test_a_plan_of_one_rank_is_read_as_it_was_written() -> None:
         found = sl.plan(profile=profile, ranks=1, microbatches=12, memory=memory, time_limit=0.3)
         found.write("plan.json")
         assert sl.read_plan("plan.json").alternatives == found.alternatives
-        assert 0.0 <= min(each.bubble for each in (found, *found.alternatives))
+        assert min(each.bubble for each in (found, *found.alternatives)) >= 0.0
 
 
 def cuts_of(profile: sl.Profile, made: sl.Schedule) -> list[list[int]]:

@@ -236,7 +236,7 @@ def test_costs_of_stages_through_a_simulation() -> None:
         ([(0, 0), (0, 3)], r"stage 0 is \(0, 0\)"),
         ([(0, 4)], r"stage 0 is \(0, 4\)"),
         ([1, 2], "stage 0 is 1;"),
-        ([(0, 2)], "end at layer 2, and the profile has 3"),
+        ([(0, 2)], "end at layer 2, but the profile has 3"),
     ],
 )
 def test_stages_that_are_none_are_refused(stages: Any, message: str) -> None:
@@ -249,7 +249,7 @@ def test_a_file_gives_back_the_same_profile(tmp_path: Path) -> None:
     profile = quick_gpt()
     profile.write(tmp_path / "a.json")
     assert read_profile(tmp_path / "a.json") == profile
-    with pytest.raises(sl.CostError, match=r"end the name in \.json"):
+    with pytest.raises(sl.CostError, match=r"must end in \.json"):
         profile.write(tmp_path / "a.txt")
 
 
@@ -265,10 +265,10 @@ def test_a_file_gives_back_the_same_profile(tmp_path: Path) -> None:
         (lambda data: data.update(machine=1), "'machine' must be a string"),
         (lambda data: data["layers"][1].pop("residue"), "layer 1 lacks 'residue'"),
         (lambda data: data["layers"][1].update(extra=1), "layer 1 has an unknown 'extra'"),
-        (lambda data: data["layers"][0].update(forward=-1.0), "'forward' of layer 0 must be a number from 0"),
+        (lambda data: data["layers"][0].update(forward=-1.0), "'forward' of layer 0 must be a number >= 0"),
         (lambda data: data["layers"][0].update(forward=True), "'forward' of layer 0"),
-        (lambda data: data["layers"][0].update(activation=1.5), "'activation' of layer 0 must be a whole number"),
-        (lambda data: data["layers"][0].update(calls=0), "'calls' of layer 0 must be a whole number from 1"),
+        (lambda data: data["layers"][0].update(activation=1.5), "'activation' of layer 0 must be an integer >= 0"),
+        (lambda data: data["layers"][0].update(calls=0), "'calls' of layer 0 must be an integer >= 1"),
         (lambda data: data["layers"][0].update(name=None), "'name' of layer 0 must be a string"),
     ],
 )
@@ -315,7 +315,7 @@ class Fails(nn.Module):
         return x * 2
 
 
-@pytest.mark.parametrize(("after", "where"), [(0, "in the run of the model"), (1, "when it was run alone")])
+@pytest.mark.parametrize(("after", "where"), [(0, "when the model ran"), (1, "when it ran alone")])
 def test_an_exception_names_the_layer(after: int, where: str) -> None:
     with pytest.raises(sl.StagelineError, match=rf"layer '1' \(Fails\) failed {where}.*KeyError: 'lost'"):
         quick(nn.Sequential(nn.Linear(4, 4), Fails(after)), torch.randn(2, 4))
@@ -335,16 +335,16 @@ def test_what_cannot_be_measured_is_refused() -> None:
 
     one = [("a", linear)]
     refused("run never called 'b'", [*one, ("b", unused)])
-    refused(r"layer 'a' \(Linear\) was run without gradients", one, without_gradients)
-    refused("run ran a backward", one, lambda: linear(x).sum().backward())
+    refused(r"layer 'a' \(Linear\) ran without gradients", one, without_gradients)
+    refused("run called backward", one, lambda: linear(x).sum().backward())
     refused("two layers are named 'a'", [*one, ("a", unused)])
-    refused("layer 'a' lies within layer 'whole'", [*one, ("whole", nn.Sequential(linear))])
+    refused("layer 'a' is inside layer 'whole'", [*one, ("whole", nn.Sequential(linear))])
     refused("listed 2 times and was called 1 times", [*one, ("again", linear)])
-    refused("pairs of a name and a module, got 3", [3])
+    refused(r"must be \(name, module\) pairs, got 3", [3])
     refused("layers is empty", [])
-    refused("repeats must be a whole number from 1 upwards, got 0", one, repeats=0)
-    refused("on 'cpu' or 'cuda', got device 'meta'", one, device="meta")
+    refused("repeats must be an integer >= 1, got 0", one, repeats=0)
+    refused("device must be 'cpu' or 'cuda', got 'meta'", one, device="meta")
     assert linear.weight.grad is None
     assert not linear._forward_hooks
-    with pytest.raises(sl.StagelineError, match=r"layers of a Model are not known; give layers="):
+    with pytest.raises(sl.StagelineError, match=r"cannot infer the layers of a Model; give layers="):
         profile_model(Model(), torch.tensor([[1]]))

@@ -27,7 +27,7 @@ from stageline.train.logs import MetricsFile
 from stageline.train.report import make_report, read_run
 from stageline.train.report.axis import Axis, axis_of
 from stageline.train.report.page import html
-from stageline.train.report.series import LARGEST, Series
+from stageline.train.report.series import MAX_FINITE, Series
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -314,8 +314,8 @@ def test_broken_neighbours_are_notes_and_not_the_end(tmp_path: Path) -> None:
     notes = page_of(folder).all("ul", **{"class": "notes"})[0]
     for said in (
         "2 lines of metrics.jsonl",
-        "config.toml is no TOML",
-        "environment.json holds no table",
+        "config.toml is not valid TOML",
+        "environment.json is not a JSON object",
         "planned.json",
     ):
         assert said in notes
@@ -327,7 +327,7 @@ def test_what_is_no_run_is_refused_with_what_was_expected(tmp_path: Path) -> Non
     with pytest.raises(StagelineError, match=r"neither metrics.jsonl nor config.toml"):
         make_report(tmp_path)
     make(tmp_path / "inner", step_rows(1))
-    with pytest.raises(StagelineError, match="it has the runs inner"):
+    with pytest.raises(StagelineError, match="it contains the runs inner"):
         make_report(tmp_path)
     with pytest.raises(StagelineError, match="is a file"):
         make_report(tmp_path / "inner/metrics.jsonl")
@@ -462,10 +462,14 @@ def test_thinning_keeps_the_extremes_the_ends_and_every_kind_of_trouble(
 
 
 @settings(deadline=None)
-@given(found=st.lists(st.floats(-LARGEST, LARGEST), min_size=1, max_size=30), zero=st.booleans(), skewed=st.booleans())
+@given(
+    found=st.lists(st.floats(-MAX_FINITE, MAX_FINITE), min_size=1, max_size=30),
+    zero=st.booleans(),
+    skewed=st.booleans(),
+)
 def test_an_axis_holds_all_values_and_its_ticks_are_on_it(found: list[float], zero: bool, skewed: bool) -> None:
     axis = axis_of([np.array(found)], zero=zero, skewed=skewed)
-    places = axis.place(np.array(found))
+    places = axis.position(np.array(found))
     assert places.min() >= 0
     assert places.max() <= 1
     ticks = axis.ticks()

@@ -162,16 +162,16 @@ def test_a_stream_that_goes_on_is_told_the_epoch_it_is_in() -> None:
 
 
 def test_streams_that_end_say_after_how_many_samples() -> None:
-    with pytest.raises(StagelineError, match="mine gave no sample: the iterable is empty"):
+    with pytest.raises(StagelineError, match="mine has no samples: the iterable is empty"):
         Stream([], name="mine").take(0, 1)
-    with pytest.raises(StagelineError, match="mine ended after 10 samples and gave none when it was iterated again"):
+    with pytest.raises(StagelineError, match="mine ended after 10 samples and gave none when iterated again"):
         Stream(iter(Numbers()), name="mine").take(0, 11)
 
     class Short(Seeking):
         def __iter__(self) -> Iterator[list[int]]:
             return (row for row in [[number, number] for number in range(10)][self.begin :])
 
-    with pytest.raises(StagelineError, match=r"ended after 10 samples .* seek\(10\): .* modulo an epoch"):
+    with pytest.raises(StagelineError, match=r"ended after 10 samples .* seek\(10\): .* modulo the length of an epoch"):
         Stream(Short(), name="mine").take(0, 11)
     with pytest.raises(StagelineError, match="mine is a int, 5; give an iterable"):
         Stream(5, name="mine")
@@ -253,7 +253,7 @@ def test_a_source_that_hangs_is_named() -> None:
         yield [1, 2]
 
     with Prefetch(Loader(Stream(hanging(), name="mine"), batch=1), timeout=0.1) as batches:
-        with pytest.raises(StagelineError, match=r"mine gave no batch for 0\.1 seconds, at sample 0"):
+        with pytest.raises(StagelineError, match=r"mine produced no batch for 0\.1 seconds, at sample 0"):
             next(batches)
         gate.set()
     assert not running()

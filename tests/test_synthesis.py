@@ -221,9 +221,9 @@ def test_an_interrupt_keeps_the_best_so_far() -> None:
 
 
 def test_without_ortools_heuristics_answer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stageline.synthesis import exact
+    from stageline.synthesis import cp_sat
 
-    monkeypatch.setattr(exact, "is_available", lambda: False)
+    monkeypatch.setattr(cp_sat, "is_available", lambda: False)
     r = sl.synthesize(measured(0.5), 4, 8, memory=5)
     assert r.lower_bound < 258 <= r.achieved <= r.named["zb-h1"]
 
@@ -249,15 +249,15 @@ def test_a_cap_that_nothing_fits_is_said_to_be_so_with_the_smallest_that_works()
     assert caught.value.rank == 1
     assert caught.value.least == (2.5, 5.5)
     assert "rank 1 needs 5.5" in str(caught.value)
-    assert "the smallest that works is 5.5" in str(caught.value)
+    assert "the smallest cap that works is 5.5" in str(caught.value)
     assert max(sl.synthesize(costs, 2, 4, chunks=2, memory=5.5).timeline.peak_memory) == 5.5
 
 
 def test_caps_of_their_own_are_answered_with_caps_that_work() -> None:
     costs = sl.Costs(activation=[1, 2, 4, 3])
-    with pytest.raises(sl.MemoryCapError, match=r"rank 1 needs 2 .* \(ranks 2, 3 need more, too\)") as caught:
+    with pytest.raises(sl.MemoryCapError, match=r"rank 1 needs 2 .* \(ranks 2, 3 also need more\)") as caught:
         sl.synthesize(costs, 4, 4, memory=[9, 1, 1, 2])
-    works = str(caught.value).rpartition("the smallest that works is ")[2]
+    works = str(caught.value).rpartition("the smallest cap that works is ")[2]
     assert works == "9,2,4,3"
     r = sl.synthesize(costs, 4, 4, memory=[float(cap) for cap in works.split(",")])
     assert r.timeline.peak_memory[1:] == (2, 4, 3)
@@ -308,15 +308,15 @@ def test_several_microbatches_are_under_way_at_once_where_memory_holds_few(
     ("wrong", "says"),
     [
         ({"memory": [1, 2, 3]}, "one for each of the 2 ranks"),
-        ({"memory": -1}, "from 0 upwards"),
-        ({"memory": "much"}, "from 0 upwards"),
-        ({"placement": "ring"}, "placement is 'loop' or 'vee', got 'ring'"),
-        ({"objective": "bubble"}, "objective is 'makespan' or 'span'"),
-        ({"split": "yes"}, "split is True, False or None"),
-        ({"time_limit": 0}, "time_limit is a number of seconds above 0"),
-        ({"time_limit": math.inf}, "time_limit is a number of seconds above 0"),
-        ({"memory": math.nan}, "from 0 upwards"),
-        ({"seed": -1}, "seed is a whole number"),
+        ({"memory": -1}, "must be a number >= 0"),
+        ({"memory": "much"}, "must be a number >= 0"),
+        ({"placement": "ring"}, "placement must be 'loop' or 'vee', got 'ring'"),
+        ({"objective": "bubble"}, "objective must be 'makespan' or 'span'"),
+        ({"split": "yes"}, "split must be True, False or None"),
+        ({"time_limit": 0}, "time_limit must be a number of seconds above 0"),
+        ({"time_limit": math.inf}, "time_limit must be a number of seconds above 0"),
+        ({"memory": math.nan}, "must be a number >= 0"),
+        ({"seed": -1}, "seed must be an integer"),
         ({"ranks": 0}, "synthesize needs ranks to be a whole number from 1"),
         ({"costs": sl.Costs(forward=[1, 2, 3])}, "forward has 3 values and the schedule has 2 stages"),
         ({"costs": 3}, "expected sl.Costs"),
@@ -377,10 +377,10 @@ def test_the_command_draws_what_takes_no_time(capsys: pytest.CaptureFixture[str]
     ("words", "says"),
     [
         ("-p 2 -m 4 --memory much", "--memory takes a number, or one per rank"),
-        ("-p 2 -m 4 --memory 0.5", "the smallest that works is 1"),
+        ("-p 2 -m 4 --memory 0.5", "the smallest cap that works is 1"),
         ("-p 2 -m 4 --memory 1,2,3", "one for each of the 2 ranks"),
-        ("-p 2 -m 4 --objective bubble", "objective is 'makespan' or 'span'"),
-        ("-p 2 -m 4 --placement ring", "placement is 'loop' or 'vee'"),
+        ("-p 2 -m 4 --objective bubble", "objective must be 'makespan' or 'span'"),
+        ("-p 2 -m 4 --placement ring", "placement must be 'loop' or 'vee'"),
         ("-m 4", "-p"),
     ],
 )

@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from stageline.errors import StagelineError, nearest, shorten
-from stageline.model.chosen import Balance
+from stageline.model.chosen import CutConstraints
 from stageline.model.profile import Profile
 
 WAYS = ("layers", "parameters", "time", "type:ClassOfBlock", "a list of names", "a profile")
 
 
-def check_asked(stages: Any, by: Any, layers_per_stage: Any, stack: Any, ask: Balance, example: Any) -> list[str]:
+def check_asked(
+    stages: Any, by: Any, layers_per_stage: Any, stack: Any, ask: CutConstraints, example: Any
+) -> list[str]:
     """Refuse what cannot be, or does not go together; give back the names of the stacks.
 
-    >>> check_asked(2, "layers", None, "blocks", Balance(), None)
+    >>> check_asked(2, "layers", None, "blocks", CutConstraints(), None)
     ['blocks']
     """
     whole("stages", stages)

@@ -1,4 +1,4 @@
-"""The balance of a cut as text: a bar for every rank."""
+"""The balance of a partition as a text chart: one bar per rank."""
 
 from __future__ import annotations
 
@@ -8,55 +8,57 @@ if TYPE_CHECKING:
     from stageline.model.partition import Partition
 
 BAR, PALE, MARK = "█", "░", "│"
-MOST_RANKS = 64
-LEAST_BAR = 10
+MAX_RANKS = 64
+MIN_BAR = 10
 
 
-def chart(found: Partition, before: Partition | None, width: int) -> str:
-    """A bar of every rank, as long as its time, and a mark where the bound is; below it, if given, that of `before`."""
-    longest = max(found.slowest, before.slowest if before is not None else 0.0) or 1.0
-    ranks = len(found.loads)
-    shown = (
-        range(ranks) if ranks <= MOST_RANKS else [*range(MOST_RANKS // 2), *range(ranks - MOST_RANKS // 2 + 1, ranks)]
+def chart(partition: Partition, before: Partition | None, width: int) -> str:
+    """Return one bar per rank, with a mark at the bound; with `before`, also the bars of that partition."""
+    longest = max(partition.slowest, before.slowest if before is not None else 0.0) or 1.0
+    ranks = len(partition.loads)
+    visible = (
+        range(ranks) if ranks <= MAX_RANKS else [*range(MAX_RANKS // 2), *range(ranks - MAX_RANKS // 2 + 1, ranks)]
     )
-    heads = {rank: f"rank {rank}".ljust(len(f"rank {ranks - 1}")) for rank in shown}
-    layers = {rank: _layers(found, rank) for rank in shown}
-    old = {rank: _layers(before, rank) for rank in shown} if before is not None else {}
-    column = max(map(len, (*layers.values(), *old.values())))
-    tails = {rank: _tail(found, rank) for rank in shown}
-    room = max(map(len, (*tails.values(), *((_tail(before, rank) for rank in shown) if before is not None else ()))))
+    heads = {rank: f"rank {rank}".ljust(len(f"rank {ranks - 1}")) for rank in visible}
+    layers = {rank: _layers(partition, rank) for rank in visible}
+    old_layers = {rank: _layers(before, rank) for rank in visible} if before is not None else {}
+    column = max(map(len, (*layers.values(), *old_layers.values())))
+    tails = {rank: _tail(partition, rank) for rank in visible}
+    tail_width = max(
+        map(len, (*tails.values(), *((_tail(before, rank) for rank in visible) if before is not None else ())))
+    )
     margin = len(heads[0]) + 2 + column + 2
-    bar = max(LEAST_BAR, width - margin - 2 - room)
-    mark = round(bar * found.bound / longest)
+    bar = max(MIN_BAR, width - margin - 2 - tail_width)
+    mark = round(bar * partition.bound / longest)
 
     def line(head: str, spans: str, load: float, letter: str, tail: str) -> str:
-        drawn = (letter * round(bar * load / longest)).ljust(bar + 1)
-        if drawn[mark : mark + 1] == " ":
-            drawn = drawn[:mark] + MARK + drawn[mark + 1 :]
-        return f"{head}  {spans.ljust(column)}  {drawn} {tail}".rstrip()
+        filled = (letter * round(bar * load / longest)).ljust(bar + 1)
+        if filled[mark : mark + 1] == " ":
+            filled = filled[:mark] + MARK + filled[mark + 1 :]
+        return f"{head}  {spans.ljust(column)}  {filled} {tail}".rstrip()
 
-    lines = _title(found, before)
-    for rank in shown:
+    lines = _title(partition, before)
+    for rank in visible:
         if before is not None:
-            lines.append(line(heads[rank], old[rank], before.loads[rank], PALE, _tail(before, rank)))
+            lines.append(line(heads[rank], old_layers[rank], before.loads[rank], PALE, _tail(before, rank)))
         head = heads[rank] if before is None else " " * len(heads[rank])
-        lines.append(line(head, layers[rank], found.loads[rank], BAR, tails[rank]))
-        if len(shown) < ranks and rank == MOST_RANKS // 2 - 1:
-            lines.append(f"{'…'.rjust(len(heads[rank]))}  ({ranks - len(shown)} ranks not shown)")
+        lines.append(line(head, layers[rank], partition.loads[rank], BAR, tails[rank]))
+        if len(visible) < ranks and rank == MAX_RANKS // 2 - 1:
+            lines.append(f"{'…'.rjust(len(heads[rank]))}  ({ranks - len(visible)} ranks not shown)")
     return "\n".join(lines)
 
 
-def _title(found: Partition, before: Partition | None) -> list[str]:
-    sizes = f"{found.layers} layers, {len(found.stages)} stages, {len(found.loads)} ranks"
-    how = (
+def _title(partition: Partition, before: Partition | None) -> list[str]:
+    sizes = f"{partition.layers} layers, {len(partition.stages)} stages, {len(partition.loads)} ranks"
+    quality = (
         "no cut is better"
-        if found.optimal
-        else f"at most {100 * found.gap:.2g}% above the best ({MARK} {found.bound:.4g})"
+        if partition.optimal
+        else f"at most {100 * partition.gap:.2g}% above the best ({MARK} {partition.bound:.4g})"
     )
-    slowest = f"slowest {found.slowest:.4g} (rank {found.loads.index(found.slowest)}): {how}"
+    slowest = f"slowest {partition.slowest:.4g} (rank {partition.loads.index(partition.slowest)}): {quality}"
     if before is None:
         return [sizes, slowest]
-    ratio = f", {before.slowest / found.slowest:.3g} times as fast" if found.slowest else ""
+    ratio = f", {before.slowest / partition.slowest:.3g} times as fast" if partition.slowest else ""
     return [
         sizes,
         f"{PALE} before: slowest {before.slowest:.4g} (rank {before.loads.index(before.slowest)})",
@@ -64,19 +66,25 @@ def _title(found: Partition, before: Partition | None) -> list[str]:
     ]
 
 
-def _layers(found: Partition, rank: int) -> str:
-    """The layers of a rank, stage by stage: 0-3 12-15."""
-    others = found.also_on or found.rank_of
-    spans = [span for span, *holders in zip(found.stages, found.rank_of, others, strict=True) if rank in holders]
+def _layers(partition: Partition, rank: int) -> str:
+    """Return the layers of a rank, stage by stage: 0-3 12-15."""
+    others = partition.also_on or partition.rank_of
+    spans = [
+        span for span, *holders in zip(partition.stages, partition.rank_of, others, strict=True) if rank in holders
+    ]
     return " ".join(str(start) if stop == start + 1 else f"{start}-{stop - 1}" for start, stop in spans)
 
 
-def _tail(found: Partition, rank: int) -> str:
-    """The time of a rank, and what it holds."""
-    text = f"{found.loads[rank]:.4g}"
-    if found.memory is None:
+def _tail(partition: Partition, rank: int) -> str:
+    """Return the time and memory of a rank."""
+    text = f"{partition.loads[rank]:.4g}"
+    if partition.memory is None:
         return text
-    text += f"  {found.memory[rank]:.4g} bytes"
-    if found.caps is None:
+    text += f"  {partition.memory[rank]:.4g} bytes"
+    if partition.caps is None:
         return text
-    return text + f" of {found.caps[rank]:.4g}" + (" (too much)" if found.memory[rank] > found.caps[rank] else "")
+    return (
+        text
+        + f" of {partition.caps[rank]:.4g}"
+        + (" (too much)" if partition.memory[rank] > partition.caps[rank] else "")
+    )

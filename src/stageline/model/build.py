@@ -1,7 +1,7 @@
-"""Building a model of which a rank holds only its own part, with the same bits for every number of ranks.
+"""Build a model of which each rank holds only its part, with bits that do not depend on the number of ranks.
 
-The constructor runs once without memory, and what it does is written down; then only the tensors that a rank owns are
-made, each by the calls it depends on, with random numbers that depend on the seed and the tensor's name alone.
+The constructor runs once on the meta device, and its operations are recorded. Then only the tensors that a rank owns
+are computed, each by the calls it depends on, with random numbers that depend only on the seed and the tensor's name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stageline.errors import StagelineError, shorten
 from stageline.model.record import ALLOCATES, record, recording
-from stageline.model.tape import META, Place, Tape
+from stageline.model.tape import META, StorageView, Tape
 from stageline.runtime.randomness import generator_alone
 
 Owns = Callable[[str], bool]
@@ -36,21 +36,22 @@ def build(
     otherwise: Literal["refuse", "construct"] = "refuse",
     unwritten: Literal["refuse", "zeros"] = "refuse",
 ) -> M:
-    """Build a model that has memory only for the parameters and buffers that `owns(name)` says are this rank's.
+    """Build a model with memory only for the parameters and buffers for which `owns(name)` is true.
 
     The others are on the meta device. The bits depend on the seed and on names, not on `owns`, `device` or the number
-    of ranks. A constructor that cannot be recorded is refused with the line it is about, or, with
-    `otherwise="construct"`, runs in the host's memory as a whole, seeded, before the rest is given up again.
+    of ranks. If the constructor cannot be recorded, raise `StagelineError` with the line that caused it. With
+    `otherwise="construct"`, seed and run it in host memory as a whole instead, then free what is not owned. `unwritten`
+    is explained in `Description.materialise`.
 
     >>> def model():
     ...     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> first = build(model, lambda name: name.startswith("0."), seed=1)
-    >>> {name: str(each.device) for name, each in first.named_parameters()}
+    >>> {name: str(parameter.device) for name, parameter in first.named_parameters()}
     {'0.weight': 'cpu', '0.bias': 'cpu', '2.weight': 'meta', '2.bias': 'meta'}
     >>> torch.equal(first[0].weight, build(model, seed=1)[0].weight)
     True
     """
-    _known("otherwise", otherwise, ("refuse", "construct"))
+    _check_choice("otherwise", otherwise, ("refuse", "construct"))
     try:
         description = describe(factory)
     except StagelineError:
@@ -61,7 +62,7 @@ def build(
 
 
 def describe(factory: Callable[[], M]) -> Description[M]:
-    """Call a model's constructor without memory, and keep what it did to each tensor.
+    """Run a model's constructor on the meta device, and record what it does to each tensor.
 
     >>> description = describe(lambda: nn.Sequential(nn.Linear(1000, 1000), nn.BatchNorm1d(1000)))
     >>> description.model[0].weight.is_meta, description.nbytes()
@@ -70,39 +71,40 @@ def describe(factory: Callable[[], M]) -> Description[M]:
     16008
     """
     model, tape = record(factory)
-    held = _held(model)
-    for each in held:
-        if not each.tensor.is_meta:
-            each.replace(_like(each.tensor, tape.constant(each.tensor)))
-        each.place = tape.add(each.tensor)
+    entries = _tensor_entries(model)
+    for entry in entries:
+        if not entry.tensor.is_meta:
+            entry.replace(_like(entry.tensor, tape.constant(entry.tensor)))
+        entry.view = tape.add(entry.tensor)
     programs: dict[int, list[int]] = {}
-    drawn: dict[int, str] = {}
-    for each in held:
-        if each.place.storage not in programs:
-            programs[each.place.storage] = tape.program(each.place.storage)
-            own = [at for at in programs[each.place.storage] if tape.calls[at].draws and at not in drawn]
-            drawn.update({at: f"{each.names[0]}/{count}" for count, at in enumerate(own)})
-    return Description(model, tape, held, programs, drawn)
+    seed_names: dict[int, str] = {}
+    for entry in entries:
+        storage = entry.view.storage
+        if storage not in programs:
+            programs[storage] = tape.program(storage)
+            draws = [index for index in programs[storage] if tape.calls[index].draws and index not in seed_names]
+            seed_names.update({index: f"{entry.names[0]}/{count}" for count, index in enumerate(draws)})
+    return Description(model, tape, entries, programs, seed_names)
 
 
 @dataclass(frozen=True)
 class Description(Generic[M]):
-    """A model without memory, and how to make each of its tensors. Made by `describe`."""
+    """A model on the meta device, and how to compute each of its tensors. Returned by `describe`."""
 
     model: M
     _tape: Tape = field(repr=False)
-    _held: list[_Held] = field(repr=False)
+    _entries: list[_TensorEntry] = field(repr=False)
     _programs: dict[int, list[int]] = field(repr=False)
-    _drawn: dict[int, str] = field(repr=False)  # for every call that draws, the name it is seeded by
+    _seed_names: dict[int, str] = field(repr=False)  # by call that draws: the name in its seed
 
     def nbytes(self, owns: Owns = lambda name: True) -> int:
-        """How many bytes the tensors that `owns` names take; tied and overlapping ones count once.
+        """Return the bytes of the owned tensors; tied and overlapping ones count once.
 
         >>> describe(lambda: nn.Linear(10, 10)).nbytes()
         440
         """
         return sum(
-            self._tape.storages[storage].nbytes() if len(group) > 1 else group[0].place.nbytes
+            self._tape.storages[storage].nbytes() if len(group) > 1 else group[0].view.nbytes
             for storage, group in self._groups(owns).items()
         )
 
@@ -114,158 +116,161 @@ class Description(Generic[M]):
         device: torch.device | str = "cpu",
         unwritten: Literal["refuse", "zeros"] = "refuse",
     ) -> M:
-        """Give memory and values to the tensors that `owns` names, and return the model; others stay as they are.
+        """Allocate and compute the owned tensors, and return the model; the others stay on the meta device.
 
-        A tensor with several names is owned with any of them, and one that is a plain attribute also with its module.
-        What the constructor allocates but never writes is refused by name, or zero with `unwritten="zeros"`.
+        A tensor with several names is owned if any of them is; one that is a plain attribute is also owned with its
+        module. If the constructor allocates an owned tensor but never writes it, raise `StagelineError` with its name,
+        or set it to zero with `unwritten="zeros"`.
 
         >>> model = describe(lambda: nn.Linear(2, 2)).materialise(lambda name: name == "bias")
         >>> model.weight.is_meta, model.bias.is_meta
         (True, False)
         """
-        _known("unwritten", unwritten, ("refuse", "zeros"))
-        groups = self._groups(owns, made=False)
-        holes = {
-            storage for storage, group in groups.items() for each in group if not self._tape.is_written(each.place)
+        _check_choice("unwritten", unwritten, ("refuse", "zeros"))
+        groups = self._groups(owns, skip_materialised=True)
+        unwritten_storages = {
+            storage for storage, group in groups.items() for entry in group if not self._tape.is_written(entry.view)
         }
-        if holes and unwritten == "refuse":
-            names = ", ".join(each.about for storage in groups if storage in holes for each in groups[storage][:1])
+        if unwritten_storages and unwritten == "refuse":
+            names = ", ".join(
+                entry.label for storage in groups if storage in unwritten_storages for entry in groups[storage][:1]
+            )
             raise StagelineError(
-                f"the constructor never writes all of {names}; give it a value there, or pass unwritten='zeros' if "
+                f"the constructor does not write all of {names}; initialise it there, or pass unwritten='zeros' if "
                 "weights are loaded afterwards"
             )
-        seeds = {at: _seed(seed, name) for at, name in self._drawn.items()}
+        seeds = {index: _seed(seed, name) for index, name in self._seed_names.items()}
         with recording:
             for storage, group in groups.items():
                 memory = self._tape.replay(
-                    self._programs[storage], storage, partial(_draw, seeds), clear=storage in holes
+                    self._programs[storage], storage, partial(_draw, seeds), clear=storage in unwritten_storages
                 )
-                _place(group, memory, torch.device(device))
+                _assign_storage(group, memory, torch.device(device))
                 del memory
         return self.model
 
-    def _groups(self, owns: Owns, made: bool = True) -> dict[int, list[_Held]]:
-        """The owned tensors by the storage they lie in, with or without those that are made already."""
-        groups: dict[int, list[_Held]] = {}
-        for each in self._held:
-            if each.owned(owns) and (made or not each.made):
-                groups.setdefault(each.place.storage, []).append(each)
+    def _groups(self, owns: Owns, skip_materialised: bool = False) -> dict[int, list[_TensorEntry]]:
+        """Group the owned tensors by their storage."""
+        groups: dict[int, list[_TensorEntry]] = {}
+        for entry in self._entries:
+            if entry.is_owned(owns) and not (skip_materialised and entry.is_materialised):
+                groups.setdefault(entry.view.storage, []).append(entry)
         return groups
 
 
 @dataclass(eq=False)
-class _Held:
-    """A tensor of a model: all its names, and how to put another one in its place."""
+class _TensorEntry:
+    """A tensor of a model: all its names, and how to replace it."""
 
     tensor: Tensor
-    about: str
-    registered: bool  # as a parameter or buffer, not only an attribute
+    label: str
+    is_registered: bool  # as a parameter or buffer, not only an attribute
     names: list[str] = field(default_factory=list)
-    puts: list[Callable[[Tensor], Any]] = field(default_factory=list)
-    beside: list[str] = field(default_factory=list)  # for an attribute: the parameters and buffers of its module
-    place: Place = field(init=False)
-    made: bool = False
+    setters: list[Callable[[Tensor], Any]] = field(default_factory=list)
+    siblings: list[str] = field(default_factory=list)  # of an attribute: the parameters and buffers of its module
+    view: StorageView = field(init=False)
+    is_materialised: bool = False
 
-    def owned(self, owns: Owns) -> bool:
-        return any(owns(name) for name in (*self.names, *self.beside))
+    def is_owned(self, owns: Owns) -> bool:
+        return any(owns(name) for name in (*self.names, *self.siblings))
 
     def replace(self, tensor: Tensor) -> None:
-        for put in self.puts:
-            put(tensor)
+        for setter in self.setters:
+            setter(tensor)
         self.tensor = tensor
 
 
-def _held(model: nn.Module) -> list[_Held]:
-    """All tensors of a model in its order: parameters, buffers, and attributes that are tensors or hold some."""
-    found: dict[int, _Held] = {}
+def _tensor_entries(model: nn.Module) -> list[_TensorEntry]:
+    """Return all tensors of a model in order: parameters, buffers, and attributes that are or contain tensors."""
+    entries: dict[int, _TensorEntry] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        start = f"{prefix}." if prefix else ""
+        dotted = f"{prefix}." if prefix else ""
         registered = [*module._parameters.items(), *module._buffers.items()]
-        beside = [start + name for name, value in registered if value is not None]
-        for kind, values in (("parameter", module._parameters), ("buffer", module._buffers), ("", vars(module))):
-            for name, value in values.items():
+        siblings = [dotted + name for name, value in registered if value is not None]
+        for kind, attributes in (("parameter", module._parameters), ("buffer", module._buffers), ("", vars(module))):
+            for name, value in attributes.items():
                 if name in ("_parameters", "_buffers", "_modules"):
                     continue
-                for path, tensor, put in _walk(start + name, value, partial(values.__setitem__, name)):
-                    about = f"the {kind or 'attribute'} {path!r} of {type(module).__name__}"
-                    each = found.setdefault(id(tensor), _Held(tensor, about, registered=bool(kind)))
-                    each.names.append(path)
-                    each.puts.append(put)
-                    each.beside += [] if kind or each.registered else beside
-    for each in found.values():
-        if is_lazy(each.tensor) or each.tensor.layout is not torch.strided:
-            raise StagelineError(f"cannot build {each.about}: it has no shape yet, or is not dense")
-        if each.tensor._backward_hooks:
-            raise StagelineError(f"cannot build {each.about} with its hooks; register them after building")
-    return list(found.values())
+                for path, tensor, setter in _walk(dotted + name, value, partial(attributes.__setitem__, name)):
+                    label = f"the {kind or 'attribute'} {path!r} of {type(module).__name__}"
+                    entry = entries.setdefault(id(tensor), _TensorEntry(tensor, label, is_registered=bool(kind)))
+                    entry.names.append(path)
+                    entry.setters.append(setter)
+                    entry.siblings += [] if kind or entry.is_registered else siblings
+    for entry in entries.values():
+        if is_lazy(entry.tensor) or entry.tensor.layout is not torch.strided:
+            raise StagelineError(f"cannot build {entry.label}: it has no shape yet or is not dense")
+        if entry.tensor._backward_hooks:
+            raise StagelineError(f"cannot build {entry.label}: it has hooks; register them after building")
+    return list(entries.values())
 
 
-def _walk(name: str, value: Any, put: Callable[[Any], Any]) -> Iterator[tuple[str, Tensor, Callable[[Tensor], Any]]]:
-    """The tensors in a value, in lists, tuples and dicts too."""
+def _walk(name: str, value: Any, setter: Callable[[Any], Any]) -> Iterator[tuple[str, Tensor, Callable[[Tensor], Any]]]:
+    """Yield the tensors in a value and in nested lists, tuples and dicts, each with its path and a setter."""
     if isinstance(value, Tensor):
-        yield name, value, put
+        yield name, value, setter
     elif type(value) in (list, dict):
-        for key, each in list(enumerate(value) if isinstance(value, list) else value.items()):
-            yield from _walk(f"{name}.{key}", each, partial(value.__setitem__, key))
+        for key, item in list(enumerate(value) if isinstance(value, list) else value.items()):
+            yield from _walk(f"{name}.{key}", item, partial(value.__setitem__, key))
     elif type(value) is tuple:
         items = list(value)
 
-        def put_item(key: int, new: Any) -> None:
+        def set_item(key: int, new: Any) -> None:
             items[key] = new
-            put(tuple(items))
+            setter(tuple(items))
 
-        for key, each in enumerate(value):
-            yield from _walk(f"{name}.{key}", each, partial(put_item, key))
+        for key, item in enumerate(value):
+            yield from _walk(f"{name}.{key}", item, partial(set_item, key))
 
 
 def _like(old: Tensor, value: Tensor) -> Tensor:
-    """A tensor of this value that is otherwise what the old one was: a parameter, its attributes."""
-    wants_gradient = old.requires_grad and old.is_leaf
+    """Return a tensor with this value and the type and attributes of the old one."""
+    requires_grad = old.requires_grad and old.is_leaf
     if type(old) is Tensor:
-        new = value.detach().requires_grad_(wants_gradient)
+        new = value.detach().requires_grad_(requires_grad)
     else:
-        new = Tensor._make_subclass(type(old), value.detach(), wants_gradient)
+        new = Tensor._make_subclass(type(old), value.detach(), requires_grad)
     vars(new).update(vars(old))
     return new
 
 
-def _place(group: list[_Held], memory: torch.UntypedStorage, device: torch.device) -> None:
-    """Let the tensors of a model lie in this memory; a single one takes no more than its own."""
-    if len(group) == 1 and group[0].place.nbytes < memory.nbytes():
-        values = [group[0].place.on(memory).clone().to(device)]
+def _assign_storage(group: list[_TensorEntry], memory: torch.UntypedStorage, device: torch.device) -> None:
+    """Put the tensors of a group on this storage; a single tensor gets no more than its own size."""
+    if len(group) == 1 and group[0].view.nbytes < memory.nbytes():
+        values = [group[0].view.on(memory).clone().to(device)]
     else:
         if device.type != "cpu":
             whole = torch.empty(0, dtype=torch.uint8).set_(memory)
             memory = whole.to(device).untyped_storage()
-        values = [each.place.on(memory) for each in group]
-    for each, value in zip(group, values, strict=True):
-        each.replace(_like(each.tensor, value))
-        each.made = True
+        values = [entry.view.on(memory) for entry in group]
+    for entry, value in zip(group, values, strict=True):
+        entry.replace(_like(entry.tensor, value))
+        entry.is_materialised = True
 
 
 def _seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big") >> 1
 
 
-def _draw(seeds: dict[int, int], at: int, call: Callable[[], Any]) -> Any:
-    with _seeded(seeds[at]):
+def _draw(seeds: dict[int, int], index: int, call: Callable[[], Any]) -> Any:
+    with _seeded(seeds[index]):
         return call()
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Let what runs inside draw from this seed; afterwards the host's generator is as it was before."""
+    """Seed the host's generator, and restore its state on exit."""
     with generator_alone():
-        before = torch.default_generator.get_state()
+        state = torch.default_generator.get_state()
         torch.default_generator.manual_seed(seed)
         try:
             yield
         finally:
-            torch.default_generator.set_state(before)
+            torch.default_generator.set_state(state)
 
 
-class _Cleared(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets memory that is only allocated be zero, not what it held before."""
+class _ZeroedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sets allocated memory to zero."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -273,16 +278,16 @@ class _Cleared(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _construct(factory: Callable[[], M], owns: Owns, seed: int, device: torch.device) -> M:
-    """Run the constructor as it is, seeded, and give up the memory of what is not owned."""
-    with recording, _seeded(_seed(seed, "")), _Cleared():  # type: ignore[no-untyped-call]
+    """Run the constructor normally with a seed, then free the memory of what is not owned."""
+    with recording, _seeded(_seed(seed, "")), _ZeroedAllocations():  # type: ignore[no-untyped-call]
         model = factory()
-    for each in _held(model):
-        target = device if each.owned(owns) else META
-        if each.tensor.device != target:
-            each.replace(_like(each.tensor, each.tensor.detach().to(target)))
+    for entry in _tensor_entries(model):
+        target = device if entry.is_owned(owns) else META
+        if entry.tensor.device != target:
+            entry.replace(_like(entry.tensor, entry.tensor.detach().to(target)))
     return model
 
 
-def _known(argument: str, value: str, values: tuple[str, ...]) -> None:
+def _check_choice(argument: str, value: str, values: tuple[str, ...]) -> None:
     if value not in values:
         raise StagelineError(f"{argument} is {shorten(value)}; expected one of {', '.join(map(repr, values))}")

@@ -1,4 +1,4 @@
-"""One run of a model, watched: what every layer was called with, what it keeps for the backward, what it gives on."""
+"""Observe one run of a model: what each layer is called with, what it saves for the backward, and its output."""
 
 from __future__ import annotations
 
@@ -16,149 +16,151 @@ from stageline.errors import StagelineError, shorten
 from stageline.runtime.surroundings import autocasts
 
 Storages = dict[Any, int]
-"""Memory by what it is, not by where: two tensors in the same memory have one entry. The bytes of each."""
+"""Bytes per storage: tensors that share memory have one entry."""
 
 
 @dataclass
 class Call:
-    """What a layer was called with, once."""
+    """The arguments of one call of a layer."""
 
     leaves: list[Any]
-    """Of its arguments, with copies of the tensors."""
+    """The leaves of its arguments, with copies of the tensors."""
     tree: Any
-    wants: list[bool]
-    """Which of the leaves want a gradient."""
+    requires_grad: list[bool]
+    """Which of the leaves require a gradient."""
     autocasts: list[Any]
-    """The mixed precision of the moment."""
-    changes: bool = False
-    """Whether it changes what it is given in place."""
+    """The autocast state during the call."""
+    mutates_inputs: bool = False
+    """Whether it modifies its inputs in place."""
 
 
 @dataclass
-class Seen:
-    """What a run showed of a layer."""
+class LayerTrace:
+    """What a run showed about one layer."""
 
     name: str
     module: nn.Module
     calls: list[Call] = field(default_factory=list)
     saved: Storages = field(default_factory=dict)
-    """What it keeps for the backward and no layer before it keeps already."""
+    """What it saves for the backward and no earlier layer saves."""
     inputs: Storages = field(default_factory=dict)
-    """Of its first call."""
+    """Of the first call."""
     outputs: Storages = field(default_factory=dict)
-    """Of its last call."""
+    """Of the last call."""
     message: int = 0
-    """Bytes of the tensors of its last output."""
+    """Bytes of the tensors in its last output."""
 
     @property
     def title(self) -> str:
-        """How errors name it."""
+        """Its name in error messages."""
         return f"layer {self.name!r} ({type(self.module).__name__})"
 
 
 def storages_of(tensors: Sequence[Tensor]) -> Storages:
-    """The memory in which tensors lie; it is known again also when it is gone, and nothing else is taken for it.
+    """Return the storages of tensors. Keys stay valid after a storage is freed and are never reused.
 
     >>> x = torch.zeros(4)
     >>> list(storages_of([x, x[:2], x + 1]).values())
     [16, 16]
     """
-    found: Storages = {}
+    storages: Storages = {}
     for tensor in tensors:
         try:
             storage = tensor.untyped_storage()
-            found[StorageWeakRef(storage)] = storage.nbytes()  # type: ignore[no-untyped-call]
-        except (RuntimeError, NotImplementedError):  # sparse, or made of other tensors
-            found[object()] = tensor.numel() * tensor.element_size()
-    return found
+            storages[StorageWeakRef(storage)] = storage.nbytes()  # type: ignore[no-untyped-call]
+        except (RuntimeError, NotImplementedError):  # sparse, or a wrapper around other tensors
+            storages[object()] = tensor.numel() * tensor.element_size()
+    return storages
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """All tensors of a tree."""
+    """Return all tensors of a pytree."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def held(layers: Sequence[nn.Module]) -> Storages:
-    """The memory of parameters and buffers, which is there with and without a microbatch."""
+def state_storages(layers: Sequence[nn.Module]) -> Storages:
+    """Return the storages of parameters and buffers, which exist without any microbatch."""
     return storages_of([tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())])
 
 
-def capture(layers: Sequence[tuple[str, nn.Module]], run: Callable[[], Any]) -> list[Seen]:
-    """Run the model once, with a graph of which nothing is kept, and give back what was seen of each layer."""
-    watch = _Watch(layers)
+def capture(layers: Sequence[tuple[str, nn.Module]], run: Callable[[], Any]) -> list[LayerTrace]:
+    """Run the model once with autograd enabled, and return what was observed of each layer."""
+    observer = _Observer(layers)
     with ExitStack() as stack:
-        for module in watch.modules:
-            for hook in watch.hooks(module):
+        for module in observer.modules:
+            for hook in observer.hooks(module):
                 stack.callback(hook.remove)
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.pack, _no_backward))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(observer.pack, _no_backward))
         try:
             run()
         except StagelineError:
             raise
         except Exception as error:
-            if not watch.inside:
+            if not observer.inside:
                 raise
             raise StagelineError(
-                f"{watch.inside[-1].title} failed in the run of the model: {type(error).__name__}: {error}"
+                f"{observer.inside[-1].title} failed when the model ran: {type(error).__name__}: {error}"
             ) from error
-    return watch.found()
+    return observer.traces()
 
 
 def _no_backward(nothing: None) -> Tensor:
-    raise StagelineError("run ran a backward; a profile wants it to run the model's forward alone")
+    raise StagelineError("run called backward; it must only run the forward of the model")
 
 
-class _Watch:
+class _Observer:
     """Hooks on the layers of a model."""
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         self.layers = layers
         self.modules = list(dict.fromkeys(module for _, module in layers))
-        self.inside: list[Seen] = []
-        """The layer that runs now."""
-        self._places = {
-            module: [Seen(name, each) for name, each in layers if each is module] for module in self.modules
+        self.inside: list[LayerTrace] = []
+        """The layers that are running."""
+        self._traces = {
+            module: [LayerTrace(name, layer) for name, layer in layers if layer is module] for module in self.modules
         }
         self._counts = dict.fromkeys(self.modules, 0)
-        self._held = held(self.modules)
-        self._kept: set[Any] = set()
+        self._state = state_storages(self.modules)
+        self._saved: set[Any] = set()
         self._copies: dict[Any, Tensor] = {}
         self._versions: list[list[tuple[Tensor, int]]] = []
 
     def hooks(self, module: nn.Module) -> list[Any]:
-        # Outside of the hooks that are there: those belong to the layer, and run with it.
+        # These hooks run outside existing ones, which belong to the layer.
         return [
             module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._after),
         ]
 
     def pack(self, tensor: Tensor) -> None:
-        """Note what the layer that runs keeps, and let it go."""
+        """Record what the running layer saves, and drop the tensor."""
         if self.inside:
             for key, size in storages_of([tensor]).items():
-                if key not in self._held and key not in self._kept:
-                    self._kept.add(key)
+                if key not in self._state and key not in self._saved:
+                    self._saved.add(key)
                     self.inside[-1].saved[key] = size
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        places, count = self._places[module], self._counts[module]
+        traces, count = self._traces[module], self._counts[module]
         self._counts[module] += 1
-        seen = places[min(count, len(places) - 1)]
+        trace = traces[min(count, len(traces) - 1)]
         if not torch.is_grad_enabled():
-            raise StagelineError(f"{seen.title} was run without gradients; let run call the model outside of no_grad")
+            raise StagelineError(
+                f"{trace.title} ran without gradients; call the model outside of torch.no_grad() in run"
+            )
         leaves, tree = pytree.tree_flatten((args, kwargs))
         tensors = tensors_in(leaves)
-        if not seen.calls:
-            seen.inputs = storages_of(tensors)
+        if not trace.calls:
+            trace.inputs = storages_of(tensors)
         copies = [self._copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        wants = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        seen.calls.append(Call(copies, tree, wants, autocasts()))
+        requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        trace.calls.append(Call(copies, tree, requires_grad, autocasts()))
         self._versions.append([(tensor, tensor._version) for tensor in tensors])
-        self.inside.append(seen)
+        self.inside.append(trace)
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """What many layers are given, such as a mask, is copied once."""
+        """Copy a tensor, once if several layers receive it, such as a mask."""
         keys = list(storages_of([tensor]))
         try:
             key = (keys[0], tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
@@ -169,29 +171,29 @@ class _Watch:
         return self._copies[key]
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        seen = self.inside.pop()
-        seen.calls[-1].changes = any(tensor._version != version for tensor, version in self._versions.pop())
+        trace = self.inside.pop()
+        trace.calls[-1].mutates_inputs = any(tensor._version != version for tensor, version in self._versions.pop())
         tensors = tensors_in(output)
         if not tensors:
             raise StagelineError(
-                f"{seen.title} gave back {shorten(output)}, in which no tensor can be found; layers give back tensors, "
-                "in tuples, lists and dicts"
+                f"{trace.title} returned {shorten(output)}, which contains no tensor; layers must return tensors, or "
+                "tuples, lists and dicts of them"
             )
-        seen.outputs = storages_of(tensors)
-        seen.message = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        trace.outputs = storages_of(tensors)
+        trace.message = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    def found(self) -> list[Seen]:
-        never = [name for name, module in self.layers if not self._counts[module]]
-        if never:
+    def traces(self) -> list[LayerTrace]:
+        unused = [name for name, module in self.layers if not self._counts[module]]
+        if unused:
             raise StagelineError(
-                f"run never called {', '.join(map(repr, never))}; leave out of layers what the model does not use, and "
-                "give those modules that its forward calls as layer(…)"
+                f"run never called {', '.join(map(repr, unused))}; leave unused modules out of layers, and list "
+                "modules that the forward calls as layer(…)"
             )
-        for module, places in self._places.items():
-            if 1 < len(places) != self._counts[module]:
+        for module, traces in self._traces.items():
+            if 1 < len(traces) != self._counts[module]:
                 raise StagelineError(
-                    f"{places[0].title} is listed {len(places)} times and was called {self._counts[module]} times; "
+                    f"{traces[0].title} is listed {len(traces)} times and was called {self._counts[module]} times; "
                     "list it once, or once for each call"
                 )
-        waiting = {module: iter(places) for module, places in self._places.items()}
-        return [next(waiting[module]) for _, module in self.layers]
+        remaining = {module: iter(traces) for module, traces in self._traces.items()}
+        return [next(remaining[module]) for _, module in self.layers]

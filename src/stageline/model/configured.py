@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers that a config.json describes; the library is imported when one is read."""
+"""Hugging Face models described by a config.json; transformers is imported when one is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POSITIONS = "max_position_embeddings"
 
 
 def config_file(name: str | Path) -> Path | None:
-    """The file that a name stands for if it is that of a config, or of a folder that should have one.
+    """Return the config.json that a name refers to (a .json file, or a folder that should have one), or None.
 
     >>> config_file("gpt2/config.json"), config_file("package.module:function")
     (PosixPath('gpt2/config.json'), None)
@@ -30,19 +30,21 @@ def config_file(name: str | Path) -> Path | None:
 
 
 @dataclass(frozen=True)
-class Configured:
-    """A model as its config describes it; nothing of it is built yet."""
+class HuggingFaceConfig:
+    """A model described by its config; not built yet."""
 
     path: Path
     text: bytes
-    """The file, as it is."""
+    """The contents of the file."""
     config: Any
-    """What the library made of it."""
+    """The config object of transformers."""
     architecture: str
-    """The class that the file names; empty where it names none."""
+    """The class that the file names; empty if it names none."""
 
     def make(self, dtype: torch.dtype | None = None) -> nn.Module:
-        """Build it with random weights: of the class named, or else as a language model. `dtype` is what it trains in.
+        """Build the model with random weights: the class named in the config, or else a causal language model.
+
+        `dtype` is its training dtype.
 
         >>> import json
         >>> sizes = {"n_embd": 8, "n_head": 2, "n_layer": 1}
@@ -54,26 +56,26 @@ class Configured:
 
         if dtype is not None:
             self.config.dtype = dtype
-        kind: Any = getattr(transformers, self.architecture, None) if self.architecture else None
-        automatic: Any = transformers.AutoModelForCausalLM
-        made: nn.Module = kind(self.config) if kind is not None else automatic.from_config(self.config)
-        return made
+        model_class: Any = getattr(transformers, self.architecture, None) if self.architecture else None
+        auto_class: Any = transformers.AutoModelForCausalLM
+        model: nn.Module = model_class(self.config) if model_class is not None else auto_class.from_config(self.config)
+        return model
 
     @property
     def vocab_size(self) -> int | None:
-        """How many words it knows, if it says so."""
-        found = getattr(self.config, "vocab_size", None)
-        return found if isinstance(found, int) else None
+        """Vocabulary size, if the config has one."""
+        size = getattr(self.config, "vocab_size", None)
+        return size if isinstance(size, int) else None
 
     @property
     def positions(self) -> int | None:
-        """How many positions the config speaks of; whether a row may be longer is for `longest` to say."""
-        found = getattr(self.config, POSITIONS, None)
-        return found if isinstance(found, int) else None
+        """Number of positions in the config; see `max_tokens` for whether it limits the sequence length."""
+        count = getattr(self.config, POSITIONS, None)
+        return count if isinstance(count, int) else None
 
     @property
     def positions_name(self) -> str:
-        """What the config calls them.
+        """The name of that option in the config.
 
         >>> import json
         >>> _ = Path("config.json").write_text(json.dumps({"model_type": "gpt2"}))
@@ -83,16 +85,16 @@ class Configured:
         return str(getattr(self.config, "attribute_map", {}).get(POSITIONS, POSITIONS))
 
     @cached_property
-    def longest(self) -> int | None:
-        """The most tokens that a row may have: those for which there is a position in a table of them, learned or not.
+    def max_tokens(self) -> int | None:
+        """Maximum sequence length, from the tables of position embeddings, learned or fixed.
 
-        None where positions are computed, as rotary ones are, so that any row can be given.
+        None if positions are computed, as rotary ones are, so that any length is possible.
 
         >>> import json
         >>> sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16}
         >>> for kind in ("gpt2", "roberta", "llama"):
         ...     _ = Path("config.json").write_text(json.dumps({"model_type": kind, "intermediate_size": 8, **sizes}))
-        ...     print(kind, read_config("config.json").longest)
+        ...     print(kind, read_config("config.json").max_tokens)
         gpt2 16
         roberta 14
         llama None
@@ -103,30 +105,30 @@ class Configured:
             return None
         with torch.device("meta"):
             model = self.make()
-        found = []
+        lengths = []
         for name, module in model.named_modules():
-            last = name.rpartition(".")[2]
-            if isinstance(module, torch.nn.Embedding) and ("pos" in last or last == "wpe"):
-                # Some count on from the place of the padding; others keep rows for themselves.
-                before = 0 if module.padding_idx is None else module.padding_idx + 1
-                found.append(min(self.positions, module.num_embeddings - before))
+            leaf_name = name.rpartition(".")[2]
+            if isinstance(module, torch.nn.Embedding) and ("pos" in leaf_name or leaf_name == "wpe"):
+                # Some models start counting after the padding index; others reserve rows.
+                offset = 0 if module.padding_idx is None else module.padding_idx + 1
+                lengths.append(min(self.positions, module.num_embeddings - offset))
         tables = [table for name, table in model.named_buffers() if name.rpartition(".")[2] == "embed_positions"]
-        return min([*found, *(len(table) for table in tables)], default=None)
+        return min([*lengths, *(len(table) for table in tables)], default=None)
 
 
-def read_config(path: str | Path) -> Configured:
-    """Read a config.json, or say what is wrong with it.
+def read_config(path: str | Path) -> HuggingFaceConfig:
+    """Read a config.json; raise `StagelineError` if it is invalid.
 
     >>> _ = Path("config.json").write_text('{"model_type": "gpt22"}')
     >>> read_config("config.json")
     Traceback (most recent call last):
     ...
-    stageline.errors.StagelineError: config.json is no config that transformers knows: ...
+    stageline.errors.StagelineError: config.json is not a config that transformers knows: ...
     """
     file = Path(path)
     try:
         text = file.read_bytes()
-        given = json.loads(text)
+        values = json.loads(text)
     except (OSError, ValueError) as error:
         raise StagelineError(f"cannot read the config {file}: {error}") from error
     try:
@@ -136,7 +138,7 @@ def read_config(path: str | Path) -> Configured:
             "a Hugging Face config needs transformers: pip install 'stageline[huggingface]'"
         ) from error
     try:
-        config = transformers.AutoConfig.for_model(**{**given, "model_type": given["model_type"]})
+        config = transformers.AutoConfig.for_model(**{**values, "model_type": values["model_type"]})
     except (KeyError, ValueError, TypeError) as error:
-        raise StagelineError(f"{file} is no config that transformers knows: {error}") from error
-    return Configured(file, text, config, next(iter(given.get("architectures") or []), ""))
+        raise StagelineError(f"{file} is not a config that transformers knows: {error}") from error
+    return HuggingFaceConfig(file, text, config, next(iter(values.get("architectures") or []), ""))

@@ -1,7 +1,7 @@
-"""Where to cut a chain of layers: exact for one stage a rank, and the search for all other shapes.
+"""Cut a chain of layers into stages: exact for one stage per rank, a search for all other shapes.
 
-A cut of n layers into S stages is S + 1 places, from 0 to n: stage s holds the layers from place s up to place s + 1.
-All sums are of whole numbers (see `whole`), so that they are exact in whatever order they are added.
+A cut of n layers into S stages is S + 1 positions, from 0 to n: stage s holds the layers from position s up to position
+s + 1. All values are integers (see `to_integers`), so their sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -17,80 +17,80 @@ from numpy.typing import NDArray
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
-Test: TypeAlias = Callable[[float], tuple[Ints | None, float]]
+Oracle: TypeAlias = Callable[[float], tuple[Ints | None, float]]
 
 BITS = 48
 """The sum of all costs has this many bits: far finer than any measurement, and sums are exact."""
-FEW = 40
-"""So many entries a row are looked at all at once."""
-ROUNDS = 20
-"""How often the search goes over all windows, at most; it mostly ends by itself after three."""
+MAX_DENSE_COLUMNS = 40
+"""Up to this many entries per row, all are evaluated at once."""
+MAX_ROUNDS = 20
+"""Maximum number of passes over all windows; three are usually enough."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Layers to be cut into stages, and the ranks that hold them; times and bytes are running sums over layers."""
+    """Layers to cut into stages, and the ranks that hold them; times and bytes are prefix sums over layers."""
 
     time: Floats
-    held: Floats
+    memory: Floats
     rank_of: Ints
     """The rank of every stage."""
     speed: Floats
     caps: Floats
-    """What every rank may hold; infinite where nothing was said."""
+    """The memory cap of every rank; infinite where there is none."""
     low: Ints
     high: Ints
-    """Between which places every cut must lie, so that no stage is empty and pinned layers are where they must be."""
+    """The allowed range of every position, such that no stage is empty and pinned layers are in their stages."""
 
     def loads(self, cut: Ints) -> Floats:
-        """The time of every rank."""
+        """Return the time of every rank."""
         return np.asarray(self._sums(self.time, cut) / self.speed)
 
     def fits(self, cut: Ints) -> bool:
-        """Whether every rank may hold what this cut gives it."""
-        return bool((self._sums(self.held, cut) <= self.caps).all())
+        """Whether every rank is within its memory cap."""
+        return bool((self._sums(self.memory, cut) <= self.caps).all())
 
-    def _sums(self, running: Floats, cut: Ints) -> Floats:
-        return sums(self.rank_of, np.diff(running[cut]), len(self.speed))
+    def _sums(self, prefix: Floats, cut: Ints) -> Floats:
+        return sums(self.rank_of, np.diff(prefix[cut]), len(self.speed))
 
     def rating(self, cut: Ints) -> tuple[float, float]:
-        """What is made small: the slowest rank, and among equals the sum of squares over ranks and over stages."""
-        loads, works = self.loads(cut), np.diff(self.time[cut]) / self.speed[self.rank_of]
-        chunks = len(works) / len(loads)
-        return float(loads.max()), float((loads**2).sum() + chunks * (works**2).sum())
+        """Return the value to minimise: the slowest rank, then the sum of squares over ranks and stages."""
+        loads, stage_times = self.loads(cut), np.diff(self.time[cut]) / self.speed[self.rank_of]
+        chunks = len(stage_times) / len(loads)
+        return float(loads.max()), float((loads**2).sum() + chunks * (stage_times**2).sum())
 
     def by_memory(self, scale: Floats | None = None) -> Problem:
-        """The same layers, where a rank's memory over `scale`, or over its cap, takes the place of its time."""
+        """Return the problem of balancing memory, relative to `scale` or to the caps, in place of time."""
         if scale is None:
-            scale = np.clip(self.caps, 0.5, max(self.held[-1], 1.0))
-        return replace(self, time=self.held, speed=scale, caps=np.full(len(self.caps), np.inf))
+            scale = np.clip(self.caps, 0.5, max(self.memory[-1], 1.0))
+        return replace(self, time=self.memory, speed=scale, caps=np.full(len(self.caps), np.inf))
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A window of stages on ranks that are all different; each rank may have more to do outside of the window."""
+    """A window of stages on distinct ranks; a rank may have other stages outside the window."""
 
     time: Floats
-    held: Floats
+    memory: Floats
     speed: Floats
     base: Floats
-    """The time of other stages of the rank."""
+    """The work of the rank's other stages."""
     room: Floats
-    """The bytes that the rank may still hold."""
+    """The memory that the rank has left for this stage."""
     low: Ints
     high: Ints
 
     @property
     def bound(self) -> float:
-        """No cut makes the slowest rank faster than this."""
+        """A lower bound on the time of the slowest rank."""
         total = self.base.sum() + self.time[-1] - self.time[0]
         return max(float(total / self.speed.sum()), float((self.base / self.speed).max()))
 
 
-def whole(values: Floats, bits: int = BITS) -> tuple[Floats, int]:
-    """Values as whole numbers, times a power of two, whose sum has about so many bits; and that power.
+def to_integers(values: Floats, bits: int = BITS) -> tuple[Floats, int]:
+    """Scale values by a power of two and round them; the sum has about `bits` bits. Return them and the exponent.
 
-    >>> whole(np.array([0.5, 0.25]), bits=4)
+    >>> to_integers(np.array([0.5, 0.25]), bits=4)
     (array([8., 4.]), 4)
     """
     total = float(values.sum())
@@ -98,59 +98,59 @@ def whole(values: Floats, bits: int = BITS) -> tuple[Floats, int]:
     return np.rint(np.ldexp(values, power)), power
 
 
-def running(values: Floats) -> Floats:
-    """Sums of the first 0, 1, 2, … values."""
+def prefix_sums(values: Floats) -> Floats:
+    """Return the sums of the first 0, 1, 2, … values."""
     return np.concatenate(([0.0], np.cumsum(values)))
 
 
 def sums(rank_of: Ints, values: Floats, ranks: int) -> Floats:
-    """The sum of the values of every rank."""
+    """Return the sum of the values of every rank."""
     return np.asarray(np.bincount(rank_of, values, minlength=ranks), dtype=np.float64)
 
 
-def limits_of(slowest: float, speed: Floats) -> Floats:
-    """The work that ranks get done in this time; rounding gives back the work that a time was made from."""
+def work_limits(slowest: float, speed: Floats) -> Floats:
+    """Return the work each rank completes in this time; rounding recovers the work that a time was computed from."""
     return np.rint(slowest * speed)
 
 
 def next_above(limits: Floats, speed: Floats) -> float:
-    """The least time in which some rank gets more done; it is above that of the limits, whatever was rounded."""
+    """Return the smallest time in which some rank completes more than its limit."""
     return float(((limits + 1) / speed).min())
 
 
-def bound_of(problem: Problem) -> float:
-    """A time that the slowest rank needs in any cut: the largest of several that are easily known."""
+def time_bound(problem: Problem) -> float:
+    """Return a lower bound on the time of the slowest rank: the maximum of several simple bounds."""
     costs = np.sort(np.diff(problem.time))
     ranks, layers = len(problem.speed), len(costs)
     chunks = len(problem.rank_of) // ranks
-    # All work at full speed; the largest layer, and the least that its rank must hold beside it, on the fastest rank.
+    # All work at full speed; the largest layer plus the smallest others its rank must hold, on the fastest rank.
     values = [costs.sum() / problem.speed.sum(), (costs[-1] + costs[: chunks - 1].sum()) / problem.speed.max()]
-    # What must be where it is: the first and the last layer, those that are pinned, and what lies between them.
+    # Layers whose stage is fixed: the first, the last, pinned ones, and those between two pins of one stage.
     first, last = problem.high[:-1], np.maximum(problem.low[1:], problem.high[:-1])
     certain = sums(problem.rank_of, problem.time[last] - problem.time[first], ranks)
     values.append((certain / problem.speed).max())
     if (problem.speed == problem.speed[0]).all():
         # Of the m largest layers, some rank holds at least m / ranks, rounded up.
-        largest = running(costs[::-1])
+        largest = prefix_sums(costs[::-1])
         count = np.arange(1, layers + 1)
         values.append((largest[count] - largest[count - -(-count // ranks)]).max() / problem.speed[0])
     return float(max(values))
 
 
-def least(test: Test, low: float, known: tuple[Ints, float] | None = None) -> Ints | None:
-    """The cut whose slowest rank is fastest, by bisection; None if there is no cut at all.
+def minimise(oracle: Oracle, low: float, known: tuple[Ints, float] | None = None) -> Ints | None:
+    """Find the cut with the fastest slowest rank by bisection; return None if there is no cut at all.
 
-    `test(slowest)` gives a cut that takes at most this, and what it takes; or None, and a time that any cut takes at
-    least, which is above `slowest`. `low` is such a time, too; `known` is a cut and what it takes.
+    `oracle(limit)` returns a cut that takes at most `limit` and the time it takes, or None and a lower bound above
+    `limit`. `low` is a lower bound too. `known` is a cut and the time it takes.
     """
     best, high = (None, np.inf) if known is None else known
     limit, step = low, low / 4096
     while True:
         if low >= high:
             return best
-        found, value = test(limit)
-        if found is not None:
-            best, high = found, min(value, limit)
+        cut, value = oracle(limit)
+        if cut is not None:
+            best, high = cut, min(value, limit)
         else:
             low = value
         if low == np.inf:
@@ -162,115 +162,117 @@ def least(test: Test, low: float, known: tuple[Ints, float] | None = None) -> In
             limit = (low + high) / 2 if (low + high) / 2 < high else low
 
 
-def reach(chain: Chain, limits: Floats) -> tuple[list[Ints], float]:
-    """For every cut the places it can have if no rank does more than its limit; and the least time that was refused.
+def reachable(chain: Chain, limits: Floats) -> tuple[list[Ints], float]:
+    """Return, for every cut, the positions within the limits of the ranks, and the smallest time that was refused.
 
-    A place is reached best from the last one before it: that is the least to do, and the least to hold. Behind it must
-    be no more than the stages to come can do.
+    The best predecessor of a position is the last reachable one before it: it leaves the least work and memory to this
+    stage. The work behind a position must not exceed the limits of the later stages.
     """
-    time, held, stages = chain.time, chain.held, len(limits)
+    time, memory, stages = chain.time, chain.memory, len(limits)
     share = limits - chain.base
-    to_come = running(share[::-1])[::-1]
-    behind = np.searchsorted(time, time[-1] - to_come, side="left")
-    over = chain.base.sum() + time[-1] - stages
-    now, sets, refused = np.zeros(1, dtype=np.int64), [np.zeros(1, dtype=np.int64)], np.inf
+    later = prefix_sums(share[::-1])[::-1]
+    earliest = np.searchsorted(time, time[-1] - later, side="left")
+    excess = chain.base.sum() + time[-1] - stages
+    current, sets, refused = np.zeros(1, dtype=np.int64), [np.zeros(1, dtype=np.int64)], np.inf
     for stage in range(stages):
-        first, last = max(int(chain.low[stage + 1]), int(now[0]) + 1), min(int(chain.high[stage + 1]), len(time) - 1)
-        if behind[stage + 1] > first:
-            first = int(behind[stage + 1])
-            done = chain.base[: stage + 1].sum() + time[first - 1]
-            refused = min(refused, (over - done) / chain.speed[stage + 1 :].sum())
-        ahead = int(np.searchsorted(time, time[now[-1]] + share[stage], side="right"))
-        if ahead <= last:
-            refused = min(refused, (chain.base[stage] + time[ahead] - time[now[-1]]) / chain.speed[stage])
-            last = ahead - 1
+        first, last = (
+            max(int(chain.low[stage + 1]), int(current[0]) + 1),
+            min(int(chain.high[stage + 1]), len(time) - 1),
+        )
+        if earliest[stage + 1] > first:
+            first = int(earliest[stage + 1])
+            completed = chain.base[: stage + 1].sum() + time[first - 1]
+            refused = min(refused, (excess - completed) / chain.speed[stage + 1 :].sum())
+        farthest = int(np.searchsorted(time, time[current[-1]] + share[stage], side="right"))
+        if farthest <= last:
+            refused = min(refused, (chain.base[stage] + time[farthest] - time[current[-1]]) / chain.speed[stage])
+            last = farthest - 1
         places = np.arange(first, last + 1)
-        before = now[np.searchsorted(now, places, side="left") - 1]
-        work, room = time[places] - time[before], held[places] - held[before] <= chain.room[stage]
-        good = room & (work <= share[stage])
-        others = np.min(work[room & ~good], initial=np.inf)
-        refused = min(refused, (chain.base[stage] + others) / chain.speed[stage])
-        now = places[good]
-        sets.append(now)
-        if not len(now):
+        previous = current[np.searchsorted(current, places, side="left") - 1]
+        work, room = time[places] - time[previous], memory[places] - memory[previous] <= chain.room[stage]
+        allowed = room & (work <= share[stage])
+        rejected = np.min(work[room & ~allowed], initial=np.inf)
+        refused = min(refused, (chain.base[stage] + rejected) / chain.speed[stage])
+        current = places[allowed]
+        sets.append(current)
+        if not len(current):
             break
     return sets, float(refused)
 
 
 def cut_chain(chain: Chain, known: Ints | None = None) -> Ints | None:
-    """The best cut of a window: the slowest of its ranks as fast as can be, then the smallest sum of squares.
+    """Return the best cut of a window (least time of the slowest rank, then sum of squares); None if none fits.
 
-    `known` is a cut that keeps all there is to keep.
+    `known` is a cut that satisfies all constraints.
     """
 
-    def test(slowest: float) -> tuple[Ints | None, float]:
-        limits = limits_of(slowest, chain.speed)
-        sets, refused = reach(chain, limits)
+    def oracle(slowest: float) -> tuple[Ints | None, float]:
+        limits = work_limits(slowest, chain.speed)
+        sets, refused = reachable(chain, limits)
         if not len(sets[-1]):
             return None, max(refused, next_above(limits, chain.speed))
-        cut = _back(sets)
+        cut = _trace_back(sets)
         return cut, _slowest(chain, cut)
 
-    found = least(test, chain.bound, None if known is None else (known, _slowest(chain, known)))
-    if found is None:
+    best = minimise(oracle, chain.bound, None if known is None else (known, _slowest(chain, known)))
+    if best is None:
         return None
-    limits = limits_of(_slowest(chain, found), chain.speed)
-    return _most_even(chain, reach(chain, limits)[0], limits)
+    limits = work_limits(_slowest(chain, best), chain.speed)
+    return _evenest(chain, reachable(chain, limits)[0], limits)
 
 
 def _slowest(chain: Chain, cut: Ints) -> float:
     return float(((chain.base + np.diff(chain.time[cut])) / chain.speed).max())
 
 
-def _back(sets: list[Ints]) -> Ints:
-    """Some cut through the places that can be reached."""
+def _trace_back(sets: list[Ints]) -> Ints:
+    """Return one cut through the reachable positions."""
     cut = [int(sets[-1][-1])]
-    for now in sets[-2::-1]:
-        cut.append(int(now[np.searchsorted(now, cut[-1], side="left") - 1]))
+    for positions in sets[-2::-1]:
+        cut.append(int(positions[np.searchsorted(positions, cut[-1], side="left") - 1]))
     return np.array(cut[::-1])
 
 
-def _most_even(chain: Chain, places: list[Ints], limits: Floats) -> Ints:
-    """Of all cuts within the limits, the one with the smallest sum of squares."""
+def _evenest(chain: Chain, positions: list[Ints], limits: Floats) -> Ints:
+    """Return the cut within the limits that has the smallest sum of squares."""
     value = np.zeros(1)
     best = []
-    for stage, (starts, stops) in enumerate(pairwise(places)):
-        # Every stop has starts from which the stage may go there, all in a row.
+    for stage, (starts, stops) in enumerate(pairwise(positions)):
+        # The starts from which a stage may reach a stop are consecutive.
         first = np.maximum(
             np.searchsorted(chain.time[starts], chain.time[stops] - (limits[stage] - chain.base[stage]), side="left"),
-            np.searchsorted(chain.held[starts], chain.held[stops] - chain.room[stage], side="left"),
+            np.searchsorted(chain.memory[starts], chain.memory[stops] - chain.room[stage], side="left"),
         )
         last = np.searchsorted(starts, stops, side="left") - 1
-        value, chosen = _row_minima(first, last, partial(_squares, chain, stage, stops, starts, value))
-        best.append(chosen)
-    at, cut = 0, [int(places[-1][0])]
-    for chosen, columns in zip(best[::-1], places[-2::-1], strict=True):
-        at = int(chosen[at])
-        cut.append(int(columns[at]))
+        value, columns = _row_minima(first, last, partial(_squares, chain, stage, stops, starts, value))
+        best.append(columns)
+    index, cut = 0, [int(positions[-1][0])]
+    for columns, starts_of_stage in zip(best[::-1], positions[-2::-1], strict=True):
+        index = int(columns[index])
+        cut.append(int(starts_of_stage[index]))
     return np.array(cut[::-1])
 
 
 def _squares(chain: Chain, stage: int, stops: Ints, starts: Ints, before: Floats, row: Ints, column: Ints) -> Floats:
-    """The sum of squares up to a stage that goes from one place to another."""
+    """Return the sum of squares up to a stage between two positions."""
     work = chain.base[stage] + (chain.time[stops[row]] - chain.time[starts[column]])
     return np.asarray(before[column] + (work / chain.speed[stage]) ** 2)
 
 
 def _row_minima(first: Ints, last: Ints, entry: Callable[[Ints, Ints], Floats]) -> tuple[Floats, Ints]:
-    """The smallest entry of every row between two columns, and its column, the first if there are several.
+    """Return the minimum of every row between two columns, and its column (the first of several).
 
-    The squares of what lies between two places, and limits on it, make the columns of the minima go up with the rows.
-    So where there are many entries, every second row, every fourth, … is searched only between the minima of its
-    neighbours.
+    The columns of the minima increase with the rows, because entries are squares of the work between two positions. So
+    if there are many entries, every second row, every fourth, … is searched only between the minima of its neighbours.
     """
     rows = len(first)
     value, best = np.full(rows, np.inf), np.zeros(rows, dtype=np.int64)
-    few = int((last - first).sum()) <= FEW * rows
-    step = 0 if few else 1 << (rows.bit_length() - 1)
+    is_dense = int((last - first).sum()) <= MAX_DENSE_COLUMNS * rows
+    step = 0 if is_dense else 1 << (rows.bit_length() - 1)
     while True:
-        row = np.arange(rows) if few else np.arange(step - 1, rows, 2 * step)
+        row = np.arange(rows) if is_dense else np.arange(step - 1, rows, 2 * step)
         left, right = first[row], last[row]
-        if not few:
+        if not is_dense:
             left = np.where(row >= step, np.maximum(left, best[row - step]), left)
             right = np.where(row + step < rows, np.minimum(right, best[np.minimum(row + step, rows - 1)]), right)
         counts = right - left + 1
@@ -286,37 +288,37 @@ def _row_minima(first: Ints, last: Ints, entry: Callable[[Ints, Ints], Floats]) 
 
 
 def window(problem: Problem, cut: Ints, start: int, stop: int) -> Chain:
-    """The stages from `start` to `stop` of a cut, on ranks that are all different, to be cut again."""
+    """Return the stages from `start` to `stop` of a cut, on distinct ranks, as a chain to cut again."""
     ranks, count = problem.rank_of[start:stop], len(problem.speed)
     first, last = int(cut[start]), int(cut[stop])
-    work, held = np.diff(problem.time[cut]), np.diff(problem.held[cut])
+    work, memory = np.diff(problem.time[cut]), np.diff(problem.memory[cut])
     base = sums(problem.rank_of, work, count)[ranks] - work[start:stop]
-    room = problem.caps[ranks] - (sums(problem.rank_of, held, count)[ranks] - held[start:stop])
+    room = problem.caps[ranks] - (sums(problem.rank_of, memory, count)[ranks] - memory[start:stop])
     low, high = problem.low[start : stop + 1] - first, problem.high[start : stop + 1] - first
     low[-1] = high[-1] = last - first
     part = slice(first, last + 1)
-    return Chain(problem.time[part], problem.held[part], problem.speed[ranks], base, room, low, high)
+    return Chain(problem.time[part], problem.memory[part], problem.speed[ranks], base, room, low, high)
 
 
 def improve(problem: Problem, cut: Ints) -> Ints:
-    """Cut windows of the stages again, each as well as can be, until none gets better.
+    """Recut windows of stages optimally until none improves.
 
-    A window is as many stages in a row as are on different ranks; windows overlap by half.
+    A window is a maximal run of stages on distinct ranks; windows overlap by half.
     """
     ranks, stages = len(problem.speed), len(problem.rank_of)
     rating = problem.rating(cut)
-    for _ in range(ROUNDS):
-        before = rating
+    for _ in range(MAX_ROUNDS):
+        previous_rating = rating
         for start in range(0, stages - 1, max(1, ranks // 2)):
             stop = start + 1
             while stop < stages and problem.rank_of[stop] not in problem.rank_of[start:stop]:
                 stop += 1
-            found = cut_chain(window(problem, cut, start, stop), cut[start : stop + 1] - cut[start])
-            if found is None:
+            part = cut_chain(window(problem, cut, start, stop), cut[start : stop + 1] - cut[start])
+            if part is None:
                 continue
-            tried = np.concatenate((cut[:start], found + cut[start], cut[stop + 1 :]))
-            if problem.rating(tried) < rating:
-                cut, rating = tried, problem.rating(tried)
-        if rating >= before:
+            candidate = np.concatenate((cut[:start], part + cut[start], cut[stop + 1 :]))
+            if problem.rating(candidate) < rating:
+                cut, rating = candidate, problem.rating(candidate)
+        if rating >= previous_rating:
             break
     return cut

@@ -1,12 +1,12 @@
-"""A quick and good cut for a V: of all that the ranks so far may leave behind, only the least is looked at.
+"""A fast, good cut for a V placement: of everything that the ranks so far may leave, keep only the smallest.
 
-    places       a →            ← c          what is left lies between a and c
-    one rank     ···│▒▒▒▒│······│▒▒▒│···     takes from both ends of it, up to its limit
+    positions    a →            ← c          the layers left lie between a and c
+    one rank     ···│▒▒▒▒│······│▒▒▒│···     takes from both ends, up to its limit
                  a       a'     c'  c
 
-For every a only the least c is kept: of fewer layers, later ranks can mostly make what they can make of more. It fails
-only where a stage would be left with nothing but one heavy layer, so what is found is a cut, but whether a better one
-exists has to be asked once more, with all pairs (see `vee`).
+For every a, only the smallest c is kept: later ranks can almost always do with fewer layers what they can do with more.
+This fails only if a stage would be left with a single heavy layer. So the result is a valid cut, but only `vee`, which
+keeps all pairs, can prove that no better one exists.
 """
 
 from __future__ import annotations
@@ -15,112 +15,116 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stageline.model.cuts import Floats, Ints, Problem, limits_of, next_above
+from stageline.model.cuts import Floats, Ints, Problem, next_above, work_limits
 
 
 class Pairs(NamedTuple):
-    """Places (a, c), sorted by a, then by c."""
+    """Positions (a, c), sorted by a, then by c."""
 
     a: Ints
     c: Ints
 
 
-def ask(problem: Problem, slowest: float, *, capped: bool) -> tuple[Ints | None, float]:
-    """A cut that takes at most this and what it takes; or None, and the least time for which the answer may differ."""
-    ranks, limits, refused = len(problem.speed), limits_of(slowest, problem.speed), np.inf
+def cut_from_front(problem: Problem, slowest: float, *, capped: bool) -> tuple[Ints | None, float]:
+    """Return a cut that takes at most `slowest` and its time; or None and the next time worth trying."""
+    ranks, limits, refused = len(problem.speed), work_limits(slowest, problem.speed), np.inf
     pairs = [Pairs(np.zeros(1, dtype=np.int64), np.full(1, len(problem.time) - 1))]
     for rank in range(ranks - 1):
-        after, others = _next(problem, rank, limits, pairs[-1], capped)
-        refused = min(refused, others)
+        after, rejected = _next_front(problem, rank, limits, pairs[-1], capped)
+        refused = min(refused, rejected)
         if not len(after.a):
             break
         pairs.append(after)
     if len(pairs) == ranks:
-        good, others = last_of(problem, pairs[-1], limits[-1], capped)
-        refused = min(refused, others)
-        if len(good.a):
-            cut = back(problem, [*pairs[:-1], good], limits, capped)
+        allowed, rejected = last_rank_pairs(problem, pairs[-1], limits[-1], capped)
+        refused = min(refused, rejected)
+        if len(allowed.a):
+            cut = trace_back(problem, [*pairs[:-1], allowed], limits, capped)
             return cut, float(problem.loads(cut).max())
     return None, max(refused, next_above(limits, problem.speed))
 
 
-def last_of(problem: Problem, pairs: Pairs, limit: float, capped: bool) -> tuple[Pairs, float]:
-    """Of what is left to the last rank, that which it can do; and the least time that was refused."""
+def last_rank_pairs(problem: Problem, pairs: Pairs, limit: float, capped: bool) -> tuple[Pairs, float]:
+    """Return the pairs that the last rank can complete, and the smallest time that was refused."""
     (a, c), ranks = pairs, len(problem.speed)
     ends = problem.time[c] - problem.time[a]
     fits = np.maximum(a + 1, problem.low[ranks]) <= np.minimum(c - 1, problem.high[ranks])
     if capped:
-        fits &= problem.held[c] - problem.held[a] <= problem.caps[-1]
-    good = fits & (ends <= limit)
-    return Pairs(a[good], c[good]), float(np.min(ends[fits & ~good], initial=np.inf)) / float(problem.speed[-1])
+        fits &= problem.memory[c] - problem.memory[a] <= problem.caps[-1]
+    allowed = fits & (ends <= limit)
+    return Pairs(a[allowed], c[allowed]), float(np.min(ends[fits & ~allowed], initial=np.inf)) / float(
+        problem.speed[-1]
+    )
 
 
-def _next(problem: Problem, rank: int, limits: Floats, before: Pairs, capped: bool) -> tuple[Pairs, float]:
-    """For every place a' that a rank may leave behind, the least c'; and the least time that was refused."""
-    time, held, limit, done = problem.time, problem.held, limits[rank], rank + 1
-    last, refused = int(problem.high[done]), np.inf
-    reach = int(np.searchsorted(time, time[before.a[-1]] + limit, side="right"))
-    if reach <= last:
-        refused, last = time[reach] - time[before.a[-1]], reach - 1
-    a = np.arange(max(int(problem.low[done]), int(before.a[0]) + 1), last + 1)
-    # From which pairs it can come: this rank gets that far on the left, and every stage to come has a layer.
+def _next_front(problem: Problem, rank: int, limits: Floats, before: Pairs, capped: bool) -> tuple[Pairs, float]:
+    """Return, for every a' that a rank may leave, the smallest c', and the smallest time that was refused."""
+    time, memory, limit, num_ranks_done = problem.time, problem.memory, limits[rank], rank + 1
+    last, refused = int(problem.high[num_ranks_done]), np.inf
+    farthest = int(np.searchsorted(time, time[before.a[-1]] + limit, side="right"))
+    if farthest <= last:
+        refused, last = time[farthest] - time[before.a[-1]], farthest - 1
+    a = np.arange(max(int(problem.low[num_ranks_done]), int(before.a[0]) + 1), last + 1)
+    # The pairs it can come from: this rank reaches a' on the left, and every later stage has a layer.
     first = np.searchsorted(time[before.a], time[a] - limit, side="left")
     refused = min(refused, np.min((time[a] - time[before.a[first - 1]])[first > 0], initial=np.inf))
-    gap = 2 * (len(limits) - done)
+    gap = 2 * (len(limits) - num_ranks_done)
     first = np.maximum(first, np.searchsorted(before.c, a + gap + 1, side="left"))
     if capped:
-        first = np.maximum(first, np.searchsorted(held[before.a], held[a] - problem.caps[rank], side="left"))
+        first = np.maximum(first, np.searchsorted(memory[before.a], memory[a] - problem.caps[rank], side="left"))
     final = np.searchsorted(before.a, a - 1, side="right") - 1
-    some = first <= final
-    a, first, counts = a[some], first[some], (final - first + 1)[some]
+    has_source = first <= final
+    a, first, counts = a[has_source], first[has_source], (final - first + 1)[has_source]
     if not len(a):
         return Pairs(a, a), float(refused / problem.speed[rank])
     room = problem.caps[rank] if capped else None
-    c, others = _least(problem, limit, room, int(problem.low[-1 - done]), before, a, first, counts)
-    c = np.maximum(np.maximum(c, problem.low[-1 - done]), a + gap)
-    rest = time[np.minimum(c, len(time) - 1)] - time[a]
-    allowed = c <= problem.high[-1 - done]
-    enough = rest <= limits[done:].sum()
-    more = (np.min(rest[allowed & ~enough], initial=np.inf) - len(limits)) / problem.speed[done:].sum()
-    allowed &= enough
+    c, rejected = _smallest_c(problem, limit, room, int(problem.low[-1 - num_ranks_done]), before, a, first, counts)
+    c = np.maximum(np.maximum(c, problem.low[-1 - num_ranks_done]), a + gap)
+    remaining = time[np.minimum(c, len(time) - 1)] - time[a]
+    allowed = c <= problem.high[-1 - num_ranks_done]
+    within_limits = remaining <= limits[num_ranks_done:].sum()
+    later_time = (np.min(remaining[allowed & ~within_limits], initial=np.inf) - len(limits)) / problem.speed[
+        num_ranks_done:
+    ].sum()
+    allowed &= within_limits
     if capped:
-        allowed &= held[np.minimum(c, len(time) - 1)] - held[a] <= problem.caps[done:].sum()
+        allowed &= memory[np.minimum(c, len(time) - 1)] - memory[a] <= problem.caps[num_ranks_done:].sum()
     a, c = a[allowed], c[allowed]
-    # What a later place leaves behind with no more on the right is less.
+    # A later a' with a c' that is no larger leaves fewer layers.
     later = np.minimum.accumulate(c[::-1])[::-1]
-    kept = c < np.concatenate((later[1:], [len(time)]))
-    return Pairs(a[kept], c[kept]), float(min(min(refused, others) / problem.speed[rank], more))
+    is_minimal = c < np.concatenate((later[1:], [len(time)]))
+    return Pairs(a[is_minimal], c[is_minimal]), float(min(min(refused, rejected) / problem.speed[rank], later_time))
 
 
-def _least(
+def _smallest_c(
     problem: Problem, limit: float, room: float | None, lowest: int, before: Pairs, a: Ints, first: Ints, counts: Ints
 ) -> tuple[Ints, float]:
-    """For every a the least c that can be reached from so many pairs; and the least work that was refused."""
-    time, held, far = problem.time, problem.held, len(problem.time)
+    """Return, for every a, the smallest c reachable from its pairs, and the smallest work that was refused."""
+    time, memory, end = problem.time, problem.memory, len(problem.time)
     starts = np.cumsum(counts) - counts
     source = np.arange(int(counts.sum())) - np.repeat(starts - first, counts)
     work, stop = (time[before.c] - time[before.a])[source], before.c[source]
-    # A layer must be left for the right, too.
+    # Leave at least one layer for the right side.
     work += np.repeat(time[a], counts)
     if room is None:
-        least = np.minimum.reduceat(np.where(work - limit <= time[stop - 1], work, np.inf), starts)
-        c = np.searchsorted(time, least - limit, side="left")
-        less = (c > lowest) & (c < far)
-        return c, float(np.min((least - time[c - 1])[less], initial=np.inf))
+        least_work = np.minimum.reduceat(np.where(work - limit <= time[stop - 1], work, np.inf), starts)
+        c = np.searchsorted(time, least_work - limit, side="left")
+        is_limited = (c > lowest) & (c < end)
+        return c, float(np.min((least_work - time[c - 1])[is_limited], initial=np.inf))
     by_time = np.searchsorted(time, work - limit, side="left")
-    holds = (held[before.c] - held[before.a])[source] + np.repeat(held[a], counts)
-    c = np.maximum(by_time, np.searchsorted(held, holds - room, side="left"))
-    less = (by_time == c) & (c > lowest)
-    refused = float(np.min((work - time[c - 1])[less], initial=np.inf))
-    return np.minimum.reduceat(np.where(c < stop, c, far), starts), refused
+    needed = (memory[before.c] - memory[before.a])[source] + np.repeat(memory[a], counts)
+    c = np.maximum(by_time, np.searchsorted(memory, needed - room, side="left"))
+    is_limited = (by_time == c) & (c > lowest)
+    refused = float(np.min((work - time[c - 1])[is_limited], initial=np.inf))
+    return np.minimum.reduceat(np.where(c < stop, c, end), starts), refused
 
 
-def back(problem: Problem, pairs: list[Pairs], limits: Floats, capped: bool) -> Ints:
-    """A cut through pairs that can be reached; the stages of each rank are as near to half of its share as can be."""
-    time, held, ranks = problem.time, problem.held, len(problem.speed)
+def trace_back(problem: Problem, pairs: list[Pairs], limits: Floats, capped: bool) -> Ints:
+    """Return a cut through reachable pairs whose stages are close to half of their rank's share."""
+    time, memory, ranks = problem.time, problem.memory, len(problem.speed)
     share = problem.speed * (time[-1] / problem.speed.sum())
-    at = int(np.argmin(np.abs(time[pairs[-1].c] - time[pairs[-1].a] - share[-1])))
-    a, c = int(pairs[-1].a[at]), int(pairs[-1].c[at])
+    index = int(np.argmin(np.abs(time[pairs[-1].c] - time[pairs[-1].a] - share[-1])))
+    a, c = int(pairs[-1].a[index]), int(pairs[-1].c[index])
     between = np.arange(max(a + 1, problem.low[ranks]), min(c - 1, problem.high[ranks]) + 1)
     middle = int(between[np.argmin(np.abs(2 * time[between] - time[a] - time[c]))])
     left, right = [a, middle], [c]
@@ -129,10 +133,10 @@ def back(problem: Problem, pairs: list[Pairs], limits: Floats, capped: bool) -> 
         first, second = time[a] - time[start], time[stop] - time[c]
         allowed = (start < a) & (stop > c) & (first + second <= limits[rank])
         if capped:
-            allowed &= held[a] - held[start] + held[stop] - held[c] <= problem.caps[rank]
+            allowed &= memory[a] - memory[start] + memory[stop] - memory[c] <= problem.caps[rank]
         uneven = (2 * first - share[rank]) ** 2 + (2 * second - share[rank]) ** 2
-        at = int(np.argmin(np.where(allowed, uneven, np.inf)))
-        a, c = int(start[at]), int(stop[at])
+        index = int(np.argmin(np.where(allowed, uneven, np.inf)))
+        a, c = int(start[index]), int(stop[index])
         left.insert(0, a)
         right.append(c)
     return np.array(left + right)

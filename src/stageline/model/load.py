@@ -1,4 +1,4 @@
-"""Weights from safetensors files: only what a model holds for real, checked as a whole before anything is written."""
+"""Load weights from safetensors files: only those a model has in memory, checked completely before any is written."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """What `load_weights` found: tensors that were loaded, that the files lack, and that the model does not know."""
+class LoadedWeights:
+    """The result of `load_weights`: names that were loaded, are missing in the files, or are not in the model."""
 
     loaded: tuple[str, ...]
     missing: tuple[str, ...]
@@ -49,13 +49,13 @@ def load_weights(
     *,
     strict: bool = True,
     cast: bool = False,
-) -> Loaded:
-    """Read the weights that the model holds for real from a safetensors file, or a folder with one or with an index.
+) -> LoadedWeights:
+    """Load the weights a model has in memory from a safetensors file, or a folder with one or with an index.
 
-    What is on the meta device belongs to other ranks and is neither read nor missed. `names` gives the name in the
-    files for a name in the model, or None for what is not loaded; tied weights are found under any of their names.
-    `strict=False` lets tensors be missing or unexpected, `cast=True` converts other dtypes. Nothing is written before
-    everything fits.
+    Tensors on the meta device belong to other ranks and are ignored. `names` maps a name in the model to the name in
+    the files, or to None to skip it; tied weights may have any of their names in the files. `strict=False` allows
+    missing and unexpected tensors; `cast=True` converts dtypes. Nothing is written unless everything matches; otherwise
+    raise `StagelineError`.
 
     >>> from safetensors.torch import save_file
     >>> save_file({"weight": torch.ones(2, 2), "bias": torch.zeros(2)}, "model.safetensors")
@@ -65,55 +65,59 @@ def load_weights(
     >>> layer.weight.tolist()
     [[1.0, 1.0], [1.0, 1.0]]
     """
-    where = _find(Path(path))
-    wanted, missing, known = _match(model, where, names or (lambda name: name))
-    unexpected = tuple(sorted(set(where) - known))
-    for what, found in (("are missing in", missing), ("are not of the model, but in", unexpected)):
-        if strict and found:
-            raise StagelineError(f"{_listed(found)} {what} {path}; pass strict=False to go on without them")
+    file_of = _find(Path(path))
+    entries_to_load, missing, known_names = _match(model, file_of, names or (lambda name: name))
+    unexpected = tuple(sorted(set(file_of) - known_names))
+    for problem, problem_names in (("missing in", missing), ("not in the model, but in", unexpected)):
+        if strict and problem_names:
+            raise StagelineError(
+                f"tensors {problem} {path}: {_join_names(problem_names)}; pass strict=False to ignore them"
+            )
     by_file: dict[Path, list[tuple[str, str, Tensor]]] = {}
-    for name, key, tensor in wanted:
-        by_file.setdefault(where[key], []).append((name, key, tensor))
+    for name, key, tensor in entries_to_load:
+        by_file.setdefault(file_of[key], []).append((name, key, tensor))
     for file, entries in by_file.items():
-        with _opened(file) as opened:
-            _check(file, opened, entries, cast)
+        with _open(file) as tensors:
+            _check(file, tensors, entries, cast)
     for file, entries in by_file.items():
-        with _opened(file) as opened, torch.no_grad():
+        with _open(file) as tensors, torch.no_grad():
             for _, key, tensor in entries:
-                tensor.copy_(opened.get_tensor(key))
-    return Loaded(tuple(name for name, _, _ in wanted), missing, unexpected)
+                tensor.copy_(tensors.get_tensor(key))
+    return LoadedWeights(tuple(name for name, _, _ in entries_to_load), missing, unexpected)
 
 
 def _match(
-    model: nn.Module, where: dict[str, Path], names: Callable[[str], str | None]
+    model: nn.Module, file_of: dict[str, Path], names: Callable[[str], str | None]
 ) -> tuple[list[tuple[str, str, Tensor]], tuple[str, ...], set[str]]:
-    """What to read: names in the model, names in the files, tensors; then what is missing, and every name known."""
+    """Return the entries to load (name in the model, name in the files, tensor), missing names and all known names."""
     tied: dict[int, tuple[Tensor, list[tuple[str, str]]]] = {}
-    known = set()
+    known_names = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         key = names(name)
-        known.add(name if key is None else key)
+        known_names.add(name if key is None else key)
         if isinstance(tensor, Tensor) and key is not None:
             tied.setdefault(id(tensor), (tensor, []))[1].append((name, key))
-    wanted, missing = [], []
+    entries, missing = [], []
     for tensor, pairs in tied.values():
         if tensor.is_meta:
             continue
-        found = next(((name, key) for name, key in pairs if key in where), None)
-        if found is None:
+        match = next(((name, key) for name, key in pairs if key in file_of), None)
+        if match is None:
             missing.append(pairs[0][0])
         else:
-            wanted.append((*found, tensor))
-    return wanted, tuple(missing), known
+            entries.append((*match, tensor))
+    return entries, tuple(missing), known_names
 
 
-def _check(file: Path, opened: Any, entries: list[tuple[str, str, Tensor]], cast: bool) -> None:
-    """Compare shapes and dtypes by the file's header alone."""
-    held = set(opened.keys())
+def _check(file: Path, tensors: Any, entries: list[tuple[str, str, Tensor]], cast: bool) -> None:
+    """Compare shapes and dtypes, using only the header of the file."""
+    names = set(tensors.keys())
     for name, key, tensor in entries:
-        if key not in held:
-            raise StagelineError(f"the index says that {file} holds {key!r}, which it does not; download it again")
-        part = opened.get_slice(key)
+        if key not in names:
+            raise StagelineError(
+                f"the index lists {key!r} in {file}, which does not contain it; download the files again"
+            )
+        part = tensors.get_slice(key)
         shape, dtype = tuple(part.get_shape()), _DTYPES.get(part.get_dtype())
         if shape != tuple(tensor.shape):
             raise StagelineError(
@@ -127,7 +131,7 @@ def _check(file: Path, opened: Any, entries: list[tuple[str, str, Tensor]], cast
 
 
 def _find(path: Path) -> dict[str, Path]:
-    """Every tensor's name in the files, and its file."""
+    """Return the file of every tensor name."""
     if path.is_dir():
         if (path / _INDEX).is_file():
             return _read_index(path / _INDEX)
@@ -138,8 +142,8 @@ def _find(path: Path) -> dict[str, Path]:
         )
     if path.name.endswith(".index.json"):
         return _read_index(path)
-    with _opened(path) as opened:
-        return dict.fromkeys(opened.keys(), path)
+    with _open(path) as tensors:
+        return dict.fromkeys(tensors.keys(), path)
 
 
 def _read_index(path: Path) -> dict[str, Path]:
@@ -147,30 +151,30 @@ def _read_index(path: Path) -> dict[str, Path]:
         files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         pairs = [(str(name), str(file)) for name, file in files.items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise StagelineError(f"{path} is no index: expected JSON with a weight_map of names to files") from error
-    found = {}
+        raise StagelineError(f"{path} is not an index; expected JSON with a weight_map from names to files") from error
+    file_of = {}
     for name, file in pairs:
-        pure = PurePosixPath(file)
-        if pure.is_absolute() or ".." in pure.parts or "\\" in file or ":" in file or not pure.parts:
-            raise StagelineError(f"{path} looks for {shorten(name)} in {shorten(file)}, outside of its folder; refused")
-        found[name] = path.parent / file
-        if not found[name].is_file():
-            raise StagelineError(f"{path} looks for {shorten(name)} in {shorten(file)}, which does not exist")
-    return found
+        relative = PurePosixPath(file)
+        if relative.is_absolute() or ".." in relative.parts or "\\" in file or ":" in file or not relative.parts:
+            raise StagelineError(f"{path} refers to {shorten(file)} for {shorten(name)}, which is outside its folder")
+        file_of[name] = path.parent / file
+        if not file_of[name].is_file():
+            raise StagelineError(f"{path} refers to {shorten(file)} for {shorten(name)}, which does not exist")
+    return file_of
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
     try:
         return safe_open(str(path), framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise StagelineError(f"{path} is no safetensors file: {error}") from error
+        raise StagelineError(f"{path} is not a safetensors file: {error}") from error
 
 
-def _listed(names: tuple[str, ...]) -> str:
-    """The first of many names.
+def _join_names(names: tuple[str, ...]) -> str:
+    """Join names, at most the first five.
 
-    >>> _listed(("a", "b"))
+    >>> _join_names(("a", "b"))
     "'a', 'b'"
     """
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(map(repr, names[:5])) + more
+    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(map(repr, names[:5])) + rest

@@ -1,4 +1,4 @@
-"""What one layer costs, run alone with what it was given in a run of the model."""
+"""Measure the cost of one layer, run alone with the inputs it received in a run of the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError
-from stageline.model.capture import Call, Seen, Storages, storages_of, tensors_in
+from stageline.model.capture import Call, LayerTrace, Storages, storages_of, tensors_in
 from stageline.runtime.buffers import all_buffers, put_back
 from stageline.runtime.hooks import registered
 from stageline.runtime.plan import Plan
@@ -24,20 +24,19 @@ Value = TypeVar("Value")
 
 
 class Timer:
-    """Tells how long a call takes: by the host's clock, or by events where a GPU computes."""
+    """Measures the duration of a call: with the host's clock, or with CUDA events on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        """`device` is where the layers compute."""
         if device.type not in ("cpu", "cuda"):
-            raise StagelineError(f"layers are measured on 'cpu' or 'cuda', got device {str(device)!r}")
+            raise StagelineError(f"device must be 'cpu' or 'cuda', got {str(device)!r}")
         self._device = device
 
     def __call__(self, call: Callable[[], Value]) -> tuple[float, Value]:
-        """Seconds, and what the call gave back."""
+        """Return the seconds, and the result of the call."""
         if self._device.type == "cpu":
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             value = call()
-            return time.perf_counter() - began, value
+            return time.perf_counter() - start_time, value
         make: Any = torch.cuda.Event
         start, end = make(enable_timing=True), make(enable_timing=True)
         stream = torch.cuda.current_stream(self._device)
@@ -51,9 +50,9 @@ class Timer:
 
 @dataclass
 class _Graph:
-    """What F leaves: the inputs that want a gradient, and the outputs that have one."""
+    """The graph that F leaves: inputs that require a gradient, and outputs that have one."""
 
-    wanted: list[Tensor] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     hooked: bool = False
     """Whether hooks were registered meanwhile."""
@@ -62,114 +61,113 @@ class _Graph:
         return [torch.ones_like(output) for output in self.outputs]
 
     def split(self, plans: list[Plan]) -> SplitBackward:
-        return SplitBackward(self.outputs, self.grads(), self.wanted, plans, hooked=self.hooked)
+        return SplitBackward(self.outputs, self.grads(), self.inputs, plans, hooked=self.hooked)
 
 
-class Alone:
-    """One call of one layer, to be repeated."""
+class CallBenchmark:
+    """One call of one layer, run repeatedly."""
 
-    def __init__(self, seen: Seen, call: Call, timer: Timer) -> None:
-        """`call` is one of those that were seen."""
-        self._seen, self._call, self._timer = seen, call, timer
+    def __init__(self, trace: LayerTrace, call: Call, timer: Timer) -> None:
+        self._trace, self._call, self._timer = trace, call, timer
         self._plans: list[Plan] = []
         self._graph = _Graph()
         self._times: dict[str, list[float]] = {kind: [] for kind in "FIWB"}
 
-    def _fresh(self) -> tuple[list[Tensor], Any, Any]:
-        """The inputs that want a gradient, as leaves of a graph to come, and the arguments."""
+    def _new_inputs(self) -> tuple[list[Tensor], Any, Any]:
+        """Return the inputs that require a gradient, as leaves of a new graph, and the arguments."""
         leaves = [
-            leaf.detach().requires_grad_(want) if isinstance(leaf, Tensor) else leaf
-            for leaf, want in zip(self._call.leaves, self._call.wants, strict=True)
+            leaf.detach().requires_grad_(requires_grad) if isinstance(leaf, Tensor) else leaf
+            for leaf, requires_grad in zip(self._call.leaves, self._call.requires_grad, strict=True)
         ]
-        wanted = [leaf for leaf, want in zip(leaves, self._call.wants, strict=True) if want]
-        if self._call.changes:
+        inputs = [leaf for leaf, requires_grad in zip(leaves, self._call.requires_grad, strict=True) if requires_grad]
+        if self._call.mutates_inputs:
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._call.tree)
-        return wanted, args, kwargs
+        return inputs, args, kwargs
 
     def forward(self, keep: bool) -> None:
-        """Run F; one of the backwards below has to follow. Its time is kept if asked, or else it only warms up."""
-        wanted, args, kwargs = self._fresh()
-        before = registered()
-        with self._named(), ExitStack() as stack:
-            for each in self._call.autocasts:
-                stack.enter_context(each)
-            taken, output = self._timer(lambda: self._seen.module(*args, **kwargs))
-        self._note("F", taken, keep)
+        """Run F; one of the backwards below must follow. Record its time if `keep`, else it is a warm-up."""
+        inputs, args, kwargs = self._new_inputs()
+        hooks_before = registered()
+        with self._error_context(), ExitStack() as stack:
+            for autocast in self._call.autocasts:
+                stack.enter_context(autocast)
+            seconds, output = self._timer(lambda: self._trace.module(*args, **kwargs))
+        self._record("F", seconds, keep)
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        self._graph = _Graph(wanted, outputs, registered() != before)
+        self._graph = _Graph(inputs, outputs, registered() != hooks_before)
 
     def halves(self, keep: bool) -> None:
         """Run I and W."""
         graph, self._graph = self._graph, _Graph()
-        taken = [0.0, 0.0]
+        seconds = [0.0, 0.0]
         if graph.outputs:
-            with self._named():
+            with self._error_context():
                 split = graph.split(self._plans)
                 del graph
-                taken = [self._timer(half)[0] for half in (split.input_gradients, split.weight_gradients)]
-        self._note("I", taken[0], keep)
-        self._note("W", taken[1], keep)
+                seconds = [self._timer(half)[0] for half in (split.input_gradients, split.weight_gradients)]
+        self._record("I", seconds[0], keep)
+        self._record("W", seconds[1], keep)
 
     def whole(self, keep: bool) -> None:
         """Run B."""
         graph, self._graph = self._graph, _Graph()
-        taken = 0.0
+        seconds = 0.0
         if graph.outputs:
             grads = graph.grads()
-            with self._named(), Arriving(graph.wanted):
-                taken, _ = self._timer(lambda: torch.autograd.backward(graph.outputs, grads))
-        self._note("B", taken, keep)
+            with self._error_context(), Arriving(graph.inputs):
+                seconds, _ = self._timer(lambda: torch.autograd.backward(graph.outputs, grads))
+        self._record("B", seconds, keep)
 
-    def residue(self, held: Storages) -> int:
-        """Run F, I and W; give back the bytes that stay from I to W, parameters and buffers (`held`) aside."""
+    def residue(self, state: Storages) -> int:
+        """Run F, I and W; return the bytes held from I to W, apart from parameters and buffers (`state`)."""
         self.forward(keep=False)
         graph, self._graph = self._graph, _Graph()
         if not graph.outputs:
             return 0
-        with self._named():
+        with self._error_context():
             split = graph.split(self._plans)
             split.input_gradients()
-            stays = storages_of(list(_stays(split)))
+            retained = storages_of(list(_retained_tensors(split)))
             split.weight_gradients()
-        return sum(size for key, size in stays.items() if key not in held)
+        return sum(size for key, size in retained.items() if key not in state)
 
-    def _note(self, kind: str, seconds: float, keep: bool) -> None:
+    def _record(self, kind: str, seconds: float, keep: bool) -> None:
         if keep:
             self._times[kind].append(seconds)
 
     def median(self, kind: str) -> float:
-        """Of the times that were kept."""
+        """Return the median of the recorded times."""
         return statistics.median(self._times[kind])
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
+    def _error_context(self) -> Iterator[None]:
         try:
             yield
         except StagelineError:
             raise
         except Exception as error:
             raise StagelineError(
-                f"{self._seen.title} failed when it was run alone with what the model gave it: "
+                f"{self._trace.title} failed when it ran alone with the inputs from the model: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
 
-def one_round(calls: Sequence[Alone], keep: bool) -> None:
-    """Run all of them once by halves and once whole.
+def run_round(calls: Sequence[CallBenchmark], keep: bool) -> None:
+    """Run all calls once with split backwards and once with whole ones.
 
-    In the order of a step, so that a layer finds caches and memory as it finds them there, and a slow spell of the
-    machine hits all layers.
+    They run in the order of a step, so that caches and memory are as in a step, and a slow spell of the machine affects
+    all layers.
     """
-    for backward in (Alone.halves, Alone.whole):
+    for backward in (CallBenchmark.halves, CallBenchmark.whole):
         for call in calls:
             call.forward(keep)
         for call in reversed(calls):
             backward(call, keep)
 
 
-def _stays(split: SplitBackward) -> Iterator[Tensor]:
-    """What a backward holds between its halves: gradients, and what nodes saved and have not yet let go."""
+def _retained_tensors(split: SplitBackward) -> Iterator[Tensor]:
+    """Yield what a backward holds between its halves: gradients, and what nodes saved and did not release."""
     for noted in split._noted:
         yield from tensors_in((noted.grads, noted.saved))
     yield from tensors_in([grad for _, grad in split._together])
@@ -179,33 +177,33 @@ def _stays(split: SplitBackward) -> Iterator[Tensor]:
         for name in names:
             try:
                 yield from tensors_in(getattr(node, name))
-            except RuntimeError:  # let go
+            except RuntimeError:  # released
                 break
 
 
 @contextmanager
-def untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let what runs inside have gradients, buffers and random numbers of its own, and call no hook of a parameter."""
+def preserved_state(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore gradients, buffers and random state on exit, and disable hooks of parameters meanwhile."""
     parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
     grads = [parameter.grad for parameter in parameters]
-    buffers = [taken for module in modules for taken in all_buffers(module)]
+    buffers = [buffer for module in modules for buffer in all_buffers(module)]
     hooks = [
         (dictionary, dict(dictionary))
         for parameter in parameters
         for dictionary in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
         if dictionary
     ]
-    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    cuda_devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     try:
         for parameter in parameters:
             parameter.grad = None
         for dictionary, _ in hooks:
             dictionary.clear()
-        with torch.random.fork_rng(devices=cuda), torch.enable_grad():
+        with torch.random.fork_rng(devices=cuda_devices), torch.enable_grad():
             yield
     finally:
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad
-        for dictionary, kept in hooks:
-            dictionary.update(kept)
+        for dictionary, entries in hooks:
+            dictionary.update(entries)
         put_back(buffers)

@@ -1,4 +1,4 @@
-"""Cut a chain of layers into stages so that the slowest rank is as fast as it can be."""
+"""Cut a chain of layers into stages such that the slowest rank is as fast as possible."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 
 from stageline.errors import StagelineError
 from stageline.model.balance import chart
-from stageline.model.cuts import Chain, Ints, Problem, bound_of, cut_chain, improve
+from stageline.model.cuts import Chain, Ints, Problem, cut_chain, improve, time_bound
 from stageline.model.request import Numbers, Request, Span
-from stageline.model.vee import cut_rounds, cut_vee
+from stageline.model.vee import cut_loop, cut_v
 
 
 @dataclass(frozen=True)
 class Partition:
     """A cut of layers into stages, and how evenly it loads the ranks.
 
-    >>> found = partition([1, 2, 3, 4, 5], ranks=2)
-    >>> found.stages, found.loads, found.optimal
+    >>> cut = partition([1, 2, 3, 4, 5], ranks=2)
+    >>> cut.stages, cut.loads, cut.optimal
     ([(0, 3), (3, 5)], (6.0, 9.0), True)
     """
 
@@ -30,38 +30,38 @@ class Partition:
     rank_of: tuple[int, ...]
     """The rank of every stage."""
     loads: tuple[float, ...]
-    """The time of every rank: what its layers cost, over its speed."""
+    """The time of every rank: the cost of its layers divided by its speed."""
     memory: tuple[float, ...] | None
-    """The bytes of every rank, where those of layers were given."""
+    """The bytes of every rank, if those of the layers are known."""
     caps: tuple[float, ...] | None
-    """The bytes that every rank may hold."""
+    """The memory cap of every rank."""
     bound: float
-    """No cut makes the slowest rank faster than this."""
+    """A lower bound on the time of the slowest rank."""
     names: tuple[str, ...] | None = None
-    """The names of the layers, where they were given."""
+    """The names of the layers, if known."""
     also_on: tuple[int, ...] | None = None
-    """The second rank of every stage, for a schedule of two directions."""
+    """The second rank of every stage, for bidirectional schedules."""
 
     @property
     def slowest(self) -> float:
-        """The time of the slowest rank: a step takes at least that long for every microbatch."""
+        """The time of the slowest rank: every microbatch takes at least that long."""
         return max(self.loads)
 
     @property
     def optimal(self) -> bool:
-        """Whether it is proven that no cut is better."""
+        """Whether the cut is proven optimal."""
         return self.slowest <= self.bound
 
     @property
     def gap(self) -> float:
-        """How far the slowest rank is above the bound, as a share of it; 0.0 where no cut is better."""
+        """How far the slowest rank is above the bound, as a fraction of it; 0.0 if the cut is optimal."""
         if self.optimal:
             return 0.0
         return (self.slowest - self.bound) / self.bound if self.bound else math.inf
 
     @property
     def layers_per_stage(self) -> list[int]:
-        """How many layers every stage holds.
+        """Number of layers of every stage.
 
         >>> partition([1, 2, 3, 4, 5], ranks=2).layers_per_stage
         [3, 2]
@@ -69,7 +69,7 @@ class Partition:
         return [stop - start for start, stop in self.stages]
 
     def chart(self, before: Partition | None = None, width: int = 80) -> str:
-        """Draw the balance: a bar for every rank; with `before`, another cut for as many ranks, both.
+        """Return a text chart with one bar per rank; with `before`, another cut for the same ranks, show both.
 
         >>> print(partition([1, 2, 3, 4, 5], ranks=2).chart(width=60))
         5 layers, 2 stages, 2 ranks
@@ -79,19 +79,19 @@ class Partition:
         """
         if before is not None and (len(before.loads), before.layers) != (len(self.loads), self.layers):
             raise StagelineError(
-                f"before is a cut of {before.layers} layers for {len(before.loads)} ranks, and this one of "
-                f"{self.layers} for {len(self.loads)}; give a cut of the same layers for the same ranks"
+                f"before is a cut of {before.layers} layers for {len(before.loads)} ranks, but this one is for "
+                f"{self.layers} layers and {len(self.loads)} ranks; give a cut of the same layers for the same ranks"
             )
         return chart(self, before, width)
 
     @property
     def layers(self) -> int:
-        """How many layers there are."""
+        """Number of layers."""
         return self.stages[-1][1]
 
 
 def uniform(layers: int, stages: int) -> list[Span]:
-    """Cut into parts of even counts, the larger ones first.
+    """Cut into stages of equal layer counts, the larger ones first.
 
     >>> uniform(7, 3)
     [(0, 3), (3, 5), (5, 7)]
@@ -119,17 +119,20 @@ def partition(
     names: Sequence[str] | None = None,
     slack: float = 0.0,
 ) -> Partition:
-    """Cut layers into `ranks` times `chunks` stages, none empty, so that the slowest rank is as fast as it can be.
+    """Cut layers into `ranks` times `chunks` non-empty stages such that the slowest rank is as fast as possible.
 
     `costs` are the times of the layers, in order: a forward and its whole backward. With several chunks, `placement`
-    says where stages are: "loop" goes round the ranks (0 1 2 0 1 2), "v" down and up again (0 1 2 2 1 0). `memory` has
-    the bytes of each layer and `caps` what a rank may hold, one number or one per rank. `pinned` says of a layer, by
-    number or name, in which stage it must be. `speed` is that of each rank: 2.0 is twice as fast.
+    sets the ranks of the stages: "loop" goes round the ranks (0 1 2 0 1 2), "v" down and up again (0 1 2 2 1 0).
+    `memory` is the bytes of each layer, and `caps` the limit of a rank, one number or one per rank. `pinned` maps a
+    layer, by number or name, to the stage it must be in. `speed` is the relative speed of each rank: 2.0 is twice as
+    fast.
 
-    One chunk, and two in a V, are cut as well as can be, and so are two in a loop if layers are no more than some
-    hundred; for all else a search finds a cut that is mostly close to `bound`, and `gap` says how close. With two
-    chunks the best cut may have a long and a short stage on a rank; with `slack`, a share, a cut with more even
-    stages is taken if its slowest rank is no more than that above the best.
+    The cut is optimal for one chunk, for two chunks in a V, and for two in a loop with up to a few hundred layers. In
+    all other cases a search finds a cut that is usually close to `bound`; `gap` says how close. With several chunks,
+    the best cut may give a rank a long and a short stage. With `slack`, a fraction, a cut with more even stages is
+    preferred if its slowest rank is no more than that above the best.
+
+    Raises `StagelineError` if an argument is invalid or no cut fits the memory.
 
     >>> partition([4, 1, 1, 1, 1, 8], ranks=2, chunks=2, placement="v").stages
     [(0, 1), (1, 3), (3, 5), (5, 6)]
@@ -142,10 +145,10 @@ def partition(
     request = Request.of(costs, ranks, chunks, placement, memory, caps, speed, names)
     problem = request.problem(pinned or {})
     if not 0 <= slack < math.inf:
-        raise StagelineError(f"slack is {slack!r}; give a share from 0, such as 0.05 for 5%")
+        raise StagelineError(f"slack is {slack!r}; give a fraction >= 0, such as 0.05 for 5%")
     cut, exact, bound = _solve(problem, slack)
     if cut is None:
-        raise _no_room(request, problem, exact)
+        raise _memory_error(request, problem, exact)
     return _partition(request, problem, cut, bound)
 
 
@@ -161,26 +164,26 @@ def evaluate(
     speed: Numbers | None = None,
     names: Sequence[str] | None = None,
 ) -> Partition:
-    """Say how evenly a given cut loads the ranks: the first and last layer of stages, or how many each holds.
+    """Return how evenly a cut loads the ranks; `stages` are (first, stop) layers, or the number of layers of each.
 
-    >>> found = evaluate([3, 2], [1, 2, 3, 4, 5], ranks=2)
-    >>> found.loads, found.bound, round(found.gap, 2)
+    >>> cut = evaluate([3, 2], [1, 2, 3, 4, 5], ranks=2)
+    >>> cut.loads, cut.bound, round(cut.gap, 2)
     ((6.0, 9.0), 7.5, 0.2)
     >>> evaluate([(0, 4), (4, 5)], [1, 2, 3, 4, 5], ranks=2).slowest
     10.0
     """
     request = Request.of(costs, ranks, chunks, placement, memory, caps, speed, names)
     problem = request.problem({})
-    return _partition(request, problem, request.cut_of(stages), bound_of(problem))
+    return _partition(request, problem, request.cut_of(stages), time_bound(problem))
 
 
 def _partition(request: Request, problem: Problem, cut: Ints, bound: float) -> Partition:
-    """The figures of a cut, in the units that were given."""
+    """Return the figures of a cut, in the units of the caller."""
     loads = tuple(
         load / speed for load, speed in zip(request.sums(request.costs, cut), request.speed.tolist(), strict=True)
     )
     bound = math.ldexp(bound, -request.power)
-    # What is known of a bound is known up to rounding.
+    # The bound is exact up to rounding.
     if max(loads) <= bound * (1 + 1e-12):
         bound = max(loads)
     return Partition(
@@ -195,19 +198,19 @@ def _partition(request: Request, problem: Problem, cut: Ints, bound: float) -> P
 
 
 def _solve(problem: Problem, slack: float = 0.0) -> tuple[Ints | None, bool, float]:
-    """The cut that is found, None if there is none; whether that is proven; and the time that no cut is faster than."""
-    ranks, down, low = len(problem.speed), np.arange(len(problem.speed)), bound_of(problem)
+    """Return the cut found (None if there is none), whether that is proven, and a lower bound on the time."""
+    ranks, down, low = len(problem.speed), np.arange(len(problem.speed)), time_bound(problem)
     if len(problem.rank_of) == ranks:
         cut, exact = _as_chain(problem), True
         return cut, exact, low if cut is None else problem.rating(cut)[0]
-    vee = np.array_equal(problem.rank_of, np.concatenate((down, down[::-1])))
-    even = _search(problem, quick=vee)
+    is_v = np.array_equal(problem.rank_of, np.concatenate((down, down[::-1])))
+    even = _search(problem, is_quick=is_v)
     if len(problem.rank_of) > 2 * ranks:
         return even, False, low
-    if vee:
-        best, exact = cut_vee(problem, low), True
+    if is_v:
+        best, exact = cut_v(problem, low), True
     else:
-        best, exact = cut_rounds(problem, low, even)
+        best, exact = cut_loop(problem, low, even)
     if best is None:
         return None, exact, low
     if exact:
@@ -217,48 +220,49 @@ def _solve(problem: Problem, slack: float = 0.0) -> tuple[Ints | None, bool, flo
     return improve(problem, best), exact, low
 
 
-def _search(problem: Problem, quick: bool) -> Ints | None:
-    """A good cut that starts from stages that are all as even as they can be; None if none of them fits."""
+def _search(problem: Problem, is_quick: bool) -> Ints | None:
+    """Return a good cut, starting from stages that are as even as possible; None if none of them fits."""
     starts = [_as_chain(problem)]
-    if np.isfinite(problem.caps).any() and not (quick and starts[0] is not None and problem.fits(starts[0])):
+    if np.isfinite(problem.caps).any() and not (is_quick and starts[0] is not None and problem.fits(starts[0])):
         by_memory = problem.by_memory()
         cut = _as_chain(by_memory)
-        starts.append(cut if cut is None or quick else improve(by_memory, cut))
-    found = [improve(problem, cut) for cut in starts if cut is not None and problem.fits(cut)]
-    return min(found, key=problem.rating, default=None)
+        starts.append(cut if cut is None or is_quick else improve(by_memory, cut))
+    cuts = [improve(problem, cut) for cut in starts if cut is not None and problem.fits(cut)]
+    return min(cuts, key=problem.rating, default=None)
 
 
 def _as_chain(problem: Problem) -> Ints | None:
-    """The best cut if every stage were on a rank of its own."""
+    """Return the best cut if every stage had its own rank."""
     speed, caps = problem.speed[problem.rank_of], problem.caps[problem.rank_of]
     base = np.zeros(len(speed))
-    return cut_chain(Chain(problem.time, problem.held, speed, base, caps, problem.low, problem.high))
+    return cut_chain(Chain(problem.time, problem.memory, speed, base, caps, problem.low, problem.high))
 
 
-def _no_room(request: Request, problem: Problem, exact: bool) -> StagelineError:
-    """Say which layer or rank has no room, and what cap would do."""
+def _memory_error(request: Request, problem: Problem, exact: bool) -> StagelineError:
+    """Return an error that names the layer or rank without room, and the smallest cap that works."""
     assert request.memory is not None
     assert request.caps is not None
     largest = int(np.argmax(request.memory))
-    roomy = int(np.argmax(request.caps))
+    roomiest = int(np.argmax(request.caps))
     least, *_ = _solve(problem.by_memory(np.ones(len(problem.speed))))
     assert least is not None  # without caps there is always a cut
-    enough = max(request.sums(request.memory, least))
-    if request.memory[largest] > request.caps[roomy]:
+    sufficient = max(request.sums(request.memory, least))
+    if request.memory[largest] > request.caps[roomiest]:
         why = (
-            f"{request.name(largest)} alone has {request.memory[largest]:.16g} bytes, "
-            f"and no rank may hold more than {request.caps[roomy]:.16g}"
+            f"{request.name(largest)} alone has {request.memory[largest]:.16g} bytes; "
+            f"the largest cap of a rank is {request.caps[roomiest]:.16g}"
         )
     elif request.memory.sum() > request.caps.sum():
-        why = f"the layers have {request.memory.sum():.16g} bytes, and all ranks may hold {request.caps.sum():.16g}"
+        total, room = request.memory.sum(), request.caps.sum()
+        why = f"the layers have {total:.16g} bytes; the caps of all ranks add up to {room:.16g}"
     else:
         closest, *_ = _solve(problem.by_memory())
         assert closest is not None
-        held = np.array(request.sums(request.memory, closest))
-        worst = int(np.argmax(held - request.caps))
-        why = f"the closest gives rank {worst} {held[worst]:.16g} bytes, and it may hold {request.caps[worst]:.16g}"
+        rank_memory = np.array(request.sums(request.memory, closest))
+        worst = int(np.argmax(rank_memory - request.caps))
+        why = f"the closest gives rank {worst} {rank_memory[worst]:.16g} bytes; its cap is {request.caps[worst]:.16g}"
     return StagelineError(
         f"no cut {'' if exact else 'was found that '}fits the memory of the ranks: {why}; "
-        f"the {'smallest cap' if exact else 'smallest cap known'} that works, equal for all ranks, is {enough:.16g}: "
-        "give ranks that much, use more of them, or pin fewer layers"
+        f"the smallest {'cap' if exact else 'known cap'} that works, equal for all ranks, is {sufficient:.16g}: "
+        "raise the caps, use more ranks, or pin fewer layers"
     )

@@ -16,7 +16,7 @@ from stageline.errors import StagelineError, nearest, place_of, shorten
 from stageline.model import huggingface
 from stageline.model.asked import check_asked
 from stageline.model.build import Description, describe
-from stageline.model.chosen import Balance, Work, cut_by_cost
+from stageline.model.chosen import CutConstraints, UnitCosts, cut_by_cost
 from stageline.model.frame import Original, StagePart
 from stageline.model.partition import Partition
 from stageline.model.passed import arguments
@@ -152,7 +152,7 @@ def split(
         return replace(staged, recipe=recipe)
     if not isinstance(model, nn.Module):
         raise StagelineError(f"split takes a model, an nn.Module, got {shorten(model)}")
-    ask = Balance(ranks, placement, memory, pinned, speed, schedule)
+    ask = CutConstraints(ranks, placement, memory, pinned, speed, schedule)
     stacks = check_asked(stages, by, layers_per_stage, stack, ask, example)
     traced, needs = None, None
     try:
@@ -313,12 +313,12 @@ def _by_names(units: Sequence[Unit], stages: int, names: list[str]) -> Cut:
     return list(pairwise([*starts, len(units)]))
 
 
-def _costs(model: nn.Module, units: Sequence[Unit], by: By, example: Any) -> Work | None:
+def _costs(model: nn.Module, units: Sequence[Unit], by: By, example: Any) -> UnitCosts | None:
     """What every unit costs, where a cut is to be by cost; parameters, gradients and two states of an optimizer."""
     names, memory = [unit.name for unit in units], [4.0 * unit.bytes for unit in units]
     if by == "parameters":
         third = [unit.size / 3 for unit in units]
-        return Work(names, [float(unit.size) for unit in units], third, third, third, memory)
+        return UnitCosts(names, [float(unit.size) for unit in units], third, third, third, memory)
     if by == "time":
         by = profile_units(model, units, example)
     if not isinstance(by, Profile):
@@ -332,7 +332,7 @@ def _costs(model: nn.Module, units: Sequence[Unit], by: By, example: Any) -> Wor
     calls = Counter(names)
     parts = ("seconds", "forward", "backward_input", "backward_weight")
     times = {part: [getattr(measured[name], part) / calls[name] for name in names] for part in parts}
-    return Work(names=names, memory=memory, **times)
+    return UnitCosts(names=names, memory=memory, **times)
 
 
 def profile_units(model: nn.Module, units: Sequence[Unit], example: Any, **how: Any) -> Profile:

@@ -1,7 +1,7 @@
-"""What a constructor did to its tensors, written down call by call, and done again for a few of them.
+"""A recording of a constructor's operations on tensors, call by call, and its replay for some of the tensors.
 
-Tensors are told apart by the memory they lie in, so that views cost nothing: a call refers to a place in a storage, and
-a view of it is another place in the same one.
+Tensors are identified by their storage, so views are free: a call refers to a view of a storage, and a view of that is
+another view of the same storage.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ META = torch.device("meta")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tensor lies: a storage, and what part of it is seen in which form."""
+class StorageView:
+    """A tensor's view of a storage: dtype, size, stride and offset."""
 
     storage: int
     dtype: torch.dtype
@@ -33,14 +33,14 @@ class Place:
     negative: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Place:
-        """Where this tensor lies."""
+    def of(cls, tensor: Tensor) -> StorageView:
+        """Return the view of a tensor."""
         storage = storage_of(tensor)
         form = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
         return cls(storage, tensor.dtype, *form, tensor.is_conj(), tensor.is_neg())
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor in this form on another storage."""
+        """Return a tensor with this view on another storage."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.size, self.stride)
         if self.conjugate:
@@ -49,17 +49,19 @@ class Place:
 
     @property
     def nbytes(self) -> int:
-        """What its elements take."""
+        """Bytes of its elements."""
         return math.prod(self.size) * self.dtype.itemsize
 
     def fills(self, nbytes: int) -> bool:
-        """Whether it covers a storage of so many bytes without a gap.
+        """Whether it covers a storage of this many bytes without a gap.
 
-        >>> Place(0, torch.float32, (2, 3), (1, 2), 0).fills(24), Place(0, torch.float32, (2, 3), (0, 1), 0).fills(24)
-        (True, False)
+        >>> StorageView(0, torch.float32, (2, 3), (1, 2), 0).fills(24)
+        True
+        >>> StorageView(0, torch.float32, (2, 3), (0, 1), 0).fills(24)
+        False
         """
         expected = 1
-        for stride, size in sorted(each for each in zip(self.stride, self.size, strict=True) if each[1] != 1):
+        for stride, size in sorted(dim for dim in zip(self.stride, self.size, strict=True) if dim[1] != 1):
             if stride != expected:
                 return False
             expected *= size
@@ -68,16 +70,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Call:
-    """One call, with places instead of tensors: what it reads, writes and makes.
+    """A recorded call, with views in place of tensors.
 
-    `fresh` are its results that lie in storages of their own, by their position; `covers` are the storages whose
-    former contents do not matter after it.
+    `new_results` are its results in new storages, by position; `covers` are the storages whose previous contents do not
+    matter after it.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
-    fresh: tuple[tuple[int, Place], ...]
+    new_results: tuple[tuple[int, StorageView], ...]
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     covers: frozenset[int]
@@ -86,43 +88,42 @@ class Call:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What tells storages apart while they live."""
+    """Return an identifier of the tensor's storage, unique while the storage is alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
-def places_in(*values: Any) -> list[Place]:
-    """All places in the arguments of a call."""
-    return [each for each in tree_flatten(values)[0] if isinstance(each, Place)]
+def views_in(*values: Any) -> list[StorageView]:
+    """Return all views in the arguments of a call."""
+    return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, StorageView)]
 
 
 class Tape:
-    """All calls in their order, and the storages they are about."""
+    """All calls in order, and the storages they use."""
 
     def __init__(self) -> None:
-        """Start with nothing."""
         self.calls: list[Call] = []
-        self.storages: dict[int, torch.UntypedStorage] = {}  # kept, so that no address is used twice
-        self.unwritten: dict[int, list[Place]] = {}  # allocated but not filled: the pieces written so far
+        self.storages: dict[int, torch.UntypedStorage] = {}  # keeps them alive, so that no identifier is reused
+        self.unwritten: dict[int, list[StorageView]] = {}  # allocated but not filled: the views written so far
         self._writers: dict[int, list[int]] = {}
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor stands for one whose value is on the tape."""
+    def contains(self, tensor: Tensor) -> bool:
+        """Whether the tensor is a meta tensor whose value is on the tape."""
         with torch._C.DisableTorchFunction():
             return tensor.is_meta and tensor.layout is torch.strided and storage_of(tensor) in self.storages
 
-    def add(self, tensor: Tensor) -> Place:
-        """Take up a tensor without contents; what reads it before it is written has no value either."""
-        place = Place.of(tensor)
-        if place.storage not in self.storages:
-            self.storages[place.storage] = tensor.untyped_storage()
-            self.unwritten[place.storage] = []
-        return place
+    def add(self, tensor: Tensor) -> StorageView:
+        """Register a tensor without contents; operations that read it before it is written have no value either."""
+        view = StorageView.of(tensor)
+        if view.storage not in self.storages:
+            self.storages[view.storage] = tensor.untyped_storage()
+            self.unwritten[view.storage] = []
+        return view
 
     def constant(self, tensor: Tensor) -> Tensor:
-        """A stand-in for a tensor with a value of its own, which is written down."""
+        """Record the value of a tensor, and return a meta tensor in its place."""
         value = tensor.detach().resolve_conj().resolve_neg().clone()
-        stand_in = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=META)
-        return torch.as_tensor(self.record(_copied, (value,), {}, stand_in))
+        meta_tensor = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=META)
+        return torch.as_tensor(self.record(_clone, (value,), {}, meta_tensor))
 
     def record(
         self,
@@ -130,34 +131,34 @@ class Tape:
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
         result: Any,
-        written: Sequence[Place] = (),
+        written: Sequence[StorageView] = (),
         *,
         draws: bool = False,
-        blindly: bool = False,
+        overwrites: bool = False,
     ) -> Any:
-        """Write down a call that had this result on stand-ins; `blindly` if it does not read what it writes."""
-        fresh = []
-        for position, each in enumerate(tree_flatten(result)[0]):
-            if isinstance(each, Tensor) and storage_of(each) not in self.storages:
-                self.storages[storage_of(each)] = each.untyped_storage()
-                fresh.append((position, Place.of(each)))
-        made = [place.storage for _, place in fresh]
-        inputs = places_in(arguments, keywords)
-        if blindly:
-            for place in written:
-                inputs.remove(place)
-        reads = dict.fromkeys(place.storage for place in inputs)
-        holes = any(not self.is_written(place) for place in inputs)
+        """Record a call with this result on meta tensors; `overwrites` if it does not read what it writes."""
+        new_results = []
+        for position, leaf in enumerate(tree_flatten(result)[0]):
+            if isinstance(leaf, Tensor) and storage_of(leaf) not in self.storages:
+                self.storages[storage_of(leaf)] = leaf.untyped_storage()
+                new_results.append((position, StorageView.of(leaf)))
+        new_storages = [view.storage for _, view in new_results]
+        inputs = views_in(arguments, keywords)
+        if overwrites:
+            for view in written:
+                inputs.remove(view)
+        reads = dict.fromkeys(view.storage for view in inputs)
+        reads_unwritten = any(not self.is_written(view) for view in inputs)
         covers = set()
-        for place in written:
-            if blindly and not holes and place.storage in self.unwritten:
-                self.unwritten[place.storage].append(place)
-            if blindly and place.storage not in reads and place.fills(self.storages[place.storage].nbytes()):
-                covers.add(place.storage)
-                self.unwritten.pop(place.storage, None)
-        if holes:
-            self.unwritten.update({storage: [] for storage in [*made, *(place.storage for place in written)]})
-        writes = tuple(dict.fromkeys([*made, *(place.storage for place in written)]))
+        for view in written:
+            if overwrites and not reads_unwritten and view.storage in self.unwritten:
+                self.unwritten[view.storage].append(view)
+            if overwrites and view.storage not in reads and view.fills(self.storages[view.storage].nbytes()):
+                covers.add(view.storage)
+                self.unwritten.pop(view.storage, None)
+        if reads_unwritten:
+            self.unwritten.update({storage: [] for storage in [*new_storages, *(view.storage for view in written)]})
+        writes = tuple(dict.fromkeys([*new_storages, *(view.storage for view in written)]))
         for storage in writes:
             self._writers.setdefault(storage, []).append(len(self.calls))
         self.calls.append(
@@ -165,7 +166,7 @@ class Tape:
                 function,
                 arguments,
                 keywords,
-                tuple(fresh),
+                tuple(new_results),
                 tuple(reads),
                 writes,
                 frozenset(covers),
@@ -175,44 +176,44 @@ class Tape:
         )
         return result
 
-    def is_written(self, place: Place) -> bool:
-        """Whether every element at a place has been given a value."""
-        pieces = self.unwritten.get(place.storage)
-        if pieces is None or place.nbytes == 0:
+    def is_written(self, view: StorageView) -> bool:
+        """Whether every element of a view has a value."""
+        written_views = self.unwritten.get(view.storage)
+        if written_views is None or view.nbytes == 0:
             return True
-        if {piece.dtype for piece in pieces} != {place.dtype}:
+        if {written_view.dtype for written_view in written_views} != {view.dtype}:
             return False
-        seen = torch.zeros(self.storages[place.storage].nbytes() // place.dtype.itemsize, dtype=torch.bool)
-        for piece in pieces:
-            seen.as_strided(piece.size, piece.stride, piece.offset).fill_(True)
-        if seen.all():
-            del self.unwritten[place.storage]
-        return bool(seen.as_strided(place.size, place.stride, place.offset).all())
+        is_set = torch.zeros(self.storages[view.storage].nbytes() // view.dtype.itemsize, dtype=torch.bool)
+        for written_view in written_views:
+            is_set.as_strided(written_view.size, written_view.stride, written_view.offset).fill_(True)
+        if is_set.all():
+            del self.unwritten[view.storage]
+        return bool(is_set.as_strided(view.size, view.stride, view.offset).all())
 
     def program(self, storage: int) -> list[int]:
-        """The calls that the contents of a storage depend on now, in their order."""
-        found: set[int] = set()
-        seen: set[tuple[int, int]] = set()
+        """Return the calls that the current contents of a storage depend on, in order."""
+        needed: set[int] = set()
+        visited: set[tuple[int, int]] = set()
         heap: list[tuple[int, int]] = []
 
-        def want(storage: int, before: int) -> None:
+        def require(storage: int, before: int) -> None:
             writers = self._writers.get(storage, ())
             position = bisect.bisect_left(writers, before) - 1
-            if position >= 0 and (entry := (-writers[position], storage)) not in seen:
-                seen.add(entry)
+            if position >= 0 and (entry := (-writers[position], storage)) not in visited:
+                visited.add(entry)
                 heapq.heappush(heap, entry)
 
-        want(storage, len(self.calls))
+        require(storage, len(self.calls))
         while heap:
             index, storage = heapq.heappop(heap)
             call = self.calls[-index]
             if storage not in call.covers:
-                want(storage, -index)
-            if -index not in found:
-                found.add(-index)
-                for each in {*call.reads, *call.writes} - call.covers:
-                    want(each, -index)
-        return sorted(found)
+                require(storage, -index)
+            if -index not in needed:
+                needed.add(-index)
+                for other in {*call.reads, *call.writes} - call.covers:
+                    require(other, -index)
+        return sorted(needed)
 
     def replay(
         self,
@@ -222,27 +223,29 @@ class Tape:
         *,
         clear: bool = False,
     ) -> torch.UntypedStorage:
-        """Run calls in real memory of the host and give back one storage; nothing else outlives its last use.
+        """Run calls with real memory on the host and return one storage; everything else is freed after its last use.
 
-        Every call that draws random numbers is given to `draw` with its number on the tape. With `clear`, memory that
-        is only allocated is zero.
+        A call that draws random numbers is passed to `draw` with its index on the tape. With `clear`, allocated memory
+        is set to zero.
         """
         program = list(program)
-        last = {storage: at for at in program for storage in (*self.calls[at].reads, *self.calls[at].writes)}
+        last_use = {
+            storage: index for index in program for storage in (*self.calls[index].reads, *self.calls[index].writes)
+        }
         memory: dict[int, torch.UntypedStorage] = {}
 
         def real(value: Any) -> Any:
-            return value.on(self._memory(memory, value.storage, clear)) if isinstance(value, Place) else value
+            return value.on(self._memory(memory, value.storage, clear)) if isinstance(value, StorageView) else value
 
         with torch.no_grad():
-            for at in program:
-                call = self.calls[at]
+            for index in program:
+                call = self.calls[index]
                 arguments, keywords = tree_map(real, (call.arguments, call.keywords))
-                results = _with_dtype(call, at, arguments, keywords, draw)
-                self._keep(memory, call, tree_flatten(results)[0])
+                results = _run_call(call, index, arguments, keywords, draw)
+                self._store(memory, call, tree_flatten(results)[0])
                 del arguments, keywords, results
                 for storage in {*call.reads, *call.writes} - {target}:
-                    if last[storage] == at:
+                    if last_use[storage] == index:
                         memory.pop(storage, None)
         return self._memory(memory, target, clear)
 
@@ -255,43 +258,43 @@ class Tape:
                 torch.empty(0, dtype=torch.uint8).set_(memory[storage]).zero_()
         return memory[storage]
 
-    def _keep(self, memory: dict[int, torch.UntypedStorage], call: Call, results: list[Any]) -> None:
-        """Put new results where later calls look for them, in the form they were promised in."""
-        taken = {int(each._cdata) for each in memory.values()}
-        for position, place in call.fresh:
+    def _store(self, memory: dict[int, torch.UntypedStorage], call: Call, results: list[Any]) -> None:
+        """Store new results where later calls expect them, with the recorded view."""
+        used = {int(storage._cdata) for storage in memory.values()}
+        for position, view in call.new_results:
             result: Tensor = results[position]
-            form = Place.of(result)
-            same = (form.size, form.stride, form.offset) == (place.size, place.stride, place.offset)
-            if place.storage in memory:
+            actual = StorageView.of(result)
+            same_layout = (actual.size, actual.stride, actual.offset) == (view.size, view.stride, view.offset)
+            if view.storage in memory:
                 continue
-            if same and form.dtype == place.dtype and form.storage not in taken:
-                memory[place.storage] = result.untyped_storage()
+            if same_layout and actual.dtype == view.dtype and actual.storage not in used:
+                memory[view.storage] = result.untyped_storage()
             else:
-                place.on(self._memory(memory, place.storage)).copy_(result)
+                view.on(self._memory(memory, view.storage)).copy_(result)
 
 
 def allocate(nbytes: int) -> torch.UntypedStorage:
-    """Memory of the host, with whatever it held before."""
+    """Allocate uninitialised memory on the host."""
     return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
 
 
-def _copied(value: Tensor) -> Tensor:
+def _clone(value: Tensor) -> Tensor:
     return value.clone()
 
 
-def _with_dtype(
+def _run_call(
     call: Call,
-    at: int,
+    index: int,
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
     draw: Callable[[int, Callable[[], Any]], Any],
 ) -> Any:
-    """Run a call under the default dtype it was recorded under."""
-    before = torch.get_default_dtype()
+    """Run a call with the default dtype that it was recorded with."""
+    previous = torch.get_default_dtype()
     torch.set_default_dtype(call.default_dtype)
     try:
         if call.draws:
-            return draw(at, lambda: call.function(*arguments, **keywords))
+            return draw(index, lambda: call.function(*arguments, **keywords))
         return call.function(*arguments, **keywords)
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous)

@@ -1,17 +1,17 @@
-"""Lower bounds on makespan and span: no schedule of any kind can be shorter.
+"""Lower bounds on makespan and span, valid for every schedule.
 
-Three facts are put together, for F, I and W of every stage and microbatch:
+They combine three facts about F, I and W of every stage and microbatch:
 
-    what must come before it   its input, and the microbatches before it on its stage, each after what it waits for
-    what memory asks for       an F that does not fit beside those before it waits for an earlier I, or even a W
-    what its rank must do      all that must run before it on its rank runs there one by one, and so it takes its sum
+    precedence   an action starts after its input, and after the earlier microbatches of its stage
+    memory       an F that does not fit beside earlier ones waits for an earlier I, or for an earlier W
+    rank load    everything that must run earlier on the same rank runs there sequentially, so its durations add up
 
-They give every action a head (it cannot start before) and a tail (so much follows its end). A rank runs its actions one
-by one, so the step is at least as long as the best order of one rank's actions with these heads and tails, where
-actions may even be interrupted: that is found exactly, by always running the one with the longest tail.
+They give every action a head (its earliest start) and a tail (the minimum time after its end). A rank runs one action
+at a time, so the step takes at least as long as the best preemptive order of one rank's actions with these heads and
+tails. That order is computed exactly: always run the action with the longest tail.
 
-A span begins with the first action of one rank, whose start no order changes, and ends with the last one of that rank,
-so for it tails are counted to that one alone.
+The span of a rank starts with its first action, whose start does not depend on the order, and ends with its last. So
+for spans, tails count only up to the last action of that rank.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from stageline.synthesis.problem import Problem, Table
-from stageline.synthesis.relaxed import Edge, Relaxed
+from stageline.synthesis.relaxation import Edge, Relaxation
 
 NEVER = -math.inf
 
-MOST_ACTIONS = 100_000
-"""So many actions are looked at for the spans of ranks; beyond that only the ranks that promise most are."""
+MAX_SPAN_ACTIONS = 100_000
+"""Total number of actions examined for spans; above it, only the most promising ranks are examined."""
 
 
-LARGEST = 150_000
-"""Actions beyond which looking at each of them would take longer than searching is worth."""
+MAX_ACTIONS = 150_000
+"""Above this many actions, only the quick bound is computed."""
 
 
 class _Best:
-    """Running maxima: the largest of the first n values, for every n."""
+    """Running maxima: the maximum of the first n values, for every n."""
 
     __slots__ = ("values",)
 
@@ -47,10 +47,10 @@ class _Best:
 
 
 class _Loads:
-    """What one rank with a single stage must have run before an action, counted from any earlier action of its own.
+    """The work of a rank with a single stage that must precede an action, counted from any earlier action.
 
-    `forwards[n]` is the largest, over the first n F, of its head less all that is before it; adding all that is before
-    another action gives what lies between them.
+    `forwards[n]` is the maximum, over the first n F, of the head minus all work before it; adding all work before
+    another action gives that action's head.
     """
 
     def __init__(self, forward: list[float], back: list[float], weight: list[float], edges: list[list[Edge]]) -> None:
@@ -106,25 +106,25 @@ class _Loads:
 
 
 class Times(NamedTuple):
-    """Heads or tails of F, I and W, for every stage and microbatch."""
+    """Heads or tails of F, I and W per stage and microbatch."""
 
     forward: Table
     back: Table
     weight: Table
 
 
-def heads_of(relaxed: Relaxed) -> Times:
-    """The earliest start of every action."""
-    problem = relaxed.problem
+def heads_of(relaxation: Relaxation) -> Times:
+    """Return the earliest start of every action."""
+    problem = relaxation.problem
     stages, count = problem.stages, problem.microbatches
-    forward, back, weight = relaxed.halves
-    edges, single = relaxed.edges, problem.chunks == 1
-    ahead, behind = problem.ahead, problem.back
+    forward, back, weight = relaxation.halves
+    edges, has_one_chunk = relaxation.edges, problem.chunks == 1
+    forward_hop, backward_hop = problem.forward_hop, problem.backward_hop
     hf, hi, hw = ([[NEVER] * count for _ in range(stages)] for _ in range(3))
-    loads = [_Loads(forward[s], back[s], weight[s], edges[s]) for s in range(stages)] if single else None
+    loads = [_Loads(forward[s], back[s], weight[s], edges[s]) for s in range(stages)] if has_one_chunk else None
     for m in range(count):
         for s in range(stages):
-            head = hf[s - 1][m] + forward[s - 1][m] + ahead[s - 1][m] if s else 0.0
+            head = hf[s - 1][m] + forward[s - 1][m] + forward_hop[s - 1][m] if s else 0.0
             if m:
                 head = max(head, hf[s][m - 1] + forward[s][m - 1])
                 for stage, backs, weights in edges[s][m]:
@@ -134,20 +134,20 @@ def heads_of(relaxed: Relaxed) -> Times:
                         head = max(head, hw[stage][weights - 1] + weight[stage][weights - 1])
             if loads is not None:
                 earliest = math.inf
-                for backs, weights in relaxed.choices(s, m):
-                    after = hi[s][backs - 1] + back[s][backs - 1] if backs else NEVER
-                    if after >= earliest:
+                for backs, weights in relaxation.choices(s, m):
+                    ready = hi[s][backs - 1] + back[s][backs - 1] if backs else NEVER
+                    if ready >= earliest:
                         break
                     if weights:
-                        after = max(after, hw[s][weights - 1] + weight[s][weights - 1])
-                    earliest = min(earliest, max(after, loads[s].before_forward(m, backs, weights)))
+                        ready = max(ready, hw[s][weights - 1] + weight[s][weights - 1])
+                    earliest = min(earliest, max(ready, loads[s].before_forward(m, backs, weights)))
                 head = max(head, earliest if earliest < math.inf else NEVER)
                 loads[s].add_forward(m, head)
             hf[s][m] = head
         for s in reversed(range(stages)):
             head = hf[s][m] + forward[s][m]
             if s < stages - 1:
-                head = max(head, hi[s + 1][m] + back[s + 1][m] + behind[s + 1][m])
+                head = max(head, hi[s + 1][m] + back[s + 1][m] + backward_hop[s + 1][m])
             if m:
                 head = max(head, hi[s][m - 1] + back[s][m - 1])
             if loads is not None:
@@ -163,60 +163,60 @@ def heads_of(relaxed: Relaxed) -> Times:
     return Times(hf, hi, hw)
 
 
-def tails_of(relaxed: Relaxed, sink: int | None = None) -> Times:
-    """What follows the end of every action at least; with a sink, until the last action of that rank."""
-    problem = relaxed.problem
+def tails_of(relaxation: Relaxation, sink: int | None = None) -> Times:
+    """Return the minimum time after the end of every action; with a sink, until the last action of that rank."""
+    problem = relaxation.problem
     stages, count = problem.stages, problem.microbatches
-    forward, back, weight = relaxed.halves
-    ahead, behind = problem.ahead, problem.back
-    waits = _waits(relaxed)
+    forward, back, weight = relaxation.halves
+    forward_hop, backward_hop = problem.forward_hop, problem.backward_hop
+    waiters = _waiters(relaxation)
     tf, ti, tw = ([[NEVER] * count for _ in range(stages)] for _ in range(3))
     ends = [0.0 if sink is None or rank == sink else NEVER for rank in problem.rank_of]
     for m in reversed(range(count)):
-        more = m + 1 < count
+        has_next = m + 1 < count
         for s in range(stages):
             tail = ends[s]
-            if more:
+            if has_next:
                 tail = max(tail, tw[s][m + 1] + weight[s][m + 1])
-            for stage, other in waits[1][s][m]:
-                tail = max(tail, forward[stage][other] + tf[stage][other])
+            for stage, later in waiters[1][s][m]:
+                tail = max(tail, forward[stage][later] + tf[stage][later])
             tw[s][m] = tail
             tail += weight[s][m]
             if s:
-                tail = max(tail, behind[s][m] + back[s - 1][m] + ti[s - 1][m])
-            if more:
+                tail = max(tail, backward_hop[s][m] + back[s - 1][m] + ti[s - 1][m])
+            if has_next:
                 tail = max(tail, back[s][m + 1] + ti[s][m + 1])
-            for stage, other in waits[0][s][m]:
-                tail = max(tail, forward[stage][other] + tf[stage][other])
+            for stage, later in waiters[0][s][m]:
+                tail = max(tail, forward[stage][later] + tf[stage][later])
             ti[s][m] = tail
         for s in reversed(range(stages)):
             tail = back[s][m] + ti[s][m]
             if s < stages - 1:
-                tail = max(tail, ahead[s][m] + forward[s + 1][m] + tf[s + 1][m])
-            if more:
+                tail = max(tail, forward_hop[s][m] + forward[s + 1][m] + tf[s + 1][m])
+            if has_next:
                 tail = max(tail, forward[s][m + 1] + tf[s][m + 1])
             tf[s][m] = tail
     return Times(tf, ti, tw)
 
 
-def _waits(relaxed: Relaxed) -> list[list[list[list[tuple[int, int]]]]]:
-    """The edges of memory the other way round: for every I, and for every W, the first F that wait for it."""
-    problem = relaxed.problem
+def _waiters(relaxation: Relaxation) -> list[list[list[list[tuple[int, int]]]]]:
+    """Invert the memory edges: for every I, and for every W, the first F that wait for it."""
+    problem = relaxation.problem
     shape = range(problem.stages), range(problem.microbatches)
-    found: list[list[list[list[tuple[int, int]]]]] = [[[[] for _ in shape[1]] for _ in shape[0]] for _ in range(2)]
+    waiters: list[list[list[list[tuple[int, int]]]]] = [[[[] for _ in shape[1]] for _ in shape[0]] for _ in range(2)]
     for stage in shape[0]:
-        known: dict[tuple[int, int], int] = {}
+        counts: dict[tuple[int, int], int] = {}
         for m in shape[1]:
-            for edge in relaxed.edges[stage][m]:
-                for half, done in ((0, edge.backwards), (1, edge.weights)):
-                    if done > known.get((half, edge.stage), 0):
-                        known[half, edge.stage] = done
-                        found[half][edge.stage][done - 1].append((stage, m))
-    return found
+            for edge in relaxation.edges[stage][m]:
+                for half, count in ((0, edge.backwards), (1, edge.weights)):
+                    if count > counts.get((half, edge.stage), 0):
+                        counts[half, edge.stage] = count
+                        waiters[half][edge.stage][count - 1].append((stage, m))
+    return waiters
 
 
 def one_rank(jobs: list[tuple[float, float, float]]) -> float:
-    """The shortest step in which one rank runs these (head, time, tail), if it may interrupt them.
+    """Return the minimum makespan of one rank for (head, time, tail) jobs, if it may interrupt them.
 
     >>> one_rank([(0, 4, 1), (1, 2, 6)])
     9
@@ -224,38 +224,38 @@ def one_rank(jobs: list[tuple[float, float, float]]) -> float:
     jobs = sorted(job for job in jobs if job[0] > NEVER)
     waiting: list[tuple[float, float]] = []
     now = best = 0.0
-    at = 0
-    while at < len(jobs) or waiting:
+    position = 0
+    while position < len(jobs) or waiting:
         if not waiting:
-            now = max(now, jobs[at][0])
-        while at < len(jobs) and jobs[at][0] <= now:
-            heappush(waiting, (-jobs[at][2], jobs[at][1]))
-            at += 1
-        tail, left = heappop(waiting)
-        until = now + left
-        if at < len(jobs) and jobs[at][0] < until:
-            heappush(waiting, (tail, until - jobs[at][0]))
-            now = jobs[at][0]
+            now = max(now, jobs[position][0])
+        while position < len(jobs) and jobs[position][0] <= now:
+            heappush(waiting, (-jobs[position][2], jobs[position][1]))
+            position += 1
+        tail, remaining = heappop(waiting)
+        end = now + remaining
+        if position < len(jobs) and jobs[position][0] < end:
+            heappush(waiting, (tail, end - jobs[position][0]))
+            now = jobs[position][0]
             continue
-        now = until
+        now = end
         best = max(best, now - tail)
     return best
 
 
-def _of_rank(relaxed: Relaxed, rank: int, heads: Times, tails: Times) -> float:
-    problem = relaxed.problem
+def _rank_bound(relaxation: Relaxation, rank: int, heads: Times, tails: Times) -> float:
+    problem = relaxation.problem
     jobs = []
-    most = 0.0
+    longest = 0.0
     for stage in problem.stages_of[rank]:
-        for kind, times in enumerate(relaxed.halves):
+        for kind, times in enumerate(relaxation.halves):
             for job in zip(heads[kind][stage], times[stage], tails[kind][stage], strict=True):
                 jobs.append(job)
-                most = max(most, sum(job))
-    return max(most, one_rank(jobs))
+                longest = max(longest, sum(job))
+    return max(longest, one_rank(jobs))
 
 
 def lower_bound(problem: Problem) -> float:
-    """The most that any of these arguments gives, for the objective of the problem.
+    """Return the best lower bound for the objective of the problem.
 
     >>> import stageline as sl
     >>> from stageline.synthesis.problem import problem_of
@@ -263,50 +263,52 @@ def lower_bound(problem: Problem) -> float:
     >>> lower_bound(problem_of(costs, 4, 8, None, 1, "loop", "makespan", None))
     257.0
     """
-    relaxed = Relaxed(problem)
-    if problem.num_actions > LARGEST:
-        return quick_bound(relaxed)
-    heads = heads_of(relaxed)
+    relaxation = Relaxation(problem)
+    if problem.num_actions > MAX_ACTIONS:
+        return quick_bound(relaxation)
+    heads = heads_of(relaxation)
     if problem.objective == "makespan":
-        tails = tails_of(relaxed)
-        return max(_of_rank(relaxed, rank, heads, tails) for rank in range(problem.ranks))
+        tails = tails_of(relaxation)
+        return max(_rank_bound(relaxation, rank, heads, tails) for rank in range(problem.ranks))
     spans = []
-    for rank in _promising(relaxed):
-        begin = heads.forward[problem.stages_of[rank][0]][0]
-        spans.append(_of_rank(relaxed, rank, heads, tails_of(relaxed, rank)) - begin)
+    for rank in _promising_ranks(relaxation):
+        start = heads.forward[problem.stages_of[rank][0]][0]
+        spans.append(_rank_bound(relaxation, rank, heads, tails_of(relaxation, rank)) - start)
     return max(spans)
 
 
-def quick_bound(relaxed: Relaxed) -> float:
-    """The work of every rank, what it waits for before it, and what it idles until its first gradient comes back.
+def quick_bound(relaxation: Relaxation) -> float:
+    """Return a cheaper bound: each rank's work, the wait before it, and its idle time until its first gradient.
 
-    Until then a rank runs forwards alone, and no more of them than fit its memory.
+    Until then a rank runs only forwards, and no more of them than fit in its memory.
     """
-    problem, (forward, back, _) = relaxed.problem, relaxed.halves
-    best = begin = 0.0
-    round_trip = sum(row[0] for row in (*forward, *problem.ahead[:-1]))
-    round_trip += sum(row[0] for row in (*back, *problem.back[1:]))
-    passed = 0.0
+    problem, (forward, back, _) = relaxation.problem, relaxation.halves
+    best = start = 0.0
+    round_trip = sum(row[0] for row in (*forward, *problem.forward_hop[:-1]))
+    round_trip += sum(row[0] for row in (*back, *problem.backward_hop[1:]))
+    elapsed = 0.0
     for stage, rank in enumerate(problem.rank_of[: problem.ranks]):
-        mine = problem.stages_of[rank]
-        work = sum(sum(times[own]) for times in relaxed.halves for own in mine)
+        rank_stages = problem.stages_of[rank]
+        work = sum(sum(times[rank_stage]) for times in relaxation.halves for rank_stage in rank_stages)
         # From the start of this stage's first F to the end of its first I.
-        way = round_trip - passed
+        turnaround = round_trip - elapsed
         if problem.chunks == 1:
-            edges = relaxed.edges[stage]
-            fit = next((m for m, needed in enumerate(edges) if needed and needed[0].backwards), problem.microbatches)
-            work += max(0.0, way - back[stage][0] - sum(forward[stage][:fit]))
-        length = max(work, way)
-        best = max(best, length + (begin if problem.objective == "makespan" else 0.0))
-        begin += forward[stage][0] + problem.ahead[stage][0]
-        behind = problem.back[stage + 1][0] if stage + 1 < problem.stages else 0.0
-        passed += forward[stage][0] + problem.ahead[stage][0] + back[stage][0] + behind
+            edges = relaxation.edges[stage]
+            num_fitting = next(
+                (m for m, needs in enumerate(edges) if needs and needs[0].backwards), problem.microbatches
+            )
+            work += max(0.0, turnaround - back[stage][0] - sum(forward[stage][:num_fitting]))
+        length = max(work, turnaround)
+        best = max(best, length + (start if problem.objective == "makespan" else 0.0))
+        start += forward[stage][0] + problem.forward_hop[stage][0]
+        hop = problem.backward_hop[stage + 1][0] if stage + 1 < problem.stages else 0.0
+        elapsed += forward[stage][0] + problem.forward_hop[stage][0] + back[stage][0] + hop
     return best
 
 
-def _promising(relaxed: Relaxed) -> list[int]:
-    """The ranks whose spans are worth looking at: all, or the first one and those that have most to do."""
-    problem = relaxed.problem
-    work = [sum(sum(times[stage]) for times in relaxed.halves for stage in mine) for mine in problem.stages_of]
+def _promising_ranks(relaxation: Relaxation) -> list[int]:
+    """Return the ranks whose spans to examine: all, or the first one and the busiest."""
+    problem = relaxation.problem
+    work = [sum(sum(times[stage]) for times in relaxation.halves for stage in stages) for stages in problem.stages_of]
     order = sorted(range(problem.ranks), key=lambda rank: (rank > 0, -work[rank]))
-    return order[: max(2, MOST_ACTIONS // problem.num_actions)]
+    return order[: max(2, MAX_SPAN_ACTIONS // problem.num_actions)]

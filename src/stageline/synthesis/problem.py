@@ -1,7 +1,7 @@
-"""What is asked for: the stages, what each of their actions costs, and the memory that every rank may use.
+"""The synthesis problem: stages, the cost of each of their actions, and the memory cap of every rank.
 
-Everything is laid out once as plain lists, `[stage][microbatch]`, because the searches read single values millions of
-times, and a list answers faster than an array does.
+All costs are expanded once into plain lists, `[stage][microbatch]`: the searches read single values millions of times,
+and indexing a list is faster than indexing an array.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from stageline.schedules.registry import LARGEST_SCHEDULE, whole
 from stageline.timeline.costs import Costs, Floats, per_stage
 
 Table: TypeAlias = list[list[float]]
-"""One value for every stage and microbatch."""
+"""One value per stage and microbatch."""
 Objective: TypeAlias = Literal["makespan", "span"]
 
 SLACK = 1e-9
-"""Memory may exceed a cap by this share of it, and times that differ by less are the same: sums of floats round."""
+"""Relative tolerance for rounding: of memory above a cap, and of times that count as equal."""
 
 
-MOST_NAMED = 16
-"""Up to so many ranks, an error names the smallest cap of each."""
+MAX_RANKS_LISTED = 16
+"""Up to this many ranks, an error lists the smallest cap of each."""
 
 
 class MemoryCapError(StagelineError):
-    """A cap on memory under which no schedule exists.
+    """No schedule fits the memory cap.
 
-    `rank` is the first rank that needs more, `least` what every rank needs at least.
+    `rank` is the first rank that needs more; `least` holds the minimum of every rank.
 
     >>> import stageline as sl
     >>> try:
@@ -44,11 +44,10 @@ class MemoryCapError(StagelineError):
     ...     print(error.rank, error.least)
     ...     print(error)
     1 (1.0, 3.0)
-    no schedule fits: rank 1 needs 3 memory for one microbatch alone, and the cap is 2; the smallest that works is 3
+    no schedule fits: rank 1 needs 3 memory for a single microbatch; the cap is 2; the smallest cap that works is 3
     """
 
     def __init__(self, message: str, *, rank: int, least: tuple[float, ...]) -> None:
-        """Keep the figures beside the sentence about them."""
         super().__init__(message)
         self.rank = rank
         self.least = least
@@ -56,39 +55,39 @@ class MemoryCapError(StagelineError):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """One instance: sizes, placement, costs as tables, caps, and what is to be made short."""
+    """One instance: placement, cost tables, memory caps and objective."""
 
     costs: Costs
     placement: Placement
     objective: Objective
     split: bool | None
-    """Whether every backward runs in two halves (True), none does (False), or both are allowed (None)."""
+    """Whether every backward is split into I and W (True), none is (False), or both are allowed (None)."""
     caps: list[float]
-    """The most memory of every rank; infinite where there is no cap."""
+    """The memory cap of every rank; infinite where there is none."""
     times: list[Table]
-    """Of F, B, I and W, by their numbers."""
+    """Durations of F, B, I and W, indexed by kind."""
     transients: list[Table]
-    """Memory of F, B, I and W while they run."""
-    ahead: Table
-    """How long the output of a stage travels to the next one."""
-    back: Table
-    """How long the gradient that a stage makes travels to the one before it."""
+    """Memory that F, B, I and W need while they run, indexed by kind."""
+    forward_hop: Table
+    """Transfer time of a stage's output to the next stage."""
+    backward_hop: Table
+    """Transfer time of a stage's input gradient to the previous stage."""
     activation: Table
     residue: Table
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.placement.ranks
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return self.placement.stages
 
     @property
     def microbatches(self) -> int:
-        """How many microbatches a step has."""
+        """Number of microbatches per step."""
         return self.placement.microbatches
 
     @cached_property
@@ -98,96 +97,97 @@ class Problem:
 
     @cached_property
     def stages_of(self) -> list[list[int]]:
-        """The stages of every rank, in the order of the model."""
-        found: list[list[int]] = [[] for _ in range(self.ranks)]
+        """The stages of every rank, in model order."""
+        stages: list[list[int]] = [[] for _ in range(self.ranks)]
         for stage, rank in enumerate(self.rank_of):
-            found[rank].append(stage)
-        return found
+            stages[rank].append(stage)
+        return stages
 
     @property
     def chunks(self) -> int:
-        """How many stages a rank holds."""
+        """Number of stages per rank."""
         return self.stages // self.ranks
 
     @cached_property
     def is_capped(self) -> bool:
-        """Whether any rank has a cap that it could reach."""
+        """Whether any rank has a finite cap."""
         return any(cap < math.inf for cap in self.caps)
 
     @cached_property
     def is_uniform(self) -> bool:
-        """Whether all microbatches are alike."""
+        """Whether all microbatches have the same costs."""
         return len(set(self.costs.scales(self.microbatches).tolist())) <= 1
 
     @property
     def num_actions(self) -> int:
-        """How many actions a schedule with a split backward has."""
+        """Number of actions of a schedule that splits every backward."""
         return 3 * self.stages * self.microbatches
 
     def fits(self, peaks: Sequence[float]) -> bool:
-        """Whether peaks of memory are within the caps, but for rounding."""
+        """Whether peak memory is within the caps, up to rounding."""
         return all(peak <= cap * (1 + SLACK) for peak, cap in zip(peaks, self.caps, strict=True))
 
     @cached_property
     def least_memory(self) -> tuple[float, ...]:
-        """The smallest cap for every rank under which a schedule exists: it runs one microbatch after the other."""
+        """The smallest cap of every rank that allows a schedule: one that runs the microbatches one by one."""
         return tuple(
             max(self._least(rank, microbatch) for microbatch in range(1 if self.is_uniform else self.microbatches))
             for rank in range(self.ranks)
         )
 
     def _least(self, rank: int, microbatch: int) -> float:
-        """What one microbatch needs on a rank: all forwards, then all backwards.
+        """Return the memory a rank needs for one microbatch: all forwards, then all backwards.
 
-        Under a given cap, a weight gradient that fits is run at once, for it only frees memory, and so is a whole
-        backward; half of one is for where a whole one does not fit. Between the caps at which one of these
-        decisions changes nothing does, so they are all that need to be tried.
+        Under a given cap, a weight gradient runs as soon as it fits, because it only frees memory; then a whole
+        backward, then a split one. These decisions change only at the caps in `refused`, so no others need to be tried.
         """
-        held = cap = 0.0
+        level = cap = 0.0
         for stage in self.stages_of[rank]:
-            held += self.activation[stage][microbatch]
-            cap = max(cap, held + self.transients[kinds.F][stage][microbatch])
+            level += self.activation[stage][microbatch]
+            cap = max(cap, level + self.transients[kinds.F][stage][microbatch])
         while True:
-            _, refused = self.drain(rank, microbatch, held, cap)
+            _, refused = self.drain(rank, microbatch, level, cap)
             if not refused:
                 return cap
             cap = min(refused)
 
-    def drain(self, rank: int, microbatch: int, held: float, cap: float) -> tuple[list[tuple[int, int]], list[float]]:
-        """Run the backwards of one microbatch under a cap: the (kind, stage) run, and what was refused for its need.
+    def drain(self, rank: int, microbatch: int, level: float, cap: float) -> tuple[list[tuple[int, int]], list[float]]:
+        """Run the backwards of one microbatch under a cap; return the (kind, stage) run and the caps refused.
 
-        Where all of them fit, nothing that was refused matters, and none is named.
+        The second list holds the memory needs that exceeded the cap. It is empty if all backwards fit.
         """
-        left = self.stages_of[rank][:]
-        owed: list[int] = []
+        pending = self.stages_of[rank][:]
+        deferred: list[int] = []
         refused: list[float] = []
-        done: list[tuple[int, int]] = []
-        while left or owed:
+        actions: list[tuple[int, int]] = []
+        while pending or deferred:
             moves = [
-                (held + self.transients[kinds.W][stage][microbatch], held - self.residue[stage][microbatch], at)
-                for at, stage in enumerate(owed)
+                (level + self.transients[kinds.W][stage][microbatch], level - self.residue[stage][microbatch], position)
+                for position, stage in enumerate(deferred)
             ]
-            if left:
-                stage = left[-1]
-                size, kept = self.activation[stage][microbatch], self.residue[stage][microbatch]
-                whole_one, first = (self.transients[kind][stage][microbatch] for kind in (kinds.B, kinds.I))
+            if pending:
+                stage = pending[-1]
+                activation, residue = self.activation[stage][microbatch], self.residue[stage][microbatch]
+                during_whole, during_input = (self.transients[kind][stage][microbatch] for kind in (kinds.B, kinds.I))
                 if self.split is not True:
-                    moves.append((held + whole_one, held - size, -1))
+                    moves.append((level + during_whole, level - activation, -1))
                 if self.split is not False:
-                    moves.append((max(held + first, held - size + kept), held - size + kept, -2))
+                    moves.append(
+                        (max(level + during_input, level - activation + residue), level - activation + residue, -2)
+                    )
             refused += [move[0] for move in moves if move[0] > cap]
             fitting = [move for move in moves if move[0] <= cap]
             if not fitting:
-                return done, refused
-            _, held, which = fitting[0]
-            if which >= 0:
-                done.append((kinds.W, owed.pop(which)))
+                return actions, refused
+            _, level, choice = fitting[0]
+            if choice >= 0:
+                actions.append((kinds.W, deferred.pop(choice)))
                 continue
-            stage = left.pop()
-            done.append((kinds.B if which == -1 else kinds.I, stage))
-            if which == -2:
-                owed.append(stage)
-        return done, []
+            stage = pending.pop()
+            actions.append((kinds.B if choice == -1 else kinds.I, stage))
+            if choice == -2:
+                deferred.append(stage)
+        return actions, []
 
 
 def problem_of(
@@ -200,52 +200,52 @@ def problem_of(
     objective: str,
     split: bool | None,
 ) -> Problem:
-    """Lay an instance out, refusing what cannot be meant."""
+    """Validate the arguments of `synthesize` and build the `Problem`; raise `StagelineError` if they are invalid."""
     ranks, microbatches, chunks = (
         whole("synthesize", key, value)
         for key, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks))
     )
     if 3 * ranks * microbatches * chunks > LARGEST_SCHEDULE:
         raise StagelineError(
-            f"synthesize was asked for {3 * ranks * microbatches * chunks} actions and makes at most "
-            f"{LARGEST_SCHEDULE}; ask for fewer ranks, microbatches or chunks"
+            f"the schedule would have {3 * ranks * microbatches * chunks} actions; the limit is {LARGEST_SCHEDULE}; "
+            f"use fewer ranks, microbatches or chunks"
         )
     if not isinstance(costs, Costs):
         raise CostError(f"expected sl.Costs, got {shorten(costs)}")
     _one_of("placement", placement, ("loop", "vee"))
     _one_of("objective", objective, ("makespan", "span"))
     if split not in (True, False, None):
-        raise StagelineError(f"split is True, False or None (either), got {shorten(split)}")
+        raise StagelineError(f"split must be True, False or None (either), got {shorten(split)}")
     stages = ranks * chunks
     costs.check_lengths(stages, microbatches)
-    placed = Placement.loop(ranks, chunks, microbatches)
+    stage_placement = Placement.loop(ranks, chunks, microbatches)
     if placement == "vee":
-        placed = Placement.snake(ranks, chunks, microbatches)
+        stage_placement = Placement.snake(ranks, chunks, microbatches)
     scale = costs.scales(microbatches)
 
     def table(row: Floats) -> Table:
         return [list(values) for values in (row[:, None] * scale).tolist()]
 
-    ahead, back = _hops(costs, placed)
-    found = Problem(
+    forward_hop, backward_hop = _hops(costs, stage_placement)
+    problem = Problem(
         costs=costs,
-        placement=placed,
+        placement=stage_placement,
         objective="span" if objective == "span" else "makespan",
         split=split,
         caps=_caps(memory, ranks),
         times=[table(row) for row in costs.times(stages)],
         transients=[table(row) for row in costs.transients(stages)],
-        ahead=ahead,
-        back=back,
+        forward_hop=forward_hop,
+        backward_hop=backward_hop,
         activation=table(per_stage("activation", costs.activation, stages)),
         residue=table(per_stage("residue", costs.residue, stages)),
     )
-    _check_caps(found)
-    return found
+    _check_caps(problem)
+    return problem
 
 
 def with_microbatches(problem: Problem, microbatches: int) -> Problem:
-    """The same problem for another number of microbatches, all of them alike."""
+    """Return the same problem for another number of microbatches, all with the costs of the first."""
     costs = problem.costs
     if costs.scale is not None:
         costs = replace(costs, scale=[costs.scale[0]] * microbatches)
@@ -264,42 +264,42 @@ def with_microbatches(problem: Problem, microbatches: int) -> Problem:
 
 def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise StagelineError(f"{name} is {' or '.join(map(repr, known))}, got {shorten(value)}")
+        raise StagelineError(f"{name} must be {' or '.join(map(repr, known))}, got {shorten(value)}")
 
 
-def _hops(costs: Costs, placed: Placement) -> tuple[Table, Table]:
-    """How long outputs travel from each stage to the next, and gradients to the one before; 0 within a rank."""
-    scale = costs.scales(placed.microbatches)
-    rank = placed.table[0]
-    message = per_stage("message", costs.message, placed.stages)
-    found = []
-    for step in (1, -1):
-        table = [[0.0] * placed.microbatches for _ in range(placed.stages)]
-        for stage in range(placed.stages):
-            to = stage + step
-            if 0 <= to < placed.stages and rank[stage] != rank[to]:
-                size = message[min(stage, to)] * scale
-                sources, targets = (np.full(len(scale), rank[at], dtype=np.int32) for at in (stage, to))
-                hop = np.broadcast_to(costs.hops(sources, targets, size, placed.ranks), scale.shape)
+def _hops(costs: Costs, placement: Placement) -> tuple[Table, Table]:
+    """Return the transfer times of outputs to the next stage and of gradients to the previous; 0 within a rank."""
+    scale = costs.scales(placement.microbatches)
+    rank = placement.table[0]
+    message = per_stage("message", costs.message, placement.stages)
+    tables = []
+    for direction in (1, -1):
+        table = [[0.0] * placement.microbatches for _ in range(placement.stages)]
+        for stage in range(placement.stages):
+            neighbour = stage + direction
+            if 0 <= neighbour < placement.stages and rank[stage] != rank[neighbour]:
+                size = message[min(stage, neighbour)] * scale
+                sources, targets = (np.full(len(scale), rank[end], dtype=np.int32) for end in (stage, neighbour))
+                hop = np.broadcast_to(costs.hops(sources, targets, size, placement.ranks), scale.shape)
                 table[stage] = [float(time) for time in hop]
-        found.append(table)
-    return found[0], found[1]
+        tables.append(table)
+    return tables[0], tables[1]
 
 
 def _caps(memory: float | Sequence[float] | None, ranks: int) -> list[float]:
     if memory is None:
         return [math.inf] * ranks
     try:
-        given = np.asarray(memory, dtype=np.float64)
+        caps = np.asarray(memory, dtype=np.float64)
     except (TypeError, ValueError):
-        given = np.asarray(math.nan)
-    if given.ndim == 0:
-        given = np.full(ranks, float(given))
-    if given.shape != (ranks,) or not (given >= 0).all():
+        caps = np.asarray(math.nan)
+    if caps.ndim == 0:
+        caps = np.full(ranks, float(caps))
+    if caps.shape != (ranks,) or not (caps >= 0).all():
         raise StagelineError(
-            f"memory is one number from 0 upwards, or one for each of the {ranks} ranks, got {shorten(memory)}"
+            f"memory must be a number >= 0, or one for each of the {ranks} ranks, got {shorten(memory)}"
         )
-    return [float(cap) for cap in given]
+    return [float(cap) for cap in caps]
 
 
 def _check_caps(problem: Problem) -> None:
@@ -308,15 +308,15 @@ def _check_caps(problem: Problem) -> None:
     if not short:
         return
     rank = short[0]
-    works, others = f"{max(least):.12g}", ""
+    enough, also = f"{max(least):.12g}", ""
     if len(set(problem.caps)) > 1:
-        enough = [f"{max(need, cap):.12g}" for need, cap in zip(least, problem.caps, strict=True)]
-        works = ",".join(enough) if len(enough) <= MOST_NAMED else f"{least[rank]:.12g} there"
-        others = f" (ranks {', '.join(map(str, short[1:]))} need more, too)" if 1 < len(short) <= MOST_NAMED else ""
-        others = others.replace("ranks", "rank").replace("need", "needs") if len(short) == 2 else others
+        caps = [f"{max(need, cap):.12g}" for need, cap in zip(least, problem.caps, strict=True)]
+        enough = ",".join(caps) if len(caps) <= MAX_RANKS_LISTED else f"{least[rank]:.12g} there"
+        also = f" (ranks {', '.join(map(str, short[1:]))} also need more)" if 1 < len(short) <= MAX_RANKS_LISTED else ""
+        also = also.replace("ranks", "rank").replace("also need", "also needs") if len(short) == 2 else also
     raise MemoryCapError(
-        f"no schedule fits: rank {rank} needs {least[rank]:.12g} memory for one microbatch alone, and the cap is "
-        f"{problem.caps[rank]:.12g}{others}; the smallest that works is {works}",
+        f"no schedule fits: rank {rank} needs {least[rank]:.12g} memory for a single microbatch; the cap is "
+        f"{problem.caps[rank]:.12g}{also}; the smallest cap that works is {enough}",
         rank=rank,
         least=least,
     )

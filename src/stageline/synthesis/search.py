@@ -1,7 +1,7 @@
-"""The search as a whole: what is tried, in which order, and how much of it.
+"""The search: which steps run, in which order, and how much work each may do.
 
-Work is counted in actions looked at, not in seconds, so that the same seed gives the same schedule on any machine that
-is fast enough; the clock only cuts off what takes too long, and the answer says whether it did.
+Work is counted in actions, not in seconds, so the same seed gives the same schedule on any machine that is fast enough.
+The clock only stops a search that takes too long, and the result says if it did.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from itertools import islice, product
 from typing import Any, NamedTuple
 
 from stageline.schedules import action as kinds
-from stageline.synthesis import exact
+from stageline.synthesis import cp_sat
+from stageline.synthesis.baselines import baselines, sequential_plan
 from stageline.synthesis.bounds import lower_bound
-from stageline.synthesis.greedy import Board, Plan, Rule, is_snake, run_greedy
-from stageline.synthesis.improve import improve
-from stageline.synthesis.mixed import mixed_plans
-from stageline.synthesis.named import named_ones, one_by_one
+from stageline.synthesis.fast_simulate import end_times, evaluate
+from stageline.synthesis.list_scheduling import Board, Plan, Rule, is_v, list_schedule
+from stageline.synthesis.local_search import improve
+from stageline.synthesis.mixed_backward import mixed_plans
+from stageline.synthesis.periodic import periodic_plans
 from stageline.synthesis.problem import SLACK, Problem, with_microbatches
-from stageline.synthesis.replay import judged, times_of
-from stageline.synthesis.unroll import unrolled
-from stageline.synthesis.woven import weave_plans
+from stageline.synthesis.turns import best_turns_plan
 
-SPEED = 300_000
-"""Actions that one second of the time limit is worth; most machines look at more."""
-MOST_EXACT = 500
-"""Actions up to which exact search is tried."""
+ACTIONS_PER_SECOND = 300_000
+"""Work per second of the time limit; most machines are faster."""
+MAX_EXACT_ACTIONS = 500
+"""Largest number of actions for the exact search."""
 
 
 ORDERS = ((3, 2, 1, 0), (1, 3, 2, 0), (2, 3, 1, 0), (2, 1, 3, 0), (1, 2, 3, 0), (3, 2, 0, 1))
-"""Which action goes first on a V; see `Rule.order`."""
+"""Priorities on a V placement; see `Rule.order`."""
 HABITS = (
     *((0.0, 0.01, math.inf), (0.0, 1.0, math.inf), (0.0, 0.5, -1), (0.0, 0.01, 1), (0.0, 0.5, 2), (0.0, 1.0, 0)),
     *((0.5, 0.01, math.inf), (0.0, 0.01, -1), (0.0, 0.01, 2), (0.0, 1.0, -1), (1.0, 1.0, math.inf), (0.5, 0.5, 2)),
 )
-"""Patience, gap and most owed of a rule; −1 owed is one for every rank."""
+"""(patience, gap, owed) of a rule; owed −1 means one per rank."""
 
 
 class Progress(NamedTuple):
-    """Where a search stands."""
+    """The state of a running search."""
 
     seconds: float
     achieved: float
@@ -52,37 +52,36 @@ class Progress(NamedTuple):
 
 @dataclass
 class Search:
-    """What is known so far about a problem: the best plan, the bound, and the time that is left."""
+    """What is known about a problem so far: the best plan, the lower bound, and the time left."""
 
     problem: Problem
     seconds: float
     seed: int
     progress: Callable[[Progress], None] | None = None
-    named: dict[str, float] = field(default_factory=dict)
-    """The families that fit, with what each takes."""
+    baselines: dict[str, float] = field(default_factory=dict)
+    """The named families that fit, with their objective values."""
     by_form: dict[bool, Plan] = field(default_factory=dict)
-    """The best plan with all backwards whole, and the best with all of them split."""
+    """The best plan with all backwards whole (True) and with all split (False)."""
     best: Plan | None = None
-    least: float = 0.0
-    is_part: bool = False
-    """Whether it serves another search, which goes on when this one's time is up."""
+    lower_bound: float = 0.0
+    is_nested: bool = False
+    """Whether it serves another search, which continues when this one ends."""
     was_cut: bool = False
-    """Whether the clock, or the user, ended it before its work was done."""
+    """Whether the clock or the user ended it before its work was done."""
     was_interrupted: bool = False
 
     def __post_init__(self) -> None:
-        """Start the clock."""
-        self.begun = time.monotonic()
+        self.started = time.monotonic()
         self.board = Board(self.problem)
         self.dice = random.Random(self.seed)
 
     @property
     def elapsed(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self.begun
+        return time.monotonic() - self.started
 
     def is_over(self) -> bool:
-        """Whether time is up; the first call that says so is remembered."""
+        """Whether time is up; sets `was_cut` if so."""
         if self.elapsed < self.seconds:
             return False
         self.was_cut = True
@@ -90,8 +89,8 @@ class Search:
 
     @property
     def is_proven(self) -> bool:
-        """Whether the best plan is known to be the best there is."""
-        return self.best is not None and self.best.value <= self.least * (1 + SLACK)
+        """Whether the best plan is proven optimal."""
+        return self.best is not None and self.best.value <= self.lower_bound * (1 + SLACK)
 
     def offer(self, plan: Plan | None) -> None:
         """Keep a plan if it is the best so far."""
@@ -104,62 +103,62 @@ class Search:
                 self.by_form[whole] = plan
         if self.best is None or plan.value < self.best.value * (1 - 1e-12):
             self.best = plan
-            self.tell(plan.how)
+            self.report(plan.how)
 
-    def tell(self, step: str) -> None:
-        """Let whoever waits know where it stands."""
+    def report(self, step: str) -> None:
+        """Call `progress` with the current state."""
         if self.progress is not None and self.best is not None:
-            self.progress(Progress(self.elapsed, self.best.value, min(self.least, self.best.value), step))
+            self.progress(Progress(self.elapsed, self.best.value, min(self.lower_bound, self.best.value), step))
 
     def run(self) -> None:
-        """Go through all steps, until the bound is reached or time is up; an interrupt keeps what was found."""
+        """Run all steps until the bound is reached or time is up; an interrupt keeps the best plan so far."""
         try:
-            self._begin()
-            for step in (self._rules, self._turns, self._refine, self._mixed, self._moves, self._kernel, self._exact):
+            self._start()
+            for step in (self._rules, self._turns, self._refine, self._mixed, self._moves, self._periodic, self._exact):
                 if self.is_proven or self.is_over():
                     break
                 step()
         except KeyboardInterrupt:
             self.was_cut = self.was_interrupted = True
-            if self.best is None or self.is_part:
+            if self.best is None or self.is_nested:
                 raise
 
-    def _begin(self) -> None:
-        """What there is without a search."""
-        for found in named_ones(self.problem):
-            self.named[found.name] = min(found.value, self.named.get(found.name, found.value))
-            if self.best is None or found.value < self.best.value:
-                self.offer(found.plan())
+    def _start(self) -> None:
+        """Collect the baselines and compute the lower bound."""
+        for baseline in baselines(self.problem):
+            self.baselines[baseline.name] = min(baseline.value, self.baselines.get(baseline.name, baseline.value))
+            if self.best is None or baseline.value < self.best.value:
+                self.offer(baseline.to_plan())
         for rule in islice(rules_for(self.problem), 1 + len(tight_groups(self.problem))):
-            self.offer(run_greedy(self.board, rule))
+            self.offer(list_schedule(self.board, rule))
             if self.best is not None:
                 break
         else:
-            self.offer(one_by_one(self.problem))
-        self.least = lower_bound(self.problem)
-        self.tell("lower bound")
+            self.offer(sequential_plan(self.problem))
+        self.lower_bound = lower_bound(self.problem)
+        self.report("lower bound")
 
     def _tries(self, share: float) -> int:
-        """How many passes over all actions this share of the time is worth; less where exact search follows."""
+        """Return how many passes over all actions this share of the time allows; fewer if exact search follows."""
         seconds = min(self.seconds, 1.0, self.problem.num_actions / 200) if self._is_small else self.seconds
-        return max(1, int(share * seconds * SPEED / self.problem.num_actions))
+        return max(1, int(share * seconds * ACTIONS_PER_SECOND / self.problem.num_actions))
 
     @property
     def _is_small(self) -> bool:
-        """Whether exact search can tell."""
+        """Whether exact search applies."""
         plain = self.problem.costs.overlap is None
-        return plain and self.problem.num_actions <= MOST_EXACT and exact.is_available()
+        return plain and self.problem.num_actions <= MAX_EXACT_ACTIONS and cp_sat.is_available()
 
     def _rules(self) -> None:
-        """List scheduling by many rules."""
+        """Run list scheduling with many rules."""
         for _, rule in zip(range(self._tries(0.25)), rules_for(self.problem), strict=False):
             if self.is_proven or self.is_over():
                 return
-            self.offer(run_greedy(self.board, rule))
+            self.offer(list_schedule(self.board, rule))
 
     def _turns(self) -> None:
-        """Programs in turns."""
-        wholes = [whole for whole in (False, True) if may_be(self.problem, whole)]
+        """Search programs in turns."""
+        wholes = [whole for whole in (False, True) if allows_form(self.problem, whole)]
         groups = [0] if self.problem.chunks == 1 else [*tight_groups(self.problem), 0, -1, -2, 1]
         for whole in wholes:
             for group in groups:
@@ -167,41 +166,43 @@ class Search:
                     return
                 tries = self._tries(0.25 / len(wholes) / len(groups))
                 self.offer(
-                    weave_plans(self.board, dice=self.dice, tries=tries, whole=whole, group=group, is_over=self.is_over)
+                    best_turns_plan(
+                        self.board, dice=self.dice, tries=tries, whole=whole, group=group, is_over=self.is_over
+                    )
                 )
 
     def _refine(self) -> None:
-        """Change the best rule in single ranks."""
+        """Vary the best rule on single ranks."""
         rule = self.best.rule if self.best is not None else None
         if rule is None:
             return
         problem = self.problem
-        most = problem.microbatches * problem.chunks
+        limit = problem.microbatches * problem.chunks
         value = self.best.value if self.best is not None else 0.0
         for _ in range(self._tries(0.1)):
             if self.is_proven or self.is_over():
                 return
-            ahead = list(rule.ahead or (most,) * problem.ranks)
+            ahead = list(rule.ahead or (limit,) * problem.ranks)
             for _ in range(self.dice.choice((1, 1, 2))):
                 rank = self.dice.randrange(problem.ranks)
-                ahead[rank] = min(most, max(1, ahead[rank] + self.dice.choice((-1, 1))))
-            plan = run_greedy(self.board, replace(rule, ahead=tuple(ahead)))
+                ahead[rank] = min(limit, max(1, ahead[rank] + self.dice.choice((-1, 1))))
+            plan = list_schedule(self.board, replace(rule, ahead=tuple(ahead)))
             if plan is not None and plan.value <= value:
                 value, rule = plan.value, plan.rule or rule
                 self.offer(plan)
 
     def _mixed(self) -> None:
-        """Some backwards in the other form, where that may save time or memory."""
-        if self.best is None or self.problem.split is not None or exact.is_split_enough(self.problem):
+        """Switch the form of some backwards, if that may save time or memory."""
+        if self.best is None or self.problem.split is not None or cp_sat.splitting_is_free(self.problem):
             return
         for whole in (True, False):
             plan = self.by_form.get(whole)
             if plan is not None:
-                for found in mixed_plans(self.board, plan, tries=self._tries(0.05), is_over=self.is_over):
-                    self.offer(found)
+                for candidate in mixed_plans(self.board, plan, tries=self._tries(0.05), is_over=self.is_over):
+                    self.offer(candidate)
 
     def _moves(self, share: float = 0.25) -> None:
-        """Local search on the critical path."""
+        """Run local search on the critical path."""
         if self.best is not None and self.best.schedule is None:
             self.offer(
                 improve(
@@ -209,104 +210,107 @@ class Search:
                     self.best,
                     dice=self.dice,
                     moves=3 * self._tries(share),  # a move costs a third of a pass
-                    least=self.least * (1 + SLACK),
+                    lower_bound=self.lower_bound * (1 + SLACK),
                     is_over=self.is_over,
-                    tell=self.offer,
+                    on_improvement=self.offer,
                 )
             )
 
-    def _kernel(self) -> None:
-        """Search a shorter step with more care, and repeat its middle."""
+    def _periodic(self) -> None:
+        """Search a shorter step more thoroughly, and repeat its steady state."""
         problem = self.problem
         fewer = 2 * problem.ranks if problem.chunks == 1 else problem.ranks + 1
         if not problem.is_uniform or problem.microbatches < fewer + 2 or self._is_small:
             return
-        short = Search(with_microbatches(problem, fewer), 0.2 * self.seconds, self.seed, is_part=True)
+        short = Search(with_microbatches(problem, fewer), 0.2 * self.seconds, self.seed, is_nested=True)
         short.run()
         self.was_cut |= short.was_cut
         if short.best is None:
             return
         before = self.best
-        for plan in unrolled(short.board, short.best, self.board, tries=self._tries(0.1), is_over=self.is_over):
+        for plan in periodic_plans(short.board, short.best, self.board, tries=self._tries(0.1), is_over=self.is_over):
             self.offer(plan)
         if self.best is not before:
             self._moves(0.1)
 
-    def _raise(self, bound: float) -> None:
-        """Take a bound that may be better."""
-        self.least = max(self.least, bound)
-        self.tell("exact search")
+    def _raise_bound(self, bound: float) -> None:
+        """Raise the lower bound if this one is higher."""
+        self.lower_bound = max(self.lower_bound, bound)
+        self.report("exact search")
 
     def _exact(self) -> None:
-        """Exact search, and a bound that may be tighter."""
+        """Run exact search, which may also raise the bound."""
         best = self.best
         if best is None or best.schedule is not None or not self._is_small:
             return
-        ends = times_of(self.board, best.programs)
+        ends = end_times(self.board, best.programs)
         if ends is None:
             return
-        taken = self.board.taken
-        starts = {code: ends[code] - taken[code] for program in best.programs for code in program}
-        found = exact.search(
+        durations = self.board.durations
+        starts = {code: ends[code] - durations[code] for program in best.programs for code in program}
+        outcome = cp_sat.search(
             self.board,
             starts,
-            self.least,
+            self.lower_bound,
             best.value,
             seconds=self.seconds - self.elapsed,
             effort=2 * self.seconds,
             seed=self.seed,
-            tell=self._raise,
+            on_bound=self._raise_bound,
         )
-        self.was_cut |= found.was_cut
-        self.least = max(self.least, found.bound)
-        self.offer(judged(self.board, found.programs, "exact search"))
+        self.was_cut |= outcome.was_cut
+        self.lower_bound = max(self.lower_bound, outcome.bound)
+        self.offer(evaluate(self.board, outcome.programs, "exact search"))
 
 
-def may_be(problem: Problem, whole: bool) -> bool:
-    """Whether programs with all backwards whole, or all split, are asked for, and not known to be worse."""
+def allows_form(problem: Problem, whole: bool) -> bool:
+    """Whether to try programs with all backwards whole, or all split: allowed, and not known to be worse."""
     if problem.split is not None:
         return problem.split is not whole
-    return not whole or not exact.is_split_enough(problem)
+    return not whole or not cp_sat.splitting_is_free(problem)
 
 
 def tight_groups(problem: Problem) -> list[int]:
-    """Groups that can be finished where memory holds few microbatches at a time: so many, or along steep diagonals.
+    """Return group sizes (negative: diagonals) that can finish where memory holds few microbatches at a time.
 
-    On a diagonal the first microbatch comes to its last chunk after P(V−1) turns: what begins meanwhile must fit, too.
+    On a diagonal the first microbatch reaches its last chunk after P(V−1) turns; the microbatches started meanwhile
+    must fit too.
     """
     ranks, chunks = problem.ranks, problem.chunks
     if chunks == 1 or not problem.is_capped:
         return []
-    alone = [
-        max(sum(problem.activation[stage][m] for stage in mine) for m in range(problem.microbatches))
-        for mine in problem.stages_of
+    microbatch_memory = [
+        max(sum(problem.activation[stage][m] for stage in stages) for m in range(problem.microbatches))
+        for stages in problem.stages_of
     ]
-    held = min(cap / most if most > 0 else math.inf for cap, most in zip(problem.caps, alone, strict=True))
-    if held >= ranks:
+    capacity = min(
+        cap / count if count > 0 else math.inf for cap, count in zip(problem.caps, microbatch_memory, strict=True)
+    )
+    if capacity >= ranks:
         return []
-    whole = max(1, int(held))
-    turns = [math.ceil(ranks * (chunks - 1) / max(most - 1, 0.5)) for most in (whole, held, whole + 1)]
-    diagonals = [-min(some, ranks * chunks) for some in (*turns, ranks * chunks)]
-    return list(dict.fromkeys([whole, *diagonals, max(1, whole - 1)]))
+    num_whole = max(1, int(capacity))
+    turns = [math.ceil(ranks * (chunks - 1) / max(count - 1, 0.5)) for count in (num_whole, capacity, num_whole + 1)]
+    diagonals = [-min(turn, ranks * chunks) for turn in (*turns, ranks * chunks)]
+    return list(dict.fromkeys([num_whole, *diagonals, max(1, num_whole - 1)]))
 
 
 def rules_for(problem: Problem) -> Iterator[Rule]:
-    """Rules for list scheduling, the most promising ones first."""
+    """Yield rules for list scheduling, the most promising first."""
     ranks, chunks = problem.ranks, problem.chunks
-    wholes = [whole for whole in (False, True) if may_be(problem, whole)]
-    snake = is_snake(problem.placement)
-    groups = [0] if chunks == 1 or (snake and chunks == 2) else [0, -1, -2, 1, 2 * ranks, problem.microbatches]
+    wholes = [whole for whole in (False, True) if allows_form(problem, whole)]
+    on_v = is_v(problem.placement)
+    groups = [0] if chunks == 1 or (on_v and chunks == 2) else [0, -1, -2, 1, 2 * ranks, problem.microbatches]
     tight = tight_groups(problem)
     depths: list[tuple[float, ...] | None] = [None]
     for depth in (2.0, 1.0, 1.5, 1.25):
-        held = [round(depth * (ranks - rank)) + (chunks - 1) * ranks - (depth == 2) for rank in range(ranks)]
-        depths.append(tuple(max(1.0, float(most)) for most in held))
-    firsts: list[dict[str, Any]] = [{"forward_first": False}, {"forward_first": True}]
-    if snake:
-        firsts = [{"order": order} for order in ORDERS] + [{"order": ()}] * (chunks > 2)
-    narrow: list[dict[str, Any]] = [{"order": order} for order in ORDERS[: chunks > 2]] + [{"order": ()}]
-    ways = list(product(tight, narrow if snake else firsts)) + list(product(groups, firsts))
+        limits = [round(depth * (ranks - rank)) + (chunks - 1) * ranks - (depth == 2) for rank in range(ranks)]
+        depths.append(tuple(max(1.0, float(limit)) for limit in limits))
+    priorities: list[dict[str, Any]] = [{"forward_first": False}, {"forward_first": True}]
+    if on_v:
+        priorities = [{"order": order} for order in ORDERS] + [{"order": ()}] * (chunks > 2)
+    narrow_priorities: list[dict[str, Any]] = [{"order": order} for order in ORDERS[: chunks > 2]] + [{"order": ()}]
+    variants = list(product(tight, narrow_priorities if on_v else priorities)) + list(product(groups, priorities))
     for patience, gap, owed in HABITS:
-        most_owed = ranks if owed < 0 else owed
-        for ahead, (group, first), whole in product(depths, ways, wholes):
-            yield Rule(ahead=ahead, owed=most_owed, patience=patience, gap=gap, whole=whole, group=group, **first)
+        max_owed = ranks if owed < 0 else owed
+        for ahead, (group, priority), whole in product(depths, variants, wholes):
+            yield Rule(ahead=ahead, owed=max_owed, patience=patience, gap=gap, whole=whole, group=group, **priority)

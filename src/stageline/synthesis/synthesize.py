@@ -1,4 +1,4 @@
-"""`synthesize`: a schedule made for given costs under a cap on memory, with a proven gap."""
+"""`synthesize`: build a schedule for given costs under a memory cap, with a proven gap."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from stageline.errors import StagelineError, shorten
 from stageline.schedules import action as kinds
 from stageline.schedules.certificate import verify
 from stageline.schedules.schedule import Schedule
-from stageline.synthesis.greedy import Board, Plan, Programs, schedule_of
-from stageline.synthesis.named import objective_of
+from stageline.synthesis.baselines import objective_of
+from stageline.synthesis.fast_simulate import end_times, objective_value, peak_memory_of
+from stageline.synthesis.list_scheduling import Board, Plan, Programs, schedule_of
 from stageline.synthesis.problem import SLACK, Objective, problem_of
-from stageline.synthesis.replay import peak_of, times_of, value_of
 from stageline.synthesis.search import Progress, Search
 from stageline.timeline.costs import Costs
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline
 
-LONGEST = 10**6
-"""Seconds that a search may take."""
+MAX_TIME_LIMIT = 10**6
+"""Largest time limit, in seconds."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Synthesis:
-    """A schedule that was made for its costs, and how far from the best possible it can be at most.
+    """A schedule built for given costs, and its proven distance from the optimum.
 
     >>> import stageline as sl
     >>> r = sl.synthesize(sl.Costs(), ranks=2, microbatches=4)
@@ -36,40 +36,40 @@ class Synthesis:
     """
 
     schedule: Schedule
-    """Verified, and in order: F, I and W of every stage by microbatch."""
+    """Verified, with F, I and W of every stage in microbatch order."""
     timeline: Timeline
     objective: Objective
     lower_bound: float
-    """No schedule in this placement and under these caps takes less."""
+    """No schedule in this placement under these caps is shorter."""
     named: Mapping[str, float]
-    """The named families that fit, with what each takes."""
+    """The named families that fit, with their objective values, best first."""
     how: str
-    """What found it: a family, list scheduling, turns, local search, exact search."""
+    """The method that found it: a family name, list scheduling, turns, local search, exact search."""
     was_cut: bool
-    """Whether the time limit ended the search: another run with the same seed may then find something else."""
+    """Whether the time limit ended the search; another run with the same seed may then differ."""
     was_interrupted: bool
-    """Whether an interrupt (Ctrl-C) ended it."""
+    """Whether an interrupt (Ctrl-C) ended the search."""
     seconds: float
 
     @property
     def achieved(self) -> float:
-        """The makespan or the span, whichever was asked for."""
+        """The makespan or the span, depending on the objective."""
         return self.timeline.makespan if self.objective == "makespan" else self.timeline.span
 
     @property
     def gap(self) -> float:
-        """(achieved − lower bound) / lower bound: 0 where it is proven to be the best."""
+        """(achieved − lower bound) / lower bound; 0 if the schedule is proven optimal."""
         if self.achieved <= self.lower_bound * (1 + SLACK):
             return 0.0
         return (self.achieved - self.lower_bound) / self.lower_bound if self.lower_bound > 0 else float("inf")
 
     @property
     def best_named(self) -> str | None:
-        """The best of the named families that fit."""
+        """The best named family that fits, or None."""
         return min(self.named, key=lambda name: self.named[name]) if self.named else None
 
     def to_json(self) -> dict[str, Any]:
-        """Turn it into plain data, without the schedule."""
+        """Return plain data, without the schedule."""
         return {
             "objective": self.objective,
             "achieved": self.achieved,
@@ -83,7 +83,6 @@ class Synthesis:
         }
 
     def __repr__(self) -> str:
-        """Show the figures."""
         return (
             f"<Synthesis: {self.objective} {self.achieved:.6g}, at least {self.lower_bound:.6g} is needed "
             f"(gap {self.gap:.1%})>"
@@ -104,11 +103,14 @@ def synthesize(
     seed: int = 0,
     progress: Callable[[Progress], None] | None = None,
 ) -> Synthesis:
-    """Make a schedule for these costs, as short as can be found, and say how much shorter another one could be.
+    """Build the shortest schedule that the search finds for these costs, and prove a lower bound.
 
-    `costs` are those of the stages of the schedule, as for `simulate`; `memory` is one cap or one per rank, in their
-    unit. A rank holds `chunks` stages, placed round the ranks (`"loop"`) or down and up again (`"vee"`). `split` forces
-    (True) or forbids (False) the backward in two halves. It is never worse than a named family that fits.
+    `costs` are per stage of the schedule, as in `simulate`. `memory` is one cap, or one per rank, in the unit of the
+    costs. Each rank holds `chunks` stages, placed round the ranks (`"loop"`) or down and up again (`"vee"`). `split`
+    forces (True) or forbids (False) split backwards. The result is never worse than a named family that fits.
+
+    `progress` is called with a `Progress` at every improvement. Raises `MemoryCapError` if no schedule fits the memory,
+    and `StagelineError` for invalid arguments.
 
     >>> import stageline as sl
     >>> costs = sl.Costs(forward=10, backward_input=11, backward_weight=7, transfer=1)
@@ -118,34 +120,43 @@ def synthesize(
     >>> max(r.timeline.peak_memory)
     4.0
     """
-    if isinstance(time_limit, bool) or not isinstance(time_limit, int | float) or not 0 < time_limit <= LONGEST:
-        raise StagelineError(f"time_limit is a number of seconds above 0, {LONGEST} at most, got {shorten(time_limit)}")
+    if isinstance(time_limit, bool) or not isinstance(time_limit, int | float) or not 0 < time_limit <= MAX_TIME_LIMIT:
+        raise StagelineError(
+            f"time_limit must be a number of seconds above 0 and up to {MAX_TIME_LIMIT}, got {shorten(time_limit)}"
+        )
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
-        raise StagelineError(f"seed is a whole number from 0 to {2**31 - 1}, got {shorten(seed)}")
+        raise StagelineError(f"seed must be an integer from 0 to {2**31 - 1}, got {shorten(seed)}")
     problem = problem_of(costs, ranks, microbatches, memory, chunks, placement, objective, split)
     search = Search(problem, float(time_limit), seed, progress)
     search.run()
     assert search.best is not None
-    return _finished(search, search.best)
+    return _result(search, search.best)
 
 
-def _finished(search: Search, best: Plan) -> Synthesis:
+def _result(search: Search, best: Plan) -> Synthesis:
     """Verify and simulate the best plan."""
     problem = search.problem
-    made = best.schedule
-    if made is None:
-        programs = best.programs if problem.split is not None else _joined(search.board, best.programs)
-        made = schedule_of(problem, programs)
-    made = Schedule(made.kinds, made.stage_ids, made.microbatch_ids, made.bounds, made.placement, name="synthesized")
-    verify(made)
-    timeline = simulate(made, problem.costs)
+    schedule = best.schedule
+    if schedule is None:
+        programs = best.programs if problem.split is not None else _join_halves(search.board, best.programs)
+        schedule = schedule_of(problem, programs)
+    schedule = Schedule(
+        schedule.kinds,
+        schedule.stage_ids,
+        schedule.microbatch_ids,
+        schedule.bounds,
+        schedule.placement,
+        name="synthesized",
+    )
+    verify(schedule)
+    timeline = simulate(schedule, problem.costs)
     achieved = objective_of(problem, timeline)
     return Synthesis(
-        schedule=made,
+        schedule=schedule,
         timeline=timeline,
         objective=problem.objective,
-        lower_bound=min(search.least, achieved),
-        named=dict(sorted(search.named.items(), key=lambda item: (item[1], item[0]))),
+        lower_bound=min(search.lower_bound, achieved),
+        named=dict(sorted(search.baselines.items(), key=lambda item: (item[1], item[0]))),
         how=best.how,
         was_cut=search.was_cut,
         was_interrupted=search.was_interrupted,
@@ -153,34 +164,36 @@ def _finished(search: Search, best: Plan) -> Synthesis:
     )
 
 
-def _joined(board: Board, programs: Programs) -> Programs:
-    """Run I and the W right behind it as one B, wherever nobody waits for the I: splitting a backward has its price."""
-    ends = times_of(board, programs)
+def _join_halves(board: Board, programs: Programs) -> Programs:
+    """Replace an I and the W directly after it by one B where no rank waits for the I: splitting costs time."""
+    ends = end_times(board, programs)
     if ends is None:
         return programs
-    value = value_of(board, programs, ends)
+    value = objective_value(board, programs, ends)
     size = board.size
-    found = []
+    candidate = []
     for rank, program in enumerate(programs):
         joined: list[int] = []
         for code in program:
             key = code % size
-            behind = joined and joined[-1] == kinds.I * size + key
-            if behind and code >= kinds.W * size and not _is_awaited(board, ends, key):
+            follows = joined and joined[-1] == kinds.I * size + key
+            if follows and code >= kinds.W * size and not _is_urgent(board, ends, key):
                 joined[-1] = kinds.B * size + key
             else:
                 joined.append(code)
-        found.append(joined if peak_of(board, joined) <= board.caps[rank] else program)
-    ends = times_of(board, found)
-    return found if ends is not None and value_of(board, found, ends) <= value * (1 + 1e-12) else programs
+        candidate.append(joined if peak_memory_of(board, joined) <= board.caps[rank] else program)
+    ends = end_times(board, candidate)
+    return (
+        candidate if ends is not None and objective_value(board, candidate, ends) <= value * (1 + 1e-12) else programs
+    )
 
 
-def _is_awaited(board: Board, ends: list[float], key: int) -> bool:
-    """Whether the stage before begins its backward before this one would be done as a whole."""
-    size, count, taken = board.size, board.problem.microbatches, board.taken
+def _is_urgent(board: Board, ends: list[float], key: int) -> bool:
+    """Whether the previous stage starts its backward before this one would end if it ran whole."""
+    size, count, durations = board.size, board.problem.microbatches, board.durations
     if key < count:
         return False
-    first, whole = kinds.I * size + key, kinds.B * size + key
-    done = ends[first] - taken[first] + taken[whole] + board.back[key]
-    below = first - count if ends[first - count] >= 0 else whole - count
-    return ends[below] - taken[below] < done
+    input_code, whole_code = kinds.I * size + key, kinds.B * size + key
+    whole_end = ends[input_code] - durations[input_code] + durations[whole_code] + board.backward_hop[key]
+    previous = input_code - count if ends[input_code - count] >= 0 else whole_code - count
+    return ends[previous] - durations[previous] < whole_end

@@ -1,4 +1,4 @@
-"""The built-in language model: a small GPT, as one would write it by hand."""
+"""The built-in language model: a small GPT."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional
 
 
 class Block(nn.Module):
-    """Attention and a wide layer, each after a norm and added to what came in."""
+    """A transformer block: attention and an MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, dim: int, heads: int, dropout: float) -> None:
         """`heads` must divide `dim`."""
@@ -20,19 +20,19 @@ class Block(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of samples × tokens × width, the same."""
+        """Map (samples, tokens, width) to the same shape."""
         samples, tokens, width = x.shape
         parts = self.qkv(self.norm1(x)).view(samples, tokens, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = functional.scaled_dot_product_attention(
+        attended = functional.scaled_dot_product_attention(
             query, key, value, dropout_p=self.dropout if self.training else 0.0, is_causal=True
         )
-        x = x + self.drop(self.proj(mixed.transpose(1, 2).reshape(samples, tokens, width)))
+        x = x + self.drop(self.proj(attended.transpose(1, 2).reshape(samples, tokens, width)))
         return torch.as_tensor(x + self.drop(self.down(functional.gelu(self.up(self.norm2(x))))))
 
 
 class GPT(nn.Module):
-    """Tokens to logits.
+    """A GPT that maps tokens to logits.
 
     >>> model = GPT(vocab_size=256, length=16, dim=32, layers=2, heads=2)
     >>> model(torch.zeros(3, 16, dtype=torch.long)).shape
@@ -42,7 +42,7 @@ class GPT(nn.Module):
     def __init__(
         self, vocab_size: int, length: int, dim: int, layers: int, heads: int, dropout: float = 0.0, tied: bool = False
     ) -> None:
-        """`length` is the most tokens of a sample; `tied` uses one matrix as embedding and head."""
+        """`length` is the maximum number of tokens of a sample; `tied` shares the embedding matrix with the head."""
         super().__init__()
         self.length = length
         self.tokens, self.positions = nn.Embedding(vocab_size, dim), nn.Embedding(length, dim)
@@ -52,16 +52,16 @@ class GPT(nn.Module):
         self.head = nn.Linear(dim, vocab_size, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                # What adds to the residual stream is smaller by the root of how many do.
-                inward = name.endswith(("proj.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if inward else 0.02)
+                # Scale down the layers that write to the residual stream by the root of their number.
+                writes_residual = name.endswith(("proj.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if writes_residual else 0.02)
         if tied:
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Of samples × tokens, the logits of the token that follows each."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.drop(self.tokens(tokens) + self.positions(places))
+        """Map (samples, tokens) to the logits of the next token at every position."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.drop(self.tokens(tokens) + self.positions(positions))
         for block in self.blocks:
             x = block(x)
         return torch.as_tensor(self.head(self.norm(x)))

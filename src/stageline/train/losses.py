@@ -1,7 +1,7 @@
-"""What is made small, and what it is divided by.
+"""Loss functions, and what they are divided by.
 
-Losses over tokens are summed and divided by the number of targets of a whole step, over all microbatches, accumulated
-steps and replicas, so that a short or padded sample weighs by its tokens wherever it lands.
+Losses over tokens are summed and divided by the number of targets of a whole step, over all microbatches, accumulation
+steps and replicas. So a short or padded sample counts by its tokens, wherever it ends up.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from stageline.model.huggingface import own_loss
 from stageline.runtime.batch import Reduction
 
 IGNORED = -100
-"""The target that does not count, as torch and transformers have it."""
+"""The target that is ignored, as in torch and transformers."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss function for a pipeline, and how the losses of microbatches become one."""
+    """A loss function for a pipeline, and how the losses of microbatches are combined."""
 
     function: Callable[[Any, Any], Any]
     reduction: Reduction
     count: Callable[[Tensor], float] | None = None
-    """Of targets: how much they weigh, where the sum is divided by that."""
+    """Returns the total weight of targets, by which the sum is divided."""
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits in what a model gives back: a tensor, an output of transformers, a dict or a tuple.
+    """Return the logits of a model's output: a tensor, an output of transformers, a dict or a tuple.
 
     >>> logits_of({"logits": torch.ones(2)}).shape
     torch.Size([2])
@@ -47,28 +47,32 @@ def logits_of(output: Any) -> Tensor:
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
         return output[0]
     raise StagelineError(
-        f"the model gives back a {type(output).__name__} without logits; let it give back a tensor, a dict with "
-        "'logits' or a tuple that begins with them, or name a loss of your own as package.module:function"
+        f"the model returns a {type(output).__name__} without logits; return a tensor, a dict with 'logits' or a "
+        "tuple that starts with them, or set training.loss to your own function, as package.module:function"
     )
 
 
-def find_loss(name: str, weights: tuple[float, ...] = (), given: Any = None) -> Loss:
-    """The loss of a name; `given` is the model's own, if it came with one.
+def find_loss(name: str, weights: tuple[float, ...] = (), model_loss: Any = None) -> Loss:
+    """Return the loss with this name; `model_loss` is the model's own loss function, if it has one.
 
     >>> loss = find_loss("cross_entropy")
     >>> targets = torch.tensor([[1, 2], [3, IGNORED]])
     >>> float(loss.function(torch.zeros(2, 2, 8), targets)) / loss.count(targets)     # the logarithm of 8
     2.079...
     """
-    if name in ("cross_entropy", "own") and given is not None:
-        return Loss(given, "mean")
+    if name in ("cross_entropy", "own") and model_loss is not None:
+        return Loss(model_loss, "mean")
     if name == "cross_entropy":
-        return Loss(_summed, "count", lambda targets: float((targets != IGNORED).sum()))
+        return Loss(_cross_entropy_sum, "count", lambda targets: float((targets != IGNORED).sum()))
     if name == "weighted_cross_entropy":
-        classes = torch.tensor(weights, dtype=torch.float32)
-        return Loss(lambda output, targets: _summed(output, targets, classes), "count", _Weigh(classes))
+        class_weights = torch.tensor(weights, dtype=torch.float32)
+        return Loss(
+            lambda output, targets: _cross_entropy_sum(output, targets, class_weights),
+            "count",
+            _TargetWeight(class_weights),
+        )
     if name == "mse":
-        return Loss(_squared, "mean")
+        return Loss(_mean_squared_error, "mean")
     if name == "own":
         return Loss(own_loss, "mean")
     if ":" in name:
@@ -81,12 +85,12 @@ def find_loss(name: str, weights: tuple[float, ...] = (), given: Any = None) -> 
     )
 
 
-def _summed(output: Any, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+def _cross_entropy_sum(output: Any, targets: Tensor, weights: Tensor | None = None) -> Tensor:
     logits = logits_of(output)
     if weights is not None and len(weights) != logits.shape[-1]:
         raise StagelineError(
-            f"training.loss_weights has {len(weights)} numbers and the model knows {logits.shape[-1]} classes: give "
-            "one for each"
+            f"training.loss_weights has {len(weights)} weights, but the model has {logits.shape[-1]} classes; give one "
+            "weight per class"
         )
     return functional.cross_entropy(
         logits.flatten(0, -2).float(),
@@ -97,27 +101,27 @@ def _summed(output: Any, targets: Tensor, weights: Tensor | None = None) -> Tens
     )
 
 
-def _squared(output: Any, targets: Tensor) -> Tensor:
-    found = logits_of(output)
-    if found.shape != targets.shape:  # torch would stretch one over the other, and train on something else
+def _mean_squared_error(output: Any, targets: Tensor) -> Tensor:
+    predictions = logits_of(output)
+    if predictions.shape != targets.shape:  # torch would broadcast them
         raise StagelineError(
-            f"training.loss is mse, the model gives back {tuple(found.shape)} and the targets are "
-            f"{tuple(targets.shape)}; give them one shape"
+            f"training.loss is mse, but the model returns shape {tuple(predictions.shape)} and the targets have "
+            f"{tuple(targets.shape)}; the shapes must be equal"
         )
-    return functional.mse_loss(found.float(), targets.float())
+    return functional.mse_loss(predictions.float(), targets.float())
 
 
 @dataclass(frozen=True)
-class _Weigh:
-    """The sum of the weights of targets."""
+class _TargetWeight:
+    """Returns the total class weight of targets."""
 
-    classes: Tensor
+    weights: Tensor
 
     def __call__(self, targets: Tensor) -> float:
-        counted = targets[targets != IGNORED].to(self.classes.device)
-        if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < len(self.classes):
+        valid = targets[targets != IGNORED].to(self.weights.device)
+        if valid.numel() and not 0 <= int(valid.min()) <= int(valid.max()) < len(self.weights):
             raise StagelineError(
-                f"training.loss_weights has {len(self.classes)} numbers, and targets go from {int(counted.min())} to "
-                f"{int(counted.max())}: give a weight for every class"
+                f"training.loss_weights has {len(self.weights)} weights, but targets range from {int(valid.min())} to "
+                f"{int(valid.max())}; give one weight per class"
             )
-        return float(self.classes.double()[counted].sum())
+        return float(self.weights.double()[valid].sum())

@@ -1,4 +1,4 @@
-"""What numbers are computed in: autocast, and the scale of a float16 loss."""
+"""Numeric precision: autocast, and the loss scale for float16."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stageline.errors import StagelineError
 
 
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
-    """What a step runs in.
+    """Return the autocast context of a step.
 
     >>> with autocast(torch.device("cpu"), "bfloat16"):
     ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
@@ -28,24 +28,24 @@ def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, dtype=getattr(torch, dtype))
 
 
-def mend_bfloat16(device: torch.device, *dtypes: str) -> str:
-    """Turn kernels off that end the process on this machine; say so, or nothing.
+def disable_broken_bfloat16(device: torch.device, *dtypes: str) -> str:
+    """Disable bfloat16 kernels that crash on this machine; return a note if so, else an empty string.
 
-    A processor may promise instructions for bfloat16 that its system does not allow, and the first product then ends
-    the process without a word. A child process tries, and torch's other kernels are used if it does not come back.
+    A processor may report bfloat16 instructions that its operating system does not allow; the first matrix product then
+    kills the process. A child process tries one, and if it crashes, torch's other kernels are used.
     """
-    if device.type != "cpu" or "bfloat16" not in dtypes or not torch.backends.mkldnn.enabled or _bfloat16_runs():
+    if device.type != "cpu" or "bfloat16" not in dtypes or not torch.backends.mkldnn.enabled or _bfloat16_works():
         return ""
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
-    return "oneDNN's kernels for bfloat16 crash on this machine, so torch's own are used"
+    return "oneDNN's kernels for bfloat16 crash on this machine; using torch's own kernels"
 
 
 @cache
-def _bfloat16_runs() -> bool:
+def _bfloat16_works() -> bool:
     if not hasattr(os, "fork"):
         return True
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # there may be other threads; the child has only its own
+        warnings.simplefilter("ignore")  # about other threads, which the child does not have
         child = os.fork()
     if child == 0:
         try:
@@ -62,10 +62,10 @@ def _bfloat16_runs() -> bool:
 
 
 class LossScale:
-    """How much larger than it is a float16 loss is made, so that small gradients are not lost.
+    """The factor by which a float16 loss is multiplied, so that small gradients do not underflow.
 
-    It doubles after so many good steps, and halves when gradients are not finite; that step is then skipped. All ranks
-    see the same norm of all gradients, so all decide the same.
+    It doubles after `interval` finite steps, and halves when gradients are not finite; that step is skipped. All ranks
+    see the same gradient norm, so they all make the same decision.
 
     >>> scale = LossScale(enabled=True, value=8.0, interval=2)
     >>> [scale.update(finite) for finite in (True, True, False)], scale.value
@@ -73,38 +73,38 @@ class LossScale:
     """
 
     def __init__(self, enabled: bool, value: float = 2.0**16, interval: int = 2000) -> None:
-        """Where it is not enabled, the scale is 1 and stays so."""
+        """If not enabled, the scale is always 1."""
         self.enabled = enabled
         self.value = value if enabled else 1.0
         self.interval = interval
-        self._good = 0
+        self._finite_steps = 0
         self._skipped = 0
 
     def update(self, finite: bool) -> bool:
-        """Learn whether the gradients of a step were finite; give back whether to step with them."""
+        """Update the scale; return whether to take the step."""
         if not self.enabled:
             return True
         if finite:
-            self._good += 1
+            self._finite_steps += 1
             self._skipped = 0
-            if self._good >= self.interval:
-                self.value, self._good = min(self.value * 2.0, 2.0**24), 0
+            if self._finite_steps >= self.interval:
+                self.value, self._finite_steps = min(self.value * 2.0, 2.0**24), 0
             return True
-        self._good, self._skipped = 0, self._skipped + 1
+        self._finite_steps, self._skipped = 0, self._skipped + 1
         self.value /= 2.0
         if self.value < 2.0**-14:
             raise StagelineError(
-                f"{self._skipped} steps in a row gave gradients that are not finite, at smaller and smaller scales of "
-                "the loss: it is no matter of float16; look at the data, lower optimizer.lr, or use bfloat16"
+                f"{self._skipped} consecutive steps had gradients that are not finite, at ever smaller loss scales; "
+                "float16 is not the cause: check the data, lower optimizer.lr, or use bfloat16"
             )
         return False
 
     def state(self) -> dict[str, float]:
-        """What to go on from."""
-        return {"value": self.value, "good": self._good, "skipped": self._skipped}
+        """Return the state to resume from."""
+        return {"value": self.value, "good": self._finite_steps, "skipped": self._skipped}
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Go on from a state."""
+        """Load a state."""
         if self.enabled:
-            self.value, self._good = float(state["value"]), int(state["good"])
+            self.value, self._finite_steps = float(state["value"]), int(state["good"])
             self._skipped = int(state.get("skipped", 0))

@@ -35,7 +35,7 @@ from stageline.train.config import Config
 from stageline.train.data import Data, Loader, Tokens, data_of, open_data
 from stageline.train.layout import Layout
 from stageline.train.optimizers import warm_up_note
-from stageline.train.precision import mend_bfloat16
+from stageline.train.precision import disable_broken_bfloat16
 from stageline.train.runs import RunFolder
 from stageline.train.tasks import Task, make_task
 
@@ -65,7 +65,7 @@ class Setup:
         self._make_batches()
         training = self.config.training
         inside = "bfloat16" if self.config.optimizer.name == "Muon" else ""  # what it orthogonalises in
-        mended = mend_bfloat16(self.layout.device, training.dtype, training.mixed_precision_param, inside)
+        mended = disable_broken_bfloat16(self.layout.device, training.dtype, training.mixed_precision_param, inside)
         _ = self.world, self.loader, self.task
         if self.task.configured is not None:
             self.task.check_length(self.tokens, training.seq_len)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import StagelineError
-from stageline.model.configured import Configured, config_file, read_config
+from stageline.model.configured import HuggingFaceConfig, config_file, read_config
 from stageline.model.huggingface import own_loss
 from stageline.model.named import find_function
 from stageline.train.config import Config
@@ -32,7 +32,7 @@ class Task:
     dtype: torch.dtype = torch.float32
     assets: dict[str, bytes] = field(default_factory=dict)
     """Small files that belong to the model, such as the config.json by which transformers opens it."""
-    configured: Configured | None = None
+    configured: HuggingFaceConfig | None = None
     """What a Hugging Face config said of the model, where one did."""
     own: Any = None
     """The loss that came with the model."""
@@ -80,13 +80,13 @@ class Task:
         found = self.configured
         if found is None or found.positions is None or 2 * tokens <= found.positions:  # no need to look closer
             return
-        if found.longest is not None and tokens > found.longest:
+        if found.max_tokens is not None and tokens > found.max_tokens:
             said = f"training.seq_len is {tokens}" if tokens == seq_len else f"the samples have {tokens} tokens"
             less = "training.seq_len" if tokens == seq_len else "the samples"
             raise StagelineError(
                 f"{said}, and {found.positions_name} of {found.path} is {found.positions}, which leaves positions for "
-                f"{found.longest} tokens; take up to {found.longest} for {less}, or raise {found.positions_name} in "
-                "that file"
+                f"{found.max_tokens} tokens; take up to {found.max_tokens} for {less}, or raise {found.positions_name} "
+                "in that file"
             )
 
     def example(self, inputs: Any) -> Any:
@@ -106,7 +106,7 @@ def make_task(config: Config, vocab_size: int) -> Task:
     dtype = getattr(torch, training.dtype)
     build: Callable[[], Any]
     assets: dict[str, bytes] = {}
-    configured: Configured | None = None
+    configured: HuggingFaceConfig | None = None
     if name == "gpt":
         build = _gpt(config, vocab_size)
     elif (file := config_file(name)) is not None:
@@ -143,7 +143,7 @@ def _gpt(config: Config, vocab_size: int) -> Callable[[], GPT]:
     )
 
 
-def _huggingface(path: Path, vocab_size: int) -> tuple[Configured, dict[str, bytes]]:
+def _huggingface(path: Path, vocab_size: int) -> tuple[HuggingFaceConfig, dict[str, bytes]]:
     found = read_config(path)
     if found.vocab_size is not None and found.vocab_size < vocab_size:
         raise StagelineError(

@@ -1,4 +1,4 @@
-"""Pictures of timelines: for the terminal, as SVG, as a page with hover and zoom, and as a Perfetto trace."""
+"""Render timelines: as text, as SVG, as a page with hover and zoom, and as a Chrome/Perfetto trace."""
 
 from stageline.timeline.draw.page import html
 from stageline.timeline.draw.svg import svg

@@ -1,4 +1,4 @@
-"""Timelines as one self-contained page, with hover and zoom: no network, a few bytes per action."""
+"""Timelines as one self-contained HTML page with hover and zoom: no network, a few bytes per action."""
 
 from __future__ import annotations
 
@@ -15,61 +15,61 @@ from stageline.timeline.draw.palette import LOOKS, boxes_of
 from stageline.timeline.timeline import Timeline
 
 TEMPLATE = Path(__file__).with_name("page.html")
-STEPS = 1 << 20
-"""Times are written as whole steps of the longest makespan divided by this: finer than any screen shows."""
+RESOLUTION = 1 << 20
+"""Times are integers in units of the longest makespan divided by this: finer than any screen shows."""
 
 
 def html(
     timelines: Timeline | Sequence[Timeline], title: str | None = None, *, names: Sequence[str] | None = None
 ) -> str:
-    """Draw one timeline, or several on one time axis, as a page that needs nothing else.
+    """Render one timeline, or several on one time axis, as a self-contained page.
 
-    Each stands under its schedule's name, or under the one given here.
+    `names` are the headings, by default the names of the schedules.
 
     >>> import stageline as sl
     >>> page = html(sl.simulate(sl.schedule("zb-v", ranks=2, microbatches=4)))
     >>> "https://" in page, page.startswith("<!doctype html>")
     (False, True)
     """
-    shown = [timelines] if isinstance(timelines, Timeline) else list(timelines)
-    until = max((timeline.makespan for timeline in shown), default=0.0) or 1.0
-    titles = [timeline.schedule.name for timeline in shown] if names is None else names
+    panels = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    end = max((timeline.makespan for timeline in panels), default=0.0) or 1.0
+    titles = [timeline.schedule.name for timeline in panels] if names is None else names
     data = {
-        "until": until,
-        "step": until / STEPS,
+        "until": end,
+        "step": end / RESOLUTION,
         "looks": [[letter, look.meaning, look.fill, look.pale, look.ink] for letter, look in LOOKS.items()],
-        "panels": [_panel(timeline, name, until) for timeline, name in zip(shown, titles, strict=True)],
+        "panels": [_panel(timeline, name, end) for timeline, name in zip(panels, titles, strict=True)],
     }
-    words = title or ", ".join(dict.fromkeys(titles))
-    # No "<" inside the script element, so that no name can end it early.
-    packed = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    heading = title or ", ".join(dict.fromkeys(titles))
+    # Escape "<" so that no name can close the script element.
+    script = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = TEMPLATE.read_text(encoding="utf-8")
-    return page.replace("{{title}}", escape(words)).replace("{{data}}", packed)
+    return page.replace("{{title}}", escape(heading)).replace("{{data}}", script)
 
 
-def _panel(timeline: Timeline, name: str, until: float) -> dict[str, Any]:
+def _panel(timeline: Timeline, name: str, end_time: float) -> dict[str, Any]:
     schedule = timeline.schedule
     boxes = boxes_of(schedule)
     look = np.array([list(LOOKS).index(letter) for letter in boxes.letter.tolist()], dtype=np.int64)
-    start = np.rint((timeline.start[boxes.first] - timeline.first_start) / until * STEPS).astype(np.int64)
-    end = np.rint((timeline.end[boxes.first] - timeline.first_start) / until * STEPS).astype(np.int64)
-    paired = np.flatnonzero(boxes.letter == "&")
+    start = np.rint((timeline.start[boxes.first] - timeline.first_start) / end_time * RESOLUTION).astype(np.int64)
+    end = np.rint((timeline.end[boxes.first] - timeline.first_start) / end_time * RESOLUTION).astype(np.int64)
+    pairs = np.flatnonzero(boxes.letter == "&")
     ranks = []
     for rank in range(schedule.ranks):
-        mine = boxes.rank == rank
-        before = np.concatenate([[0], end[mine][:-1]])
+        on_rank = boxes.rank == rank
+        previous_end = np.concatenate([[0], end[on_rank][:-1]])
         ranks.append(
             {
-                "look": "".join(str(value) for value in (look[mine] + 5 * boxes.odd[mine]).tolist()),
-                "stage": _runs(schedule.stage_ids[boxes.first[mine]]),
-                "microbatch": _steps(schedule.microbatch_ids[boxes.first[mine]]),
-                "gap": (start[mine] - before).tolist(),
-                "time": (end[mine] - start[mine]).tolist(),
+                "look": "".join(str(value) for value in (look[on_rank] + 5 * boxes.odd[on_rank]).tolist()),
+                "stage": _collapse(schedule.stage_ids[boxes.first[on_rank]]),
+                "microbatch": _differences(schedule.microbatch_ids[boxes.first[on_rank]]),
+                "gap": (start[on_rank] - previous_end).tolist(),
+                "time": (end[on_rank] - start[on_rank]).tolist(),
                 "idle": [round(part, 6) for part in timeline.idle[rank]],
                 "peak": timeline.peak_memory[rank],
             }
         )
-    second = boxes.first[paired] + 1
+    second = boxes.first[pairs] + 1
     return {
         "name": name,
         "stages": schedule.stages,
@@ -86,12 +86,12 @@ def _panel(timeline: Timeline, name: str, until: float) -> dict[str, Any]:
     }
 
 
-def _steps(values: NDArray[np.int32]) -> list[int]:
-    """Each value as its difference from the one before: mostly one figure."""
+def _differences(values: NDArray[np.int32]) -> list[int]:
+    """Return the difference of every value from the previous one; mostly a single digit."""
     return [int(value) for value in np.diff(values, prepend=np.int32(0))]
 
 
-def _runs(values: NDArray[np.int32]) -> list[int]:
-    """One number where all values are the same, as on a rank with one stage; else every value."""
+def _collapse(values: NDArray[np.int32]) -> list[int]:
+    """Return one number if all values are equal, as on a rank with one stage; else all values."""
     distinct = np.unique(values)
     return [int(distinct[0])] if len(distinct) == 1 else [int(value) for value in values]

@@ -1,7 +1,7 @@
-"""One look for all pictures: colours that the colour-blind can tell apart, and that differ in brightness on paper.
+"""Colours and labels shared by all renderers.
 
-The hues are from the set of Okabe and Ito; their brightness falls from F to W in even steps, so a grey print
-keeps the kinds apart, and every picture also writes the kind's letter.
+The colours are distinguishable for colour-blind readers: hues from the Okabe-Ito set, with brightness that falls from F
+to W in even steps, so the kinds also differ in greyscale. Every renderer writes the letter of the kind as well.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from stageline.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class Look:
-    """How one kind of action is drawn: on the first chunk of a rank, and paler on every second one."""
+    """The style of one kind of action; `pale` is the fill on every second chunk of a rank."""
 
     meaning: str
     fill: str
     pale: str
     ink: str
     line: str
-    """The character that fills its time in plain text."""
+    """The character that fills the duration in plain text."""
 
 
 LOOKS: dict[str, Look] = {
@@ -39,18 +39,18 @@ IDLE = "#f4f4f4"
 
 @dataclass(frozen=True)
 class Boxes:
-    """What is drawn of a timeline: one box per entry, with its kind's letter, label and chunk."""
+    """The boxes of a timeline, one per entry of a program."""
 
     rank: NDArray[np.int64]
     first: NDArray[np.int64]
     """The first action of each box."""
     letter: NDArray[np.str_]
     odd: NDArray[np.bool_]
-    """Whether it belongs to every second chunk of its rank."""
+    """Whether the box belongs to every second chunk of its rank."""
 
 
 def boxes_of(schedule: Schedule) -> Boxes:
-    """List the boxes of a schedule; an overlapped pair is one box."""
+    """Return the boxes of a schedule; an overlapped pair is one box."""
     paired = schedule.kinds >= PAIRED
     first = np.flatnonzero(~np.concatenate([[False], paired[:-1]]))
     letter = np.array(list("FBIW"))[schedule.kinds[first] % PAIRED]
@@ -60,7 +60,7 @@ def boxes_of(schedule: Schedule) -> Boxes:
 
 
 def _odd_chunks(schedule: Schedule) -> NDArray[np.bool_]:
-    """For each rank and stage, whether the stage is the second, fourth, … that the rank holds."""
+    """Return, per rank and stage, whether the stage is the second, fourth, … of the rank."""
     odd = np.zeros((schedule.ranks, schedule.stages), dtype=bool)
     for rank in range(schedule.ranks):
         odd[rank, schedule.placement.stages_of(rank)[1::2]] = True
@@ -68,7 +68,7 @@ def _odd_chunks(schedule: Schedule) -> NDArray[np.bool_]:
 
 
 def label_of(schedule: Schedule, first: int, letter: str) -> str:
-    """What is written into a box: its kind and its microbatch."""
+    """Return the label of a box: kind and microbatch."""
     microbatch = int(schedule.microbatch_ids[first])
     if letter == "&":
         return f"F{microbatch}&B{int(schedule.microbatch_ids[first + 1])}"
@@ -76,7 +76,7 @@ def label_of(schedule: Schedule, first: int, letter: str) -> str:
 
 
 def number(value: float) -> str:
-    """Write a number in a few figures, without a needless fraction.
+    """Format a number with few digits and without a needless fraction.
 
     >>> number(51.0), number(0.123456), number(1234567.0)
     ('51', '0.1235', '1234567')
@@ -85,7 +85,7 @@ def number(value: float) -> str:
 
 
 def summary(values: tuple[float, ...]) -> str:
-    """Write one value per rank shortly.
+    """Format one value per rank briefly.
 
     >>> summary((4.0, 3.0, 2.0)), summary((2.0, 2.0))
     ('4 3 2', '2 on every rank')

@@ -1,4 +1,4 @@
-"""A timeline as a picture that any browser, document or paper takes."""
+"""Timelines as SVG images."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from stageline.timeline.draw.palette import IDLE, LOOKS, Boxes, boxes_of, label_
 from stageline.timeline.timeline import Timeline, shown_bubble
 
 LEFT, ROW, GAP, HEAD, AXIS = 64, 24, 3, 34, 26
-LETTERED = 4000
-"""With more boxes than this, a picture has no labels and hover texts: they would be too small to read."""
+MAX_LABELLED = 4000
+"""Above this many boxes, omit labels and tooltips, which would be too small to read."""
 
 
 def svg(timelines: Timeline | Sequence[Timeline], width: int = 1000, *, names: Sequence[str] | None = None) -> str:
-    """Draw one timeline, or several below each other on one time axis, under their own names or under these.
+    """Render one timeline, or several below each other on one time axis.
+
+    `names` are the headings, by default the names of the schedules.
 
     >>> import stageline as sl
     >>> picture = svg(sl.simulate(sl.schedule("1f1b", ranks=2, microbatches=2)))
     >>> picture.startswith("<svg"), picture.count("<title>")
     (True, 8)
     """
-    shown = [timelines] if isinstance(timelines, Timeline) else list(timelines)
-    until = max((timeline.makespan for timeline in shown), default=0.0) or 1.0
-    scale = (width - LEFT - 16) / until
+    panels = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    end = max((timeline.makespan for timeline in panels), default=0.0) or 1.0
+    scale = (width - LEFT - 16) / end
     parts: list[str] = []
     top = 8
-    titles = [timeline.schedule.name for timeline in shown] if names is None else names
-    for timeline, title in zip(shown, titles, strict=True):
+    titles = [timeline.schedule.name for timeline in panels] if names is None else names
+    for timeline, title in zip(panels, titles, strict=True):
         parts.append(_panel(timeline, title, top, scale))
         top += HEAD + timeline.schedule.ranks * (ROW + GAP) + 10
-    parts.append(_axis(until, scale, top))
-    letters = {letter for timeline in shown for letter in boxes_of(timeline.schedule).letter.tolist()}
-    two_chunks = any(bool(boxes_of(timeline.schedule).odd.any()) for timeline in shown)
+    parts.append(_axis(end, scale, top))
+    letters = {letter for timeline in panels for letter in boxes_of(timeline.schedule).letter.tolist()}
+    two_chunks = any(bool(boxes_of(timeline.schedule).odd.any()) for timeline in panels)
     legend, height = _legend(letters, two_chunks, top + AXIS + 12, width)
     parts.append(legend)
     return (
@@ -74,23 +76,23 @@ def _panel(timeline: Timeline, title: str, top: int, scale: float) -> str:
     start = (timeline.start[boxes.first] - timeline.first_start) * scale + LEFT
     length = (timeline.end[boxes.first] - timeline.start[boxes.first]) * scale
     row = top + HEAD - 8 + boxes.rank * (ROW + GAP)
-    if len(boxes.first) > LETTERED:
+    if len(boxes.first) > MAX_LABELLED:
         parts += _outlines(boxes, start, length, row)
     else:
         order = list(LOOKS)
-        for box, (x, y, wide) in enumerate(zip(start.tolist(), row.tolist(), length.tolist(), strict=True)):
+        for box, (x, y, box_width) in enumerate(zip(start.tolist(), row.tolist(), length.tolist(), strict=True)):
             first, letter = int(boxes.first[box]), str(boxes.letter[box])
             look = order.index(letter)
             label = label_of(schedule, first, letter)
             parts.append(
-                f'<rect class="{"p" if boxes.odd[box] else "k"}{look}" x="{x:.2f}" y="{y}" width="{wide:.2f}" '
+                f'<rect class="{"p" if boxes.odd[box] else "k"}{look}" x="{x:.2f}" y="{y}" width="{box_width:.2f}" '
                 f'height="{ROW}"><title>{_hover(timeline, first, label)}</title></rect>'
             )
-            if wide >= 5.6 * len(label) + 2:
-                size = "" if wide >= 7.2 * len(label) + 2 else "font-size:8.5px;"
+            if box_width >= 5.6 * len(label) + 2:
+                size = "" if box_width >= 7.2 * len(label) + 2 else "font-size:8.5px;"
                 ink = "fill:#000" if boxes.odd[box] else ""
                 style = f' style="{size}{ink}"' if size + ink else ""
-                middle = f'x="{x + wide / 2:.2f}" y="{y + ROW - 8}"'
+                middle = f'x="{x + box_width / 2:.2f}" y="{y + ROW - 8}"'
                 parts.append(f'<text class="i{look}"{style} {middle}>{escape(label)}</text>')
     return "\n".join(parts)
 
@@ -102,56 +104,56 @@ def _hover(timeline: Timeline, first: int, label: str) -> str:
 
 
 def _outlines(boxes: Boxes, start: Floats, length: Floats, row: Ints) -> list[str]:
-    """One path per look, for pictures of many thousand boxes."""
-    found = []
+    """Return one path per style, for images with many thousand boxes."""
+    paths = []
     for index, kind in enumerate(LOOKS):
         for pale in (False, True):
-            chosen = np.flatnonzero((boxes.letter == kind) & (boxes.odd == pale))
-            if len(chosen):
-                steps = "".join(
-                    f"M{start[box]:.2f} {row[box]}h{length[box]:.2f}v{ROW}h-{length[box]:.2f}z" for box in chosen
+            selected = np.flatnonzero((boxes.letter == kind) & (boxes.odd == pale))
+            if len(selected):
+                outline = "".join(
+                    f"M{start[box]:.2f} {row[box]}h{length[box]:.2f}v{ROW}h-{length[box]:.2f}z" for box in selected
                 )
-                found.append(f'<path class="{"p" if pale else "k"}{index}" style="stroke:none" d="{steps}"/>')
-    return found
+                paths.append(f'<path class="{"p" if pale else "k"}{index}" style="stroke:none" d="{outline}"/>')
+    return paths
 
 
-def _axis(until: float, scale: float, top: int) -> str:
-    right = LEFT + until * scale
+def _axis(end: float, scale: float, top: int) -> str:
+    right = LEFT + end * scale
     parts = [f'<path d="M{LEFT} {top}H{right:.2f}" stroke="#888" fill="none"/>']
-    for tick in ticks(until):
+    for tick in ticks(end):
         x = LEFT + tick * scale
         parts.append(f'<path d="M{x:.2f} {top}v5" stroke="#888" fill="none"/>')
         parts.append(f'<text class="s" x="{x:.2f}" y="{top + 18}" text-anchor="middle">{number(tick)}</text>')
     return "\n".join(parts)
 
 
-def ticks(until: float, about: int = 10) -> list[float]:
-    """Round times for an axis.
+def ticks(end: float, count: int = 10) -> list[float]:
+    """Return round tick values for an axis from 0 to `end`.
 
     >>> ticks(51.0)
     [0.0, 10.0, 20.0, 30.0, 40.0, 50.0]
     """
-    rough = until / about
+    rough = end / count
     power = 10.0 ** np.floor(np.log10(rough))
     step = float(next(step for step in (1, 2, 2.5, 5, 10) if step * power >= rough * 0.999) * power)
-    return [index * step for index in range(int(until / step + 1e-9) + 1)]
+    return [index * step for index in range(int(end / step + 1e-9) + 1)]
 
 
 def _legend(letters: set[str], two_chunks: bool, top: int, width: int) -> tuple[str, int]:
-    """The kinds that appear, in as many lines as it takes, and how high that is."""
+    """Return the legend of the kinds that appear, and the height of the image below it."""
     x, parts = LEFT, []
-    words: list[tuple[int | None, str, str]] = [
+    entries: list[tuple[int | None, str, str]] = [
         (index, letter, look.meaning) for index, (letter, look) in enumerate(LOOKS.items()) if letter in letters
     ]
     if two_chunks:
-        words.append((None, "", "paler: every second chunk of a rank"))
-    for index, letter, meaning in words:
-        wide = 44 + 7 * len(meaning)
-        if x > LEFT and x + wide > width:
+        entries.append((None, "", "paler: every second chunk of a rank"))
+    for index, letter, meaning in entries:
+        entry_width = 44 + 7 * len(meaning)
+        if x > LEFT and x + entry_width > width:
             x, top = LEFT, top + 20
         if index is not None:
             parts.append(f'<rect class="k{index}" x="{x}" y="{top}" width="18" height="14"/>')
             parts.append(f'<text class="i{index}" x="{x + 9}" y="{top + 11}">{escape(letter)}</text>')
         parts.append(f'<text x="{x + 24 if letter else x}" y="{top + 11}">{meaning}</text>')
-        x += wide
+        x += entry_width
     return "\n".join(parts), top + 24

@@ -1,4 +1,4 @@
-"""A Gantt chart in characters, as wide as the terminal."""
+"""Timelines as Gantt charts in text, as wide as the terminal."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from stageline.schedules.graph import Ints
 from stageline.timeline.draw.palette import LOOKS, Boxes, boxes_of, label_of, number, summary
 from stageline.timeline.timeline import Timeline, shown_bubble
 
-LEAST_WIDTH = 30
+MIN_WIDTH = 30
 
 
 class Segment(NamedTuple):
-    """A piece of a line: its text, and how to colour it (the letter of a kind, or nothing)."""
+    """Part of a line: its text, and the letter of the kind that sets its colour (empty for none)."""
 
     text: str
     letter: str = ""
@@ -27,24 +27,25 @@ class Segment(NamedTuple):
 def chart(
     timeline: Timeline, width: int = 100, *, most_ranks: int = 64, until: float | None = None
 ) -> list[list[Segment]]:
-    """One line per rank. `until` is the time at the right edge, so that several charts can share one axis.
+    """Return one line per rank. `until` is the time at the right edge, so that several charts can share one axis.
 
-    Capitals are the first chunk of a rank, small letters every second one.
+    Uppercase letters mark the first chunk of a rank, lowercase letters every second one. Above `most_ranks`, the ranks
+    in the middle are left out.
     """
     schedule = timeline.schedule
-    ranks = _shown(schedule.ranks, most_ranks)
+    ranks = _visible_ranks(schedule.ranks, most_ranks)
     margin = len(f"rank {schedule.ranks - 1} ")
-    columns = max(width, LEAST_WIDTH) - margin
+    columns = max(width, MIN_WIDTH) - margin
     boxes = boxes_of(schedule)
     scale = columns / max(until or timeline.makespan, 1e-300)
-    # Where the shortest box is some columns wide, make it a whole number of them: equal boxes then look equal.
+    # If the shortest box spans several columns, make it a whole number of columns, so that equal boxes look equal.
     shortest = float((timeline.end - timeline.start)[boxes.first].min(initial=np.inf))
     if until is None and scale * shortest >= 2:
         scale = np.floor(scale * shortest) / shortest if np.isfinite(shortest) else scale
     crowded = scale * float(np.median((timeline.end - timeline.start)[boxes.first])) < 1
     edge = int(_columns(np.array([timeline.first_start + timeline.makespan]), timeline, scale)[0])
-    low = _columns(timeline.start[boxes.first], timeline, scale)
-    high = _columns(timeline.end[boxes.first], timeline, scale)
+    first_column = _columns(timeline.start[boxes.first], timeline, scale)
+    last_column = _columns(timeline.end[boxes.first], timeline, scale)
     lines = []
     for rank in ranks:
         if rank is None:
@@ -52,46 +53,46 @@ def chart(
             continue
         line = [Segment(f"rank {rank} ".rjust(margin))]
         lines.append(line)
-        mine = np.flatnonzero(boxes.rank == rank)
+        rank_boxes = np.flatnonzero(boxes.rank == rank)
         if crowded:
-            line += _majority(timeline, boxes, mine, scale, edge)
+            line += _majority(timeline, boxes, rank_boxes, scale, edge)
             continue
-        at = 0
-        for box in mine.tolist():
-            start, end = max(int(low[box]), at), int(high[box])
+        column = 0
+        for box in rank_boxes.tolist():
+            start, end = max(int(first_column[box]), column), int(last_column[box])
             if end <= start:
                 continue
-            if start > at:
-                line.append(Segment("." * (start - at)))
+            if start > column:
+                line.append(Segment("." * (start - column)))
             letter, pale = str(boxes.letter[box]), bool(boxes.odd[box])
             label = label_of(schedule, int(boxes.first[box]), letter)
             line.append(Segment(_fit(label, letter, pale, end - start), letter, pale))
-            at = end
-        line.append(Segment("." * max(0, edge - at)))
+            column = end
+        line.append(Segment("." * max(0, edge - column)))
     return lines
 
 
-def _majority(timeline: Timeline, boxes: Boxes, mine: Ints, scale: float, columns: int) -> list[Segment]:
-    """Where boxes are narrower than a column: in each column, what the rank does for most of its time."""
+def _majority(timeline: Timeline, boxes: Boxes, rank_boxes: Ints, scale: float, columns: int) -> list[Segment]:
+    """For boxes narrower than a column: show what the rank does for most of each column."""
     edges = np.arange(columns + 1) / scale + timeline.first_start
-    start, end = timeline.start[boxes.first[mine]], timeline.end[boxes.first[mine]]
+    start, end = timeline.start[boxes.first[rank_boxes]], timeline.end[boxes.first[rank_boxes]]
     looks = [(letter, pale) for letter in LOOKS for pale in (False, True)]
     share = np.zeros((len(looks) + 1, columns))
-    for number_of, (letter, pale) in enumerate(looks):
-        chosen = (boxes.letter[mine] == letter) & (boxes.odd[mine] == pale)
-        if chosen.any():
-            times = np.stack([start[chosen], end[chosen]], axis=1).reshape(-1)
-            spent = np.cumsum(end[chosen] - start[chosen])
-            levels = np.stack([spent - (end - start)[chosen], spent], axis=1).reshape(-1)
-            share[number_of] = np.diff(np.interp(edges, times, levels))
+    for row, (letter, pale) in enumerate(looks):
+        selected = (boxes.letter[rank_boxes] == letter) & (boxes.odd[rank_boxes] == pale)
+        if selected.any():
+            times = np.stack([start[selected], end[selected]], axis=1).reshape(-1)
+            total = np.cumsum(end[selected] - start[selected])
+            levels = np.stack([total - (end - start)[selected], total], axis=1).reshape(-1)
+            share[row] = np.diff(np.interp(edges, times, levels))
     share[-1] = 1 / scale - share[:-1].sum(axis=0)
-    most = share.argmax(axis=0)
+    majority = share.argmax(axis=0)
     line: list[Segment] = []
-    for low, high in pairwise([0, *(np.flatnonzero(np.diff(most)) + 1).tolist(), columns] if columns else []):
-        if most[low] == len(looks):
+    for low, high in pairwise([0, *(np.flatnonzero(np.diff(majority)) + 1).tolist(), columns] if columns else []):
+        if majority[low] == len(looks):
             line.append(Segment("." * (high - low)))
         else:
-            letter, pale = looks[most[low]]
+            letter, pale = looks[majority[low]]
             line.append(Segment((letter.lower() if pale else letter) * (high - low), letter, pale))
     return line
 
@@ -100,31 +101,31 @@ def _columns(times: NDArray[np.float64], timeline: Timeline, scale: float) -> ND
     return np.rint((times - timeline.first_start) * scale).astype(np.int64)
 
 
-def _shown(ranks: int, most: int) -> list[int | None]:
-    """Which ranks are drawn: all, or the first and the last ones."""
-    if ranks <= most:
+def _visible_ranks(ranks: int, limit: int) -> list[int | None]:
+    """Return the ranks to draw: all, or the first and the last, with None for those left out."""
+    if ranks <= limit:
         return list(range(ranks))
-    half = max(1, most // 2)
+    half = max(1, limit // 2)
     return [*range(half), None, *range(ranks - half, ranks)]
 
 
 def _fit(label: str, letter: str, pale: bool, width: int) -> str:
-    """As much as fits: kind and microbatch, or the kind alone; the rest is filled with the kind's own line."""
-    words = label.lower() if pale else label
-    if len(words) > width:
-        words = (letter.lower() if pale else letter)[:width]
-    return words + LOOKS[letter].line * (width - len(words))
+    """Return as much of the label as fits, or the kind alone; pad with the character of the kind."""
+    content = label.lower() if pale else label
+    if len(content) > width:
+        content = (letter.lower() if pale else letter)[:width]
+    return content + LOOKS[letter].line * (width - len(content))
 
 
 def strip(timeline: Timeline, columns: int, until: float) -> str:
-    """One line: what share of the ranks computes at each moment, from blank to a full block."""
+    """Return one line that shows the share of busy ranks over time, from blank to a full block."""
     boxes = boxes_of(timeline.schedule)
     edges = np.linspace(0.0, until, columns + 1)
     start = timeline.start[boxes.first] - timeline.first_start
     end = timeline.end[boxes.first] - timeline.first_start
-    # The time that all ranks have computed until each edge, by adding up what started less what ended.
-    done = _ramp(start, edges) - _ramp(end, edges)
-    share = np.diff(done) / max(until / columns, 1e-300) / timeline.schedule.ranks
+    # The busy time of all ranks up to each edge: time since each start minus time since each end.
+    busy = _ramp(start, edges) - _ramp(end, edges)
+    share = np.diff(busy) / max(until / columns, 1e-300) / timeline.schedule.ranks
     blocks = " ▁▂▃▄▅▆▇█"
     inside = edges[:-1] < timeline.makespan
     levels = np.where(inside, np.clip(np.ceil(share * 8 - 1e-9), 0, 8), 0).astype(int)
@@ -132,7 +133,7 @@ def strip(timeline: Timeline, columns: int, until: float) -> str:
 
 
 def _ramp(times: NDArray[np.float64], edges: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The sum over all times t of max(0, edge − t), at each edge."""
+    """Return the sum over all times t of max(0, edge − t), at each edge."""
     times = np.sort(times)
     count = np.searchsorted(times, edges)
     total = np.concatenate([[0.0], np.cumsum(times)])[count]
@@ -140,29 +141,29 @@ def _ramp(times: NDArray[np.float64], edges: NDArray[np.float64]) -> NDArray[np.
 
 
 def legend(timelines: Sequence[Timeline], width: int = 100) -> list[list[Segment]]:
-    """The kinds that appear, with their meaning, in as many lines as it takes."""
+    """Return the kinds that appear, with their meaning, wrapped to the width."""
     boxes = [boxes_of(timeline.schedule) for timeline in timelines]
-    present = {letter for each in boxes for letter in each.letter.tolist()}
-    words = [
+    present = {letter for panel in boxes for letter in panel.letter.tolist()}
+    entries = [
         [Segment(f" {letter} ", letter), Segment(f" {look.meaning}")]
         for letter, look in LOOKS.items()
         if letter in present
     ]
-    if any(each.odd.any() for each in boxes):
-        words.append([Segment("small letters: every second chunk of a rank")])
+    if any(panel.odd.any() for panel in boxes):
+        entries.append([Segment("small letters: every second chunk of a rank")])
     lines: list[list[Segment]] = [[]]
-    for word in words:
-        taken = sum(len(segment.text) for segment in lines[-1])
-        if taken and taken + 3 + sum(len(segment.text) for segment in word) > width:
+    for entry in entries:
+        used = sum(len(segment.text) for segment in lines[-1])
+        if used and used + 3 + sum(len(segment.text) for segment in entry) > width:
             lines.append([])
-        elif taken:
+        elif used:
             lines[-1].append(Segment("   "))
-        lines[-1] += word
+        lines[-1] += entry
     return lines
 
 
 def figures(timeline: Timeline) -> list[str]:
-    """The lines below a chart: times, bubbles and memory, each saying what it is."""
+    """Return the lines below a chart: times, bubbles and memory."""
     peak = timeline.peak_memory
     return [
         f"makespan {number(timeline.makespan)}  bubble {shown_bubble(timeline)}   first start to last end, all ranks",
@@ -172,7 +173,7 @@ def figures(timeline: Timeline) -> list[str]:
 
 
 def text(timeline: Timeline, width: int = 100) -> str:
-    """Draw a timeline in plain characters.
+    """Render a timeline as plain text.
 
     >>> import stageline as sl
     >>> print(text(sl.simulate(sl.schedule("1f1b", ranks=2, microbatches=3)), width=44))

@@ -1,4 +1,4 @@
-"""The data of a training job: where samples come from, in which order, and who takes which."""
+"""Data of a training job: sources of samples, their order, and the share of each replica."""
 
 from stageline.train.data.collate import Batch
 from stageline.train.data.loader import Loader

@@ -1,4 +1,4 @@
-"""Data that a function of the user's own makes."""
+"""Data returned by a function of the user."""
 
 from __future__ import annotations
 
@@ -13,80 +13,84 @@ from stageline.errors import StagelineError, shorten
 from stageline.model.named import find_function
 from stageline.train.config import Config
 from stageline.train.data.source import Indexed, Items, Tokens
-from stageline.train.data.stream import Stream, say
+from stageline.train.data.stream import Stream, print_note
 
 
-class Again:
-    """The iterators that a function makes, a new one each time.
+class Restartable:
+    """An iterable that calls a function for a new iterator each time.
 
-    >>> again = Again(lambda: iter([1, 2]))
-    >>> list(again), list(again)
+    >>> numbers = Restartable(lambda: iter([1, 2]))
+    >>> list(numbers), list(numbers)
     ([1, 2], [1, 2])
     """
 
     def __init__(self, make: Callable[[], Iterator[Any]], first: Iterator[Any] | None = None) -> None:
-        """Take the function, and what it made already."""
         self.make, self.first = make, first
 
     def __iter__(self) -> Iterator[Any]:
-        """A new one."""
-        made, self.first = self.first, None
-        return self.make() if made is None else made
+        iterator, self.first = self.first, None
+        return self.make() if iterator is None else iterator
 
 
-def function_data(name: str, config: Config, *, note: Callable[[str], None] = say) -> Indexed | Stream:
-    """What a function returns, as a source; a function that takes an argument is given the config.
+def function_data(name: str, config: Config, *, note: Callable[[str], None] = print_note) -> Indexed | Stream:
+    """Call a function and return its result as a source; it is passed the config if it takes an argument.
 
-    A row of integers is tokens; what has a length and numbered samples is shuffled; an iterator is made anew by
-    calling the function again.
+    See `source_of` for what it may return. If it returns an iterator, it is called again for every epoch.
 
     >>> function_data("string:Template.delimiter", Config())
     Traceback (most recent call last):
     stageline.errors.StagelineError: string has no function 'Template.delimiter' (did you mean 'Template'?)
     """
     function = find_function(name)
-    takes = bool(_required(function))
-    made = function(config) if takes else function()
-    again = Again(lambda: iter(function(config) if takes else function()), made) if _once(made) else made
-    return source_of(again, name, config, note=note)
+    takes_config = bool(_required_parameters(function))
+    samples = function(config) if takes_config else function()
+    restartable = (
+        Restartable(lambda: iter(function(config) if takes_config else function()), samples)
+        if _is_one_shot(samples)
+        else samples
+    )
+    return source_of(restartable, name, config, note=note)
 
 
-def source_of(made: Any, name: str, config: Config, *, note: Callable[[str], None] = say) -> Indexed | Stream:
-    """Samples as a source: a row of integers is tokens, what has numbered samples is shuffled, all else is a stream.
+def source_of(samples: Any, name: str, config: Config, *, note: Callable[[str], None] = print_note) -> Indexed | Stream:
+    """Return samples as a source.
+
+    A one-dimensional array of integers is tokens; a sequence of samples is shuffled; any other iterable is a stream.
 
     >>> source_of([(1, 2), (3, 4)], "pairs", Config()).length
     2
     """
-    if isinstance(made, Tokens | Items | Stream):
-        return made
-    if isinstance(made, np.ndarray | torch.Tensor) and made.ndim == 1:
-        array = made.numpy() if isinstance(made, torch.Tensor) else made
+    if isinstance(samples, Tokens | Items | Stream):
+        return samples
+    if isinstance(samples, np.ndarray | torch.Tensor) and samples.ndim == 1:
+        array = samples.numpy() if isinstance(samples, torch.Tensor) else samples
         if array.dtype.kind in "iu":
             return Tokens(array, config.training.seq_len, name=name)
-    numbered = hasattr(made, "__len__") and hasattr(made, "__getitem__")
-    if numbered and not isinstance(made, str | bytes | dict | torch.utils.data.IterableDataset):
-        return Items(made, name=name)
-    if not hasattr(made, "__iter__") or isinstance(made, str | bytes | dict):
+    is_sequence = hasattr(samples, "__len__") and hasattr(samples, "__getitem__")
+    if is_sequence and not isinstance(samples, str | bytes | dict | torch.utils.data.IterableDataset):
+        return Items(samples, name=name)
+    if not hasattr(samples, "__iter__") or isinstance(samples, str | bytes | dict):
         raise StagelineError(
-            f"{name} is a {type(made).__name__}, {shorten(made)}; it must be an iterable of samples, a sequence of "
-            "them, or one row of tokens"
+            f"{name} is a {type(samples).__name__}, {shorten(samples)}; it must be an iterable of samples, a sequence "
+            "of them, or one row of tokens"
         )
-    return Stream(made, name=name, note=note)
+    return Stream(samples, name=name, note=note)
 
 
-def _once(made: Any) -> bool:
-    """Whether it can be read through only once, and not be set to a place."""
-    return isinstance(made, Iterator) and not any(hasattr(made, each) for each in ("seek", "load_state_dict"))
+def _is_one_shot(samples: Any) -> bool:
+    """Whether it can be iterated only once and has no way to seek."""
+    return isinstance(samples, Iterator) and not any(hasattr(samples, method) for method in ("seek", "load_state_dict"))
 
 
-def _required(function: Callable[..., Any]) -> list[str]:
-    """The names of the arguments without a default."""
+def _required_parameters(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the positional parameters without a default."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return []
     return [
-        each.name
-        for each in parameters
-        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]

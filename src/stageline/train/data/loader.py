@@ -1,4 +1,4 @@
-"""Which samples make up a batch: a function of the position alone."""
+"""The samples of a batch, as a function of the position alone."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from stageline.train.data.stream import Stream
 
 
 class Loader:
-    """The endless sequence of samples, every epoch in another order.
+    """An endless sequence of samples, with a new order in every epoch.
 
-    The position is the number of samples that all replicas have consumed. It is all that has to be kept to go on, with
-    as many replicas as you like.
+    The position is the number of samples that all replicas have consumed. It is all that is needed to resume, with any
+    number of replicas.
 
     >>> from stageline.train.data import Tokens
     >>> loader = Loader(Tokens(np.arange(41), seq_len=4), batch=4, seed=0)
@@ -28,37 +28,37 @@ class Loader:
     """
 
     def __init__(self, source: Indexed | Stream, *, batch: int, seed: int = 0, shuffle: bool = True) -> None:
-        """`batch` is the samples in a step of the optimizer, over all replicas; a stream is never shuffled."""
+        """`batch` is the number of samples per optimizer step, over all replicas; a stream is never shuffled."""
         if batch < 1:
-            raise StagelineError(f"a batch has at least 1 sample, got {batch}")
+            raise StagelineError(f"batch must be at least 1, got {batch}")
         self.source, self.size, self.seed = source, batch, seed
         self.shuffle = shuffle and not isinstance(source, Stream)
 
     def samples(self, first: int, count: int) -> Batch:
-        """The samples number `first` to `first + count - 1` as one batch of inputs and targets."""
+        """Return the samples number `first` to `first + count - 1` as one batch of inputs and targets."""
         if first < 0 or count < 1:
-            raise StagelineError(f"samples are asked for from 0 on and at least 1 of them, got {count} from {first}")
+            raise StagelineError(f"first must be at least 0 and count at least 1, got {count} samples from {first}")
         if isinstance(self.source, Stream):
             return self.source.take(first, count)
         length = self.source.length
-        epochs, places = np.divmod(np.arange(first, first + count, dtype=np.int64), length)
+        epochs, indices = np.divmod(np.arange(first, first + count, dtype=np.int64), length)
         if self.shuffle:
             for epoch in np.unique(epochs).tolist():
-                places[epochs == epoch] = shuffled(places[epochs == epoch], length, self.seed, epoch)
-        return self.source.read(places)
+                indices[epochs == epoch] = shuffled(indices[epochs == epoch], length, self.seed, epoch)
+        return self.source.read(indices)
 
     def batch(self, position: int, replica: int = 0, replicas: int = 1, local: int | None = None) -> Batch:
-        """What one of several replicas takes at a position: `local` samples, after those of the replicas before it.
+        """Return the batch of one replica at a position: `local` samples, after those of the replicas before it.
 
         Without `local`, the replicas share the whole batch.
         """
         if not 0 <= replica < replicas:
-            raise StagelineError(f"replica {replica} is none of {replicas}: they count from 0 to {replicas - 1}")
+            raise StagelineError(f"replica is {replica}; with {replicas} replicas it must be from 0 to {replicas - 1}")
         local = self.local(replicas) if local is None else local
         return self.samples(position + replica * local, local)
 
     def local(self, replicas: int) -> int:
-        """Each replica's share of a whole batch.
+        """Return each replica's share of a whole batch.
 
         >>> from stageline.train.data import Tokens
         >>> Loader(Tokens(np.arange(41), seq_len=4), batch=12).local(replicas=3)
@@ -66,29 +66,29 @@ class Loader:
         """
         if replicas < 1 or self.size % replicas:
             raise StagelineError(
-                f"training.global_batch_size is {self.size}, which {replicas} replicas cannot share evenly; the "
-                f"nearest that they can is {max(round(self.size / max(replicas, 1)), 1) * max(replicas, 1)}"
+                f"training.global_batch_size is {self.size}, which is not divisible by {replicas} replicas; the "
+                f"nearest value is {max(round(self.size / max(replicas, 1)), 1) * max(replicas, 1)}"
             )
         return self.size // replicas
 
     def turns(self, replicas: int, local: int) -> int:
-        """How often all replicas take `local` samples until a batch is full.
+        """Return how many times all replicas take `local` samples until a batch is full.
 
         >>> from stageline.train.data import Tokens
         >>> Loader(Tokens(np.arange(41), seq_len=4), batch=32).turns(replicas=2, local=4)
         4
         """
-        at_once = replicas * local
-        if at_once < 1 or self.size % at_once:
+        per_turn = replicas * local
+        if per_turn < 1 or self.size % per_turn:
             raise StagelineError(
-                f"training.global_batch_size is {self.size}, which is no multiple of {replicas} replicas × {local} "
-                f"samples (training.local_batch_size) = {at_once}; the nearest is "
-                f"{max(round(self.size / max(at_once, 1)), 1) * max(at_once, 1)}"
+                f"training.global_batch_size is {self.size}, which is not a multiple of {replicas} replicas × {local} "
+                f"samples (training.local_batch_size) = {per_turn}; the nearest value is "
+                f"{max(round(self.size / max(per_turn, 1)), 1) * max(per_turn, 1)}"
             )
-        return self.size // at_once
+        return self.size // per_turn
 
     def epoch(self, position: int) -> float | None:
-        """How often the data has been seen at a position; None for a stream.
+        """Return the number of epochs completed at a position; None for a stream.
 
         >>> from stageline.train.data import Tokens
         >>> Loader(Tokens(np.arange(41), seq_len=4), batch=2).epoch(15)
@@ -97,7 +97,7 @@ class Loader:
         return position / self.source.length if self.source.length else None
 
     def state_dict(self, position: int) -> dict[str, Any]:
-        """What a checkpoint at a position keeps: JSON can hold it, unless a stream's own state says otherwise.
+        """Return the state for a checkpoint at a position; JSON-serialisable unless a stream's own state is not.
 
         >>> from stageline.train.data import Tokens
         >>> state = Loader(Tokens(np.arange(41), seq_len=4), batch=2, seed=5).state_dict(6)
@@ -110,12 +110,12 @@ class Loader:
             "shuffle": self.shuffle,
             "source": self.source.identity(),
         }
-        if isinstance(self.source, Stream) and (own := self.source.state(position)) is not None:
-            state["stream"] = own
+        if isinstance(self.source, Stream) and (stream_state := self.source.state(position)) is not None:
+            state["stream"] = stream_state
         return state
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> int:
-        """Make sure that data and order are those of a checkpoint, and give its position to go on from.
+        """Check that data and order match a checkpoint, and return the position to resume from.
 
         >>> from stageline.train.data import Tokens
         >>> loader = Loader(Tokens(np.arange(41), seq_len=4), batch=2)
@@ -124,13 +124,13 @@ class Loader:
         """
         position = saved.get("position")
         if not isinstance(position, int) or position < 0:
-            raise StagelineError(f"the position of a checkpoint in its data is a number from 0 on, got {position!r}")
+            raise StagelineError(f"the data position of the checkpoint must be an integer >= 0, got {position!r}")
         check_same(saved.get("source", {}), self.source)
         if saved.get("shuffle") != self.shuffle or (self.shuffle and saved.get("seed") != self.seed):
-            old, new = (shorten(each) for each in (saved.get("seed"), self.seed))
+            old, new = (shorten(seed) for seed in (saved.get("seed"), self.seed))
             raise StagelineError(
-                f"the order of the data was drawn from training.seed {old} (shuffled: {saved.get('shuffle')}) and is "
-                f"from {new} now (shuffled: {self.shuffle}); set it back, or begin a new run"
+                f"the checkpoint was trained with training.seed {old} (shuffled: {saved.get('shuffle')}), but the "
+                f"seed is {new} now (shuffled: {self.shuffle}); restore it, or start a new run"
             )
         if isinstance(self.source, Stream) and isinstance(saved.get("stream"), dict):
             self.source.load_state(saved["stream"])

@@ -11,43 +11,42 @@ from numpy.typing import NDArray
 ROUNDS = 8
 
 
-def shuffled(places: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """What stands at some places of the order that `seed` and `epoch` give to 0 … size-1.
+def shuffled(indices: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return the elements at some indices of the permutation of 0 … size-1 that `seed` and `epoch` define.
 
-    Over all places it is a permutation, and it takes no memory but for the places asked for. Only integers are
-    involved, so it is the same on every platform.
+    It needs memory only for the requested indices. It uses only integers, so it is the same on every platform.
 
     >>> shuffled(np.arange(8), 8, seed=1, epoch=0).tolist()
     [2, 7, 1, 0, 4, 5, 3, 6]
     >>> shuffled(np.array([2_999_999_999]), 3_000_000_000, seed=1, epoch=0).tolist()
     [1092807310]
     """
-    # A number below columns * rows is a pair (row, column). Each round moves one half by an amount that the other half
-    # and a key say, which can be undone, so all rounds together are a permutation of the rectangle. Numbers of it that
-    # are not below size are sent on until they are: the walk goes along a cycle and so ends, and meets no other.
+    # A number below columns * rows is a pair (row, column). Each round shifts one half by an amount that depends on the
+    # other half and a key. That is invertible, so all rounds together permute the rectangle. Values that are not below
+    # size are permuted again until they are (cycle walking), which ends because it follows a cycle.
     columns = math.isqrt(size - 1) + 1
     rows = -(-size // columns)
-    words = hashlib.blake2b(f"{seed}/{epoch}/{size}".encode(), digest_size=8 * ROUNDS).digest()
-    keys = np.frombuffer(words, "<u8").astype(np.uint64)
-    found = _rounds(places.astype(np.uint64), np.uint64(rows), np.uint64(columns), keys)
-    while (outside := np.flatnonzero(found >= np.uint64(size))).size:
-        found[outside] = _rounds(found[outside], np.uint64(rows), np.uint64(columns), keys)
-    return found.astype(np.int64)
+    key_bytes = hashlib.blake2b(f"{seed}/{epoch}/{size}".encode(), digest_size=8 * ROUNDS).digest()
+    keys = np.frombuffer(key_bytes, "<u8").astype(np.uint64)
+    values = _rounds(indices.astype(np.uint64), np.uint64(rows), np.uint64(columns), keys)
+    while (outside := np.flatnonzero(values >= np.uint64(size))).size:
+        values[outside] = _rounds(values[outside], np.uint64(rows), np.uint64(columns), keys)
+    return values.astype(np.int64)
 
 
 def _rounds(
     numbers: NDArray[np.uint64], rows: np.uint64, columns: np.uint64, keys: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
     row, column = numbers // columns, numbers % columns
-    for turn in range(0, ROUNDS, 2):
-        row = (row + _mixed(column, keys[turn]) % rows) % rows
-        column = (column + _mixed(row, keys[turn + 1]) % columns) % columns
+    for index in range(0, ROUNDS, 2):
+        row = (row + _mix(column, keys[index]) % rows) % rows
+        column = (column + _mix(row, keys[index + 1]) % columns) % columns
     return row * columns + column
 
 
-def _mixed(numbers: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """Numbers of 64 bits in which every bit of the given ones and of the key has a say; they wrap around."""
-    found = numbers ^ key
+def _mix(numbers: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
+    """Mix all bits of the numbers and the key into 64-bit hashes; arithmetic wraps around."""
+    mixed = numbers ^ key
     for _ in range(2):
-        found = (found ^ (found >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
-    return found ^ (found >> np.uint64(32))
+        mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+    return mixed ^ (mixed >> np.uint64(32))

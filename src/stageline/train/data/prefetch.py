@@ -1,4 +1,4 @@
-"""The next batches, made on a thread while a step runs."""
+"""Prefetch batches on a thread while a step runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stageline.train.data.loader import Loader
 
 
 class Prefetch:
-    """The batches of a replica one after the other, the same as without it; leave the `with` to end the thread.
+    """Iterates over the batches of a replica, prepared on a thread; use it as a context manager to end the thread.
 
     >>> import numpy as np
     >>> from stageline.train.data import Tokens
@@ -36,15 +36,15 @@ class Prefetch:
         ahead: int = 2,
         timeout: float = 600.0,
     ) -> None:
-        """Start at a position; at most `ahead` batches wait to be taken.
+        """Start at a position, with at most `ahead` batches prepared.
 
-        A batch that is not there after `timeout` seconds is an error.
+        If a batch takes longer than `timeout` seconds, `next` raises `StagelineError`.
         """
         if ahead < 1:
-            raise StagelineError(f"ahead is {ahead}; at least 1 batch is made ahead")
+            raise StagelineError(f"ahead must be at least 1, got {ahead}")
         self._loader, self._replica, self._replicas = loader, replica, replicas
         self._local = loader.local(replicas) if local is None else local
-        self._position = self._made = position
+        self._position = self._next_position = position
         self._ahead, self._timeout = ahead, timeout
         self._ready: deque[Batch] = deque()
         self._error: BaseException | None = None
@@ -55,19 +55,18 @@ class Prefetch:
 
     @property
     def position(self) -> int:
-        """Samples that all replicas have consumed with the batches taken so far: what a checkpoint keeps."""
+        """Samples that all replicas have consumed with the batches returned so far, for a checkpoint."""
         return self._position
 
     def __iter__(self) -> Prefetch:
-        """Itself."""
         return self
 
     def __next__(self) -> Batch:
-        """The next batch; an error in making it is raised here, after the batches before it."""
+        """Return the next batch; raise an error of the source in the place of its batch."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._error or self._closed, self._timeout)
             if self._closed:
-                raise StagelineError("the batches were closed, and there are no more")
+                raise StagelineError("the prefetcher is closed")
             if self._ready:
                 batch = self._ready.popleft()
                 self._position += self._replicas * self._local
@@ -76,11 +75,11 @@ class Prefetch:
             if self._error is not None:
                 raise self._error
         raise StagelineError(
-            f"{self._loader.source.name} gave no batch for {self._timeout:g} seconds, at sample {self._position:,}"
+            f"{self._loader.source.name} produced no batch for {self._timeout:g} seconds, at sample {self._position:,}"
         )
 
     def close(self) -> None:
-        """End the thread and drop what it made; a source that does not come back is waited for 5 seconds at most."""
+        """End the thread and drop its batches; wait at most 5 seconds for a source that does not return."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -88,13 +87,11 @@ class Prefetch:
         self._thread.join(timeout=5)
 
     def __enter__(self) -> Prefetch:
-        """Itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the thread."""
         self.close()
 
     def _work(self) -> None:
@@ -104,13 +101,13 @@ class Prefetch:
                 if self._closed:
                     return
             try:
-                batch = self._loader.batch(self._made, self._replica, self._replicas, self._local)
+                batch = self._loader.batch(self._next_position, self._replica, self._replicas, self._local)
             except BaseException as error:
                 with self._changed:
                     self._error = error
                     self._changed.notify_all()
                 return
-            self._made += self._replicas * self._local
+            self._next_position += self._replicas * self._local
             with self._changed:
                 self._ready.append(batch)
                 self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""What samples come from: tokens that are cut into windows, items with numbers, and which data it is."""
+"""Sources of samples: windows of tokens, or indexed items; and the identity of the data."""
 
 from __future__ import annotations
 
@@ -15,56 +15,56 @@ from stageline.train.data.collate import Batch, check_tokens, collate
 
 
 class Source(Protocol):
-    """What is asked of every source of samples."""
+    """The interface of every source of samples."""
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """A name for messages."""
 
     @property
     def length(self) -> int | None:
-        """Samples in an epoch; None where only reading finds it out."""
+        """Number of samples per epoch; None if unknown."""
 
     @property
     def fingerprint(self) -> str:
-        """A digest of which data it is."""
+        """A digest that identifies the data."""
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint keeps, for `check_same` to compare; JSON can hold it."""
+        """Return JSON-serialisable data for a checkpoint, which `check_same` compares."""
 
     def describe(self) -> str:
-        """How much there is, for people."""
+        """Return a short description of the amount of data."""
 
 
 class Indexed(Source, Protocol):
-    """A source whose samples have numbers from 0 on, and are read in any order."""
+    """A source whose samples are numbered from 0 and can be read in any order."""
 
     @property
     def length(self) -> int:
-        """Samples in an epoch."""
+        """Number of samples per epoch."""
 
     def read(self, numbers: NDArray[np.int64]) -> Batch:
-        """A batch of the samples with these numbers."""
+        """Return a batch of the samples with these numbers."""
 
     def part(self, start: int, stop: int) -> Indexed:
-        """The samples from one number to another."""
+        """Return a source of the samples from `start` to `stop`."""
 
 
 class Array(Protocol):
-    """Tokens in memory or in a file: they have a length, and a slice is an array."""
+    """Tokens in memory or in a file, with a length and slices."""
 
     def __len__(self) -> int:
-        """How many."""
+        """Return the number of tokens."""
 
     def __getitem__(self, where: slice, /) -> Any:
-        """Some of them."""
+        """Return a slice as an array."""
 
 
 class Tokens:
-    """Tokens in a row, cut into windows of `seq_len` inputs and the targets one further.
+    """A row of tokens, cut into windows of `seq_len` inputs and targets shifted by one.
 
-    The next window begins with the last target of the one before, so every token but the first is a target once; what
-    is left at the end, less than a window, is not used.
+    A window starts with the last target of the previous one, so every token but the first is a target once. An
+    incomplete window at the end is not used.
 
     >>> tokens = Tokens(np.arange(10), seq_len=4, name="counting")
     >>> tokens.length
@@ -87,14 +87,14 @@ class Tokens:
         start: int = 0,
         stop: int | None = None,
     ) -> None:
-        """Take the tokens from `start` to `stop` of an array.
+        """Use the tokens from `start` to `stop` of an array.
 
-        `digest` tells the content from other content; without it all of it is read to find one. `tokenizer` is the
-        fingerprint of what made the tokens, `about` says what they are, as in "tokens of the Bible". With a
-        `vocab_size`, a batch with another token is an error.
+        `digest` identifies the content; without it, the whole array is read to compute one. `tokenizer` is the
+        fingerprint of the tokenizer, and `about` says what the tokens are, as in "tokens of the Bible". With a
+        `vocab_size`, reading a batch with a token outside it raises `StagelineError`.
         """
         if seq_len < 1:
-            raise StagelineError(f"training.seq_len is {seq_len}; a sample has at least 1 token")
+            raise StagelineError(f"training.seq_len is {seq_len}; it must be at least 1")
         self.array, self.start, self.stop = array, start, len(array) if stop is None else stop
         self.seq_len, self.name, self.about = seq_len, name, about
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
@@ -103,27 +103,27 @@ class Tokens:
             raise StagelineError(f"{name} has no tokens: it is empty")
         if self.length < 1:
             raise StagelineError(
-                f"{name} has {self.tokens:,} tokens, and a sample of training.seq_len {seq_len} needs "
-                f"{seq_len + 1:,}: give more data or a shorter training.seq_len"
+                f"{name} has {self.tokens:,} tokens, but a sample with training.seq_len {seq_len} needs "
+                f"{seq_len + 1:,}; use more data or a shorter training.seq_len"
             )
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """Number of tokens."""
         return self.stop - self.start
 
     @property
     def length(self) -> int:
-        """Windows in an epoch."""
+        """Number of windows per epoch."""
         return (self.tokens - 1) // self.seq_len
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the content and of which part of it this is."""
+        """A digest of the content and of the part of it."""
         return digest(self._digest, self.start, self.stop)
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return JSON-serialisable data for a checkpoint."""
         return {
             "kind": "tokens",
             "name": self.name,
@@ -134,27 +134,27 @@ class Tokens:
         }
 
     def describe(self) -> str:
-        """How much there is."""
+        """Return a short description of the amount of data."""
         return f"{amount(self.tokens)} {self.about}, {self.length:,} windows of {self.seq_len}"
 
     def read(self, numbers: NDArray[np.int64]) -> Batch:
-        """The windows with these numbers, as inputs and targets."""
+        """Return the windows with these numbers as inputs and targets."""
         windows = np.empty((len(numbers), self.seq_len + 1), np.int64)
         for window, number in zip(windows, numbers.tolist(), strict=True):
-            begin = self.start + number * self.seq_len
-            window[:] = self.array[begin : begin + self.seq_len + 1]
+            first = self.start + number * self.seq_len
+            window[:] = self.array[first : first + self.seq_len + 1]
         check_tokens(
             windows,
             self.vocab_size,
             self.name,
-            lambda row, at: f"position {self.start + int(numbers[row]) * self.seq_len + at:,}",
+            lambda row, offset: f"position {self.start + int(numbers[row]) * self.seq_len + offset:,}",
         )
-        # Copied by numpy: torch would wake all its threads for it, which compute the step at the same time.
+        # Copy with NumPy: torch would use all its threads, which are busy with the step.
         inputs, targets = (np.ascontiguousarray(part) for part in (windows[:, :-1], windows[:, 1:]))
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def part(self, start: int, stop: int) -> Tokens:
-        """The windows from one number to another: the last target of the first part is an input of the next."""
+        """Return the windows from `start` to `stop`; adjacent parts share one token."""
         return Tokens(
             self.array,
             self.seq_len,
@@ -169,7 +169,7 @@ class Tokens:
 
 
 class Items:
-    """Anything with a length and numbered samples: a list, a data set of torch or of Hugging Face.
+    """A sequence of samples: a list, or a map-style dataset of torch or Hugging Face.
 
     >>> items = Items([(torch.zeros(2), 0), (torch.ones(2), 1), (torch.ones(2), 2)], name="three")
     >>> items.read(np.array([2, 0]))
@@ -179,7 +179,6 @@ class Items:
     def __init__(
         self, items: Any, *, name: str = "items", vocab_size: int = 0, start: int = 0, stop: int | None = None
     ) -> None:
-        """Take the items from `start` to `stop`."""
         self.items, self.name, self.vocab_size = items, name, vocab_size
         self.start, self.stop = start, len(items) if stop is None else stop
         if self.length < 1:
@@ -187,36 +186,36 @@ class Items:
 
     @property
     def length(self) -> int:
-        """Samples in an epoch."""
+        """Number of samples per epoch."""
         return self.stop - self.start
 
     @property
     def fingerprint(self) -> str:
-        """The items' own fingerprint, or a digest of their number and name: they are not read for it."""
+        """The fingerprint of the items, or a digest of their count and name; the items are not read."""
         return digest(own_fingerprint(self.items) or self.name, len(self.items), self.start, self.stop)
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return JSON-serialisable data for a checkpoint."""
         return {"kind": "items", "name": self.name, "samples": self.length, "fingerprint": self.fingerprint}
 
     def describe(self) -> str:
-        """How much there is."""
+        """Return a short description of the amount of data."""
         return f"{self.length:,} samples"
 
     def read(self, numbers: NDArray[np.int64]) -> Batch:
-        """The items with these numbers."""
-        places = [self.start + number for number in numbers.tolist()]
-        return collate([self.items[place] for place in places], places, self.name, self.vocab_size)
+        """Return the items with these numbers as a batch."""
+        indices = [self.start + number for number in numbers.tolist()]
+        return collate([self.items[index] for index in indices], indices, self.name, self.vocab_size)
 
     def part(self, start: int, stop: int) -> Items:
-        """The items from one number to another."""
+        """Return the items from `start` to `stop`."""
         return Items(
             self.items, name=self.name, vocab_size=self.vocab_size, start=self.start + start, stop=self.start + stop
         )
 
 
 def split(source: Indexed, fraction: float) -> tuple[Indexed, Indexed]:
-    """Hold a share of the samples back, at the end and at least one: what is trained on, and what is not.
+    """Split off the last fraction of the samples, at least one, for validation; return training and validation data.
 
     >>> train, validation = split(Tokens(np.arange(101), seq_len=10), 0.2)
     >>> train.length, validation.length
@@ -224,65 +223,65 @@ def split(source: Indexed, fraction: float) -> tuple[Indexed, Indexed]:
     """
     if not 0 < fraction < 1:
         raise StagelineError(
-            f"validation.fraction is {fraction}; give a share between 0 and 1, or validation.enable = false to hold "
-            "nothing back"
+            f"validation.fraction is {fraction}; it must be between 0 and 1; use validation.enable = false for "
+            "no validation data"
         )
     if source.length < 2:
-        has = f"{source.length} sample, and 2 are needed"
+        available = f"{source.length} sample, but 2 are needed"
         if isinstance(source, Tokens):
             length = source.seq_len
-            has = (
-                f"{source.tokens:,} tokens, and {2 * length + 1:,} are needed: training.seq_len + 1 = {length + 1:,} "
+            available = (
+                f"{source.tokens:,} tokens, but {2 * length + 1:,} are needed: training.seq_len + 1 = {length + 1:,} "
                 f"for the first sample and {length:,} for each other"
             )
         raise StagelineError(
-            f"{source.name} is too small to hold a part of it back: it has {has}. Give more data, a shorter "
+            f"{source.name} is too small to split off validation data: it has {available}. Use more data, a shorter "
             "training.seq_len, a validation.dataset_path, or validation.enable = false"
         )
-    held = min(max(round(source.length * fraction), 1), source.length - 1)
-    border = source.length - held
+    num_validation = min(max(round(source.length * fraction), 1), source.length - 1)
+    border = source.length - num_validation
     return source.part(0, border), source.part(border, source.length)
 
 
-def check_same(saved: Mapping[str, Any], now: Source) -> None:
-    """Refuse to go on with other data than a checkpoint was trained on; `saved` is its source's `identity()`.
+def check_same(saved: Mapping[str, Any], source: Source) -> None:
+    """Raise `StagelineError` if data differs from that of a checkpoint; `saved` is the `identity()` of its source.
 
-    Where the data lies and what it is called may have changed.
+    The path and the name may differ.
 
     >>> saved = Tokens(np.arange(100), seq_len=10, name="mine").identity()
     >>> check_same(saved, Tokens(np.arange(100), seq_len=10, name="moved"))
     >>> check_same(saved, Tokens(np.arange(90), seq_len=10, name="mine"))
     Traceback (most recent call last):
-    stageline.errors.StagelineError: mine is not the data of the checkpoint: it had 100 tokens then and has 90 now...
+    stageline.errors.StagelineError: mine is not the data of the checkpoint: it had 100 tokens and has 90 now...
     """
     if not isinstance(saved, Mapping) or "fingerprint" not in saved or "kind" not in saved:
         raise StagelineError(
-            f"the checkpoint does not say which data it was trained on: {shorten(saved)} is not what identity() gives"
+            f"the checkpoint does not identify its data: {shorten(saved)} is not a result of identity()"
         )
-    new = now.identity()
-    if differs := _difference(saved, new):
+    new = source.identity()
+    if difference := _difference(saved, new):
         raise StagelineError(
-            f"{now.name} is not the data of the checkpoint: {differs}. Its place in the data would mean other samples: "
-            "give the data and options it was trained with, or begin a new run (another job.dump_folder) from its "
-            "weights with checkpoint.initial_load_path"
+            f"{source.name} is not the data of the checkpoint: {difference}. Its position would refer to other "
+            "samples. Use the data and options it was trained with, or start a new run (another job.dump_folder) from "
+            "its weights with checkpoint.initial_load_path"
         )
 
 
 def _difference(saved: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     if saved["kind"] != new["kind"]:
-        return f"it was {shorten(saved['kind'])} then and is {new['kind']} now"
+        return f"it was {shorten(saved['kind'])} and is {new['kind']} now"
     if saved.get("tokenizer") != new.get("tokenizer"):
         return (
-            f"it was made with another tokenizer, of fingerprint {saved.get('tokenizer') or 'unknown'} then and "
+            f"its tokenizer had the fingerprint {saved.get('tokenizer') or 'unknown'} and has "
             f"{new.get('tokenizer') or 'unknown'} now (model.tokenizer_path)"
         )
     if saved.get("seq_len") != new.get("seq_len"):
-        return f"training.seq_len was {saved.get('seq_len')} then and is {new.get('seq_len')} now"
-    for what in ("tokens", "samples"):
-        if saved.get(what) != new.get(what):
-            return f"it had {_number(saved.get(what))} {what} then and has {_number(new.get(what))} now"
+        return f"training.seq_len was {saved.get('seq_len')} and is {new.get('seq_len')} now"
+    for unit in ("tokens", "samples"):
+        if saved.get(unit) != new.get(unit):
+            return f"it had {_number(saved.get(unit))} {unit} and has {_number(new.get(unit))} now"
     if saved["fingerprint"] != new["fingerprint"]:
-        return f"its content is another, of fingerprint {saved['fingerprint']} then and {new['fingerprint']} now"
+        return f"its content has changed: its fingerprint was {saved['fingerprint']} and is {new['fingerprint']} now"
     return ""
 
 
@@ -291,13 +290,13 @@ def _number(value: Any) -> str:
 
 
 def own_fingerprint(data: Any) -> str:
-    """The fingerprint that data brings with it, as data sets of Hugging Face do; empty where it has none."""
-    found = getattr(data, "fingerprint", None) or getattr(data, "_fingerprint", None)
-    return found if isinstance(found, str) else ""
+    """Return the fingerprint attribute of data, as Hugging Face datasets have; empty if there is none."""
+    fingerprint = getattr(data, "fingerprint", None) or getattr(data, "_fingerprint", None)
+    return fingerprint if isinstance(fingerprint, str) else ""
 
 
 def digest(*parts: object) -> str:
-    """A short digest of a few words and numbers.
+    """Return a short digest of strings and numbers.
 
     >>> digest("a", 1)
     '2a094f2f3c5033c9'
@@ -306,7 +305,7 @@ def digest(*parts: object) -> str:
 
 
 def amount(number: int) -> str:
-    """A large number in few letters.
+    """Format a large number briefly.
 
     >>> amount(812), amount(45_210), amount(3_141_592), amount(2_718_281_828)
     ('812', '45.2 K', '3.1 M', '2.7 B')

@@ -1,4 +1,4 @@
-"""From text to tokens and back: bytes, or the tokenizer.json of a Hugging Face tokenizer."""
+"""Tokenizers: bytes, or the tokenizer.json of a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from numpy.typing import NDArray
 
 from stageline.errors import StagelineError
 
-PIECE = 4_000_000
-"""Characters that a tokenizer from a file is given at once; a longer document is cut at the ends of lines."""
+MAX_CHARACTERS = 4_000_000
+"""Characters passed to a tokenizer file at once; a longer document is split at line ends."""
 
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-"""What stands between documents, if the tokenizer has it and no tokenizer_config.json beside it says another."""
+"""Separators between documents, used if the tokenizer has them and tokenizer_config.json names no other."""
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer."""
+    """The interface of a tokenizer."""
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """A name for messages."""
 
     @property
     def size(self) -> int:
-        """One more than the largest token."""
+        """The vocabulary size: the largest token plus one."""
 
     @property
     def separator(self) -> int | None:
-        """The token between two documents; None puts nothing there."""
+        """The token between two documents; None for no separator."""
 
     @property
     def fingerprint(self) -> str:
-        """A digest that tells it from others."""
+        """A digest that identifies the tokenizer."""
 
     def encode(self, text: str) -> NDArray[Any]:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
 
     def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
 
 
 class Bytes:
-    """UTF-8, a token a byte. The byte 255, which occurs in no UTF-8, stands between documents.
+    """UTF-8 with one token per byte. The byte 255, which never occurs in UTF-8, separates documents.
 
     >>> Bytes().encode("né").tolist()
     [110, 195, 169]
@@ -62,18 +62,18 @@ class Bytes:
     fingerprint = "bytes"
 
     def encode(self, text: str) -> NDArray[np.uint8]:
-        """The bytes of a text."""
+        """Return the bytes of a text."""
         return np.frombuffer(text.encode(), np.uint8)
 
     def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
-        """The text of bytes; separators are left out, and what is no byte or no UTF-8 is shown as �."""
-        # A byte that no UTF-8 has stands for what a model with more words than bytes may draw.
-        kept = (int(token) for token in tokens if token != self.separator)
-        return bytes(token if 0 <= token < self.size else self.separator for token in kept).decode(errors="replace")
+        """Return the text of bytes, without separators; invalid bytes and invalid UTF-8 become �."""
+        # A model with a larger vocabulary may draw tokens that are not bytes; decode them as invalid.
+        values = (int(token) for token in tokens if token != self.separator)
+        return bytes(token if 0 <= token < self.size else self.separator for token in values).decode(errors="replace")
 
 
 class File:
-    """A tokenizer.json, as the library `tokenizers` writes it.
+    """A tokenizer.json, as written by the library `tokenizers`.
 
     >>> from tokenizers import Tokenizer, models, pre_tokenizers
     >>> words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "stage": 2}, unk_token="[UNK]"))
@@ -85,58 +85,58 @@ class File:
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Read it; of a folder, the tokenizer.json in it."""
-        found = Path(path)
-        found = found / "tokenizer.json" if found.is_dir() else found
-        library = needed("tokenizers", f"the tokenizer {path}")
+        """Read a tokenizer.json, or the one in a folder."""
+        file = Path(path)
+        file = file / "tokenizer.json" if file.is_dir() else file
+        library = require("tokenizers", f"the tokenizer {path}")
         try:
-            written = found.read_bytes()
+            contents = file.read_bytes()
         except OSError as error:
             raise StagelineError(
-                f"cannot read the tokenizer {found}: {error.strerror}; model.tokenizer_path is bytes, or a "
+                f"cannot read the tokenizer {file}: {error.strerror}; model.tokenizer_path must be bytes, or a "
                 "tokenizer.json or its folder"
             ) from error
         try:
-            self._tokenizer = library.Tokenizer.from_buffer(written)
+            self._tokenizer = library.Tokenizer.from_buffer(contents)
         except Exception as error:
-            raise StagelineError(f"{found} is not a tokenizer.json that tokenizers can read: {error}") from error
+            raise StagelineError(f"{file} is not a tokenizer.json that tokenizers can read: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.name = str(path)
         self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         if self.size == 0:
-            raise StagelineError(f"the tokenizer {found} has no tokens")
-        self.separator = self._find_separator(found.with_name("tokenizer_config.json"))
-        self.fingerprint = hashlib.blake2b(written, digest_size=8).hexdigest()
+            raise StagelineError(f"the tokenizer {file} has no tokens")
+        self.separator = self._find_separator(file.with_name("tokenizer_config.json"))
+        self.fingerprint = hashlib.blake2b(contents, digest_size=8).hexdigest()
 
     def encode(self, text: str) -> NDArray[Any]:
-        """The tokens of a text, without special ones around it."""
+        """Return the tokens of a text, without special tokens around it."""
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """The tokens of each of some texts, on all cores."""
-        found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [np.array(each.ids, smallest(self.size)) for each in found]
+        """Return the tokens of each text, computed on all cores."""
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, smallest(self.size)) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
-        """The text of tokens, without special ones."""
+        """Return the text of tokens, without special tokens."""
         text: str = self._tokenizer.decode([int(token) for token in tokens])
         return text
 
-    def _find_separator(self, beside: Path) -> int | None:
+    def _find_separator(self, config_file: Path) -> int | None:
         try:
-            said = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
+            end_token = json.loads(config_file.read_text(encoding="utf-8")).get("eos_token")
         except (OSError, ValueError, AttributeError):
-            said = None
-        said = said.get("content") if isinstance(said, dict) else said
-        for name in (said, *SEPARATORS):
+            end_token = None
+        end_token = end_token.get("content") if isinstance(end_token, dict) else end_token
+        for name in (end_token, *SEPARATORS):
             if isinstance(name, str) and (token := self._tokenizer.token_to_id(name)) is not None:
                 return int(token)
         return None
 
 
 def find_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that model.tokenizer_path means.
+    """Return the tokenizer that model.tokenizer_path names.
 
     >>> find_tokenizer("bytes").size
     256
@@ -145,43 +145,43 @@ def find_tokenizer(name: str) -> Tokenizer:
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[NDArray[Any]]:
-    """The tokens of documents one after the other, with separators between; a few million characters at a time.
+    """Yield the tokens of documents with separators between them, a few million characters at a time.
 
     >>> np.concatenate(list(encode_documents(Bytes(), ["ab", "", "c"]))).tolist()
     [97, 98, 255, 99]
     """
-    dtype, begun = smallest(tokenizer.size), False
+    dtype, has_tokens = smallest(tokenizer.size), False
     for group in _groups(documents):
         texts = [text for _, text in group]
         encoded = tokenizer.encode_all(texts) if isinstance(tokenizer, File) else map(tokenizer.encode, texts)
-        for (first, _), tokens in zip(group, encoded, strict=True):
-            if first and begun and tokenizer.separator is not None:
+        for (is_start, _), tokens in zip(group, encoded, strict=True):
+            if is_start and has_tokens and tokenizer.separator is not None:
                 yield np.array([tokenizer.separator], dtype)
-            begun = True
+            has_tokens = True
             yield np.asarray(tokens).astype(dtype, copy=False)
 
 
 def _groups(documents: Iterable[str]) -> Iterator[list[tuple[bool, str]]]:
-    """Pieces of documents, each with whether it is the first of its document, in lists that are not too long."""
+    """Yield lists of limited size of pieces of documents, each with whether it starts a document."""
     group: list[tuple[bool, str]] = []
     length = 0
     for document in documents:
         start = 0
         while start < len(document):
-            stop = start + PIECE
+            stop = start + MAX_CHARACTERS
             if stop < len(document):
                 stop = (document.rfind("\n", start, stop) + 1) or stop
             group.append((start == 0, document[start:stop]))
             length += stop - start
             start = stop
-            if length >= PIECE:
+            if length >= MAX_CHARACTERS:
                 yield group
                 group, length = [], 0
     yield group
 
 
 def smallest(size: int) -> np.dtype[Any]:
-    """The smallest unsigned integers that hold tokens below a size.
+    """Return the smallest unsigned integer dtype for tokens below a size.
 
     >>> smallest(256), smallest(50_257)
     (dtype('uint8'), dtype('uint16'))
@@ -189,10 +189,10 @@ def smallest(size: int) -> np.dtype[Any]:
     return np.dtype(np.uint8 if size <= 1 << 8 else np.uint16 if size <= 1 << 16 else np.uint32)
 
 
-def needed(library: str, what: str, install: str = "") -> Any:
-    """Import a library that only some data needs, or say what to install.
+def require(library: str, what: str, install: str = "") -> Any:
+    """Import an optional library; raise `StagelineError` with the install command if it is missing.
 
-    >>> needed("no_such_library", "this data")
+    >>> require("no_such_library", "this data")
     Traceback (most recent call last):
     stageline.errors.StagelineError: this data needs no_such_library, which ...: pip install no_such_library
     """

@@ -1,4 +1,4 @@
-"""The report of a run: what happened, as one page that needs nothing else."""
+"""The report of a run, as one self-contained page."""
 
 from stageline.train.report.page import make_report
 from stageline.train.report.run import Run, read_run

@@ -1,4 +1,4 @@
-"""Charts over the steps: inline SVG that needs no script, and the same points for a script that reads them out."""
+"""Charts over steps: inline SVG that needs no script, and the points for the script that shows their values."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from stageline.train.logs import figures
 from stageline.train.report.axis import Axis, axis_of
 from stageline.train.report.series import Series
 
-PLACES = 300
-"""How many places of the step axis keep their least and largest value."""
-WIDE, HIGH = 2000, 1000
-MANY = 40
-"""Points beyond which they are drawn smaller."""
+NUM_BINS = 300
+"""Number of bins of the step axis; each keeps its smallest and largest value."""
+WIDTH, HEIGHT = 2000, 1000
+MAX_LARGE_POINTS = 40
+"""Above this many points, they are drawn smaller."""
 
 
 @dataclass(frozen=True)
@@ -27,25 +27,25 @@ class Line:
 
     name: str
     series: Series
-    look: str
-    """Its class in the page's style: thin, strong, points, plan, second."""
+    style: str
+    """Its CSS class: thin, strong, points, plan, second."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn together."""
+    """One chart with its series."""
 
     title: str
     kind: str
-    """How its values are written: loss, count, share, size, number."""
+    """The format of its values: loss, count, share, size, number."""
     lines: tuple[Line, ...]
     zero: bool = False
-    """Whether the axis begins at 0."""
+    """Whether the axis starts at 0."""
     skewed: bool = False
-    """Whether a logarithmic axis may be taken."""
+    """Whether a logarithmic axis is allowed."""
 
 
-WRITTEN: dict[str, Callable[[float], str]] = {
+FORMATS: dict[str, Callable[[float], str]] = {
     "loss": figures.loss,
     "count": figures.count,
     "share": lambda value: figures.share(value, 1),
@@ -55,122 +55,123 @@ WRITTEN: dict[str, Callable[[float], str]] = {
 
 
 def draw(chart: Chart, steps: Axis, name: str) -> tuple[str, dict[str, Any]]:
-    """Draw a chart; gives the element, whose id is `name`, and the points for the script."""
-    shown = [Line(line.name, line.series.thinned(PLACES), line.look) for line in chart.lines if len(line.series)]
-    values = axis_of([line.series.values for line in shown], zero=chart.zero, skewed=chart.skewed)
+    """Return the HTML element of a chart, with `name` as its id, and the points for the script."""
+    visible = [Line(line.name, line.series.thinned(NUM_BINS), line.style) for line in chart.lines if len(line.series)]
+    values = axis_of([line.series.values for line in visible], zero=chart.zero, skewed=chart.skewed)
     unit = 1024.0 ** max(0, int(math.log2(values.high) / 10)) if chart.kind == "size" and values.high > 1 else 1.0
     ticks = values.ticks(unit=unit)
     title = f"{chart.title}, logarithmic" if values.log else chart.title
     broken = sum(int((~np.isfinite(line.series.values)).sum()) for line in chart.lines)
     parts = [
-        f'<figure class="chart" id="{name}"><figcaption><b>{escape(title)}</b> {_legend(shown, broken)}'
-        f"<output>{escape(_last(chart))}</output></figcaption>",
+        f'<figure class="chart" id="{name}"><figcaption><b>{escape(title)}</b> {_legend(visible, broken)}'
+        f"<output>{escape(_readout(chart))}</output></figcaption>",
         f'<div class="plot" tabindex="0" role="group" aria-label="{escape(title)} over the steps; '
         'arrow keys move from step to step">',
-        f'<svg viewBox="0 0 {WIDE} {HIGH}" preserveAspectRatio="none" role="img">',
-        f"<title>{escape(_words(chart))}</title>",
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img">',
+        f"<title>{escape(_summary(chart))}</title>",
         _grid(steps, values, ticks),
-        *(_path(line, steps, values) for line in shown),
+        *(_path(line, steps, values) for line in visible),
         '</svg><i class="cursor"></i>',
-        *_labels(steps, values, ticks, WRITTEN[chart.kind]),
+        *_labels(steps, values, ticks, FORMATS[chart.kind]),
         "</div></figure>",
     ]
-    data = {"id": name, "kind": chart.kind, "lines": [_points(line) for line in shown]}
+    data = {"id": name, "kind": chart.kind, "lines": [_points(line) for line in visible]}
     return "".join(parts), data
 
 
 def _legend(lines: list[Line], broken: int) -> str:
-    words = [f'<span><i class="{line.look}"></i>{escape(line.name)}</span>' for line in lines if len(lines) > 1]
+    entries = [f'<span><i class="{line.style}"></i>{escape(line.name)}</span>' for line in lines if len(lines) > 1]
     if broken:
-        words.append(f'<span><i class="broken"></i>{broken} not finite</span>')
-    return f'<span class="key">{"".join(words)}</span>'
+        entries.append(f'<span><i class="broken"></i>{broken} not finite</span>')
+    return f'<span class="key">{"".join(entries)}</span>'
 
 
-def _last(chart: Chart) -> str:
-    """What the chart says at its end, until somebody points at another place."""
-    lines, write = [line for line in chart.lines if len(line.series)], WRITTEN[chart.kind]
+def _readout(chart: Chart) -> str:
+    """Return the values at the last step, which are shown until the user points at another one."""
+    lines, format_value = [line for line in chart.lines if len(line.series)], FORMATS[chart.kind]
     if not lines:
         return ""
     step = max(int(line.series.steps[-1]) for line in lines)
-    told = []
+    values = []
     for line in lines:
-        at, value = int(line.series.steps[-1]), write(float(line.series.values[-1]))
+        last_step, value = int(line.series.steps[-1]), format_value(float(line.series.values[-1]))
         name = f"{line.name} " if len(lines) > 1 else ""
-        told.append(f"{name}{value}" if at == step else f"{name}{value} at {at}")
-    return f"step {step}: {', '.join(told)}"
+        values.append(f"{name}{value}" if last_step == step else f"{name}{value} at {last_step}")
+    return f"step {step}: {', '.join(values)}"
 
 
-def _words(chart: Chart) -> str:
-    """The chart in a sentence, for those who cannot see it."""
-    write = WRITTEN[chart.kind]
-    said = []
+def _summary(chart: Chart) -> str:
+    """Describe the chart in a sentence, for screen readers."""
+    format_value = FORMATS[chart.kind]
+    parts = []
     for line in chart.lines:
-        found = line.series.finite
-        if len(found):
-            least, most = write(float(found.min())), write(float(found.max()))
-            said.append(f"{line.name} from {least} to {most}, at last {write(float(found[-1]))}")
-    return f"{chart.title}: {'; '.join(said) or 'nothing finite'}"
+        finite = line.series.finite
+        if len(finite):
+            smallest, largest = format_value(float(finite.min())), format_value(float(finite.max()))
+            parts.append(f"{line.name} from {smallest} to {largest}, at last {format_value(float(finite[-1]))}")
+    return f"{chart.title}: {'; '.join(parts) or 'nothing finite'}"
 
 
 def _grid(steps: Axis, values: Axis, ticks: list[float]) -> str:
-    across = "".join(f"M0 {_y(values, tick)}h{WIDE}" for tick in ticks)
-    down = "".join(f"M{_x(steps, tick)} 0v{HIGH}" for tick in _whole(steps))
-    return f'<path class="grid" d="{across}{down}"/>'
+    horizontal = "".join(f"M0 {_y(values, tick)}h{WIDTH}" for tick in ticks)
+    vertical = "".join(f"M{_x(steps, tick)} 0v{HEIGHT}" for tick in _integer_ticks(steps))
+    return f'<path class="grid" d="{horizontal}{vertical}"/>'
 
 
-def _labels(steps: Axis, values: Axis, ticks: list[float], write: Callable[[float], str]) -> list[str]:
-    """Beside the SVG, not in it: letters keep their size, however wide the chart is."""
-    beside = [
-        f'<span class="y" style="top:{_y(values, tick) * 100 / HIGH:.4g}%">{escape(_tick(tick, write))}</span>'
+def _labels(steps: Axis, values: Axis, ticks: list[float], format_value: Callable[[float], str]) -> list[str]:
+    """Return the labels as HTML outside the SVG, so that letters keep their size when the chart is stretched."""
+    y_labels = [
+        f'<span class="y" style="top:{_y(values, tick) * 100 / HEIGHT:.4g}%">{escape(_tick(tick, format_value))}</span>'
         for tick in ticks
     ]
-    below = [
-        f'<span class="x" style="left:{_x(steps, tick) * 100 / WIDE:.4g}%">{tick:,.0f}</span>' for tick in _whole(steps)
+    x_labels = [
+        f'<span class="x" style="left:{_x(steps, tick) * 100 / WIDTH:.4g}%">{tick:,.0f}</span>'
+        for tick in _integer_ticks(steps)
     ]
-    return beside + below
+    return y_labels + x_labels
 
 
-def _tick(value: float, write: Callable[[float], str]) -> str:
-    """A round number, without the places that a value has."""
-    if write is WRITTEN["share"]:
+def _tick(value: float, format_value: Callable[[float], str]) -> str:
+    """Format a round number, without the decimals that values have."""
+    if format_value is FORMATS["share"]:
         return f"{100 * value:g}%"
-    return f"{value:g}" if write in (WRITTEN["loss"], WRITTEN["number"]) else write(value)
+    return f"{value:g}" if format_value in (FORMATS["loss"], FORMATS["number"]) else format_value(value)
 
 
-def _whole(steps: Axis) -> list[float]:
+def _integer_ticks(steps: Axis) -> list[float]:
     return [tick for tick in steps.ticks(6) if tick == int(tick)]
 
 
 def _x(steps: Axis, value: float) -> int:
-    return round(WIDE * float(steps.place(np.array([value]))[0]))
+    return round(WIDTH * float(steps.position(np.array([value]))[0]))
 
 
 def _y(values: Axis, value: float) -> int:
-    return round(HIGH * (1 - float(values.place(np.array([value]))[0])))
+    return round(HEIGHT * (1 - float(values.position(np.array([value]))[0])))
 
 
 def _path(line: Line, steps: Axis, values: Axis) -> str:
-    """The line, broken where a value is not finite, and a mark at the top where that is."""
+    """Return the path of a line, interrupted where a value is not finite, with a mark at the top there."""
     finite = np.isfinite(line.series.values)
-    x = np.rint(WIDE * steps.place(line.series.steps.astype(np.float64))).astype(np.int64)
-    y = np.rint(HIGH * (1 - values.place(np.where(finite, line.series.values, values.low)))).astype(np.int64)
-    drawn, dots, pen = [], [], "M"
-    for across, down, good in zip(x.tolist(), y.tolist(), finite.tolist(), strict=True):
-        if good:
-            drawn.append(f"{pen}{across} {down}")
-            # A line of no length with round ends is a point, and stays round however the chart is stretched.
-            dots.append(f"M{across} {down}h0")
-        pen = "L" if good else "M"
-    path = f'<path class="{line.look}" d="{"".join(drawn)}"/>'
-    if line.look == "points" or len(dots) == 1:
-        many = " many" if len(dots) > MANY else ""
-        path += f'<path class="{line.look} dots{many}" d="{"".join(dots)}"/>'
-    marks = "".join(f"M{across} 0v90" for across in x[~finite].tolist())
+    x = np.rint(WIDTH * steps.position(line.series.steps.astype(np.float64))).astype(np.int64)
+    y = np.rint(HEIGHT * (1 - values.position(np.where(finite, line.series.values, values.low)))).astype(np.int64)
+    segments, dots, pen = [], [], "M"
+    for column, row, is_finite in zip(x.tolist(), y.tolist(), finite.tolist(), strict=True):
+        if is_finite:
+            segments.append(f"{pen}{column} {row}")
+            # A line of zero length with round ends is a point that stays round when the chart is stretched.
+            dots.append(f"M{column} {row}h0")
+        pen = "L" if is_finite else "M"
+    path = f'<path class="{line.style}" d="{"".join(segments)}"/>'
+    if line.style == "points" or len(dots) == 1:
+        small = " many" if len(dots) > MAX_LARGE_POINTS else ""
+        path += f'<path class="{line.style} dots{small}" d="{"".join(dots)}"/>'
+    marks = "".join(f"M{column} 0v90" for column in x[~finite].tolist())
     return path + (f'<path class="broken" d="{marks}"/>' if marks else "")
 
 
 def _points(line: Line) -> dict[str, Any]:
-    """Steps as differences, values in five figures; what is not finite in words."""
+    """Return steps as differences, values with five digits, and values that are not finite as strings."""
     steps = np.diff(line.series.steps, prepend=0).tolist()
     values = [float(f"{value:.5g}") if math.isfinite(value) else str(value) for value in line.series.values.tolist()]
     return {"name": line.name, "steps": steps, "values": values}

@@ -1,4 +1,4 @@
-"""The top of the page: what run this is, how it ended, and its key figures."""
+"""The header of the page: the run, how it ended, and its key figures."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from stageline.train.report.run import Run
 from stageline.train.report.series import Series
 
 WARM_UP = 2
-LONGEST = 2000
+"""First steps of a series that medians leave out."""
+MAX_LENGTH = 2000
+"""Maximum length of the description and of the reason for the end."""
 
 
 def header(run: Run) -> str:
-    """What run this is, how it ended, and its key figures."""
+    """Return the run, how it ended, and its key figures."""
     description = run.setting("job", "description")
-    words = f"<p>{escape(description[:LONGEST])}</p>" if isinstance(description, str) and description else ""
+    paragraph = f"<p>{escape(description[:MAX_LENGTH])}</p>" if isinstance(description, str) and description else ""
     notes = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
     tiles = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
-        for name, value, more in _key_figures(run)
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(detail)}</small></dd></div>"
+        for name, value, detail in _key_figures(run)
     )
-    look, ended = _status(run)
+    style, status = _status(run)
     return (
-        f"<header><h1>{escape(run.name)}</h1>{words}"
-        f'<p class="status {look}">{escape(ended)}</p>'
+        f"<header><h1>{escape(run.name)}</h1>{paragraph}"
+        f'<p class="status {style}">{escape(status)}</p>'
         + (f'<ul class="notes">{notes}</ul>' if notes else "")
         + (f'<dl class="tiles">{tiles}</dl>' if tiles else "")
         + "</header>"
@@ -35,22 +37,23 @@ def header(run: Run) -> str:
 
 
 def _status(run: Run) -> tuple[str, str]:
-    """How it ended, or that nobody knows."""
+    """Return the CSS class and a sentence that says how the run ended, or that its end is unknown."""
     rows = run.history.rows
-    made = f"This page was made {_moment(time.time())}."
+    generated = f"This page was generated on {_moment(time.time())}."
     if not rows:
-        return "open", f"No event is recorded yet: metrics.jsonl is empty or not there. {made}"
+        return "open", f"No event is recorded yet: metrics.jsonl is empty or missing. {generated}"
     resumes = [str(row["step"]) for row in run.history.of("start") if row.get("resumed")]
-    again = f" Resumed from step {', '.join(resumes[-8:])}." if resumes else ""
+    resumed = f" Resumed from step {', '.join(resumes[-8:])}." if resumes else ""
     end = run.end
-    times = [now for row in rows[-20:] if (now := number_of(row.get("time"))) is not None]
-    when = f" {_moment(times[-1])}" if times else ""
+    times = [seconds for row in rows[-20:] if (seconds := number_of(row.get("time"))) is not None]
+    last_time = f" {_moment(times[-1])}" if times else ""
     if end is None:
-        heard = f"Last heard of{when or ' at an unknown time'}."
-        return "open", f"Still running, or killed: no end is recorded. {heard}{again} {made}"
-    why = str(end.get("why") or "ended")
-    look = "bad" if why.startswith("failed") else "good" if why == "finished" else "open"
-    return look, f"{why[:1].upper()}{why[1:LONGEST]}, at step {end['step']}{',' + when if when else ''}.{again}"
+        last_event = f"Last event{last_time or ' at an unknown time'}."
+        return "open", f"Still running, or killed: no end is recorded. {last_event}{resumed} {generated}"
+    reason = str(end.get("why") or "ended")
+    style = "bad" if reason.startswith("failed") else "good" if reason == "finished" else "open"
+    when = f",{last_time}" if last_time else ""
+    return style, f"{reason[:1].upper()}{reason[1:MAX_LENGTH]}, at step {end['step']}{when}.{resumed}"
 
 
 def _moment(seconds: float) -> str:
@@ -86,20 +89,20 @@ def _key_figures(run: Run) -> Iterator[tuple[str, str, str]]:
     memory = Series.of(rows, "memory").finite
     if len(memory):
         yield "Memory", figures.size(float(memory.max())), "at most"
-    taken = _training_time(run)
-    if taken is not None:
+    duration = _training_time(run)
+    if duration is not None:
         seconds = Series.of(rows, "seconds").median(WARM_UP)
-        yield "Time", figures.time(taken), "" if seconds is None else f"{figures.moment(seconds)} a step, median"
+        yield "Time", figures.time(duration), "" if seconds is None else f"{figures.moment(seconds)} a step, median"
 
 
 def _training_time(run: Run) -> float | None:
-    """How long it ran, all lives together; the time between them does not count."""
-    taken, before = 0.0, None
+    """Return the time that the job ran, without the time between a stop and a resume."""
+    duration, previous = 0.0, None
     for row in run.history.rows:
         now = number_of(row.get("time"))
         if now is None:
             continue
-        if before is not None and row["event"] != "start":
-            taken += max(0.0, now - before)
-        before = now
-    return None if before is None else taken
+        if previous is not None and row["event"] != "start":
+            duration += max(0.0, now - previous)
+        previous = now
+    return None if previous is None else duration

@@ -1,4 +1,4 @@
-"""The page: what there is to say about a run, put together."""
+"""The page of a run, assembled from its parts."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from stageline.train.report.series import Series
 from stageline.train.report.settings import configuration, environment
 
 TEMPLATE = Path(__file__).with_name("page.html")
-MOST_CHECKPOINTS = 50
-LONGEST_SAMPLE = 8000
+MAX_CHECKPOINTS = 50
+MAX_SAMPLE_LENGTH = 8000
 
 
 def make_report(run_folder: str | Path, out: str | Path | None = None) -> Path:
-    """Write the report of a run as one page that needs nothing else; gives the page's path.
+    """Write the report of a run as one self-contained page, and return its path.
 
-    It is `report.html` in the run's folder, or where `out` says. The run may still be going on, or have been killed.
+    The page is `report.html` in the run's folder, or `out`. The run may still be running, or may have been killed.
 
     >>> from stageline.train.config import Config
     >>> from stageline.train.logs import Logs
@@ -51,27 +51,27 @@ def make_report(run_folder: str | Path, out: str | Path | None = None) -> Path:
 
 
 def html(run: Run) -> str:
-    """Draw the page."""
+    """Return the page as HTML."""
     charts = [chart for chart in charts_of(run) if any(len(line.series) for line in chart.lines)]
-    found = [line.series.steps[[0, -1]].tolist() for chart in charts for line in chart.lines if len(line.series)]
-    steps = step_axis(min((low for low, _ in found), default=0), max((high for _, high in found), default=1))
-    drawn = [draw(chart, steps, f"chart{number}") for number, chart in enumerate(charts)]
-    data = {"low": steps.low, "high": steps.high, "charts": [points for _, points in drawn]}
-    pictures = "".join(picture for picture, _ in drawn)
-    shown = f'<section class="charts" aria-label="Over the steps">{pictures}</section>' if pictures else ""
-    filled = {
+    ranges = [line.series.steps[[0, -1]].tolist() for chart in charts for line in chart.lines if len(line.series)]
+    steps = step_axis(min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=1))
+    rendered = [draw(chart, steps, f"chart{number}") for number, chart in enumerate(charts)]
+    data = {"low": steps.low, "high": steps.high, "charts": [points for _, points in rendered]}
+    pictures = "".join(picture for picture, _ in rendered)
+    charts_section = f'<section class="charts" aria-label="Over the steps">{pictures}</section>' if pictures else ""
+    fields = {
         "title": escape(run.name),
-        "body": "\n".join([header(run), shown, *_sections(run)]),
-        # No "<" inside the script element, so that no name can end it early.
+        "body": "\n".join([header(run), charts_section, *_sections(run)]),
+        # Escape "<" so that no name can close the script element.
         "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
     page = TEMPLATE.read_text(encoding="utf-8")
-    # In one pass, so that nothing in a run can stand for a part of the page.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], page)
+    # Substitute in one pass, so that text of the run is never taken for a placeholder.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], page)
 
 
 def _sections(run: Run) -> Iterator[str]:
-    """What stands below the charts."""
+    """Yield the sections below the charts."""
     if run.measured is not None or run.history.rows:
         yield f"<section><h2>Where the time of each rank went</h2>{attribution(run)}</section>"
     both = timelines(run)
@@ -80,32 +80,32 @@ def _sections(run: Run) -> Iterator[str]:
         yield f"<section><h2>Timeline, planned and measured{seconds}</h2>{both}</section>"
     yield f"<section><h2>Checkpoints</h2>{_checkpoints(run)}</section>"
     if run.sample:
-        yield f"<section><h2>Sample</h2><pre>{escape(run.sample[:LONGEST_SAMPLE])}</pre></section>"
+        yield f"<section><h2>Sample</h2><pre>{escape(run.sample[:MAX_SAMPLE_LENGTH])}</pre></section>"
     yield f"<section><h2>Configuration</h2>{configuration(run)}</section>"
     yield f"<section><h2>Environment</h2>{environment(run)}</section>"
 
 
 def charts_of(run: Run) -> list[Chart]:
-    """What is drawn over the steps; a chart without values is left out."""
+    """Return the charts over steps; charts without values are omitted later."""
     rows = run.history.of("step")
 
-    def one(name: str) -> tuple[Line, ...]:
+    def single(name: str) -> tuple[Line, ...]:
         return (Line(name, Series.of(rows, name), "strong"),)
 
-    def noisy(name: str, words: str, *more: Line) -> tuple[Line, ...]:
+    def with_smoothed(name: str, label: str, *others: Line) -> tuple[Line, ...]:
         series = Series.of(rows, name)
-        return (Line(words, series, "thin"), Line("smoothed", series.smoothed(), "strong"), *more)
+        return (Line(label, series, "thin"), Line("smoothed", series.smoothed(), "strong"), *others)
 
     validation = Line("validation", Series.of(run.history.of("validation"), "loss"), "points")
     planned = Line("planned", Series.of(rows, "planned_bubble"), "plan")
     return [
-        Chart("Loss", "loss", noisy("loss", "training", validation), skewed=True),
-        Chart("Learning rate", "number", one("lr"), zero=True),
-        Chart("Gradient norm", "number", one("grad_norm"), skewed=True),
-        Chart("Tokens per second", "count", noisy("tokens_per_s", "each step"), zero=True),
-        Chart("Bubble of the makespan", "share", noisy("bubble", "measured", planned), zero=True),
-        Chart("Memory", "size", one("memory"), zero=True),
-        Chart("Loss scale", "count", one("scale"), skewed=True),
+        Chart("Loss", "loss", with_smoothed("loss", "training", validation), skewed=True),
+        Chart("Learning rate", "number", single("lr"), zero=True),
+        Chart("Gradient norm", "number", single("grad_norm"), skewed=True),
+        Chart("Tokens per second", "count", with_smoothed("tokens_per_s", "each step"), zero=True),
+        Chart("Bubble of the makespan", "share", with_smoothed("bubble", "measured", planned), zero=True),
+        Chart("Memory", "size", single("memory"), zero=True),
+        Chart("Loss scale", "count", single("scale"), skewed=True),
     ]
 
 
@@ -114,8 +114,8 @@ def _checkpoints(run: Run) -> str:
     if not rows:
         return '<p class="soft">None yet.</p>'
 
-    def cell(value: float | None, write: object) -> str:
-        return f"<td>{'' if value is None or not callable(write) else escape(write(value))}</td>"
+    def cell(value: float | None, format_value: object) -> str:
+        return f"<td>{'' if value is None or not callable(format_value) else escape(format_value(value))}</td>"
 
     body = "".join(
         f'<tr><th scope="row">{row["step"]:,}</th>'
@@ -123,9 +123,9 @@ def _checkpoints(run: Run) -> str:
         + cell(number_of(row.get("seconds")), figures.moment)
         + cell(number_of(row.get("blocked")), figures.moment)
         + "</tr>"
-        for row in rows[-MOST_CHECKPOINTS:]
+        for row in rows[-MAX_CHECKPOINTS:]
     )
-    left = len(rows) - MOST_CHECKPOINTS
-    more = f'<p class="soft">and {left:,} earlier ones</p>' if left > 0 else ""
+    num_omitted = len(rows) - MAX_CHECKPOINTS
+    note = f'<p class="soft">and {num_omitted:,} earlier ones</p>' if num_omitted > 0 else ""
     head = "".join(f'<th scope="col">{name}</th>' for name in ("step", "size", "written in", "training waited"))
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}"

@@ -1,4 +1,4 @@
-"""A run's folder, read: whatever is there, and what could not be read."""
+"""Read the folder of a run: everything that exists, and notes about what could not be read."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ from stageline.train.logs.metrics import History, Row, read_metrics
 
 CONFIG, ENVIRONMENT, SAMPLE = "config.toml", "environment.json", "sample.txt"
 TIMELINES, PLANNED = "timeline", "planned.json"
-LONGEST = 100_000
-"""Letters of a text file that are shown; a page is no place for more."""
+MAX_TEXT_LENGTH = 100_000
+"""Maximum number of characters of a text file to show."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's folder says."""
+    """The contents of a run's folder."""
 
     folder: Path
     history: History
     config: str = ""
     """The text of its configuration."""
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The same as values, by section."""
+    """The configuration as values, by section."""
     environment: dict[str, Any] = field(default_factory=dict)
     planned: Timeline | None = None
     measured: Timeline | None = None
-    """The last timeline that was kept."""
+    """The last recorded timeline."""
     measured_step: int | None = None
     sample: str = ""
     notes: tuple[str, ...] = ()
-    """What could not be read, in sentences."""
+    """Sentences about what could not be read."""
 
     @property
     def name(self) -> str:
-        """The folder's own name."""
+        """The name of the folder."""
         return self.folder.resolve().name or str(self.folder)
 
     @property
     def end(self) -> Row | None:
-        """How it ended; None while it runs, and where a kill left no time to say."""
+        """The end event; None while the job runs or if it was killed."""
         last = [row for row in self.history.rows if row["event"] in ("start", "end", "step")][-1:]
         return last[0] if last and last[0]["event"] == "end" else None
 
     def setting(self, section: str, name: str) -> Any:
-        """A value of the configuration, or None."""
+        """Return a value of the configuration, or None."""
         return self.settings.get(section, {}).get(name)
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read a run's folder, of a job that runs, has ended or was killed; what is missing is left out.
+    """Read the folder of a run that is running, has ended or was killed; missing files are left out.
 
     >>> from stageline.train.config import Config
     >>> from stageline.train.logs import Logs
@@ -76,7 +76,7 @@ def read_run(folder: str | Path) -> Run:
     planned = _timeline(path / TIMELINES / PLANNED, notes)
     measured_step, measured = _last_timeline(path / TIMELINES, history, notes)
     if planned is not None and measured is not None and planned.schedule != measured.schedule:
-        notes.append(f"{PLANNED} is of {planned.schedule!r}, and the step that was measured of {measured.schedule!r}.")
+        notes.append(f"{PLANNED} is for {planned.schedule!r}, but the measured step is for {measured.schedule!r}.")
         planned = None
     return Run(
         path,
@@ -93,7 +93,7 @@ def read_run(folder: str | Path) -> Run:
 
 
 def _check(folder: Path) -> None:
-    """Refuse what is no run, and say where one may be."""
+    """Raise `StagelineError` if the folder is not one of a run; suggest runs inside it."""
     expected = f"expected the folder that job.dump_folder named, with its {FILE} and {CONFIG}"
     if not folder.exists():
         raise StagelineError(f"cannot read {folder}: no such folder; {expected}")
@@ -101,8 +101,8 @@ def _check(folder: Path) -> None:
         raise StagelineError(f"{folder} is a file; {expected}")
     if _is_run(folder):
         return
-    inside = sorted(each.name for each in folder.iterdir() if each.is_dir() and _is_run(each))
-    hint = f"; it has the runs {', '.join(inside[:8])}" if inside else ""
+    inside = sorted(child.name for child in folder.iterdir() if child.is_dir() and _is_run(child))
+    hint = f"; it contains the runs {', '.join(inside[:8])}" if inside else ""
     raise StagelineError(f"{folder} is not a run's folder: it has neither {FILE} nor {CONFIG}; {expected}{hint}")
 
 
@@ -126,23 +126,23 @@ def _text(path: Path, notes: list[str]) -> str:
         return ""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            text = file.read(LONGEST + 1)
+            text = file.read(MAX_TEXT_LENGTH + 1)
     except OSError as error:
         notes.append(f"{path.name} could not be read: {error.strerror or error}.")
         return ""
-    if len(text) > LONGEST:
-        notes.append(f"{path.name} is longer than {LONGEST:,} letters; the rest is left out.")
-    return text[:LONGEST]
+    if len(text) > MAX_TEXT_LENGTH:
+        notes.append(f"{path.name} is longer than {MAX_TEXT_LENGTH:,} characters; the rest is omitted.")
+    return text[:MAX_TEXT_LENGTH]
 
 
 def _config(path: Path, notes: list[str]) -> tuple[str, dict[str, dict[str, Any]]]:
     text = _text(path, notes)
     try:
-        found = tomllib.loads(text)
+        values = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        notes.append(f"{CONFIG} is no TOML: {shorten(str(error), 100)}.")
+        notes.append(f"{CONFIG} is not valid TOML: {shorten(str(error), 100)}.")
         return text, {}
-    return text, {name: section for name, section in found.items() if isinstance(section, dict)}
+    return text, {name: section for name, section in values.items() if isinstance(section, dict)}
 
 
 def _environment(path: Path, notes: list[str]) -> dict[str, Any]:
@@ -150,14 +150,14 @@ def _environment(path: Path, notes: list[str]) -> dict[str, Any]:
     if not text:
         return {}
     try:
-        found = json.loads(text)
+        values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        notes.append(f"{ENVIRONMENT} is no JSON: {shorten(str(error), 100)}.")
+        notes.append(f"{ENVIRONMENT} is not valid JSON: {shorten(str(error), 100)}.")
         return {}
-    if not isinstance(found, dict):
-        notes.append(f"{ENVIRONMENT} holds no table.")
+    if not isinstance(values, dict):
+        notes.append(f"{ENVIRONMENT} is not a JSON object.")
         return {}
-    return found
+    return values
 
 
 def _timeline(path: Path, notes: list[str]) -> Timeline | None:
@@ -171,15 +171,15 @@ def _timeline(path: Path, notes: list[str]) -> Timeline | None:
 
 
 def _last_timeline(folder: Path, history: History, notes: list[str]) -> tuple[int | None, Timeline | None]:
-    """The newest that can be read; files of an earlier life, beyond the step that it was resumed from, come last."""
-    told = {row["step"] for row in history.of("timeline")}
-    found = []
+    """Return the newest readable timeline; files from before a resume, beyond its step, come last."""
+    recorded = {row["step"] for row in history.of("timeline")}
+    candidates = []
     for path in folder.glob("step-*.json"):
         number = re.fullmatch(r"step-([0-9]{1,18})\.json", path.name)
         if number:
             step = int(number[1])
-            found.append((step in told, step, path))
-    for _, step, path in sorted(found, reverse=True):
+            candidates.append((step in recorded, step, path))
+    for _, step, path in sorted(candidates, reverse=True):
         timeline = _timeline(path, notes)
         if timeline is not None and not timeline.is_aligned:
             notes.append(f"The timeline of step {step} is not shown: {NOT_ALIGNED}.")

@@ -1,4 +1,4 @@
-"""The configuration as it was written, with what differs from the defaults marked, and the environment."""
+"""The configuration as written, with non-default settings marked, and the environment."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ from typing import Any
 from stageline.train.config import Config
 from stageline.train.report.run import Run
 
-LONGEST = 2000
+MAX_LENGTH = 2000
 
 
-def changed(settings: dict[str, dict[str, Any]]) -> dict[tuple[str, str], Any]:
-    """The settings that are not the default, by section and name, with what the default is.
+def non_defaults(settings: dict[str, dict[str, Any]]) -> dict[tuple[str, str], Any]:
+    """Return the settings that differ from the default, by section and name, with their default.
 
-    >>> changed({"training": {"steps": 200, "seed": 7}, "activation_checkpoint": {"modules": []}})
+    >>> non_defaults({"training": {"steps": 200, "seed": 7}, "activation_checkpoint": {"modules": []}})
     {('training', 'seed'): 0}
     """
-    found = {}
+    differences = {}
     for section, defaults in asdict(Config()).items():
         for name, default in defaults.items():
-            usual = list(default) if isinstance(default, tuple) else default
-            if settings.get(section, {}).get(name, usual) != usual:
-                found[section, name] = default
-    return found
+            normalised = list(default) if isinstance(default, tuple) else default
+            if settings.get(section, {}).get(name, normalised) != normalised:
+                differences[section, name] = default
+    return differences
 
 
 def configuration(run: Run) -> str:
-    """The text of the configuration, line by line."""
+    """Return the text of the configuration, with non-default lines marked."""
     if not run.config:
         return '<p class="soft">There is no config.toml.</p>'
-    differs = changed(run.settings)
+    differences = non_defaults(run.settings)
     section, lines = "", []
     for line in run.config.splitlines():
-        head = re.fullmatch(r"\s*\[\s*([\w.-]+)\s*\]\s*(#.*)?", line)
-        section = head[1] if head else section
+        section_match = re.fullmatch(r"\s*\[\s*([\w.-]+)\s*\]\s*(#.*)?", line)
+        section = section_match[1] if section_match else section
         name = re.match(r"\s*([\w-]+)\s*=", line)
-        shown = escape(line)
-        if name and (section, name[1]) in differs:
-            default = differs[section, name[1]]
-            words = json.dumps(default)
-            shown = f'<mark title="{escape(f"default: {words}")}">{shown}</mark>'
-        lines.append(shown)
-    settings = "setting differs" if len(differs) == 1 else "settings differ"
-    summary = f"config.toml: {len(differs) or 'no'} {settings} from the defaults"
-    short = ", ".join(f"{section}.{name}" for section, name in differs)
-    opened = f'<p class="soft">{escape(short)}</p>' if short else ""
-    return f"{opened}<details><summary>{summary}</summary><pre>{chr(10).join(lines)}</pre></details>"
+        markup = escape(line)
+        if name and (section, name[1]) in differences:
+            default = differences[section, name[1]]
+            default_text = json.dumps(default)
+            markup = f'<mark title="{escape(f"default: {default_text}")}">{markup}</mark>'
+        lines.append(markup)
+    verb = "setting differs" if len(differences) == 1 else "settings differ"
+    summary = f"config.toml: {len(differences) or 'no'} {verb} from the defaults"
+    names = ", ".join(f"{section}.{name}" for section, name in differences)
+    overview = f'<p class="soft">{escape(names)}</p>' if names else ""
+    return f"{overview}<details><summary>{summary}</summary><pre>{chr(10).join(lines)}</pre></details>"
 
 
 def environment(run: Run) -> str:
-    """What it ran on and with."""
+    """Return a table of the environment."""
     if not run.environment:
         return '<p class="soft">There is no environment.json.</p>'
     rows = "".join(
-        f'<tr><th scope="row">{escape(str(name)[:LONGEST])}</th><td>{escape(_value(value))}</td></tr>'
+        f'<tr><th scope="row">{escape(str(name)[:MAX_LENGTH])}</th><td>{escape(_value(value))}</td></tr>'
         for name, value in run.environment.items()
     )
     return f'<table class="pairs">{rows}</table>'
@@ -70,4 +70,4 @@ def _value(value: Any) -> str:
         text = f"{value:,}" if abs(value) < 10**300 else "a very large number"
     else:
         text = ", ".join(map(_value, value)) if isinstance(value, list) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= LONGEST else text[:LONGEST] + "…"
+    return text if len(text) <= MAX_LENGTH else text[:MAX_LENGTH] + "…"

@@ -1,12 +1,12 @@
-"""Exact search by constraint programming, for small instances: the best order, and the proof that there is none better.
+"""Exact search by constraint programming, for small instances: an optimal schedule with its proof.
 
-Times become whole numbers. Where they are not whole multiples of one unit, they are rounded down: every schedule, its
-times rounded down too, is then a solution of the rounded problem, so what is proven for it holds for the true costs.
-The same goes for memory, with sizes rounded down and caps up. Orders that are found are judged at the true costs.
+Times become integers. If they are not multiples of a common unit, they are rounded down: every schedule with its times
+rounded down is a solution of the rounded problem, so a bound proven for it holds for the true costs. The same applies
+to memory, with sizes rounded down and caps rounded up. Orders found this way are evaluated with the true costs.
 
-What takes no time holds memory all the same, and the solver does not see what has no length. So where there are such
-actions the unit is cut into ticks, one for each of them and more than all of them together: they take one tick, which
-no sum of theirs can turn into a unit.
+The solver ignores intervals of length zero, but an action of zero duration still holds memory. So if there are such
+actions, the unit is divided into more ticks than there are of them, and each takes one tick: together they never add up
+to a unit.
 """
 
 from __future__ import annotations
@@ -20,56 +20,56 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from stageline.errors import StagelineError
 from stageline.schedules import action as kinds
 from stageline.synthesis.bounds import heads_of, tails_of
-from stageline.synthesis.greedy import Board, Programs
+from stageline.synthesis.list_scheduling import Board, Programs
 from stageline.synthesis.problem import SLACK, Problem
-from stageline.synthesis.relaxed import Relaxed
+from stageline.synthesis.relaxation import Relaxation
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-FINEST = 10**6
-"""Into how many units the step is cut where times have no common one."""
+FINEST_GRID = 10**6
+"""Number of units per step if times have no common unit."""
 
 
 class Unit(NamedTuple):
-    """How many units one is, and whether all values are whole numbers of them."""
+    """The number of units per 1.0, and whether all values are multiples of the unit."""
 
     per_one: float
     is_exact: bool
 
     def down(self, value: float) -> int:
-        """Round down, but not by a rounding error."""
+        """Round down, ignoring floating-point error."""
         return math.floor(value * self.per_one + 1e-6)
 
     def up(self, value: float) -> int:
-        """Round up, but not by a rounding error."""
+        """Round up, ignoring floating-point error."""
         return math.ceil(value * self.per_one - 1e-6)
 
 
 def unit_of(values: Iterable[float], largest: float) -> Unit:
-    """Find a unit that all values are whole multiples of, or else a fine one.
+    """Return a unit that divides all values, or else a fine one.
 
     >>> unit_of([0.5, 1.25, 3], 100).per_one
     4.0
     """
     distinct = sorted({value for value in values if value > 0})
     for per_one in (1.0, 2.0, 4.0, 5.0, 10.0, 20.0, 100.0, 1000.0, 1e4, 1e5):
-        if largest * per_one <= 100 * FINEST and all(
+        if largest * per_one <= 100 * FINEST_GRID and all(
             abs(value * per_one - round(value * per_one)) <= 1e-9 * max(1.0, value * per_one) for value in distinct
         ):
             return Unit(per_one, True)
-    return Unit(FINEST / largest if largest > 0 else 1.0, False)
+    return Unit(FINEST_GRID / largest if largest > 0 else 1.0, False)
 
 
 def is_available() -> bool:
-    """Whether the solver is installed."""
+    """Whether ortools is installed."""
     from importlib.util import find_spec
 
     return find_spec("ortools") is not None
 
 
 def solver() -> Any:
-    """Import the solver, or say how to install it."""
+    """Import the solver; raise `StagelineError` with the install command if it is missing."""
     try:
         from ortools.sat.python import cp_model
     except ModuleNotFoundError:
@@ -87,33 +87,32 @@ class _Slot:
     weight: Any
     weight_end: Any
     whole: Any
-    """1 where the backward runs as a whole; else a constant."""
+    """1 if the backward runs whole: a variable or a constant."""
 
 
 @dataclass
 class Model:
-    """The problem in the solver's words."""
+    """The problem as a CP-SAT model."""
 
     problem: Problem
-    least: float
-    most: float
+    lower_bound: float
+    upper_bound: float
     cp: Any = field(default_factory=solver)
 
     def __post_init__(self) -> None:
-        """Make variables and constraints."""
         problem = self.problem
-        tables = [*problem.times, problem.ahead, problem.back]
-        self.unit = unit_of((time for table in tables for row in table for time in row), self.most)
+        tables = [*problem.times, problem.forward_hop, problem.backward_hop]
+        self.unit = unit_of((time for table in tables for row in table for time in row), self.upper_bound)
         self.model: cp_model.CpModel = self.cp.CpModel()
-        brief = sum(self.unit.down(time) == 0 for table in problem.times for row in table for time in row)
-        self.brief = brief if self.unit.is_exact else 0
-        """How many actions take no time."""
-        self.ticks = 2 * self.brief + 1
-        """How many ticks a unit has."""
-        self.horizon = self.ticks * (self.unit.up(self.most) + 1) + self.brief
+        num_instant = sum(self.unit.down(time) == 0 for table in problem.times for row in table for time in row)
+        self.num_instant = num_instant if self.unit.is_exact else 0
+        """Number of actions of zero duration."""
+        self.ticks = 2 * self.num_instant + 1
+        """Number of ticks per unit."""
+        self.horizon = self.ticks * (self.unit.up(self.upper_bound) + 1) + self.num_instant
         self.slots: list[list[_Slot]] = []
         self._variables()
-        self._orders()
+        self._precedences()
         for rank in range(problem.ranks):
             self._memory(rank)
         self._channels()
@@ -123,26 +122,28 @@ class Model:
         return self.ticks * self.unit.down(value)
 
     def _length(self, time: float) -> int:
-        """How many ticks an action takes."""
-        return self._ticks_down(time) or min(self.brief, 1)
+        """Return the number of ticks an action takes."""
+        return self._ticks_down(time) or min(self.num_instant, 1)
 
     def _first_start(self, stage: int) -> int:
-        """When a rank begins whose first stage this is: as soon as the first microbatch can be there."""
+        """Return when a rank starts, given its first stage: when the first microbatch can arrive."""
         problem = self.problem
-        if not self.brief:
-            return self._ticks_down(heads_of(Relaxed(problem)).forward[stage][0])
-        times = zip(problem.times[kinds.F][:stage], problem.ahead[:stage], strict=True)
+        if not self.num_instant:
+            return self._ticks_down(heads_of(Relaxation(problem)).forward[stage][0])
+        times = zip(problem.times[kinds.F][:stage], problem.forward_hop[:stage], strict=True)
         return sum(self._length(forward[0]) + self._ticks_down(hop[0]) for forward, hop in times)
 
     def _variables(self) -> None:
         problem, model, unit = self.problem, self.model, self.unit
-        relaxed = Relaxed(problem)
-        heads, tails = heads_of(relaxed), tails_of(relaxed)
-        begins = [heads.forward[mine[0]][0] for mine in problem.stages_of]
-        # A span may end later than the first rank's by as much as its rank begins later.
-        last = self.horizon + (0 if problem.objective == "makespan" else self.ticks * unit.up(max(begins)) + self.brief)
+        relaxation = Relaxation(problem)
+        heads, tails = heads_of(relaxation), tails_of(relaxation)
+        first_starts = [heads.forward[stages[0]][0] for stages in problem.stages_of]
+        # A rank that starts later may also end later, by the same time.
+        last = self.horizon + (
+            0 if problem.objective == "makespan" else self.ticks * unit.up(max(first_starts)) + self.num_instant
+        )
         self.last = last
-        mixes = problem.split is None and not is_split_enough(problem)
+        mixes = problem.split is None and not splitting_is_free(problem)
         busy: list[list[Any]] = [[] for _ in range(problem.ranks)]
         for stage, rank in enumerate(problem.rank_of):
             row = []
@@ -151,19 +152,19 @@ class Model:
                 whole: Any = model.new_bool_var("") if mixes else int(problem.split is False)
                 starts = []
                 for kind in range(3):
-                    low, tail = self._ticks_down(heads[kind][stage][m]), self._ticks_down(tails[kind][stage][m])
+                    earliest, tail = self._ticks_down(heads[kind][stage][m]), self._ticks_down(tails[kind][stage][m])
                     if kind == 0 and m == 0 and stage == problem.stages_of[rank][0]:
-                        low = high = self._first_start(stage)
+                        earliest = latest = self._first_start(stage)
                     else:
-                        high = max(low, last - tail)
-                    starts.append(model.new_int_var(low, high, ""))
+                        latest = max(earliest, last - tail)
+                    starts.append(model.new_int_var(earliest, latest, ""))
                 row.append(self._slot(starts, times, whole, busy[rank]))
             self.slots.append(row)
         for intervals in busy:
             model.add_no_overlap(intervals)
 
     def _slot(self, starts: list[Any], times: list[int], whole: Any, busy: list[Any]) -> _Slot:
-        """The actions of one stage and microbatch, added to those that keep the rank busy."""
+        """Create the actions of one stage and microbatch, and add them to the rank's intervals."""
         model, new = self.model, self.model.new_interval_var
         back_time = times[kinds.I] + whole * (times[kinds.B] - times[kinds.I])
         weight_time = times[kinds.W] - whole * times[kinds.W]
@@ -184,8 +185,8 @@ class Model:
         busy.append(new(starts[1], back_time, back_end, ""))
         return _Slot(starts[0], starts[1], back_end, starts[2], weight_end, whole)
 
-    def _orders(self) -> None:
-        """What each action waits for."""
+    def _precedences(self) -> None:
+        """Add the precedence constraints of every action."""
         problem, model, down = self.problem, self.model, self._ticks_down
         for stage in range(problem.stages):
             for m in range(problem.microbatches):
@@ -193,27 +194,27 @@ class Model:
                 forward_end = slot.forward + self._length(problem.times[kinds.F][stage][m])
                 model.add(slot.weight >= slot.back_end)
                 if stage < problem.stages - 1:
-                    after = self.slots[stage + 1][m]
-                    model.add(after.forward >= forward_end + down(problem.ahead[stage][m]))
-                    model.add(slot.back >= after.back_end + down(problem.back[stage + 1][m]))
+                    following = self.slots[stage + 1][m]
+                    model.add(following.forward >= forward_end + down(problem.forward_hop[stage][m]))
+                    model.add(slot.back >= following.back_end + down(problem.backward_hop[stage + 1][m]))
                 else:
                     model.add(slot.back >= forward_end)
                 if m + 1 < problem.microbatches:
-                    after = self.slots[stage][m + 1]
-                    model.add(after.forward >= forward_end)
-                    model.add(after.back >= slot.back_end)
-                    model.add(after.weight >= slot.weight_end)
+                    following = self.slots[stage][m + 1]
+                    model.add(following.forward >= forward_end)
+                    model.add(following.back >= slot.back_end)
+                    model.add(following.weight >= slot.weight_end)
 
     def _memory(self, rank: int) -> None:
-        """What a rank holds at any moment is within its cap."""
+        """Keep the memory of a rank within its cap at all times."""
         problem, model = self.problem, self.model
         cap = problem.caps[rank]
-        mine = problem.stages_of[rank]
+        stages = problem.stages_of[rank]
         tables = [problem.activation, problem.residue, *problem.transients]
-        total = sum(max(table[stage]) for table in tables for stage in mine) * problem.microbatches
+        total = sum(max(table[stage]) for table in tables for stage in stages) * problem.microbatches
         if cap >= total:
             return
-        unit = unit_of((size for table in tables for stage in mine for size in table[stage]), total)
+        unit = unit_of((size for table in tables for stage in stages for size in table[stage]), total)
         intervals, sizes = [], []
 
         def hold(start: Any, end: Any, size: Any) -> None:
@@ -223,16 +224,16 @@ class Model:
             intervals.append(model.new_interval_var(start, length, end, ""))
             sizes.append(size)
 
-        for stage in mine:
+        for stage in stages:
             for m in range(problem.microbatches):
                 slot = self.slots[stage][m]
-                size, kept = (unit.down(table[stage][m]) for table in (problem.activation, problem.residue))
+                size, residue = (unit.down(table[stage][m]) for table in (problem.activation, problem.residue))
                 transient = [unit.down(table[stage][m]) for table in problem.transients]
-                if size == kept and problem.split is True:
+                if size == residue and problem.split is True:
                     hold(slot.forward, slot.weight_end, size)
                 else:
                     hold(slot.forward, slot.back_end, size)
-                    hold(slot.back_end, slot.weight_end, kept - slot.whole * kept)
+                    hold(slot.back_end, slot.weight_end, residue - slot.whole * residue)
                 forward_end = slot.forward + self._length(problem.times[kinds.F][stage][m])
                 hold(slot.forward, forward_end, transient[kinds.F])
                 during = transient[kinds.I] + slot.whole * (transient[kinds.B] - transient[kinds.I])
@@ -241,7 +242,7 @@ class Model:
         model.add_cumulative(intervals, sizes, unit.up(cap * (1 + SLACK)))
 
     def _channels(self) -> None:
-        """Where stages share a channel, messages are taken in the order in which they were sent."""
+        """Where stages share a channel, receive messages in the order in which they are sent."""
         problem, model = self.problem, self.model
         channels: dict[tuple[int, int, int], list[tuple[Any, Any]]] = {}
         rank = problem.rank_of
@@ -256,142 +257,145 @@ class Model:
         for (source, target, stage), messages in channels.items():
             groups.setdefault((source, target, stage >= 0), []).append(messages)
         for members in groups.values():
-            for at, some in enumerate(members):
-                for others in members[at + 1 :]:
-                    for sent, taken in some:
-                        for sent_too, taken_too in others:
+            for index, one in enumerate(members):
+                for other in members[index + 1 :]:
+                    for sent, received in one:
+                        for other_sent, other_received in other:
                             first = model.new_bool_var("")
-                            model.add(sent <= sent_too).only_enforce_if(first)
-                            model.add(taken <= taken_too).only_enforce_if(first)
-                            model.add(sent >= sent_too).only_enforce_if(~first)
-                            model.add(taken >= taken_too).only_enforce_if(~first)
+                            model.add(sent <= other_sent).only_enforce_if(first)
+                            model.add(received <= other_received).only_enforce_if(first)
+                            model.add(sent >= other_sent).only_enforce_if(~first)
+                            model.add(received >= other_received).only_enforce_if(~first)
 
     def _objective(self) -> None:
         problem, model, unit = self.problem, self.model, self.unit
         rounded = 0 if unit.is_exact or problem.objective == "makespan" else 1
-        least = self.ticks * (unit.down(self.least) - rounded) - self.brief
-        self.total = model.new_int_var(least, self.horizon, "")
-        for mine in problem.stages_of:
-            begin = 0 if problem.objective == "makespan" else self.slots[mine[0]][0].forward
-            for stage in mine:
-                model.add(self.total >= self.slots[stage][-1].weight_end - begin)
+        lower_bound = self.ticks * (unit.down(self.lower_bound) - rounded) - self.num_instant
+        self.total = model.new_int_var(lower_bound, self.horizon, "")
+        for stages in problem.stages_of:
+            start = 0 if problem.objective == "makespan" else self.slots[stages[0]][0].forward
+            for stage in stages:
+                model.add(self.total >= self.slots[stage][-1].weight_end - start)
         model.minimize(self.total)
         self.slack = rounded
 
     def bound(self, ticks: float) -> float:
-        """What holds for the true costs where no solution takes fewer ticks than this."""
-        return (math.ceil((math.ceil(ticks - 1e-6) - self.brief) / self.ticks) - self.slack) / self.unit.per_one
+        """Convert a bound in ticks to one that holds for the true costs."""
+        return (math.ceil((math.ceil(ticks - 1e-6) - self.num_instant) / self.ticks) - self.slack) / self.unit.per_one
 
     def hint(self, starts: dict[int, float]) -> None:
-        """Begin from a schedule: the start of every action by its code."""
+        """Warm-start the solver with the start of every action by code."""
         problem = self.problem
         size = problem.stages * problem.microbatches
         for stage, row in enumerate(self.slots):
             for m, slot in enumerate(row):
-                place = stage * problem.microbatches + m
-                whole = kinds.B * size + place in starts
-                back = starts[(kinds.B if whole else kinds.I) * size + place]
-                self.model.add_hint(slot.forward, self._ticks_down(starts[place]))
+                key = stage * problem.microbatches + m
+                whole = kinds.B * size + key in starts
+                back = starts[(kinds.B if whole else kinds.I) * size + key]
+                self.model.add_hint(slot.forward, self._ticks_down(starts[key]))
                 self.model.add_hint(slot.back, self._ticks_down(back))
                 if not isinstance(slot.whole, int):
                     self.model.add_hint(slot.whole, whole)
                 if not whole:
-                    self.model.add_hint(slot.weight, self._ticks_down(starts[kinds.W * size + place]))
+                    self.model.add_hint(slot.weight, self._ticks_down(starts[kinds.W * size + key]))
 
     def programs(self, value: Callable[[Any], int]) -> Programs:
         """Read the order of every rank from a solution."""
         problem = self.problem
         size = problem.stages * problem.microbatches
-        found: list[list[tuple[int, ...]]] = [[] for _ in range(problem.ranks)]
+        actions: list[list[tuple[int, ...]]] = [[] for _ in range(problem.ranks)]
         for stage, row in enumerate(self.slots):
             for m, slot in enumerate(row):
-                place = stage * problem.microbatches + m
-                mine = found[problem.rank_of[stage]]
+                key = stage * problem.microbatches + m
+                rank_actions = actions[problem.rank_of[stage]]
                 whole = bool(value(slot.whole)) if not isinstance(slot.whole, int) else bool(slot.whole)
                 back = kinds.B if whole else kinds.I
-                # Where times were rounded to nothing actions share a moment: they come first, in the model's order.
+                # Actions whose duration was rounded to zero share a start: they come first, in model order.
                 end = value(slot.forward) + self._length(problem.times[kinds.F][stage][m])
                 depth = 2 * problem.stages - stage
-                mine.append((value(slot.forward), end, stage, m, place))
-                mine.append((value(slot.back), value(slot.back_end), depth, m, back * size + place))
+                rank_actions.append((value(slot.forward), end, stage, m, key))
+                rank_actions.append((value(slot.back), value(slot.back_end), depth, m, back * size + key))
                 if not whole:
-                    weight = kinds.W * size + place
-                    mine.append((value(slot.weight), value(slot.weight_end), 2 * depth, m, weight))
-        return [[code for *_, code in sorted(mine)] for mine in found]
+                    weight = kinds.W * size + key
+                    rank_actions.append((value(slot.weight), value(slot.weight_end), 2 * depth, m, weight))
+        return [[code for *_, code in sorted(rank_actions)] for rank_actions in actions]
 
 
-def is_split_enough(problem: Problem) -> bool:
-    """Whether two halves do all that a whole backward does, in no more time and memory."""
+def splitting_is_free(problem: Problem) -> bool:
+    """Whether I and W together never take more time or memory than B."""
     whole, first, second = (problem.times[kind] for kind in (kinds.B, kinds.I, kinds.W))
-    during = [problem.transients[kind] for kind in (kinds.B, kinds.I, kinds.W)]
+    transients = [problem.transients[kind] for kind in (kinds.B, kinds.I, kinds.W)]
     for stage in range(problem.stages):
         for m in range(problem.microbatches):
-            size, kept = problem.activation[stage][m], problem.residue[stage][m]
-            of_whole, of_first, of_second = (table[stage][m] for table in during)
+            activation, residue = problem.activation[stage][m], problem.residue[stage][m]
+            during_whole, during_first, during_second = (table[stage][m] for table in transients)
             if first[stage][m] + second[stage][m] > whole[stage][m] * (1 + SLACK):
                 return False
-            if max(of_first, kept - size, kept - size + of_second) > of_whole * (1 + SLACK):
+            if max(during_first, residue - activation, residue - activation + during_second) > during_whole * (
+                1 + SLACK
+            ):
                 return False
     return True
 
 
-class Answer(NamedTuple):
-    """What exact search found: programs or None, a bound, and how it ended."""
+class Outcome(NamedTuple):
+    """The outcome of the exact search."""
 
     programs: Programs | None
     bound: float
     is_finished: bool
     was_cut: bool
-    """Whether the clock or an interrupt ended it, and not its proof or the effort it was given."""
+    """Whether the clock or an interrupt ended it, rather than a proof or the effort limit."""
 
 
 def search(
     board: Board,
     starts: dict[int, float],
-    least: float,
-    most: float,
+    lower_bound: float,
+    upper_bound: float,
     *,
     seconds: float,
     effort: float,
     seed: int,
-    tell: Callable[[float], None],
-) -> Answer:
-    """Look for something shorter than `most`, and for a proof that nothing is shorter than what was found.
+    on_bound: Callable[[float], None],
+) -> Outcome:
+    """Search for a plan shorter than `upper_bound`, and raise the lower bound.
 
-    `tell` is told the bound whenever something was found.
+    `starts` holds the start of every action of a known plan. `seconds` and `effort` limit the search by the clock and
+    by the solver's deterministic time. `on_bound` is called with the current bound at every solution.
     """
     cp_model = solver()
-    model = Model(board.problem, least, most)
+    model = Model(board.problem, lower_bound, upper_bound)
     model.hint(starts)
     engine = cp_model.CpSolver()
     parameters = engine.parameters
     parameters.max_time_in_seconds = max(0.01, seconds)
     parameters.max_deterministic_time = effort
     parameters.random_seed = seed
-    # It would take Ctrl-C over and give it back to nobody: a job that plans itself could not be stopped any more.
+    # The solver would replace the Ctrl-C handler and not restore it; a training job could then no longer be stopped.
     parameters.catch_sigint_signal = False
-    parameters.num_workers = 1  # one thread proves as fast as many on these, and always finds the same
+    parameters.num_workers = 1  # as fast as many workers on small instances, and deterministic
 
-    class Told(cp_model.CpSolverSolutionCallback):  # type: ignore[misc, name-defined]
+    class BoundReporter(cp_model.CpSolverSolutionCallback):  # type: ignore[misc, name-defined]
         def on_solution_callback(self) -> None:
-            tell(model.bound(self.best_objective_bound))
+            on_bound(model.bound(self.best_objective_bound))
 
-    status = _solve(engine, model.model, Told())
+    status = _solve(engine, model.model, BoundReporter())
     if status == cp_model.INFEASIBLE:
-        return Answer(None, most, True, False)
-    bound = max(least, model.bound(engine.best_objective_bound))
+        return Outcome(None, upper_bound, True, False)
+    bound = max(lower_bound, model.bound(engine.best_objective_bound))
     was_cut = status != cp_model.OPTIMAL and engine.response_proto.deterministic_time < effort
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Answer(None, bound, False, was_cut)
-    return Answer(model.programs(engine.value), bound, status == cp_model.OPTIMAL, was_cut)
+        return Outcome(None, bound, False, was_cut)
+    return Outcome(model.programs(engine.value), bound, status == cp_model.OPTIMAL, was_cut)
 
 
 def _solve(engine: Any, model: Any, callback: Any) -> Any:
-    """Solve on another thread: in native code, this one would hear an interrupt only at the end."""
+    """Solve on another thread: in native code, this thread would hear an interrupt only at the end."""
     with ThreadPoolExecutor(1, "stageline solver") as pool:
-        answer = pool.submit(engine.solve, model, callback)
+        solution = pool.submit(engine.solve, model, callback)
         try:
-            return answer.result()
+            return solution.result()
         except BaseException:
             engine.stop_search()
             raise

@@ -1,0 +1,166 @@
+"""Schedules that need no search: the named families that fit, and one microbatch after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stageline.errors import StagelineError
+from stageline.schedules import action as kinds
+from stageline.schedules.build import PAIRED
+from stageline.schedules.certificate import ensure_progress
+from stageline.schedules.channels import check_channels
+from stageline.schedules.placement import Placement
+from stageline.schedules.registry import Family, families
+from stageline.schedules.registry import schedule as build_schedule
+from stageline.schedules.schedule import Schedule
+from stageline.synthesis.list_scheduling import Plan, Programs, schedule_of
+from stageline.synthesis.problem import SLACK, Problem
+from stageline.timeline.simulate import simulate
+from stageline.timeline.timeline import Timeline
+
+MAX_GROUP_ACTIONS = 20_000
+"""Total number of actions to simulate, at most, to try other group sizes."""
+
+
+class Baseline(NamedTuple):
+    """A schedule of a named family, and its objective value."""
+
+    name: str
+    schedule: Schedule
+    value: float
+
+    def to_plan(self) -> Plan:
+        """Convert to a plan, as a starting point of the search."""
+        paired = self.schedule if self.schedule.has_overlaps else None
+        return Plan(programs_of(self.schedule), self.value, self.name, schedule=paired)
+
+
+def baselines(problem: Problem) -> Iterator[Baseline]:
+    """Yield every training family in this placement that is in order and fits the caps."""
+    for name, family in families().items():
+        for options in _options(problem, family):
+            schedule = _build(problem, family, options)
+            if schedule is None:
+                continue
+            for variant in _variants(schedule):
+                timeline = simulate(variant, problem.costs)
+                if problem.fits(timeline.peak_memory):
+                    yield Baseline(name, variant, objective_of(problem, timeline))
+
+
+def objective_of(problem: Problem, timeline: Timeline) -> float:
+    """Return the value to minimise: makespan or span."""
+    return timeline.makespan if problem.objective == "makespan" else timeline.span
+
+
+def programs_of(schedule: Schedule) -> Programs:
+    """Return the actions of every rank as codes."""
+    size = schedule.stages * schedule.microbatches
+    codes = (schedule.kinds % PAIRED).astype(np.int64) * size + schedule.keys
+    return [codes[part].tolist() for part in schedule.slices()]
+
+
+def _build(problem: Problem, family: Family, options: dict[str, Any]) -> Schedule | None:
+    """Build the family at the sizes of the problem; None if its placement or its backwards differ."""
+    if not family.training:
+        return None
+    # Compare the placement on two ranks first, which is faster.
+    few = min(2, problem.ranks)
+    for ranks, microbatches in ((few, 1), (few, 2 * few), (problem.ranks, problem.microbatches)):
+        try:
+            schedule = build_schedule(family.name, ranks, microbatches, **options)
+        except StagelineError:
+            continue
+        placement = problem.placement if ranks == problem.ranks else _placement_on(problem, ranks)
+        if schedule.placement.table.tolist() != placement.table.tolist() or not schedule.training:
+            return None
+        if (ranks, microbatches) == (problem.ranks, problem.microbatches):
+            return schedule if _conforms(problem, schedule) else None
+    return None
+
+
+def _placement_on(problem: Problem, ranks: int) -> Placement:
+    """Return the same placement on fewer ranks."""
+    row = problem.placement.table[0]
+    is_loop = problem.chunks == 1 or bool(row[problem.ranks] == 0)
+    return Placement.loop(ranks, problem.chunks) if is_loop else Placement.snake(ranks, problem.chunks)
+
+
+def _options(problem: Problem, family: Family) -> list[dict[str, Any]]:
+    """Return the options that set the number of chunks, with as many group sizes as there is time for."""
+    if "waves" in family.options and problem.chunks % 2 == 0:
+        return [{"waves": problem.chunks // 2}]
+    if "chunks" not in family.options:
+        return [{}]
+    options: list[dict[str, Any]] = [{"chunks": problem.chunks}]
+    if "group" in family.options and problem.chunks > 1:
+        limit = max(1, MAX_GROUP_ACTIONS // problem.num_actions)
+        options += [{"chunks": problem.chunks, "group": group} for group in _groups(problem)[:limit]]
+    return options
+
+
+def _groups(problem: Problem) -> list[int]:
+    """Return group sizes above one microbatch per rank; even splits first, as the largest group sets the memory."""
+    least, count = problem.ranks + 1, problem.microbatches
+    if count < least:
+        return []
+    even = [-(-count // parts) for parts in range(count // least, 0, -1)]
+    return list(dict.fromkeys([*even, *range(least, count // 2 + 1)]))
+
+
+def _conforms(problem: Problem, schedule: Schedule) -> bool:
+    """Whether backwards are split as required and every stage runs F, I and W in microbatch order."""
+    kind = schedule.kinds % PAIRED
+    if problem.split is not None and bool((kind == (kinds.B if problem.split else kinds.I)).any()):
+        return False
+    for mask in (kind == kinds.F, (kind == kinds.B) | (kind == kinds.I), (kind == kinds.B) | (kind == kinds.W)):
+        stage, microbatch = schedule.stage_ids[mask], schedule.microbatch_ids[mask]
+        order = np.argsort(stage, kind="stable")
+        if (np.diff(microbatch[order])[np.diff(stage[order]) == 0] < 0).any():
+            return False
+    return _is_valid(schedule)
+
+
+def _is_valid(schedule: Schedule) -> bool:
+    """Whether the schedule is free of deadlocks and its messages are in order; faster than `verify`."""
+    try:
+        ensure_progress(schedule)
+        check_channels(schedule)
+    except StagelineError:
+        return False
+    return True
+
+
+def _variants(schedule: Schedule) -> list[Schedule]:
+    """Return the schedule and, if it has overlapped pairs, the same one with F and its partner in sequence."""
+    if not schedule.has_overlaps:
+        return [schedule]
+    sequential = Schedule(
+        schedule.kinds % PAIRED,
+        schedule.stage_ids,
+        schedule.microbatch_ids,
+        schedule.bounds,
+        schedule.placement,
+        schedule.training,
+        schedule.name,
+    )
+    return [sequential, schedule] if _is_valid(sequential) else [schedule]
+
+
+def sequential_plan(problem: Problem) -> Plan:
+    """Run the microbatches one after the other in as little memory as possible: exists if any schedule does."""
+    size, count = problem.stages * problem.microbatches, problem.microbatches
+    programs: Programs = []
+    for rank, stages in enumerate(problem.stages_of):
+        program = []
+        for m in range(count):
+            program += [stage * count + m for stage in stages]
+            level = sum(problem.activation[stage][m] for stage in stages)
+            backwards, _ = problem.drain(rank, m, level, problem.caps[rank] * (1 + SLACK))
+            program += [kind * size + stage * count + m for kind, stage in backwards]
+        programs.append(program)
+    timeline = simulate(schedule_of(problem, programs), problem.costs)
+    return Plan(programs, objective_of(problem, timeline), "one by one")

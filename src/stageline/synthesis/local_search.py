@@ -1,0 +1,180 @@
+"""Local search: take an action on the critical path and move it.
+
+Only an action that waits for its rank, and not for its input, can gain from another order, so moves are restricted to
+the critical path: an action moves ahead of earlier ones of its rank, or behind later ones. If whole backwards may save
+time or memory, a move may also split or join a backward. A move is kept if the step is not longer than it was some
+moves ago (late acceptance).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+from stageline.schedules import action as kinds
+from stageline.synthesis.cp_sat import splitting_is_free
+from stageline.synthesis.fast_simulate import end_times, objective_value, peak_memory_of
+from stageline.synthesis.list_scheduling import Board, Code, Plan, Programs, is_v
+
+HISTORY_LENGTH = 30
+"""A move is kept if the step is not longer than it was this many moves ago."""
+MAX_DISTANCE = 8
+"""Maximum number of actions that one moves past."""
+
+
+class Move(NamedTuple):
+    """A rank's new program, with one action at another position or in another form."""
+
+    rank: int
+    program: list[Code]
+
+
+class Orders:
+    """Which actions of a rank may swap."""
+
+    def __init__(self, board: Board) -> None:
+        self.size = board.size
+        self.count = board.problem.microbatches
+        chunks = board.problem.chunks
+        self.mixes = board.problem.split is None and not splitting_is_free(board.problem)
+        # Lanes that all ranks share must not change.
+        self.lanes_are_fixed = chunks > 2 or (chunks == 2 and not is_v(board.problem.placement))
+
+    def may_swap(self, first: Code, second: Code) -> bool:
+        """Whether two adjacent actions may swap."""
+        one, two = first // self.size, second // self.size
+        key_one, key_two = first % self.size, second % self.size
+        if key_one == key_two:
+            return False
+        if one == two:
+            return not self.lanes_are_fixed and key_one // self.count != key_two // self.count
+        if key_one // self.count != key_two // self.count:
+            both_back = one in (kinds.B, kinds.I) and two in (kinds.B, kinds.I)
+            return not (both_back and self.lanes_are_fixed)
+        # On one stage, input gradients keep their order, and so do weight gradients; B is both.
+        return one == kinds.F or two == kinds.F or {one, two} == {kinds.I, kinds.W}
+
+
+def _critical_actions(board: Board, programs: Programs, ends: list[float]) -> list[tuple[int, int]]:
+    """Return the (rank, position) of all actions on the critical path that waited for their rank."""
+    durations, size, count = board.durations, board.size, board.problem.microbatches
+    rank_of = board.problem.rank_of
+    positions: dict[Code, int] = {code: position for program in programs for position, code in enumerate(program)}
+    if board.problem.objective == "makespan":
+        code = max((program[-1] for program in programs), key=lambda last: ends[last])
+        first = None
+    else:
+        worst = max(programs, key=lambda program: ends[program[-1]] - ends[program[0]] + durations[program[0]])
+        code, first = worst[-1], worst[0]
+    waited = []
+    while code != first:
+        rank, position = rank_of[code % size // count], positions[code]
+        previous = programs[rank][position - 1] if position else -1
+        start = ends[code] - durations[code]
+        if position and ends[previous] >= start - 1e-9 * (1 + start):
+            waited.append((rank, position))
+            code = previous
+            continue
+        source = _source(board, code, ends)
+        if source < 0:
+            break
+        code = source
+    return waited
+
+
+def _source(board: Board, code: Code, ends: list[float]) -> Code:
+    """Return the action of another stage whose output this one takes, or −1."""
+    size, count = board.size, board.problem.microbatches
+    kind, key = divmod(code, size)
+    if kind == kinds.F:
+        return key - count if key >= count else -1
+    if kind == kinds.W or key >= size - count:
+        return -1
+    other = kinds.I * size + key + count
+    return other if ends[other] >= 0 else kinds.B * size + key + count
+
+
+def _propose(dice: random.Random, programs: Programs, critical: list[tuple[int, int]], orders: Orders) -> Move | None:
+    """Return a random move of an action on the critical path, or of the one before it; None if none is allowed."""
+    for _ in range(8):
+        rank, position = critical[int(dice.random() * len(critical))]
+        program = programs[rank]
+        if orders.mixes and dice.random() < 0.3:
+            changed = _switch_form(program, position - int(dice.random() * 2), orders.size)
+            if changed is not None:
+                return Move(rank, changed)
+        distance = 1 + int(dice.random() ** 2 * MAX_DISTANCE)
+        if dice.random() < 0.5:
+            source = target = position
+            while (
+                target > 0 and position - target < distance and orders.may_swap(program[target - 1], program[position])
+            ):
+                target -= 1
+        else:
+            source = target = position - 1
+            last = len(program) - 1
+            while (
+                target < last and target - source < distance and orders.may_swap(program[source], program[target + 1])
+            ):
+                target += 1
+        if target != source:
+            changed = program[:]
+            changed.insert(target, changed.pop(source))
+            return Move(rank, changed)
+    return None
+
+
+def _switch_form(program: list[Code], position: int, size: int) -> list[Code] | None:
+    """Split a whole backward, or join a split one with the W directly after it; None for other actions."""
+    kind, key = divmod(program[position], size)
+    if kind == kinds.B:
+        return [*program[:position], kinds.I * size + key, kinds.W * size + key, *program[position + 1 :]]
+    if kind == kinds.I and position + 1 < len(program) and program[position + 1] == kinds.W * size + key:
+        return [*program[:position], kinds.B * size + key, *program[position + 2 :]]
+    return None
+
+
+def improve(
+    board: Board,
+    plan: Plan,
+    *,
+    dice: random.Random,
+    moves: int,
+    lower_bound: float,
+    is_over: Callable[[], bool],
+    on_improvement: Callable[[Plan], None] | None = None,
+) -> Plan:
+    """Try `moves` moves; stop at the lower bound or when `is_over` returns True. Return the best plan."""
+    orders = Orders(board)
+    programs = [list(program) for program in plan.programs]
+    ends = end_times(board, programs)
+    if ends is None:
+        return plan
+    value = objective_value(board, programs, ends)
+    best = plan
+    history = [value] * HISTORY_LENGTH
+    critical = _critical_actions(board, programs, ends)
+    for turn in range(moves):
+        if best.value <= lower_bound or not critical or is_over():
+            break
+        move = _propose(dice, programs, critical, orders)
+        if move is None:
+            continue
+        if peak_memory_of(board, move.program) > board.caps[move.rank]:
+            continue
+        previous, programs[move.rank] = programs[move.rank], move.program
+        ends = end_times(board, programs)
+        new_value = objective_value(board, programs, ends) if ends is not None else None
+        slot = turn % HISTORY_LENGTH
+        if new_value is None or ends is None or (new_value > value and new_value > history[slot]):
+            programs[move.rank] = previous
+        else:
+            value = new_value
+            critical = _critical_actions(board, programs, ends)
+            if value < best.value * (1 - 1e-12):
+                best = Plan([list(program) for program in programs], value, "local search")
+                if on_improvement is not None:
+                    on_improvement(best)
+        history[slot] = value
+    return best
