@@ -9,6 +9,7 @@ from typing import Any
 from stageline.errors import StagelineError, shorten
 from stageline.schedules import action as kinds
 from stageline.schedules.certificate import verify
+from stageline.schedules.channels import check_channels
 from stageline.schedules.schedule import Schedule
 from stageline.synthesis.greedy import Board, Plan, Programs, schedule_of
 from stageline.synthesis.named import objective_of
@@ -138,6 +139,7 @@ def _finished(search: Search, best: Plan) -> Synthesis:
         made = schedule_of(problem, programs)
     made = Schedule(made.kinds, made.stage_ids, made.microbatch_ids, made.bounds, made.placement, name="synthesized")
     verify(made)
+    check_channels(made)
     timeline = simulate(made, problem.costs)
     achieved = objective_of(problem, timeline)
     return Synthesis(
