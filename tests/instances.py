@@ -111,13 +111,13 @@ def of_no_family(draw: st.DrawFn, ranks: int = 4, stages: int = 5, microbatches:
     ways = draw(st.integers(1, 2))
     table = [[dice.randrange(p) for _ in range(s)] for _ in range(ways)]
     placement = sl.Placement.of(p, table, [dice.randrange(ways) for _ in range(m)])
-    programs = _in_random_order(dice, placement)
+    programs = in_random_order(dice, placement)
     for _ in range(draw(st.integers(0, 4))):
         programs = _with_a_pair(dice, programs, placement)
     return sl.Schedule.from_programs(programs, placement=placement, training=True)
 
 
-def _in_random_order(dice: random.Random, placement: sl.Placement) -> list[list[sl.Action | sl.Overlap]]:
+def in_random_order(dice: random.Random, placement: sl.Placement) -> list[list[sl.Action | sl.Overlap]]:
     """Do one thing that can be done after the other, until all is done."""
     last = placement.stages - 1
     programs: list[list[sl.Action | sl.Overlap]] = [[] for _ in range(placement.ranks)]
@@ -161,7 +161,7 @@ def _with_a_pair(
     joined = [list(program) for program in programs]
     joined[rank][at : at + 2] = [pair]
     tried = sl.Schedule.from_programs(joined, placement=placement, training=True)
-    return joined if oracle.judge(tried) in (None, "channels") else programs
+    return joined if oracle.judge(tried) is None else programs
 
 
 def examples(count: int) -> int:

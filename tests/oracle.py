@@ -103,9 +103,12 @@ def judge(schedule: sl.Schedule) -> str | None:
         return "complete"
     if not _finishes(plan):
         return "progress"
-    if not _takes_what_was_sent(plan):
-        return "channels"
     return None
+
+
+def keeps_channel_order(schedule: sl.Schedule) -> bool:
+    """Whether every message of a right schedule is taken in the order in which those of its channel are sent."""
+    return _takes_what_was_sent(Plan(schedule))
 
 
 def _exactly_once(plan: Plan) -> bool:
@@ -164,7 +167,20 @@ def _takes_what_was_sent(plan: Plan) -> bool:
 
 def channel_orders(schedule: sl.Schedule) -> dict[Channel, list[Task]]:
     """For each channel, the tasks whose outputs it carries, in the order of the sender's program."""
+    return _sending_orders(Plan(schedule))
+
+
+def taking_orders(schedule: sl.Schedule) -> dict[Channel, list[Task]]:
+    """For each channel, the tasks whose outputs it carries, in the order of the receiver's program."""
     plan = Plan(schedule)
+    found: defaultdict[Channel, list[Task]] = defaultdict(list)
+    for task in plan.tasks:
+        if (box := plan.inbox(task)) and (source := plan.source(task)):
+            found[box].append(source)
+    return dict(found)
+
+
+def _sending_orders(plan: Plan) -> dict[Channel, list[Task]]:
     found: defaultdict[Channel, list[Task]] = defaultdict(list)
     for task in plan.tasks:
         if box := plan.outbox(task):
@@ -184,35 +200,38 @@ def least_look_ahead(schedule: sl.Schedule) -> int:
 def _finishes_with_rendezvous(plan: Plan, ahead: int) -> bool:
     """Run it with sends that hold their rank at its entry until the matching receive is posted.
 
-    A rank that has come to an entry has posted, on every channel, the receives of all entries up to this one
-    and `ahead` more. A rank goes on to its next entry when all messages of this one have found their receives.
+    A channel delivers in the order sent. A rank that has come to an entry has posted, on every channel, the receives
+    up to the last one that any entry up to this one takes, and `ahead` more. A rank goes on to its next entry when all
+    messages of this one have found their receives.
     """
-    # For each channel, the receiver's position of each of its receives, in order.
-    takes: defaultdict[Channel, list[int]] = defaultdict(list)
+    # For each channel, the receiver's position of each of its receives, and which message it takes, as they are sent.
+    takes: defaultdict[Channel, list[tuple[int, int]]] = defaultdict(list)
+    orders = _sending_orders(plan)
     for program in plan.programs:
         for position, entry in enumerate(program):
             for task in entry:
-                if box := plan.inbox(task):
-                    takes[box].append(position)
+                if (box := plan.inbox(task)) and (source := plan.source(task)):
+                    takes[box].append((position, orders[box].index(source)))
     at = [0] * plan.ranks
     has_run = [False] * plan.ranks
     sent: Counter[Channel] = Counter()  # messages that have found their receive, by channel
-    received: Counter[Channel] = Counter()
     done: set[Task] = set()
     waiting: list[list[Channel]] = [[] for _ in range(plan.ranks)]
 
     def posted(box: Channel) -> int:
-        up_to_here = sum(position <= at[box[1]] for position in takes[box])
+        up_to_here = 1 + max((number for position, number in takes[box] if position <= at[box[1]]), default=-1)
         return min(len(takes[box]), up_to_here + ahead)
+
+    def has_come(task: Task) -> bool:
+        box, source = plan.inbox(task), plan.source(task)
+        return box is None or source is None or orders[box].index(source) < sent[box]
 
     def step(rank: int) -> bool:
         entry = plan.programs[rank][at[rank]]
         if not has_run[rank]:
             local = [need for task in entry for need in plan.needs(task) if plan.home(need) == rank]
-            boxes = [box for task in entry if (box := plan.inbox(task))]
-            if not all(need in done for need in local) or any(sent[box] <= received[box] for box in boxes):
+            if not all(need in done for need in local) or not all(map(has_come, entry)):
                 return False
-            received.update(boxes)
             done.update(entry)
             has_run[rank] = True
             waiting[rank] = [box for task in entry if (box := plan.outbox(task))]
@@ -240,16 +259,19 @@ def _finishes_with_rendezvous(plan: Plan, ahead: int) -> bool:
 def posted_at_once(schedule: sl.Schedule, ahead: int) -> list[int]:
     """For each rank, the most receives it has posted at once on each of its channels, added up."""
     plan = Plan(schedule)
+    orders = _sending_orders(plan)
     most: Counter[Channel] = Counter()
-    for program in plan.programs:
-        boxes = [[box for task in entry if (box := plan.inbox(task))] for entry in program]
-        total = Counter(box for here in boxes for box in here)
+    for rank, program in enumerate(plan.programs):
+        boxes = [box for box in orders if box[1] == rank]
+        delivered: Counter[Channel] = Counter()  # up to the last one that was needed so far
         taken: Counter[Channel] = Counter()
-        for here in boxes:
-            now = Counter(here)
-            for box in total:
-                most[box] = max(most[box], min(total[box], taken[box] + now[box] + ahead) - taken[box])
-            taken.update(now)
+        for entry in program:
+            here = [(box, source) for task in entry if (box := plan.inbox(task)) and (source := plan.source(task))]
+            for box, source in here:
+                delivered[box] = max(delivered[box], orders[box].index(source) + 1)
+            for box in boxes:
+                most[box] = max(most[box], min(len(orders[box]), delivered[box] + ahead) - taken[box])
+            taken.update(box for box, _ in here)
     return [sum(count for box, count in most.items() if box[1] == rank) for rank in range(plan.ranks)]
 
 

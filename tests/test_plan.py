@@ -125,7 +125,7 @@ def test_a_plan_of_any_costs_is_read_as_it_was_written(
 
 
 def test_a_plan_of_one_rank_is_read_as_it_was_written() -> None:
-    """A rank that never waits has a bubble of 0; the sum of its times, rounded otherwise, would leave less than that."""
+    """A rank that never waits has a bubble of 0; its times, added in another order, would leave less than that."""
     profile = profile_of(*(layer(f"layers.{unit}", time, parameters=0) for unit, time in enumerate((0.00476, 0.00923))))
     for memory in (150, 180, 199, None):
         found = sl.plan(profile=profile, ranks=1, microbatches=12, memory=memory, time_limit=0.3)

@@ -244,17 +244,32 @@ def test_progress_a_long_circle_is_cut_short() -> None:
 # ---- channels ----
 
 
-def test_channels_messages_taken_in_another_order_than_sent() -> None:
-    error = fault(scheduled([["0F0", "0F1", "0B0", "0B1"], ["1F1", "1F0", "1B0", "1B1"]]))
-    assert place(error) == ("channels", 1, 0)
-    assert "takes the output of 0F1 before that of 0F0" in str(error)
-    assert "rank 0 sends 0F0 first" in str(error)
+def test_channels_messages_may_be_taken_in_another_order_than_sent_and_the_certificate_says_so() -> None:
+    certificate = sl.verify(scheduled([["0F0", "0F1", "0B0", "0B1"], ["1F1", "1F0", "1B0", "1B1"]]))
+    assert not certificate.in_channel_order
+    assert "channels" not in certificate.rules
+    assert [str(channel) for channel in certificate.reordered_channels] == ["0 → 1 forward: 0F0 0F1, taken as 0F1 0F0"]
+    assert "those of 1 taken in another order than sent: 0 → 1 forward" in str(certificate)
+    data = certificate.to_json()
+    assert data["in_channel_order"] is False
+    assert data["channels"][1]["messages"] == ["0F0", "0F1"]
+    assert data["channels"][1]["taken"] == ["0F1", "0F0"]
+    # Both outputs must have come before the first is taken, so both receives are posted at once.
+    assert certificate.receive_buffers[1] == 2
 
 
-def test_channels_backward_traffic_is_in_order_too() -> None:
-    error = fault(scheduled([["0F0", "0F1", "0B1", "0B0"], GOOD[1]]))
-    assert place(error) == ("channels", 0, 2)
-    assert "takes the output of 1B1 before that of 1B0" in str(error)
+def test_channels_backward_traffic_may_be_reordered_too() -> None:
+    certificate = sl.verify(scheduled([["0F0", "0F1", "0B1", "0B0"], GOOD[1]]))
+    assert [str(channel) for channel in certificate.reordered_channels] == ["1 → 0 backward: 1B0 1B1, taken as 1B1 1B0"]
+    assert not certificate.in_order
+
+
+def test_channels_the_rule_itself_names_the_place() -> None:
+    with pytest.raises(sl.ScheduleError) as caught:
+        RULES["channels"](scheduled([["0F0", "0F1", "0B0", "0B1"], ["1F1", "1F0", "1B0", "1B1"]]))
+    assert place(caught.value) == ("channels", 1, 0)
+    assert "takes the output of 0F1 before that of 0F0" in str(caught.value)
+    assert "rank 0 sends 0F0 first" in str(caught.value)
 
 
 def test_channels_forward_and_backward_traffic_do_not_mix() -> None:

@@ -204,7 +204,9 @@ def test_exported_schedule_trains_in_torch(case: Case, finished: Path) -> None:
 # torch's own orders, dumped by torch.
 
 
-def torch_order(name: str, ranks: int, chunks: int, microbatches: int, path: Path) -> sl.Schedule:
+def torch_order(
+    name: str, ranks: int, chunks: int, microbatches: int, path: Path, format: str = "compute_only"
+) -> sl.Schedule:
     """Let torch make a schedule and dump it, and read it here. Only sizes are asked of the stages for that."""
     held: list[Any] = [
         SimpleNamespace(
@@ -220,7 +222,11 @@ def torch_order(name: str, ranks: int, chunks: int, microbatches: int, path: Pat
         for chunk in range(chunks)
     ]
     made = theirs.get_schedule_class(name)(held, microbatches)
-    made._dump_csv(str(path), format="compute_only")
+    if format == "compute_comms":
+        made._prepare_schedule_with_comms(made.pipeline_order)
+        made._dump_csv(str(path))
+    else:
+        made._dump_csv(str(path), format=format)
     return sl.read_schedule(path)
 
 
@@ -271,6 +277,65 @@ def test_interleaved_is_torchs_order_in_whole_groups(
 ) -> None:
     schedule = torch_order("Interleaved1F1B", ranks, chunks, microbatches, tmp_path / "a.csv")
     assert schedule == sl.schedule("Interleaved1F1B", ranks, microbatches, chunks=chunks)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 4), (3, 6)])
+@pytest.mark.parametrize(
+    "name", ["Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble", "DualPipeV"]
+)
+def test_the_computation_is_read_out_of_a_file_with_communication(
+    name: str, ranks: int, microbatches: int, tmp_path: Path
+) -> None:
+    """`_dump_csv` writes `compute_comms` unless told otherwise."""
+    plain = torch_order(name, ranks, 2, microbatches, tmp_path / "plain.csv")
+    full = torch_order(name, ranks, 2, microbatches, tmp_path / "full.csv", format="compute_comms")
+    moves = ["UNSHARD", "RESHARD"] + (["SEND_F", "RECV_F", "SEND_B", "RECV_B"] if ranks > 1 else [])
+    assert all(word in (tmp_path / "full.csv").read_text() for word in moves)
+    assert full == plain
+    assert sl.verify(full).in_channel_order
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        ("0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD", "0F0 0B0"),
+        ("RECV_F,0F0,SEND_F,RECV_B0,0I0,0W0,REDUCE_GRAD", "0F0 0I0 0W0"),
+        ("0F0,0F1,(0F2;0B0)OVERLAP_F_B,0SEND_F2,0B1,0B2", "0F0 0F1 (0F2;0B0)OVERLAP_F_B 0B1 0B2"),
+        ("0F0,(0RECV_B0;0B0)OVERLAP_F_B", "0F0 0B0"),
+    ],
+)
+def test_cells_of_communication_are_skipped(cells: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(cells + "\n")
+    assert " ".join(map(str, sl.read_schedule(tmp_path / "a.csv").programs[0])) == expected
+
+
+@pytest.mark.parametrize("cell", ["0SEND", "0SEND_FF", "0UNSHARDED", "SEND_F0 0F0", "0REDUCE", "(0F0;0B0)OVERLAP"])
+def test_cells_of_nothing_known_are_still_refused(cell: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"0F0,{cell},0B0\n")
+    with pytest.raises(sl.ScheduleError, match="cannot read"):
+        sl.read_schedule(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("ScheduleGPipe", "gpipe"),
+        ("Schedule1F1B", "1f1b"),
+        ("ScheduleInterleaved1F1B", "interleaved"),
+        ("ScheduleLoopedBFS", "looped-bfs"),
+        ("ScheduleInterleavedZeroBubble", "interleaved-zb"),
+        ("ScheduleZBVZeroBubble", "zb-v"),
+        ("ScheduleDualPipeV", "dualpipe-v"),
+    ],
+)
+def test_the_names_of_torchs_classes_and_of_its_map_are_accepted(name: str, family: str) -> None:
+    assert hasattr(theirs, name)
+    short = name.removeprefix("Schedule")
+    assert theirs.get_schedule_class(short) is getattr(theirs, name)
+    for alias in (name, name.lower(), name.upper(), short, short.lower()):
+        made = sl.schedule(alias, 2, 4)
+        assert made == sl.schedule(family, 2, 4)
+        assert made.name == family
 
 
 # The file itself.

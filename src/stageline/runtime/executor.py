@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -112,6 +113,10 @@ class Executor:
         self._complete = {position: stage for stage, position in last.items()}
         """After which of its tasks the gradients of which stage are complete."""
         self._local: dict[tuple[Traffic, int, int], Message] = {}
+        self._early = self._find_early()
+        """For tasks that take a message in another order than it was sent: the tasks whose messages come before it and
+        are parked, or None where its own is parked by then."""
+        self._parked: dict[int, Message] = {}
         self.awaited: tuple[Header, float] | None = None
         """The message that this rank waits for, and since when."""
         self.turns: AbstractContextManager[Any] = nullcontext()
@@ -142,6 +147,22 @@ class Executor:
             ("FBIW"[kind], stage, microbatch),
         )
 
+    def _find_early(self) -> dict[int, list[_Task] | None]:
+        """Go through what this rank takes from each channel that it reads in another order than was sent."""
+        channels = self.schedule.channels
+        found: dict[int, list[_Task] | None] = {}
+        mine = channels.targets() == self.rank
+        for channel in np.flatnonzero(channels.reordered & mine).tolist():
+            here = slice(int(channels.bounds[channel]), int(channels.bounds[channel + 1]))
+            receivers, numbers = channels.receivers[here].tolist(), channels.sent[here].tolist()
+            by_number = dict(zip(numbers, receivers, strict=True))
+            delivered = 0
+            for index, number in zip(receivers, numbers, strict=True):
+                early = [self._tasks[by_number[other] - self._first] for other in range(delivered, number)]
+                found[index] = early if number >= delivered else None
+                delivered = max(delivered, number + 1)
+        return found
+
     def run(self, work: Work, deadline: float, ready: Callable[[int], None] | None = None) -> RankResult:
         """Run the whole program once; `ready` is called with every stage whose gradients are complete."""
         if self.device is None:
@@ -158,6 +179,7 @@ class Executor:
         progress, flown = self.progress, self.flight.actions
         result = RankResult(clock)
         self._local.clear()
+        self._parked.clear()
         for position, task in enumerate(self._tasks):
             if self.stopped is not None:
                 raise self.stopped
@@ -192,6 +214,18 @@ class Executor:
         traffic: Traffic = "forward" if task.kind == kinds.F else "backward"
         if task.source is None:
             return self._local.pop((traffic, task.stage, task.microbatch))
+        if task.index in self._early:
+            early = self._early[task.index]
+            if early is None:
+                return self._parked.pop(task.index)
+            for other in early:
+                self._parked[other.index] = self._receive(other, work, deadline, result)
+        return self._receive(task, work, deadline, result)
+
+    def _receive(self, task: _Task, work: Work, deadline: float, result: RankResult) -> Message:
+        """Wait for the next message of a channel, which is the input of this task."""
+        assert task.source is not None
+        before = task.stage - (1 if task.kind == kinds.F else -1)
         header = self._header(task, work, task.source, self.name, before)
         self.awaited = (header, time.perf_counter())
         self.progress.waits = task.source
@@ -199,7 +233,7 @@ class Executor:
         self.progress.waits = None
         self.awaited = None
         came = result.arrived[task.index] = self.transport.arrived
-        self.flight.received.append((task.source, traffic, before, task.microbatch, work.step, came, 0))
+        self.flight.received.append((task.source, header.traffic, before, task.microbatch, work.step, came, 0))
         return message
 
     def _compute(self, task: _Task, arrived: Message | None, work: Work, result: RankResult) -> Message | None:
@@ -309,6 +343,7 @@ class Executor:
     def forget(self) -> None:
         """Drop what a failed step left."""
         self._local.clear()
+        self._parked.clear()
         for stage in self.stages.values():
             stage.forget()
 

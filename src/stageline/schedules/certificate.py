@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from stageline.errors import ScheduleError, shorten
 from stageline.schedules import action as kinds
 from stageline.schedules.build import PAIRED
-from stageline.schedules.channels import Channels, least_look_ahead
+from stageline.schedules.channels import Channel, Channels, least_look_ahead
 from stageline.schedules.rules import RULES
 from stageline.schedules.schedule import Schedule
 
@@ -30,13 +30,14 @@ class Certificate:
 
     schedule: Schedule
     rules: tuple[str, ...]
-    """The rules it passed."""
+    """The rules it passed; "channels" is a fact and not a condition, and is missing where messages are reordered."""
     channels: Channels
-    """The order of the messages on each channel."""
+    """The order of the messages on each channel; `channel.is_reordered` where they are taken in another one."""
     look_ahead: int
     """The fewest receives to post ahead on every channel so that blocking sends cannot deadlock."""
     receive_buffers: tuple[int, ...]
-    """What that costs each rank: look-ahead + 1 on every channel that leads to it, or its messages if fewer."""
+    """What that costs each rank: look-ahead + 1 on every channel that leads to it, or its messages if fewer; and more
+    where messages that come early are parked."""
     peak_activations: tuple[int, ...]
     """The most (stage, microbatch) pairs of each rank whose F has begun and whose B or I has not ended (in inference:
     whose F has not ended)."""
@@ -47,6 +48,16 @@ class Certificate:
     in_order: bool
     """Whether every stage's gradients are computed and added in the order of the microbatches: it lives on one rank,
     its B and I together run in that order, and so do its B and W together."""
+
+    @property
+    def in_channel_order(self) -> bool:
+        """Whether every rank takes the messages of each channel in the order in which they were sent."""
+        return not self.channels.reordered.any()
+
+    @property
+    def reordered_channels(self) -> tuple[Channel, ...]:
+        """The channels whose messages are taken in another order than they were sent; early ones are parked."""
+        return tuple(self.channels[index] for index in np.flatnonzero(self.channels.reordered).tolist())
 
     def to_json(self) -> dict[str, Any]:
         """Turn it into plain data."""
@@ -63,12 +74,14 @@ class Certificate:
             "peak_residues": list(self.peak_residues),
             "peak_held": list(self.peak_held),
             "in_order": self.in_order,
+            "in_channel_order": self.in_channel_order,
             "channels": [
                 {
                     "source": channel.source,
                     "target": channel.target,
                     "traffic": channel.traffic,
                     "messages": [str(message) for message in channel.messages],
+                    **({"taken": [str(message) for message in channel.taken]} if channel.is_reordered else {}),
                 }
                 for channel in self.channels
             ],
@@ -85,14 +98,24 @@ class Certificate:
             f"{schedule.microbatches} microbatches, {schedule.num_actions} actions"
         )
         yield f"  passes            {', '.join(self.rules)}"
-        messages = len(self.channels.senders)
-        yield f"  channels          {len(self.channels)}, with {messages} messages, each taken in the order sent"
+        count = f"{len(self.channels)}, with {len(self.channels.senders)} messages"
+        other = self.reordered_channels
+        yield f"  channels          {count}, " + (
+            f"those of {len(other)} taken in another order than sent: {_ends(other)}"
+            if other
+            else "each taken in the order sent"
+        )
         yield f"  look-ahead        {self.look_ahead} (receives to post ahead so that blocking sends cannot deadlock)"
         yield f"  receive buffers   {_per_rank(self.receive_buffers)}"
         yield f"  peak activations  {_per_rank(self.peak_activations)}"
         yield f"  peak residues     {_per_rank(self.peak_residues)} (between I and W)"
         order = "yes" if self.in_order else "no"
         yield f"  in order          {order} (gradients of every stage added in the order of the microbatches)"
+
+
+def _ends(channels: Sequence[Channel]) -> str:
+    shown = ", ".join(f"{channel.source} → {channel.target} {channel.traffic}" for channel in channels[:4])
+    return shown + (", …" if len(channels) > 4 else "")
 
 
 def _per_rank(values: tuple[int, ...]) -> str:
@@ -117,16 +140,13 @@ def verify(schedule: Schedule) -> Certificate:
       in order          yes (gradients of every stage added in the order of the microbatches)
     """
     ensure_progress(schedule)
-    RULES["channels"](schedule)
     channels = schedule.channels
     look_ahead = least_look_ahead(schedule)
     activations, residues, held = _peaks(schedule)
-    buffers = np.bincount(
-        channels.targets(), weights=np.minimum(channels.sizes, look_ahead + 1), minlength=schedule.ranks
-    )
+    buffers = np.bincount(channels.targets(), weights=channels.buffers(look_ahead), minlength=schedule.ranks)
     return Certificate(
         schedule=schedule,
-        rules=tuple(RULES),
+        rules=tuple(name for name in RULES if name != "channels" or not channels.reordered.any()),
         channels=channels,
         look_ahead=look_ahead,
         receive_buffers=tuple(int(count) for count in buffers),
@@ -138,7 +158,7 @@ def verify(schedule: Schedule) -> Certificate:
 
 
 def ensure_progress(schedule: Schedule) -> None:
-    """Ask the rules that a simulation relies on, once per schedule."""
+    """Ask the rules that a simulation and a run rely on, once per schedule."""
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"expected a Schedule, as sl.schedule or sl.read_schedule make it, got {shorten(schedule)}")
     if not schedule.__dict__.get("_progresses"):

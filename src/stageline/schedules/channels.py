@@ -8,6 +8,9 @@ entry; with a look-ahead of L it has also posted, on every channel, the L receiv
     look-ahead 0    rank 0  F0 ─send─▶ F1 ─send─▶ blocked: rank 1 posts that receive after sending back B0
                     rank 1  F0    B0 ─send─▶ blocked: rank 0 posts that receive after F1        → deadlock
     look-ahead 1    rank 1 has posted the receive of F1 while it runs F0                        → both go on
+
+A rank may take messages in another order than they were sent. It still receives them in the order sent, and parks those
+that it takes later: to take the third message, it has to post the receives of the first two.
 """
 
 from __future__ import annotations
@@ -32,17 +35,26 @@ Traffic = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Channel:
-    """The messages from one rank to another in one kind of traffic, in order: which action makes each of them."""
+    """The messages from one rank to another in one kind of traffic: which action makes each of them."""
 
     source: int
     target: int
     traffic: Traffic
     messages: Sequence[Action]
+    """In the order in which they are sent."""
+    taken: Sequence[Action]
+    """In the order in which the receiver takes them."""
+    is_reordered: bool
+    """Whether these two orders differ."""
 
     def __str__(self) -> str:
         """Show the ends and the first messages."""
-        shown = " ".join(map(str, self.messages[:8])) + (" …" if len(self.messages) > 8 else "")
-        return f"{self.source} → {self.target} {self.traffic}: {shown}"
+        later = f", taken as {_first(self.taken)}" if self.is_reordered else ""
+        return f"{self.source} → {self.target} {self.traffic}: {_first(self.messages)}{later}"
+
+
+def _first(messages: Sequence[Action]) -> str:
+    return " ".join(map(str, messages[:8])) + (" …" if len(messages) > 8 else "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +100,9 @@ class Channels(Sequence[Channel]):
         rank = self.schedule.graph.rank
         forward = self.schedule.kinds[senders[0]] % PAIRED == kinds.F
         traffic: Traffic = "forward" if forward else "backward"
-        return Channel(int(rank[senders[0]]), int(rank[receiver]), traffic, _Messages(self.schedule, senders))
+        sent, taken = _Messages(self.schedule, np.sort(senders)), _Messages(self.schedule, senders)
+        ends = int(rank[senders[0]]), int(rank[receiver])
+        return Channel(*ends, traffic, sent, taken, bool(self.reordered[index]))
 
     def __iter__(self) -> Iterator[Channel]:
         """Make all channels."""
@@ -104,6 +118,35 @@ class Channels(Sequence[Channel]):
         """For each message, which one it is on its channel, counted from 0."""
         starts = np.repeat(self.bounds[:-1].astype(np.int32), self.sizes)
         return np.arange(len(self.senders), dtype=np.int32) - starts
+
+    @cached_property
+    def sent(self) -> Indices:
+        """For each message, which one it is on its channel in the order sent, counted from 0."""
+        channel = np.repeat(np.arange(len(self), dtype=np.int32), self.sizes)
+        found = np.empty(len(self.senders), dtype=np.int32)
+        found[np.lexsort((self.senders, channel))] = self.numbers
+        return found
+
+    @cached_property
+    def reordered(self) -> NDArray[np.bool_]:
+        """For each channel, whether its messages are taken in another order than they were sent."""
+        if not len(self):
+            return np.zeros(0, dtype=bool)
+        return np.logical_or.reduceat(self.sent != self.numbers, self.bounds[:-1])
+
+    @cached_property
+    def needed(self) -> Ints:
+        """For each message, how many its channel must have delivered when it is taken, counted through all channels:
+        itself, and all that were sent before it or taken before it."""
+        start = np.repeat(self.bounds[:-1], self.sizes)
+        return np.maximum.accumulate(start + self.sent) + 1
+
+    def buffers(self, look_ahead: int) -> Ints:
+        """For each channel, the most receives that are posted at once and whose message is not taken yet."""
+        if not len(self):
+            return np.zeros(0, dtype=np.int64)
+        posted = np.minimum(self.needed + look_ahead, np.repeat(self.bounds[1:], self.sizes))
+        return np.maximum.reduceat(posted - np.arange(len(posted)), self.bounds[:-1])
 
     def targets(self) -> NDArray[np.int32]:
         """Which rank each channel leads to."""
@@ -130,7 +173,10 @@ def channels_of(schedule: Schedule) -> Channels:
 
 
 def check_channels(schedule: Schedule) -> None:
-    """On every channel, messages are taken in the order in which they are sent."""
+    """On every channel, messages are taken in the order in which they are sent.
+
+    The runtime does not ask for that: it parks what comes early. A certificate says whether it is so.
+    """
     found = schedule.channels
     overtakes = found.senders[1:] <= found.senders[:-1]
     overtakes &= found.numbers[1:] > 0
@@ -142,7 +188,7 @@ def check_channels(schedule: Schedule) -> None:
     source, _ = schedule.where(int(found.senders[at]))
     raise ScheduleError(
         f"rank {rank}, position {position}: takes the output of {later} before that of {earlier}, but rank "
-        f"{source} sends {earlier} first, and a channel delivers in order; let both ranks run them in one order",
+        f"{source} sends {earlier} first, and a channel delivers in order: what comes early has to be parked",
         rule="channels",
         rank=rank,
         position=position,
@@ -166,14 +212,16 @@ def least_look_ahead(schedule: Schedule) -> int:
 def is_safe(schedule: Schedule, look_ahead: int) -> bool:
     """Say whether every rank gets to its end when a send blocks until its receive is posted.
 
-    A rank arrives at an entry when all before it is run and sent; it has then posted the receives up to here and
-    `look_ahead` more. So a send lets its rank go on when the receiver has arrived at the entry that takes the
-    message `look_ahead` before it on the channel.
+    A rank arrives at an entry when all before it is run and sent; it has then posted the receives that it needs up to
+    here and `look_ahead` more. So a send lets its rank go on when the receiver has arrived at the first entry that
+    needs the message `look_ahead` before it on the channel.
     """
     graph, found = schedule.graph, schedule.channels
-    gated = np.flatnonzero(found.numbers >= look_ahead)
+    gated = np.flatnonzero(found.sent >= look_ahead)
+    start = np.repeat(found.bounds[:-1], found.sizes)[gated]
     poster = np.zeros(len(graph.source), dtype=np.int32)
-    poster[found.senders[gated]] = graph.place(found.receivers[gated - look_ahead])
+    first = np.searchsorted(found.needed, start + found.sent[gated] - look_ahead + 1)
+    poster[found.senders[gated]] = graph.place(found.receivers[first])
     gates = graph.by_place(poster)
 
     done, arrived = (np.zeros(graph.places, dtype=bool) for _ in range(2))

@@ -1,10 +1,11 @@
-"""Schedules on disk: our JSON, and the compute-only CSV that torch and torchtitan read. See `docs/formats.md`."""
+"""Schedules on disk: our JSON, and torch's CSV, which torchtitan reads too. See `docs/formats.md`."""
 
 from __future__ import annotations
 
 import csv
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,9 @@ import numpy as np
 from stageline.errors import ScheduleError, shorten
 from stageline.schedules.placement import Placement
 from stageline.schedules.schedule import Schedule
+
+_MOVES = re.compile(r"[0-9]{0,12}(?:SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]{0,12}")
+"""What torch does beside computing: messages between stages, and the parameters of sharded data parallelism."""
 
 FORMAT = "stageline-schedule"
 VERSION = 1
@@ -47,9 +51,10 @@ def write_schedule(schedule: Schedule, path: str | Path) -> None:
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """Read a schedule from JSON or from torch's compute-only CSV, by the ending of the name.
+    """Read a schedule from JSON or from torch's CSV, by the ending of the name.
 
-    The file is parsed and not judged: `stageline.verify` does that.
+    Of a CSV with communication (torch's `compute_comms`), the computation is read: what is sent, received, gathered and
+    reduced follows from it here. The file is parsed and not judged: `stageline.verify` does that.
     """
     source = Path(path)
     ending = source.suffix.lower()
@@ -126,15 +131,29 @@ def _umask() -> int:
 
 
 def _from_csv(text: str, name: str) -> Schedule:
-    """One row per rank; empty cells are torch's idle steps and carry nothing."""
+    """One row per rank; empty cells are torch's idle steps and carry nothing, nor do cells of communication."""
     try:
         rows = list(csv.reader(text.splitlines(), strict=True))
     except csv.Error as error:
         raise ScheduleError(f"not a CSV file: {error}", rule="format") from None
-    programs = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    programs = [[entry for cell in row if (entry := _computation(cell.strip()))] for row in rows]
     while programs and not programs[-1]:
         programs.pop()
     return Schedule.from_programs(programs, name=name if name.isprintable() else "custom")
+
+
+def _computation(cell: str) -> str:
+    """What a cell of torch's CSV computes; nothing where it only moves tensors or shards of parameters.
+
+    >>> [_computation(cell) for cell in ("0F1", "0SEND_F1", "1UNSHARD", "", "(0F4;3B1)OVERLAP_F_B")]
+    ['0F1', '', '', '', '(0F4;3B1)OVERLAP_F_B']
+    """
+    if cell.startswith("(") and cell.endswith(")OVERLAP_F_B"):
+        inside = cell[1 : -len(")OVERLAP_F_B")].split(";")
+        parts = [part.strip() for part in inside if not _MOVES.fullmatch(part.strip())]
+        # A pair of which one half only moves something is the other half alone.
+        return cell if len(parts) == len(inside) else ";".join(parts)
+    return "" if _MOVES.fullmatch(cell) else cell
 
 
 def parse_json(text: str) -> object:

@@ -105,9 +105,14 @@ def families() -> dict[str, Family]:
 
 
 def find_family(name: str) -> Family:
-    """Look a family up by its name or by torch's name for it, in any case."""
+    """Look a family up by its name, by torch's name for it or by that of torch's class, in any case.
+
+    >>> find_family("Interleaved1F1B").name, find_family("ScheduleInterleaved1F1B").name
+    ('interleaved', 'interleaved')
+    """
     _load_own_families()
-    found = _families.get(str(name).lower())
+    key = str(name).lower()
+    found = _families.get(key) or _families.get(key.removeprefix("schedule"))
     if found is None:
         known = sorted(_families)
         raise ScheduleError(

@@ -9,6 +9,7 @@ from typing import Any
 from stageline.errors import StagelineError, shorten
 from stageline.schedules import action as kinds
 from stageline.schedules.certificate import verify
+from stageline.schedules.channels import check_channels
 from stageline.schedules.schedule import Schedule
 from stageline.synthesis.baselines import objective_of
 from stageline.synthesis.fast_simulate import end_times, objective_value, peak_memory_of
@@ -149,6 +150,7 @@ def _result(search: Search, best: Plan) -> Synthesis:
         name="synthesized",
     )
     verify(schedule)
+    check_channels(schedule)
     timeline = simulate(schedule, problem.costs)
     achieved = objective_of(problem, timeline)
     return Synthesis(
