@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -193,3 +196,13 @@ def test_a_sender_that_ends_late_does_no_harm(links: tuple[Links, Links], monkey
         sender.finish(20.0)
         receiver.finish(20.0)
     sender.close(5.0)
+
+
+def test_links_that_outlive_their_module_end_without_a_word(tmp_path: Path) -> None:
+    """At the end of Python, where names of modules are gone before the last objects."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom stageline.transport import links\nlinks.kept = links.Links(0, 1)\nsys.kept = links\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
