@@ -440,3 +440,67 @@ def test_a_script_that_lost_a_rank_keeps_its_exit_code(nursery: Nursery, tmp_pat
             if each.poll() is None:
                 os.kill(each.pid, signal.SIGKILL)
             each.wait(PATIENCE)
+
+
+@pytest.mark.parametrize("script_makes_it", [False, True])
+def test_a_new_rendezvous_in_the_same_process_knows_nothing_of_the_one_before(
+    nursery: Nursery, tmp_path: Path, script_makes_it: bool
+) -> None:
+    """A good round, one that a rank left, one in which a rank was killed, and two with a new process in its place."""
+    script = RANK.with_name("rendezvous_rank.py")
+    faults = ["", "leave", "kill", "", ""]
+    rounds = [[number, free_port(), fault] for number, fault in enumerate(faults)]
+    environment = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"STAGELINE_FLIGHT_DIR": str(tmp_path / "flights")}
+
+    def begin(rank: int, first: int) -> Child:
+        given = [rank, str(tmp_path), rounds[first:], script_makes_it]
+        own = {**environment, "RANK": str(rank)}
+        return nursery.start(script, "main", given, log=tmp_path / f"log-{rank}", environment=own)
+
+    started = [begin(rank, 0) for rank in range(RANKS)]
+    try:
+        assert started[-1].wait(PATIENCE) == -signal.SIGKILL, (tmp_path / f"log-{RANKS - 1}").read_text()
+        started[-1] = begin(RANKS - 1, 3)
+        for rank, child in enumerate(started):
+            assert child.wait(PATIENCE) == 0, (tmp_path / f"log-{rank}").read_text()
+    finally:
+        for child in started:
+            child.signal(signal.SIGKILL)
+    for rank in range(RANKS):
+        told = [json.loads(line) for line in (tmp_path / f"rounds-{rank}").read_text().splitlines()]
+        said = {each["round"]: each["said"] for each in told}
+        assert [said.pop(number) for number in (0, 3, 4)] == ["", "", ""]
+        if rank < RANKS - 1:
+            assert said[1].startswith(f"rank {RANKS - 1} failed"), said
+            assert said[2].startswith(f"rank {RANKS - 1} died"), said
+
+
+def test_restarted_ranks_meet_though_the_store_holds_the_addresses_of_those_before(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    """torchrun keeps one store for all attempts."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        plan = [{"do": "right"}, *([{**STEP, "plant": ["kill", attempt, "F", 1]}] if attempt < 2 else [])]
+        environment = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        ranks = {}
+        for rank in range(RANKS):
+            given = [rank, str(folder), plan, LONG, 4, list(range(RANKS))]
+            own = {**environment, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+            ranks[rank] = nursery.start(RANK, "main", given, log=folder / f"log-{rank}", environment=own)
+        try:
+            codes = {rank: child.wait(PATIENCE) for rank, child in ranks.items()}
+        finally:
+            for child in ranks.values():
+                child.signal(signal.SIGKILL)
+        lost_rank = {attempt: -signal.SIGKILL} if attempt < 2 else {}
+        logs = [(folder / f"log-{rank}").read_text() for rank in range(RANKS)]
+        assert codes == {**dict.fromkeys(range(RANKS), 0), **lost_rank}, logs
+        answers = [json.loads(line) for line in (folder / "answers-2").read_text().splitlines()]
+        assert answers[1]["right"]

@@ -6,9 +6,12 @@ import os
 import resource
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -267,3 +270,13 @@ def test_a_stranger_that_says_nothing_has_to_go_in_time(
         time.sleep(0.01)
         links[1].wait(links[1].inbound(0, "forward"), 0.01)
         assert stranger.recv(1) == b""
+
+
+def test_links_that_outlive_their_module_end_without_a_word(tmp_path: Path) -> None:
+    """At the end of Python, where names of modules are gone before the last objects."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom stageline.transport import links\nlinks.kept = links.Links(0, 1)\nsys.kept = links\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert done.stderr == ""

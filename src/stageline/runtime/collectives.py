@@ -72,11 +72,14 @@ class Collectives(ABC):
             work = start()
         except RuntimeError as error:
             raise self.lose(f"rank {self.process} lost another rank: {error}") from error
+        pending = self._groups.pending
+        pending.add(work)
 
         def wait() -> None:
             before, self._control.waits = self._control.waits, EVERYONE
             try:
                 self._wait(work)
+                pending.discard(work)
             finally:
                 self._control.waits = before
 

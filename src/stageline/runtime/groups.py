@@ -12,8 +12,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,12 @@ from torch.distributed.rendezvous import rendezvous
 from stageline.errors import StagelineError
 from stageline.runtime.control.client import Control
 from stageline.runtime.control.judge import EVERYONE
-from stageline.runtime.control.launch import share_by_store
+from stageline.runtime.control.launch import ControlError, share_by_store
 from stageline.runtime.control.verdict import Verdict
 from stageline.runtime.exit import keep_groups, leave_stuck
 from stageline.runtime.flight import Flight
 from stageline.runtime.layout import Layout
+from stageline.runtime.meeting import Meeting
 from stageline.runtime.worlds import PipelineError, note_record
 from stageline.transport.links import Links
 from stageline.transport.payloads import PayloadGroups
@@ -55,25 +56,26 @@ class Ways:
 class Groups:
     """What one default group of torch.distributed needs for pipelines; made by all processes together."""
 
-    _number = 0
-
     def __init__(self, deadline: float) -> None:
         """Make the groups, and the channel that tells who fails."""
-        store = dist.distributed_c10d._get_default_store()
-        self.watch = watch_over(store, dist.get_rank(), dist.get_world_size(), deadline)
-        Groups._number += 1
-        self._key = f"stageline/lost/{Groups._number}"
+        watch = watch_over_default(deadline)
+        self.watch = watch.control
+        self._prefix = watch.next_prefix()
+        self._key = f"{self._prefix}/lost"
+        self.pending: set[Any] = set()
+        """Collectives that were started and not waited for to their end."""
         self._asking: threading.Thread | None = None
         self._pipelines = 0
         self._ways: dict[Layout, Ways] = {}
         together(self.watch, self._make)
 
     def _make(self) -> None:
-        self.links = Links.join(own_host(os.environ, self.watch.host))
-        self.control = dist.new_group(backend="gloo", group_desc="stageline control")
-        able = torch.tensor([int(has_own_gpu(os.environ))])
-        dist.all_reduce(able, dist.ReduceOp.MIN, group=self.control)
-        self.payloads = PayloadGroups("nccl", "cuda") if int(able) else None
+        with own_part_of_store(self._prefix):
+            self.links = Links.join(own_host(os.environ, self.watch.host))
+            self.control = dist.new_group(backend="gloo", group_desc="stageline control")
+            able = torch.tensor([int(has_own_gpu(os.environ))])
+            dist.all_reduce(able, dist.ReduceOp.MIN, group=self.control)
+            self.payloads = PayloadGroups("nccl", "cuda") if int(able) else None
 
     def count(self) -> int:
         """A number for one more pipeline; all processes make them in the same order."""
@@ -100,8 +102,9 @@ class Groups:
             ends = [dist.new_group(column, backend=backend, group_desc="stageline column") for column in columns]
             return [rows[replica], ends[rank]]
 
-        mine = make("gloo")
-        return Ways(*mine) if self.payloads is None else Ways(*mine, *make("nccl"))
+        with own_part_of_store(self._prefix):
+            mine = make("gloo")
+            return Ways(*mine) if self.payloads is None else Ways(*mine, *make("nccl"))
 
     def lost(self) -> str:
         """What a rank told that can go on no more; empty as long as there is none."""
@@ -109,11 +112,16 @@ class Groups:
 
     def lose(self, text: str) -> None:
         """Tell the others, who may be waiting, if none did; let the next pipeline start with new connections."""
-        keep_groups()
+        self.keep()
         for default in [default for default, groups in _made.items() if groups is self]:
             del _made[default]
         if not self.lost():
             self._ask(lambda store: str(store.set(self._key, text)))
+
+    def keep(self) -> None:
+        """Keep all groups for good, if a collective is on the way which nobody waits for any more."""
+        if any(not work.is_completed() for work in self.pending):
+            keep_groups()
 
     def _ask(self, what: Callable[[Any], str]) -> str:
         """Ask the store, on a thread: it may be kept by a process that froze, and then nothing comes back."""
@@ -132,6 +140,24 @@ class Groups:
         return answer[0] if answer else ""
 
 
+@contextmanager
+def own_part_of_store(prefix: str) -> Iterator[None]:
+    """Let new groups meet in a part of the store that nobody else has written to.
+
+    The addresses by which gloo and NCCL connect are in the store of the default group. Where a script made that group,
+    keys of an earlier attempt may still be there, and a rank would call one that is gone.
+    """
+    default, known = dist.group.WORLD, dist.distributed_c10d._world.pg_map
+    assert default is not None
+    backend, store = known[default]
+    known[default] = (backend, PrefixStore(prefix, store))
+    try:
+        yield
+    finally:
+        if default in known:
+            known[default] = (backend, store)
+
+
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Groups] = weakref.WeakKeyDictionary()
 
 
@@ -144,18 +170,54 @@ def own_groups(deadline: float) -> Groups:
     return _made[default]
 
 
-_watch: dict[int, Control] = {}
-"""The control channel of this process: one for its life, or until its number of ranks changes."""
+class Watch:
+    """The control channel of one rendezvous, and the name under which its ranks keep what they tell each other."""
+
+    def __init__(self, store: Any, rank: int, ranks: int, deadline: float) -> None:
+        """Open the channel; rank 0 starts the referee, and tells by the store."""
+        try:
+            meeting = Meeting(store, rank, ranks)
+        except Exception as error:
+            raise ControlError(
+                f"rank {rank} was not told where the control channel is, so rank 0 did not start or has ended: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        self.name = meeting.name
+        self.group: Callable[[], Any] = lambda: None
+        """The default group that was made by this rendezvous, as long as it is there."""
+        self._made = 0
+        share = share_by_store(PrefixStore(self.name, store), rank, str(ranks), ranks)
+        self.control = control = Control.start(rank, ranks, share, deadline)
+        end = time.monotonic() + 2 * deadline + 10
+        if rank == 0:
+            meeting.answer(lambda: control.verdict() is not None or time.monotonic() > end)
+
+    def next_prefix(self) -> str:
+        """A part of the store for one more set of groups; all processes make them in the same order."""
+        self._made += 1
+        return f"stageline/{self.name}/{self._made}"
 
 
-def watch_over(store: Any, rank: int, ranks: int, deadline: float) -> Control:
-    """Open the control channel, or use the one that is open; rank 0 starts the referee, and tells by the store."""
-    if ranks not in _watch:
-        for other in _watch.values():
-            other.close()
-        _watch.clear()
-        _watch[ranks] = Control.start(rank, ranks, share_by_store(store, rank, str(ranks), ranks), deadline)
-    return _watch[ranks]
+_watch: list[Watch] = []
+"""The last one of this process."""
+
+
+def watch_over(store: Any, rank: int, ranks: int, deadline: float) -> Watch:
+    """Open the control channel of a new rendezvous; what became of an earlier one is over."""
+    while _watch:
+        _watch.pop().control.close()
+    _watch.append(Watch(store, rank, ranks, deadline))
+    return _watch[0]
+
+
+def watch_over_default(deadline: float) -> Watch:
+    """The control channel of the default group of this moment."""
+    default = dist.group.WORLD
+    assert default is not None
+    if not _watch or _watch[0].group() is not default:
+        store = dist.distributed_c10d._get_default_store()
+        watch_over(store, dist.get_rank(), dist.get_world_size(), deadline).group = weakref.ref(default)
+    return _watch[0]
 
 
 def own_host(environment: Mapping[str, str], reached: str) -> str:
@@ -201,12 +263,13 @@ def _join(deadline: float) -> None:
     """Meet the other ranks. One that does not come is named by the control channel, which needs only rank 0."""
     store, rank, ranks = _meet(deadline)
     watch = watch_over(PrefixStore("stageline", store), rank, ranks, deadline)
-    verdict = watch.everyone(timeout=2 * deadline + 10)
+    verdict = watch.control.everyone(timeout=2 * deadline + 10)
     if verdict is not None:
-        raise _not_started(watch, verdict)
+        raise _not_started(watch.control, verdict)
     backend = "cpu:gloo,cuda:nccl" if has_own_gpu(os.environ) else "gloo"
-    ours = PrefixStore("default", store)
-    together(watch, lambda: dist.init_process_group(backend, store=ours, rank=rank, world_size=ranks))
+    ours = PrefixStore(f"default/{watch.name}", store)
+    together(watch.control, lambda: dist.init_process_group(backend, store=ours, rank=rank, world_size=ranks))
+    watch.group = weakref.ref(dist.group.WORLD)
 
 
 def _meet(deadline: float) -> tuple[Any, int, int]:

@@ -20,7 +20,7 @@ from stageline.runtime.collectives import Collectives, Column
 from stageline.runtime.control.judge import EVERYONE
 from stageline.runtime.control.verdict import Failure, Verdict, located
 from stageline.runtime.executor import Executor, RankResult, Work
-from stageline.runtime.exit import close_at_exit, keep_groups
+from stageline.runtime.exit import close_at_exit
 from stageline.runtime.flight import Flight
 from stageline.runtime.groups import BLAME, several_processes
 from stageline.runtime.layout import Layout, find_layout
@@ -329,7 +329,7 @@ class ProcessWorld(Collectives):
             self._left = True
             self._transport.close()
             close_at_exit(partial(self._transport.close, 1.0))
-            keep_groups()
+            self._groups.keep()
 
     def lose(self, text: str) -> PipelineError:
         """This rank cannot go on; tell all, who may wait for it."""

@@ -21,7 +21,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch.distributed as dist
@@ -48,6 +48,8 @@ _PIECES = 512
 
 _open: weakref.WeakSet[Links] = weakref.WeakSet()
 """What a forked child must let go of."""
+_joined: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""How often the processes of a default group joined each other: a process may be new, and the others not."""
 
 
 class Inbound:
@@ -167,8 +169,6 @@ class Links:
     >>> links.close()
     """
 
-    _number = 0
-
     def __init__(self, rank: int, ranks: int, host: str = "127.0.0.1") -> None:
         """Listen at an address of this machine that the others can reach."""
         self.rank = rank
@@ -193,7 +193,10 @@ class Links:
         self._in: dict[tuple[int, Lane], Inbound] = {}
         self._out: dict[tuple[int, Lane], Outbound] = {}
         self._accepting = threading.Lock()
-        self._closed = False
+        # With the last pipeline that uses them; not at the end of Python, which leaves nothing to close them with.
+        own = (self._listener, self._bell, self._ear)
+        self._closing = weakref.finalize(self, _close, own, self._in, self._out, self._strangers)
+        self._closing.atexit = False
         _open.add(self)
 
     @classmethod
@@ -201,8 +204,9 @@ class Links:
         """Listen, and learn by the store of the default group where the others do; all its processes call this."""
         store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
         links = cls(rank, ranks, host)
-        cls._number += 1
-        key = f"stageline/links/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{cls._number}"
+        default = dist.group.WORLD
+        _joined[default] = _joined.get(default, 0) + 1
+        key = f"stageline/links/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_joined[default]}"
         share = Sharing(store, f"{key}/token", rank, here=one_machine(ranks))
         try:
             token = share(secrets.token_hex(32))
@@ -346,23 +350,31 @@ class Links:
 
     def close(self) -> None:
         """Leave nothing behind."""
-        if not self._closed:
-            self._closed = True
-            self.wake()
-            for link in self._sockets():
-                link.close()
-
-    def __del__(self) -> None:
-        """With the last pipeline that uses them."""
-        if hasattr(self, "_closed"):
-            self.close()
+        self._closing()
 
     def _ends(self) -> list[socket.socket]:
-        incoming = [end.link for end in list(self._in.values()) if end.link is not None]
-        return [*incoming, *(end.link for end in list(self._out.values()))]
+        return _ends(self._in, self._out)
 
     def _sockets(self) -> list[socket.socket]:
         return [*self._ends(), *self._strangers, self._listener, self._bell, self._ear]
+
+
+def _ends(incoming: Mapping[Any, Inbound], outgoing: Mapping[Any, Outbound]) -> list[socket.socket]:
+    links = [end.link for end in list(incoming.values()) if end.link is not None]
+    return [*links, *(end.link for end in list(outgoing.values()))]
+
+
+def _close(
+    own: tuple[socket.socket, socket.socket, socket.socket],
+    incoming: Mapping[Any, Inbound],
+    outgoing: Mapping[Any, Outbound],
+    strangers: Mapping[socket.socket, Any],
+) -> None:
+    """Wake who waits, and close everything."""
+    with contextlib.suppress(OSError):
+        own[1].send(b"!")
+    for link in (*_ends(incoming, outgoing), *strangers, *own):
+        link.close()
 
 
 def after(pieces: Sequence[memoryview], done: int) -> list[memoryview]:

@@ -1,0 +1,76 @@
+"""A name that the ranks of one rendezvous agree on, whatever their store holds from an earlier one.
+
+torchrun's store outlives a restart, and the store of a script may outlive a process group. Their keys then hold the
+addresses of processes that are gone. So every rank says hello with a number that it has just drawn, and rank 0 answers
+it with the name of this rendezvous, under which everything else is kept.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+
+class Store(Protocol):
+    """What is needed of a torch.distributed store."""
+
+    def set(self, key: str, value: str, /) -> object:
+        """Keep a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Wait for a value."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+
+
+class Meeting:
+    """One rank's part: rank 0 chooses the name and then answers the others, who ask for it.
+
+    >>> class Board(dict):
+    ...     set, check = dict.__setitem__, lambda self, keys: all(key in self for key in keys)
+    ...     def get(self, key): return self[key].encode()
+    >>> Meeting(Board(), rank=0, ranks=1).name in Meeting(Board(), rank=0, ranks=1).name
+    False
+    """
+
+    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+        """Choose the name, or wait until rank 0 tells it."""
+        self._store, self._ranks = store, ranks
+        if rank == 0:
+            self.name = secrets.token_hex(8)
+            return
+        drawn = secrets.token_hex(8)
+        store.set(_hello(rank), drawn)
+        self.name = store.get(_answer(drawn)).decode()
+        store.set(_heard(self.name, rank), "1")
+
+    def answer(self, over: Callable[[], bool]) -> Sequence[int]:
+        """On rank 0: answer the others until all of them have heard it, or it is over; gives the ranks that have not."""
+        answered: set[str] = set()
+        missing = list(range(1, self._ranks))
+        while missing and not over():
+            for rank in missing:
+                if self._store.check([_hello(rank)]):
+                    drawn = self._store.get(_hello(rank)).decode()
+                    if drawn not in answered:  # one of an earlier rendezvous, perhaps, whom the answer does not harm
+                        self._store.set(_answer(drawn), self.name)
+                        answered.add(drawn)
+            missing = [rank for rank in missing if not self._store.check([_heard(self.name, rank)])]
+            if missing:
+                time.sleep(0.01)
+        return missing
+
+
+def _hello(rank: int) -> str:
+    return f"stageline/hello/{rank}"
+
+
+def _answer(drawn: str) -> str:
+    return f"stageline/answer/{drawn}"
+
+
+def _heard(name: str, rank: int) -> str:
+    return f"stageline/heard/{name}/{rank}"
