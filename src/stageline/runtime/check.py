@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError, shorten
 from stageline.model.asked import whole
@@ -94,6 +95,7 @@ def check(
     whole("ranks", ranks)
     inputs, targets, loss = _understood(batch, loss_fn)
     samples = batch_size(inputs, "the inputs")
+    inputs = pytree.tree_map(_leaf, inputs)
     parts = min(2 * ranks, samples) if microbatches is None else microbatches
     if isinstance(schedule, Schedule):
         parts = schedule.microbatches
@@ -123,6 +125,11 @@ def check(
         tied=tuple(name for name, parameter in piped.named_parameters() if id(parameter) in tied),
         reference=reference,
     )
+
+
+def _leaf(value: Any) -> Any:
+    """A leaf of its own, so that gradients of the inputs stay here."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def _understood(batch: Any, loss_fn: Callable[[Any, Any], Any] | None) -> tuple[Any, Any, Callable[[Any, Any], Any]]:

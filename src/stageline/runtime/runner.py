@@ -34,6 +34,7 @@ from stageline.runtime.cut import forwards_of, only_microbatches
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.garbage import no_collections
 from stageline.runtime.heap import keep_memory
+from stageline.runtime.inputs import exchange, give_gradients, refuse_graphs, refuse_keywords, wanted
 from stageline.runtime.outcome import Outcome, first_not_finite, metrics_of, sums, times_of
 from stageline.runtime.randomness import Generators
 from stageline.runtime.reduce import Reducer
@@ -209,10 +210,17 @@ class Runner:
         """Cut the batch; parts that would be empty are left out."""
         parts = self.schedule.microbatches
         predicting = not batch.with_targets
+        wants = wanted(batch.inputs) if batch.training else []
+        if batch.training:
+            refuse_graphs(batch.inputs, self._world.layout.replicas)
+            refuse_keywords(batch.keywords)
+        with torch.enable_grad() if wants else nullcontext():  # gradients go from the parts to the whole
+            inputs = parts_of(batch.inputs, parts, filled)
         return Work(
             step=self._steps,
             samples=total,
-            inputs=parts_of(batch.inputs, parts, filled),
+            inputs=inputs,
+            inputs_want=wants,
             targets=parts_of(batch.targets, parts, filled) if batch.with_targets else [],
             weights=weights(self.loss_reduction, samples, parts, filled, batch.count, predicting, total),
             keywords=keyword_parts(batch.keywords, self.schedule.stages, parts, filled),
@@ -277,8 +285,18 @@ class Runner:
             gather(self._placed, self._world.share, self._alone)
             if self._replicas is not None:
                 self._replicas.finish(reducer, changed, buffers)
+            self._give_input_gradients(batch, work, results)
         metrics = self._metrics(metrics_of(results, work.weights)) if described else {}
         return Done(crew, work, results, outcome, sum(losses), metrics)
+
+    def _give_input_gradients(self, batch: Batch, work: Work, results: Sequence[RankResult]) -> None:
+        """Bring the gradients of the inputs where they belong, on the processes that hold stage 0."""
+        gradients = {key: grads for result in results for key, grads in result.input_gradients.items()}
+        owners = sorted(set(self.schedule.placement.table[:, 0].tolist()))
+        if len(owners) > 1 and not self._alone:
+            gradients = dict(exchange(self._world, owners, work.inputs_want, gradients))
+        if work.inputs_want and set(owners) & set(self._world.here):
+            give_gradients(batch.inputs, work.inputs, gradients)
 
     def _sum_up(self, crew: Crew, results: list[RankResult]) -> Floats:
         for executor, result in zip(crew.executors, results, strict=True):
