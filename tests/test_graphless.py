@@ -1,4 +1,4 @@
-"""Losses without a graph are refused as `loss.backward()` refuses them; a graph that ends on the way equals the loop's."""
+"""Losses without a graph are refused, as `loss.backward()` does; a graph that ends on the way equals the loop's."""
 
 from __future__ import annotations
 

@@ -130,6 +130,7 @@ def check(
     inputs, targets, loss = _understood(batch, loss_fn)
     names = ("args_chunk_spec", "kwargs_chunk_spec", "targets_chunk_spec", "output_merge_spec")
     samples = _samples(inputs, ChunkSpecs(*(options.get(name) for name in names)))
+    inputs = pytree.tree_map(_leaf, inputs)
     parts = min(2 * ranks, samples) if microbatches is None else microbatches
     if isinstance(schedule, Schedule):
         parts = schedule.microbatches
@@ -315,6 +316,11 @@ def _samples(inputs: Any, specs: ChunkSpecs) -> int:
     if given is None:
         raise StagelineError("the inputs have nothing that is cut into microbatches; let one tensor of them be cut")
     return given
+
+
+def _leaf(value: Any) -> Any:
+    """A leaf of its own, so that gradients of the inputs stay here."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def _understood(batch: Any, loss_fn: Callable[[Any, Any], Any] | None) -> tuple[Any, Any, Callable[[Any, Any], Any]]:

@@ -43,6 +43,10 @@ class Work:
     keep_outputs: bool = False
     scale: float = 1.0
     """What all gradients are multiplied by, and the loss that is told is not."""
+    inputs_want: Sequence[bool] = ()
+    """For each tensor of the inputs, whether it requires a gradient; empty if none does."""
+    input_roots: Sequence[tuple[Tensor, Tensor]] = ()
+    """Inputs that come from a graph, and the leaves that were cut into microbatches in their place."""
     began: Mapping[int, tuple[Any, float]] = field(default_factory=dict)
     """For every GPU in use: an event in the caller's stream, after which the step may begin, and its moment."""
 
@@ -56,6 +60,8 @@ class RankResult:
     losses: dict[int, Tensor] = field(default_factory=dict)
     metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
+    input_gradients: dict[int, Sequence[Tensor | None]] = field(default_factory=dict)
+    """For each microbatch, the gradients of the batch's own inputs, where they are wanted."""
     split: tuple[int, int] = (0, 0)
     """Of the elements of parameters that got a gradient by I and W: all, and those that came with I."""
     over: Any = None
@@ -246,8 +252,12 @@ class Executor:
         grads = None if arrived is None else list(arrived.leaves)
         changed = () if arrived is None else arrived.wants_gradient
         run = stage.backward if task.kind == kinds.B else stage.backward_input
-        found: list[Leaf] = list(run(task.microbatch, grads, changed))  # type: ignore[arg-type]
-        return self._message(task, work, found, "", stage.changed) if task.stage > 0 else None
+        gradients = run(task.microbatch, grads, changed)  # type: ignore[arg-type]
+        if task.stage > 0:
+            return self._message(task, work, gradients, "", stage.changed)
+        if work.inputs_want:
+            result.input_gradients[task.microbatch] = gradients
+        return None
 
     def _forward(
         self, stage: Stage, task: _Task, arrived: Message | None, work: Work, result: RankResult
@@ -256,7 +266,8 @@ class Executor:
             leaves, tree = flatten(self._here(work.inputs[task.microbatch]), "the batch")
             # Through .data: microbatches are parts of one tensor, and a change of one in place is no change of another.
             leaves = [leaf.data if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            wants = [False] * len(leaves)
+            own = iter(work.inputs_want or [False] * len(leaves))
+            wants = [isinstance(leaf, Tensor) and next(own) for leaf in leaves]
         else:
             leaves, tree, wants = list(arrived.leaves), arrived.tree, list(arrived.wants_gradient)
         given = work.keywords.get(task.stage)

@@ -20,9 +20,9 @@ def refuse_loss(stage: int, microbatch: int, part: nn.Module, inputs: Sequence[L
     >>> refuse_loss(1, 0, nn.Linear(2, 2), [torch.ones(2)], torch.ones(2))
     Traceback (most recent call last):
       ...
-    stageline.errors.StagelineError: the loss of microbatch 0 does not require grad, so no parameter would get a gradient:
-    parameters or inputs of stage 1, the last one, require grad, and its output does not; look for detach(), no_grad() or an
-    operation without a derivative in its forward
+    stageline.errors.StagelineError: the loss of microbatch 0 does not require grad, so no parameter would get a
+    gradient: parameters or inputs of stage 1, the last one, require grad, and its output does not; look for detach(),
+    no_grad() or an operation without a derivative in its forward
     """
     if any(tensor.requires_grad for tensor in tensors_of(pytree.tree_leaves(output))):
         why = (

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from stageline.errors import StagelineError, nearest, shorten
+from stageline.runtime.inputs import wanted as wants_gradients
 from stageline.runtime.lane import Ground, Judged, Lane, Offer, Terms, not_finite
 from stageline.runtime.lanes_processes import ProcessGround, ProcessRun, Pulled
 from stageline.runtime.lanes_threads import ThreadRun
@@ -92,6 +93,11 @@ def read_batch(pipe: Pipeline, given: Any) -> Batch:
         raise StagelineError(
             f"a batch is a pair of inputs and targets, a tensor or a dict of inputs alone, or None where a rank needs "
             f"none; got {shorten(given)}"
+        )
+    if wants_gradients(said["inputs"]):
+        raise StagelineError(
+            "inputs of a run require grad, and the next batch is read before their gradients are known; call "
+            "pipe.step(inputs, targets) and optimizer.step() in a loop instead, or detach the inputs"
         )
     wanted = pipe._targets(said.get("targets"))
     scale = said.get("scale", 1.0)

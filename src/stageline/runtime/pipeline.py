@@ -374,6 +374,8 @@ class Pipeline(Runner):
         inputs are read on the first stage, targets on the last. `count` is the number of targets that a loss is divided
         by, over all microbatches and, where gradients of several steps are added up, over all of those. `scale` is what
         all gradients are multiplied by, as float16 needs, or a mean over several steps; the loss that is told is not.
+        Inputs that require grad get their gradients, where stage 0 is: a leaf in its `.grad`, and the graph of any
+        other (`pipe.step(front(x), y)`) runs its backward once.
         `stage_kwargs` holds keyword inputs of single stages, `{2: {"mask": mask}}`, or of every stage that takes them,
         `{"all": {"mask": mask}}`; they are cut into microbatches as the batch is.
         Each replica is given samples of its own, and gradients are added up over all of them. With `sync=False` they

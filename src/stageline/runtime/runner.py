@@ -38,6 +38,7 @@ from stageline.runtime.cut import forwards_of, only_microbatches
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.garbage import no_collections
 from stageline.runtime.heap import keep_memory
+from stageline.runtime.inputs import exchange, give_gradients, refuse_graphs, refuse_keywords, wanted, with_leaves
 from stageline.runtime.loss_reads import LossReads, Tensors
 from stageline.runtime.outcome import Outcome, first_not_finite, metrics_of, sums, times_of
 from stageline.runtime.penalty import Penalty, add_gradients, not_finite, terms_of, values_of
@@ -245,10 +246,19 @@ class Runner:
         """Cut the batch; parts that would be empty are left out."""
         parts = self.schedule.microbatches
         predicting = not batch.with_targets
+        wants = wanted(batch.inputs) if batch.training else []
+        if batch.training:
+            refuse_graphs(batch.inputs, self._world.layout.replicas)
+            refuse_keywords(batch.keywords)
+        whole, roots = with_leaves(batch.inputs) if wants else (batch.inputs, ())
+        with torch.enable_grad() if wants else nullcontext():  # gradients go from the parts to the whole
+            inputs = input_parts(whole, parts, filled, self._specs)
         return Work(
             step=self._steps,
             samples=total,
-            inputs=input_parts(batch.inputs, parts, filled, self._specs),
+            inputs=inputs,
+            inputs_want=wants,
+            input_roots=roots,
             targets=target_parts(batch.targets, parts, filled, self._specs) if batch.with_targets else [],
             weights=weights(self.loss_reduction, samples, parts, filled, batch.count, predicting, total),
             keywords=keyword_parts(batch.keywords, self.schedule.stages, parts, filled, self._specs),
@@ -324,8 +334,18 @@ class Runner:
                 self._replicas.finish(reducer, changed, buffers)
             if batch.sync or self._world.replica == 0:  # what is added up over replicas later counts in one of them
                 add_gradients(terms, batch.scale)
+            self._give_input_gradients(work, results)
         metrics = self._metrics(metrics_of(results, work.weights)) if described else {}
         return Done(crew, work, results, outcome, sum(losses) + outcome.penalty, metrics)
+
+    def _give_input_gradients(self, work: Work, results: Sequence[RankResult]) -> None:
+        """Bring the gradients of the inputs where they belong, on the processes that hold stage 0."""
+        gradients = {key: grads for result in results for key, grads in result.input_gradients.items()}
+        owners = sorted(set(self.schedule.placement.table[:, 0].tolist()))
+        if len(owners) > 1 and not self._alone:
+            gradients = dict(exchange(self._world, owners, work.inputs_want, gradients))
+        if work.inputs_want and set(owners) & set(self._world.here):
+            give_gradients(work.inputs, work.input_roots, gradients)
 
     def _sum_up(
         self, crew: Crew, results: list[RankResult], names: Sequence[str], terms: dict[str, Tensor], training: bool
