@@ -15,6 +15,7 @@ from stageline.errors import StagelineError, shorten
 from stageline.model.asked import whole
 from stageline.model.huggingface import own_loss
 from stageline.model.passed import arguments
+from stageline.model.unwrap import unwrapped
 from stageline.runtime.pipeline import Pipeline
 from stageline.runtime.randomness import Generators
 from stageline.runtime.tree import batch_size, split_batch
@@ -89,6 +90,7 @@ def check(
     >>> report.equal, report.compared
     (True, 4)
     """
+    model = unwrapped(model)
     if not isinstance(model, nn.Module):
         raise StagelineError(f"check takes a model, an nn.Module, got {shorten(model)}")
     whole("ranks", ranks)

@@ -15,6 +15,7 @@ from stageline.model.build import Description, describe
 from stageline.model.skips import parts_of
 from stageline.model.staged import Staged, even_sizes, split
 from stageline.model.units import NoStack, find_units, layers_of
+from stageline.model.unwrap import unwrapped
 from stageline.schedules.files import read_schedule
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import families, find_family, schedule
@@ -47,10 +48,12 @@ def described(stages: Any) -> tuple[Any, Description[Any] | None]:
     >>> len(model), model[0].weight.device.type, recipe.nbytes()
     (2, 'meta', 68)
     """
+    stages = unwrapped(stages)
     if isinstance(stages, nn.Module | Staged):
         return stages, stages.recipe if isinstance(stages, Staged) else None
     if callable(stages):
-        recipe = describe(stages)
+        build = stages
+        recipe = describe(lambda: unwrapped(build()))
         return recipe.model, recipe
     found = list(stages) if isinstance(stages, Sequence) else []
     if found and all(callable(each) and not isinstance(each, nn.Module) for each in found):
