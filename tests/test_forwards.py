@@ -210,7 +210,7 @@ class ChangesInput(Model):
     ("kind", "said"),
     [
         (WithList, r"blocks\.0 changes a list that it is given, which other stages do not see; let it give back"),
-        (WithAttribute, r"blocks\.0 keeps aux of its forward as an attribute, which other stages do not see"),
+        (WithAttribute, r"the forward reads blocks\.2\.aux, which blocks\.2 keeps of its forward as an attribute"),
         (Reentrant, r"in a checkpoint with use_reentrant=True, .*; use use_reentrant=False, or recompute="),
         (Regularised, r"looks at all parameters, and a stage holds some; add such a term to the loss outside"),
         (Counting, r"changes the buffer count outside of its units, and every stage runs that"),
@@ -304,11 +304,7 @@ def test_all_values_can_be_passed_on() -> None:
         assert loss == plainly(plain, functional.mse_loss, X[:size], Y[:size], 2)
 
 
-def test_compiled_blocks_say_how_to_compile_them() -> None:
-    model = Model()
-    model.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in model.blocks)  # type: ignore[misc]
-    with pytest.raises(sl.StagelineError, match=r"blocks\.0 was wrapped by torch\.compile\(…\).*module\.compile\(\)"):
-        sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
+def test_an_example_that_does_not_fit_is_said() -> None:
     with pytest.raises(sl.StagelineError, match="Model cannot run on the example"):
         sl.split(Model(), 2, example=noise(2, 5))
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from stageline.errors import StagelineError
 from stageline.model.effects import Counters
 from stageline.model.replay import Replay
+from stageline.model.unwrap import Wrapper, is_wrapped
 
 _classes: dict[tuple[type, type[nn.Module]], type[nn.Module]] = {}
 
@@ -113,10 +114,6 @@ def copy_of(module: nn.Module) -> nn.Module:
 def called(module: nn.Module, name: str, replay: Replay, own: bool) -> nn.Module:
     """A unit that asks the replay when it is called; where it is not the stage's own, it holds nothing."""
     kind = type(module)
-    if hasattr(module, "_orig_mod"):
-        raise StagelineError(
-            f"{name} was wrapped by torch.compile(…), which hides what it is; compile it in place: module.compile()"
-        )
     base = _Called if own else _Elsewhere
     if (base, kind) not in _classes:
         words = {"__module__": kind.__module__, "__doc__": kind.__doc__}
@@ -211,11 +208,12 @@ class StagePart(nn.Sequential):
         elif at and not any(name.startswith(f"{at}.") for name in marked):
             made = called(module, at, self.replay, True)
         else:
-            made = copy_of(module)
+            made = Wrapper() if is_wrapped(module) else copy_of(module)
             for name, child in module._modules.items():
                 if child is not None:
                     made._modules[name] = self._framed(child, f"{at}.{name}" if at else name, marked)
             made.__dict__["named_parameters"] = _Guarded(made, self.replay)
+            made.__dict__["_compiled_call_impl"] = None  # its graph has all units in it
         if made is not module:
             self._copies.append((Original(module), made))
         return made
@@ -240,8 +238,12 @@ class StagePart(nn.Sequential):
             if _at(self.model, name) is not unit.module:
                 raise StagelineError(f"{name} was replaced after the pipeline was made; make a new Pipeline")
         for original, made in self._copies:
+            if isinstance(made, Wrapper):
+                continue
             for key, value in original.module.__dict__.items():
-                if key not in _OWN and (key != "_compiled_call_impl" or _same_weights(original.module, made)):
+                if key in _OWN or (key == "_compiled_call_impl" and "named_parameters" in made.__dict__):
+                    continue
+                if key != "_compiled_call_impl" or _same_weights(original.module, made):
                     made.__dict__[key] = value
 
     def forward(self, value: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from stageline.model.replay import Calls, Needs, Replay
 from stageline.model.skips import check_units, parts_of
 from stageline.model.traced import Traced, trace
 from stageline.model.units import NoStack, Unit, find_units
+from stageline.model.unwrap import eager, inner, unwrapped, warn_of_wrapped
 from stageline.schedules.schedule import Schedule
 
 Cut = list[tuple[int, int]]
@@ -144,12 +145,14 @@ def split(
     passes the outputs of all units on, for forwards whose way depends on more than the form of their inputs.
     """
     if not isinstance(model, nn.Module) and callable(model):
-        recipe = describe(model)
+        build = model
+        recipe = describe(lambda: cast(nn.Module, unwrapped(build())))
         staged = split(
             recipe.model, stages, by=by, layers_per_stage=layers_per_stage, stack=stack, example=example, ranks=ranks,
             placement=placement, schedule=schedule, memory=memory, pinned=pinned, speed=speed, everything=everything,
         )  # fmt: skip
         return replace(staged, recipe=recipe)
+    model = unwrapped(model)
     if not isinstance(model, nn.Module):
         raise StagelineError(f"split takes a model, an nn.Module, got {shorten(model)}")
     ask = CutConstraints(ranks, placement, memory, pinned, speed, schedule)
@@ -188,7 +191,9 @@ def _units(model: nn.Module, by: By, stack: Sequence[str]) -> list[Unit]:
     if isinstance(model, nn.Sequential) and not stack and not (isinstance(by, str) and by.startswith("type:")):
         return [Unit(name, module, True) for name, module in model._modules.items() if module is not None]
     kind = by.removeprefix("type:") if isinstance(by, str) and by.startswith("type:") else ""
-    return find_units(model, stack, kind)
+    units = [Unit(*inner(unit.name, unit.module), unit.block) for unit in find_units(model, stack, kind)]
+    warn_of_wrapped(model)
+    return units
 
 
 def _in_order(model: nn.Module, units: list[Unit], example: Any) -> tuple[list[Unit], Needs | None]:
@@ -223,7 +228,8 @@ def _as_run(model: nn.Module, units: list[Unit], example: Any) -> list[Unit]:
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     hooks = [unit.module.register_forward_pre_hook(lambda *_, unit=unit: called.append(unit)) for unit in units]
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        frame = eager(model, [unit.module for unit in units])
+        with frame, torch.no_grad(), torch.random.fork_rng(devices=[]):
             model(*args, **{**huggingface.defaults_of(model), **kwargs})
     finally:
         for hook in hooks:
@@ -339,9 +345,10 @@ def profile_units(model: nn.Module, units: Sequence[Unit], example: Any, **how: 
     """Measure every unit once, on its own."""
     args, kwargs = arguments(example)
     layers = {id(unit.module): (unit.name, unit.module) for unit in reversed(units)}
-    return profile_model(
-        model, args, {**huggingface.defaults_of(model), **kwargs}, layers=list(reversed(layers.values())), **how
-    )
+    with eager(model, [unit.module for unit in units]):
+        return profile_model(
+            model, args, {**huggingface.defaults_of(model), **kwargs}, layers=list(reversed(layers.values())), **how
+        )
 
 
 def profile(model: nn.Module, example: Any, *, repeats: int = 5, warmup: int = 2) -> Profile:
@@ -354,6 +361,7 @@ def profile(model: nn.Module, example: Any, *, repeats: int = 5, warmup: int = 2
     >>> [(layer.name, layer.parameters) for layer in found.layers]
     [('0', 80), ('1', 40)]
     """
+    model = unwrapped(model)
     if not isinstance(model, nn.Module):
         raise StagelineError(f"profile takes a model, an nn.Module, got {shorten(model)}")
     units = _units(model, "layers", ())

@@ -16,6 +16,7 @@ from stageline.errors import StagelineError, shorten
 from stageline.model.asked import whole
 from stageline.model.huggingface import own_loss
 from stageline.model.passed import arguments
+from stageline.model.unwrap import unwrapped
 from stageline.runtime.batch import input_parts, look_at, target_parts
 from stageline.runtime.chunks import ChunkSpecs
 from stageline.runtime.penalty import add_gradients, terms_of
@@ -124,6 +125,7 @@ def check(
     >>> report.verdict, report.equal, report.compared
     ('equal', True, 4)
     """
+    model = unwrapped(model)
     if not isinstance(model, nn.Module):
         raise StagelineError(f"check takes a model, an nn.Module, got {shorten(model)}")
     whole("ranks", ranks)

@@ -15,6 +15,7 @@ from stageline.model.build import Description, describe
 from stageline.model.skips import parts_of
 from stageline.model.staged import Staged, even_sizes, split
 from stageline.model.units import NoStack, find_units, layers_of
+from stageline.model.unwrap import unwrapped
 from stageline.runtime.functions import with_functions
 from stageline.schedules.files import read_schedule
 from stageline.schedules.placement import Placement
@@ -48,10 +49,12 @@ def described(stages: Any) -> tuple[Any, Description[Any] | None]:
     >>> len(model), model[0].weight.device.type, recipe.nbytes()
     (2, 'meta', 68)
     """
+    stages = unwrapped(stages)
     if isinstance(stages, nn.Module | Staged):
         return stages, stages.recipe if isinstance(stages, Staged) else None
     if callable(stages):
-        recipe = describe(stages)
+        build = stages
+        recipe = describe(lambda: unwrapped(build()))
         return recipe.model, recipe
     stages = with_functions(stages)
     found = list(stages) if isinstance(stages, Sequence) else []

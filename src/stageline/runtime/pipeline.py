@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from stageline.errors import StagelineError, shorten
 from stageline.model.sharing import Sharing
 from stageline.model.staged import Staged
+from stageline.model.unwrap import any_compiled
 from stageline.runtime.automatic import Automatic, automatic
 from stageline.runtime.batch import Keywords, Reduction, check_reduction
 from stageline.runtime.chunks import ChunkSpecs
@@ -206,7 +207,7 @@ class Pipeline(Runner):
             recipe.materialise(self._owned_names().__contains__, seed=common, device=device)
             self._parts = cut(given, self.model, self.schedule.stages, example)
         compile_units((part for stage, part in enumerate(self._parts) if self._holds(stage)), compile)
-        self._compiled = compile is not False
+        self._compiled = compile is not False or any_compiled(self._parts)
         self._sharing = Sharing.of([watched_layers(part) for part in self._parts])
         shared = self._sharing.holders()
         self._placed = place(self._parts, self.schedule.placement, self._world.here, shared)
