@@ -21,6 +21,7 @@ from stageline.runtime.chunks import ChunkSpecs
 from stageline.runtime.pipeline import Pipeline
 from stageline.runtime.randomness import Generators
 from stageline.runtime.rounding import FINE, Reasons, Reordered, Summands, differentiable, within
+from stageline.runtime.runner import Batch
 from stageline.runtime.stage import Stage
 from stageline.schedules.schedule import Schedule
 from stageline.testing.reference import Difference, differences
@@ -138,7 +139,9 @@ def check(
     )
     if len(pipe._world.here) != pipe.schedule.ranks:
         raise StagelineError("check compares in one process; call it without torchrun")
-    sent = _watch_cuts(pipe, inputs, min(parts, samples))
+    if pipe._waits:
+        pipe._see(Batch(inputs, targets))
+    sent = _watch_cuts(pipe, min(parts, samples))
     found = pipe.step(inputs, targets).loss
     alone = _Alone(model, pipe, inputs, targets, example, parts)
     total, plain, reference = alone.run(loss)
@@ -158,7 +161,7 @@ def check(
     )
 
 
-def _watch_cuts(pipe: Pipeline, inputs: Any, filled: int) -> dict[int, int]:
+def _watch_cuts(pipe: Pipeline, filled: int) -> dict[int, int]:
     """Note how many values that want gradients each stage gives, in the step to come."""
     sent: dict[int, int] = {}
 
