@@ -218,7 +218,7 @@ def test_a_check_needs_no_example() -> None:
 
 def test_a_batch_that_a_model_cannot_run_on_is_named() -> None:
     pipe = sl.Pipeline(Bare(), loss_fn=square, ranks=2, microbatches=2)
-    with pytest.raises(sl.StagelineError, match="cannot run on the example"):
+    with pytest.raises(sl.StagelineError, match=r"torch\.export cannot trace it: .* reduction dim"):
         pipe.step(torch.randn(4, 7))
     with pytest.raises(sl.StagelineError, match="the inputs are None"):
         pipe.step(None)

@@ -43,6 +43,7 @@ from stageline.runtime.shadows import Placed, place
 from stageline.runtime.stage import StageOptions
 from stageline.runtime.state import check_state, gather_state, watched
 from stageline.runtime.stats import Evaluation, StepStats
+from stageline.runtime.summary import described_in_words
 from stageline.runtime.worlds import Crew
 from stageline.schedules.certificate import verify
 from stageline.schedules.schedule import Schedule
@@ -269,6 +270,17 @@ class Pipeline(Runner):
     def __reduce__(self) -> Any:
         """Refuse to be copied or pickled: threads, connections and measured times belong to this one."""
         raise StagelineError("a Pipeline cannot be copied or pickled; copy its model, and make a new Pipeline of that")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: a pipeline runs whole batches, and training needs their targets."""
+        raise StagelineError(
+            "a Pipeline is not called as a model is: pipe.predict(inputs) gives the outputs, pipe.evaluate(inputs, "
+            "targets) the loss, and pipe.step(inputs, targets) the gradients"
+        )
+
+    def __repr__(self) -> str:
+        """The model, its schedule, and where the ranks live."""
+        return described_in_words(self) if hasattr(self, "_running") else "<Pipeline that was not made>"
 
     # What a user of torch expects of a model.
 
