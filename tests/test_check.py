@@ -16,7 +16,7 @@ from torch.nn import functional
 import models
 import stageline as sl
 from stageline.cli.app import run
-from stageline.runtime import runner
+from stageline.runtime import runner, shadows
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -116,7 +116,7 @@ def test_a_gradient_that_is_wrong_by_one_percent_is_different(at: int, dtype: to
 
 @pytest.mark.parametrize("drop", [0.0, 0.3])
 def test_a_wrong_gradient_of_a_tied_weight_is_different(monkeypatch: pytest.MonkeyPatch, drop: float) -> None:
-    gather = runner.gather
+    gather = shadows.gather
 
     def wrong(placed: Any, *args: Any) -> None:
         gather(placed, *args)
@@ -133,7 +133,7 @@ def test_a_wrong_gradient_of_a_tied_weight_is_different(monkeypatch: pytest.Monk
 
 def test_a_use_that_is_lost_is_different(monkeypatch: pytest.MonkeyPatch) -> None:
     """One single row of a tied weight that lacks one use."""
-    gather = runner.gather
+    gather = shadows.gather
 
     def wrong(placed: Any, *args: Any) -> None:
         for uses in placed.uses.values():

@@ -169,7 +169,7 @@ def test_an_object_that_holds_tensors_is_refused_by_name(kind: Any) -> None:
     """Nobody can cut it, and every microbatch would be given the whole of it."""
     x, y, scale = torch.randn(8, 4), torch.randn(8, 4), torch.randn(8, 1)
     pipe = scaled_pipe(nn.Sequential(Scaled(), Scaled()))
-    words = r"stage_kwargs\[0\]\['info'\].* holds tensors .* cannot cut .*kwargs_chunk_spec=\{'info': None\}"
+    words = r"stage_kwargs\[0\]\['info'\].* holds tensors .* cannot cut .*say so: kwargs_chunk_spec=\{'info': None\}"
     with pytest.raises(sl.StagelineError, match=words):
         pipe.step(x, y, stage_kwargs={0: {"info": kind(scale)}})
     with pytest.raises(sl.StagelineError, match=r"the targets\[1\].* holds tensors|the targets\[1\]\[1\].* holds"):
@@ -532,3 +532,20 @@ def test_functions_with_weights_are_refused_by_name() -> None:
     for function, words in mistakes:
         with pytest.raises(sl.StagelineError, match=words):
             sl.Pipeline([nn.Linear(4, 4), function], loss_fn=functional.mse_loss, microbatches=2)
+
+
+def test_targets_may_be_for_all_samples() -> None:
+    """One target for the whole batch, which every microbatch is compared with."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x, target = torch.randn(6, 4), torch.randn(1, 4)
+
+    def loss_fn(output: Tensor, wanted: Tensor) -> Tensor:
+        return (output - wanted).square().mean()
+
+    for spec in ((None,), _Replicate()):
+        piped, plain = copy.deepcopy(model), copy.deepcopy(model)
+        pipe = sl.Pipeline(piped, loss_fn=loss_fn, ranks=2, microbatches=4, targets_chunk_spec=spec)
+        pipe.step(x, target)
+        for xi in x.tensor_split(4):
+            backward(loss_fn(plain(xi), target) * (len(xi) / 6))
+        assert_same_bits(gradients(piped), gradients(plain))

@@ -124,7 +124,8 @@ def test_a_weight_that_is_used_outside_of_its_unit_is_held_where_it_is_needed() 
     model, plain, _ = both(Tied(), example=X)
     assert_same_bits(gradients(model, ("embed.weight",)), gradients(plain, ("embed.weight",)))
     torch.testing.assert_close(model.get_parameter("embed.weight").grad, plain.get_parameter("embed.weight").grad)
-    pipe = sl.Pipeline(Tied(), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
+    unseen = sl.split(Tied(), 2)
+    pipe = sl.Pipeline(unseen, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
     with pytest.raises(
         sl.PipelineError, match=r"needs embed\.weight, which another stage holds; give example= to Pipeline"
     ):

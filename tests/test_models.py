@@ -130,7 +130,8 @@ def test_an_example_shows_calls_that_repeat_or_come_in_another_order(make: type[
 
 
 def test_without_an_example_such_calls_are_refused() -> None:
-    pipe = sl.Pipeline(models.Shared(), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
+    unseen = sl.split(models.Shared(), 2)
+    pipe = sl.Pipeline(unseen, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
     with pytest.raises(
         sl.PipelineError, match=r"calls shared 2 times .* 1 were expected; give example= to Pipeline or split"
     ):

@@ -17,6 +17,11 @@ from stageline.model.absent import Absent, Keys
 from stageline.runtime.tree import flatten, plain, unflatten
 
 INPUT = "input"
+GIVE = (
+    "give example= to Pipeline or split, a batch with the same inputs as step is given "
+    "(sl.Pipeline(model, …, example=inputs))"
+)
+"""What to do about calls that were not seen."""
 PARAMETER = "parameter "
 """What the names of tensors of units start with, among the names of values."""
 
@@ -128,10 +133,7 @@ class Passed:
             if at == position:
                 found = [self._leaf(key_of(position, index), leaf) for index, leaf in enumerate(leaves)]
                 return unflatten(found, tree)
-        raise StagelineError(
-            f"the model calls {name}, and no earlier stage did; give example= to Pipeline or split, so that the calls "
-            "are seen"
-        )
+        raise StagelineError(f"the model calls {name}, and no earlier stage did; {GIVE}, so that the calls are seen")
 
     def _leaf(self, key: str, told: Sequence[Any]) -> Any:
         if len(told) == 1:

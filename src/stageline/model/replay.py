@@ -33,7 +33,7 @@ from stageline.model.effects import (
     refuse_hooks,
     tensor_attributes,
 )
-from stageline.model.passed import PARAMETER, Passed, check_arguments, key_of, on_meta
+from stageline.model.passed import GIVE, PARAMETER, Passed, check_arguments, key_of, on_meta
 from stageline.model.sharing import Watch
 from stageline.runtime.randomness import draws, generator_alone
 from stageline.runtime.tree import learn
@@ -72,7 +72,7 @@ class Calls:
         if found is None:
             raise CallsError(
                 f"the model calls {name} {times + 1} times in one forward, and {self.names.count(name)} were expected; "
-                "give example= to Pipeline or split, a batch with the same inputs, so that the calls are seen"
+                f"{GIVE}, so that the calls are seen"
             )
         return found
 
@@ -182,7 +182,7 @@ class Replay:
         if not self.last:
             raise StagelineError(
                 f"the forward of the model ended before it came to {self.calls.names[self.stop]}, with which the next "
-                "stage begins; give example= to Pipeline or split, so that the order of its calls is seen"
+                f"stage begins; {GIVE}, so that the order of its calls is seen"
             )
         lost = keys_of(found)
         if lost:
@@ -197,10 +197,7 @@ class Replay:
             for key in sorted(keys)
         ]  # fmt: skip
         if any(key.startswith(PARAMETER) for key in keys):
-            return (
-                f"{', '.join(names)}, which another stage holds; give example= to Pipeline or split, so that it is "
-                "held here too"
-            )
+            return f"{', '.join(names)}, which another stage holds; {GIVE}, so that it is held here too"
         return (
             f"{', '.join(names)}, which the stages before did not pass on: the forward takes another way than when it "
             "was first seen; split(…, everything=True) passes all values on"

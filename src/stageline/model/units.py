@@ -73,7 +73,7 @@ def find_units(model: nn.Module, stacks: Sequence[str] = (), kind: str = "") -> 
                 f"{type(model).__name__} has no stack of blocks to cut: no ModuleList, Sequential or ModuleDict of "
                 f"like modules, and {len(parts)} parts with parameters ({', '.join(parts) or 'none'}); give an "
                 "nn.Sequential or a list of stages, name its blocks with by='type:ClassOfBlock', or give example= to "
-                "have it traced"
+                "have it traced: sl.Pipeline(model, …, example=inputs), with inputs as step is given them"
             )
         return [Unit(name, child, False) for name, child in named]
     frames = {name for block in blocks for name in _above(block)}

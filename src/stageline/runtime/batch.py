@@ -44,10 +44,9 @@ def look_at(
     stages: int, inputs: Any, targets: Any, keywords: Keywords | None, digests: bool, specs: ChunkSpecs
 ) -> Given:
     """Make sure that everything given has as many samples; take digests of it if they are to be compared."""
-    sizes = _sizes(inputs, specs.of_inputs(inputs), "the inputs", "args_chunk_spec=None in its place", needed=not specs)
-    sizes += _sizes(
-        targets, specs.of_targets(), "the targets", "targets_chunk_spec=None in its place", needed=not specs
-    )
+    sizes = _sizes(inputs, specs.of_inputs(inputs), "the inputs", "", needed=not specs)
+    option = "so by targets_chunk_spec=, with None in its place"
+    sizes += _sizes(targets, specs.of_targets(targets), "the targets", option, needed=not specs)
     if keywords is not None and not isinstance(keywords, Mapping):
         raise StagelineError(f"stage_kwargs is a dict by stage, got {shorten(keywords)}")
     for stage, given in (keywords or {}).items():
@@ -56,7 +55,7 @@ def look_at(
         if not isinstance(given, Mapping):
             raise StagelineError(f"stage_kwargs[{stage!r}] is {shorten(given)}; give a dict of keyword inputs")
         for name, part in given.items():
-            what, option = f"stage_kwargs[{stage!r}][{name!r}]", f"kwargs_chunk_spec={{{name!r}: None}}"
+            what, option = f"stage_kwargs[{stage!r}][{name!r}]", f"so: kwargs_chunk_spec={{{name!r}: None}}"
             sizes += _sizes(part, specs.of_keyword(name), what, option)
     for size, what in sizes[1:]:
         if size != sizes[0][0]:
@@ -179,7 +178,7 @@ def target_parts(targets: Any, parts: int, filled: int, specs: ChunkSpecs) -> li
     """The targets of the microbatches that are not empty; None for each where there are no targets."""
     if targets is None:
         return [None] * filled
-    return cut_of(targets, specs.of_targets(), "the targets", "", refuse=False).parts(parts, filled)
+    return cut_of(targets, specs.of_targets(targets), "the targets", "", refuse=False).parts(parts, filled)
 
 
 def weights(

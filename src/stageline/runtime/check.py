@@ -23,6 +23,7 @@ from stageline.runtime.penalty import add_gradients, terms_of
 from stageline.runtime.pipeline import Pipeline
 from stageline.runtime.randomness import Generators
 from stageline.runtime.rounding import FINE, Reasons, Reordered, Summands, differentiable, within
+from stageline.runtime.runner import Batch
 from stageline.runtime.stage import Stage
 from stageline.schedules.schedule import Schedule
 from stageline.testing.reference import Difference, differences
@@ -142,7 +143,9 @@ def check(
     )
     if len(pipe._world.here) != pipe.schedule.ranks:
         raise StagelineError("check compares in one process; call it without torchrun")
-    sent = _watch_cuts(pipe, inputs, min(parts, samples))
+    if pipe._waits:
+        pipe._see(Batch(inputs, targets))
+    sent = _watch_cuts(pipe, min(parts, samples))
     # Copies: a model may change its inputs in place.
     found = pipe.step(*copy.deepcopy((inputs, targets))).loss
     alone = _Alone(model, pipe, inputs, targets, example, parts)
@@ -163,7 +166,7 @@ def check(
     )
 
 
-def _watch_cuts(pipe: Pipeline, inputs: Any, filled: int) -> dict[int, int]:
+def _watch_cuts(pipe: Pipeline, filled: int) -> dict[int, int]:
     """Note how many values that want gradients each stage gives, in the step to come."""
     sent: dict[int, int] = {}
 

@@ -90,9 +90,12 @@ class ChunkSpecs:
         """The spec of one keyword input of a stage."""
         return Rule.DEFAULT if self.kwargs is None or name not in self.kwargs else self.kwargs[name]
 
-    def of_targets(self) -> Any:
-        """The spec of the targets."""
-        return Rule.DEFAULT if self.targets is None else self.targets
+    def of_targets(self, targets: Any) -> Any:
+        """The spec of the targets; a tuple of one spec is that of a single value."""
+        spec = self.targets
+        if isinstance(spec, tuple | list) and len(spec) == 1 and not isinstance(targets, tuple | list):
+            return Rule.REPLICATE if spec[0] is None else spec[0]
+        return Rule.DEFAULT if spec is None else spec
 
     def refuse_merge(self) -> None:
         """Refuse to guess how outputs are merged where inputs are not cut along the first dimension."""

@@ -8,7 +8,8 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from stageline.errors import ScheduleError, StagelineError, UnknownOption, nearest, shorten
 from stageline.model.build import Description, describe
@@ -189,6 +190,31 @@ def cut(given: Any, model: nn.Module, stages: int, example: Any = None) -> list[
         )
     ends = pairwise(accumulate(even_sizes(len(layers), stages), initial=0))
     return parts_of([layers[start:stop] for start, stop in ends])
+
+
+def cut_or_wait(
+    given: Any, model: nn.Module, stages: int, example: Any
+) -> tuple[list[nn.Sequential], StagelineError | None]:
+    """The parts of a model; none, and why, where only an example can tell where to cut."""
+    try:
+        return cut(given, model, stages, example), None
+    except NoStack as error:
+        return [], error
+
+
+def cut_by_batch(
+    given: Any, model: nn.Module, stages: int, shown: Any, parts: list[nn.Sequential]
+) -> list[nn.Sequential]:
+    """The parts of a model by the first microbatch; as they were, if there were any and it cannot be looked at."""
+    where = next((tensor.device for tensor in model.parameters()), None)
+    if where is not None:
+        shown = pytree.tree_map(lambda leaf: leaf.to(where) if isinstance(leaf, Tensor) else leaf, shown)
+    try:
+        return cut(given, model, stages, shown)
+    except Exception:  # whatever the model says to being looked at
+        if not parts:
+            raise
+        return parts
 
 
 def only_microbatches(made: Schedule, count: int) -> Schedule:

@@ -18,7 +18,7 @@ from stageline.errors import StagelineError
 from stageline.runtime.blockmask import is_mask
 from stageline.runtime.clock import Clock, DeviceClock, HostClock
 from stageline.runtime.control.verdict import Verdict, describe
-from stageline.runtime.flight import Flight
+from stageline.runtime.flight import Flight, worth_writing
 from stageline.runtime.progress import Notes, Progress
 from stageline.runtime.stage import Stage
 from stageline.runtime.tree import flatten, unflatten
@@ -337,7 +337,9 @@ class Executor:
         return describe(self.progress.doing)
 
     def record(self, verdict: Verdict | None, lost: str | None = None) -> Path | None:
-        """Write the flight record of this rank; None where that cannot be done."""
+        """Write the flight record of this rank; None where that cannot be done, or the failure needs none."""
+        if not worth_writing(verdict):
+            return None
         awaited = self.awaited
         try:
             return self.flight.write(

@@ -163,6 +163,15 @@ def flight_folder(folder: str | Path | None = None) -> Path:
     return Path(folder or os.environ.get("STAGELINE_FLIGHT_DIR") or _usual[-1])
 
 
+def worth_writing(verdict: Verdict | None) -> bool:
+    """Whether a failure deserves records; one that its traceback explains leaves none in the working directory.
+
+    Where a folder for records was chosen, by STAGELINE_FLIGHT_DIR or by a training job, every failure has them.
+    """
+    chosen = bool(os.environ.get("STAGELINE_FLIGHT_DIR")) or len(_usual) > 1
+    return chosen or verdict is None or not verdict.explained
+
+
 @contextmanager
 def flights_into(folder: str | Path) -> Iterator[None]:
     """Write the records of this process into a folder, on all its threads, unless STAGELINE_FLIGHT_DIR names one.

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from torch import Tensor
@@ -109,6 +110,18 @@ def read_batch(pipe: Pipeline, given: Any) -> Batch:
         count=said.get("count"),
         scale=float(scale),
     )
+
+
+def seen(pipe: Pipeline, batches: Iterable[Any]) -> Iterable[Any]:
+    """Let the first batch show where a model is cut, on which depends whether steps interlock; give all of them."""
+    try:
+        coming = iter(batches)
+    except TypeError:  # said where the run begins
+        return batches
+    first = list(islice(coming, 1))
+    for given in first:
+        pipe._see(read_batch(pipe, given))
+    return chain(first, coming)
 
 
 def why_not(pipe: Pipeline, optimizer: Optimizer) -> str:
@@ -340,6 +353,8 @@ class Run(Iterator[StepStats]):
         skip: bool,
     ) -> None:
         """Begin nothing before the first step is asked for."""
+        if pipe._waits:
+            batches = seen(pipe, batches)
         self.optimizer = find_optimizer(optimizer, list(pipe.parameters()))
         """The optimizer that was given, or made."""
         self.note = why_not(pipe, self.optimizer)

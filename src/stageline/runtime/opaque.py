@@ -45,7 +45,9 @@ def refuse_opaque(leaf: Any, where: str, option: str) -> None:
         reason = (
             f"{where} is a {kind} that holds tensors (at {path}), and a pipeline cannot cut a {kind} into microbatches"
         )
-        way = f"; where every microbatch is to be given all of it, say {option}" if option else ""
+        way = ", or give the object by stage_kwargs to the stages that read it"
+        if option:
+            way = f"; where every microbatch is to be given all of it, say {option}"
         raise StagelineError(f"{reason}; give the tensors in a tuple, list, dict, named tuple or dataclass{way}")
 
 

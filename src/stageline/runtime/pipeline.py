@@ -16,14 +16,15 @@ from stageline.model.sharing import Sharing
 from stageline.model.staged import Staged
 from stageline.model.unwrap import any_compiled
 from stageline.runtime.automatic import Automatic, automatic
-from stageline.runtime.batch import Keywords, Reduction, check_reduction
+from stageline.runtime.batch import Keywords, Reduction, check_reduction, input_parts
 from stageline.runtime.chunks import ChunkSpecs
 from stageline.runtime.clip import clip_factor, norm_of, owners_of
 from stageline.runtime.compiled import Compile, compile_units
 from stageline.runtime.cut import (
     check_options,
     count_layers,
-    cut,
+    cut_by_batch,
+    cut_or_wait,
     described,
     find_schedule,
     refuse_second,
@@ -42,10 +43,11 @@ from stageline.runtime.replan import Replan, watch_for
 from stageline.runtime.replicas import Replicas, replica_seed
 from stageline.runtime.rollback import Make
 from stageline.runtime.runner import Batch, Runner
-from stageline.runtime.shadows import place
+from stageline.runtime.shadows import Placed, place
 from stageline.runtime.stage import StageOptions, watched_layers
 from stageline.runtime.state import check_state, gather_state, watched
 from stageline.runtime.stats import Evaluation, StepStats
+from stageline.runtime.summary import described_in_words
 from stageline.runtime.worlds import Crew
 from stageline.schedules.certificate import verify
 from stageline.schedules.schedule import Schedule
@@ -131,7 +133,9 @@ class Pipeline(Runner):
         `seed` is what dropout draws from (torch's own seed on rank 0 unless given). `deadline` is how many seconds a
         rank may be silent, or be waited for while nobody is at work, before the step fails with its name (60, or what
         the environment says as STAGELINE_DEADLINE). `check_finite` fails a step whose loss is not a finite number.
-        `example` is a batch by which a model shows the order in which it calls its parts (see `sl.split`).
+        `example` is a batch by which a model shows the order in which it calls its parts (see `sl.split`). Where all
+        ranks are threads and none is given, the model is cut by the first batch; processes need it where the order of
+        calls is not that of the definitions.
         `schedule="auto"` measures the model on the example, a batch as a step is given it, and takes the cut, the
         schedule and, unless given, the number of microbatches that `sl.plan` finds; `recompute="auto"` is its too.
         `replicas` trains so many copies of the pipeline, each on samples of its own, in ranks × replicas processes;
@@ -187,9 +191,14 @@ class Pipeline(Runner):
         self.loss_reduction = loss_reduction
         self.check_finite = check_finite
         self.recomputed = mark(self.model, again, recompute)
-        self._parts = cut(given, self.model, self.schedule.stages, example)
+        self._given, self._compile = given, compile
+        self._waits = example is None and isinstance(given, nn.Module) and not isinstance(given, nn.Sequential)
+        self._parts, untold = cut_or_wait(given, self.model, self.schedule.stages, example)
         self._mesh = mesh
         self._world = auto.world if auto is not None else find_world(self.schedule.ranks, self.deadline, replicas, mesh)
+        self._waits = self._waits and self._alone  # processes must know at once which parameters are theirs
+        if untold is not None and not self._waits:
+            raise untold
         self._world.agree(
             {
                 **facts_of(self.model, self.schedule),
@@ -205,12 +214,9 @@ class Pipeline(Runner):
         described_tensors = _named_tensors(self.model)
         if recipe is not None:
             recipe.materialise(self._owned_names().__contains__, seed=common, device=device)
-            self._parts = cut(given, self.model, self.schedule.stages, example)
-        compile_units((part for stage, part in enumerate(self._parts) if self._holds(stage)), compile)
-        self._compiled = compile is not False or any_compiled(self._parts)
-        self._sharing = Sharing.of([watched_layers(part) for part in self._parts])
-        shared = self._sharing.holders()
-        self._placed = place(self._parts, self.schedule.placement, self._world.here, shared)
+            self._parts, _ = cut_or_wait(given, self.model, self.schedule.stages, example)
+        self._compiled = compile is not False
+        self._place()
         self._options = StageOptions(loss_fn, replica_seed(common, self.replica), again, check_finite)
         self._watched = Tensors([*_named_tensors(self.model), *described_tensors])
         self._replicas = self._join_replicas(bucket_mb, reduce_dtype)
@@ -219,6 +225,28 @@ class Pipeline(Runner):
         self._agreed: int | None = None
         self._measured: Measured | None = None
         self._running = False
+
+    def _place(self) -> None:
+        """Give every rank that is here the modules of its stages, once they are known."""
+        if not self._waits:
+            compile_units((part for stage, part in enumerate(self._parts) if self._holds(stage)), self._compile)
+        self._compiled = self._compiled or any_compiled(self._parts)
+        self._sharing = Sharing.of([watched_layers(part) for part in self._parts])
+        self._placed = (
+            place(self._parts, self.schedule.placement, self._world.here, self._sharing.holders())
+            if self._parts
+            else Placed({rank: {} for rank in self._world.here}, {}, [])
+        )
+
+    def _see(self, batch: Batch) -> None:
+        """Cut the model by the first batch, where no example was given: it shows the order of the model's calls."""
+        self._look_at_batch(batch)
+        shown = input_parts(batch.inputs, self.schedule.microbatches, 1, self._specs)[0]
+        self._parts = cut_by_batch(self._given, self.model, self.schedule.stages, shown, self._parts)
+        self._waits = False
+        self._place()
+        for name in ("_owned", "_owners"):
+            self.__dict__.pop(name, None)
 
     def _join_replicas(self, bucket_mb: float, dtype: torch.dtype | None) -> Replicas | None:
         """What joins this process to the other replicas, which must begin with the same weights."""
@@ -256,6 +284,17 @@ class Pipeline(Runner):
         """Refuse to be copied or pickled: threads, connections and measured times belong to this one."""
         raise StagelineError("a Pipeline cannot be copied or pickled; copy its model, and make a new Pipeline of that")
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: a pipeline runs whole batches, and training needs their targets."""
+        raise StagelineError(
+            "a Pipeline is not called as a model is: pipe.predict(inputs) gives the outputs, pipe.evaluate(inputs, "
+            "targets) the loss, and pipe.step(inputs, targets) the gradients"
+        )
+
+    def __repr__(self) -> str:
+        """The model, its schedule, and where the ranks live."""
+        return described_in_words(self) if hasattr(self, "_running") else "<Pipeline that was not made>"
+
     # What a user of torch expects of a model.
 
     @cached_property
@@ -269,11 +308,15 @@ class Pipeline(Runner):
 
     def _owned_names(self) -> set[str]:
         """The names of all tensors of the stages whose ranks are here."""
-        parts = [part for stage, part in enumerate(self._parts) if self._holds(stage)]
+        parts: list[nn.Module] = [part for stage, part in enumerate(self._parts) if self._holds(stage)]
+        parts = parts or [self.model]
         parameters = {name for part in parts for name, _ in part.named_parameters(remove_duplicate=False)}
         return parameters | {name for part in parts for name, _ in part.named_buffers(remove_duplicate=False)}
 
-    def _own_parts(self) -> Iterator[nn.Sequential]:
+    def _own_parts(self) -> Iterator[nn.Module]:
+        """The stages that are here; the whole model, where it is cut by the first batch and that has not come."""
+        if not self._parts:
+            return iter([self.model])
         return (part for stage, part in enumerate(self._parts) if stage in self._owned)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -350,7 +393,7 @@ class Pipeline(Runner):
 
     def owns(self, name: str) -> bool:
         """Whether a parameter or buffer is this process's to count and to save; it is one process's in a replica."""
-        return self._owners.get(name) in self._world.here
+        return not self._parts or self._owners.get(name) in self._world.here
 
     @cached_property
     def _owners(self) -> dict[str, int]:

@@ -21,7 +21,7 @@ from stageline.runtime.control.judge import EVERYONE
 from stageline.runtime.control.verdict import Failure, Verdict, located
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.exit import close_at_exit
-from stageline.runtime.flight import Flight
+from stageline.runtime.flight import Flight, worth_writing
 from stageline.runtime.groups import BLAME, several_processes
 from stageline.runtime.layout import Layout, find_layout
 from stageline.runtime.progress import Progress
@@ -307,6 +307,8 @@ class ProcessWorld(Collectives):
         running = self._running
         if running is not None:
             return running.record(verdict, self._control.lost)
+        if not worth_writing(verdict):
+            return None
         try:
             control = self._control
             return self._flight.write(verdict=verdict, doing=control.doing, waits=control.waits, lost=control.lost)

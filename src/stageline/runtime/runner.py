@@ -112,6 +112,8 @@ class Runner:
     """Along which dimensions batches are cut."""
     _watched: Tensors
     """The tensors of the model, which loss_fn may not read but for those of the last stage."""
+    _waits: bool
+    """Whether the model is cut by the first batch, which has not come yet."""
     _running: bool
     """Whether a run is under way whose steps interlock."""
     _watch: Watch | None
@@ -142,6 +144,10 @@ class Runner:
     def _targets(self, targets: Any) -> Any:
         """What the loss is computed with; a model that computes its own was given it among its inputs."""
         return None if self._options.loss_fn is own_loss else targets
+
+    def _see(self, batch: Batch) -> None:
+        """Cut the model by the first batch."""
+        raise NotImplementedError
 
     def _look_at_batch(self, batch: Batch) -> Given:
         """Make sure that a batch can be cut."""
@@ -178,6 +184,8 @@ class Runner:
         """Run a batch on all ranks. If it fails anywhere it fails everywhere, and buffers are as before."""
         self._refuse_in_run()
         batch = replace(batch, inputs=plain(batch.inputs), targets=plain(batch.targets))
+        if self._waits:
+            self._see(batch)
         self._world.begin()
         buffers = all_buffers(self.model) if batch.training else []
         reducer = self._replicas.reducer() if self._replicas is not None and batch.training and batch.sync else None

@@ -124,6 +124,16 @@ class Verdict:
     replica: int | None = None
     """The replica of the culprit, where there are several."""
 
+    @property
+    def explained(self) -> bool:
+        """Whether the traceback says it all: code on that rank raised, and neither a rank nor a message was lost.
+
+        >>> Verdict(1, "raised", text="ValueError: no", traceback="…", final=False).explained
+        True
+        """
+        transport = self.text.partition(":")[0] in ("TransportError", "PeerFailed")
+        return self.kind == "raised" and not self.final and bool(self.traceback) and not transport
+
     def __str__(self) -> str:
         """The sentence."""
         return _SENTENCES[self.kind](self)
