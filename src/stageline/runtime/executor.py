@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from stageline.errors import StagelineError
 from stageline.runtime.clock import Clock, DeviceClock, HostClock
 from stageline.runtime.control.verdict import Verdict, describe
+from stageline.runtime.finite import FiniteWatch
 from stageline.runtime.flight import Flight
 from stageline.runtime.progress import Notes, Progress
 from stageline.runtime.stage import Stage
@@ -41,6 +42,10 @@ class Work:
     keep_outputs: bool = False
     scale: float = 1.0
     """What all gradients are multiplied by, and the loss that is told is not."""
+    check_finite: bool = False
+    """Whether values that are not finite are looked for."""
+    check_gradients: bool = True
+    """Whether gradients that are not finite count; a loss scale of float16 deals with them itself."""
     began: Mapping[int, tuple[Any, float]] = field(default_factory=dict)
     """For every GPU in use: an event in the caller's stream, after which the step may begin, and its moment."""
 
@@ -50,12 +55,15 @@ class RankResult:
     """What one rank's part of a step gave: times of its actions and of what it received, losses, outputs."""
 
     clock: Clock
+    rank: int = 0
     arrived: dict[int, float] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     split: tuple[int, int] = (0, 0)
     """Of the elements of parameters that got a gradient by I and W: all, and those that came with I."""
+    watch: FiniteWatch | None = None
+    """What it saw that is not finite; None where nobody asked."""
     over: Any = None
     """An event in this rank's stream, after which its part of the step is over; None without a GPU."""
 
@@ -155,7 +163,8 @@ class Executor:
 
     def _run(self, work: Work, deadline: float, clock: Clock, ready: Callable[[int], None] | None) -> RankResult:
         progress, flown = self.progress, self.flight.actions
-        result = RankResult(clock)
+        result = RankResult(clock, self.rank)
+        watch = result.watch = self._watch(work)
         self._local.clear()
         for position, task in enumerate(self._tasks):
             if self.stopped is not None:
@@ -166,15 +175,26 @@ class Executor:
             with self.turns:
                 message = self._compute(task, arrived, work, result)
             flown.append((*task.place, work.step, began, clock.end(position)))
+            if watch is not None:
+                watch.action(task.kind, task.stage, task.microbatch, None if message is None else message.leaves)
             if message is not None:
                 self._pass_on(task, message)
             progress.done += 1
             if ready is not None and position in self._complete:
                 ready(self._complete[position])
         progress.doing = "after its last action"
+        if watch is not None:
+            watch.end()
         counts = [stage.take_counts() for stage in self.stages.values()]
         result.split = (sum(total for total, _ in counts), sum(unsplit for _, unsplit in counts))
         return result
+
+    def _watch(self, work: Work) -> FiniteWatch | None:
+        if not (work.training and work.check_finite):
+            return None
+        parts = {index: stage.part for index, stage in self.stages.items()}
+        gradients = work.check_gradients and work.scale <= 1.0
+        return FiniteWatch(self.schedule.stages, parts, gradients=gradients, on_gpu=self.device is not None)
 
     def _header(self, task: _Task, work: Work, source: int, target: int, stage: int) -> Header:
         traffic: Traffic = "forward" if task.kind == kinds.F else "backward"

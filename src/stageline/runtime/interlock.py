@@ -172,9 +172,7 @@ class Course:
         settings.set_rates(pipe.steps)
         for given in self._batches:
             batch = read_batch(pipe, given)
-            stats = pipe.step(
-                batch.inputs, batch.targets, count=batch.count, scale=batch.scale, stage_kwargs=batch.keywords
-            )
+            stats = pipe._step(replace(batch, check_gradients=not settings.skip))
             norm = None
             if settings.max_norm is not None or settings.skip or pipe.check_finite:
                 norm = pipe.grad_norm() if settings.max_norm is None else pipe.clip_grad_norm_(settings.max_norm)
