@@ -233,7 +233,7 @@ def test_a_rank_with_another_schedule_is_named_on_all(lived: Job, odd: int) -> N
     for rank in lived.ranks:
         told = lived.answers(rank)[1 + len(PLAN) + odd]
         assert told["error"] == "PipelineError"
-        assert told["text"].startswith(f"rank {odd} and rank {0 if odd else 1} differ in the schedule; rank {rank} has")
+        assert told["text"].startswith(f"rank {odd} and rank {0 if odd else 1} differ in the schedule: rank {odd} has")
         assert lived.answers(rank)[-1]["right"]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError
+from stageline.runtime.changed_outputs import Outputs
 from stageline.runtime.clock import Clock, DeviceClock, HostClock
 from stageline.runtime.control.verdict import Verdict, describe
 from stageline.runtime.finite import FiniteWatch
@@ -127,6 +128,9 @@ class Executor:
         """Another rank's failure, told from another thread: no action is begun after it."""
         self.progress: Progress = Notes() if progress is None else progress
         self.flight = Flight(self.name, schedule.ranks) if flight is None else flight
+        self.step = 0
+        """The step that it runs or ran last."""
+        self.outputs = Outputs()
         self.device = device_of(stages.values())
         self._stream: Any = torch.cuda.Stream(self.device) if self.device is not None and own_stream else None  # type: ignore[no-untyped-call]
 
@@ -163,6 +167,7 @@ class Executor:
 
     def _run(self, work: Work, deadline: float, clock: Clock, ready: Callable[[int], None] | None) -> RankResult:
         progress, flown = self.progress, self.flight.actions
+        self.step = work.step
         result = RankResult(clock, self.rank)
         watch = result.watch = self._watch(work)
         self._local.clear()
@@ -286,7 +291,9 @@ class Executor:
         target = self.name if task.target is None else task.target
         wants = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         bare = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return Message(self._header(task, work, self.name, target, task.stage), bare, tree, wants)
+        message = Message(self._header(task, work, self.name, target, task.stage), bare, tree, wants)
+        self.outputs.note(message)
+        return message
 
     def _pass_on(self, task: _Task, message: Message) -> None:
         if task.neighbour is not None:

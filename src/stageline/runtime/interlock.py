@@ -196,6 +196,7 @@ class Course:
         pipe._running = True
         outside = Outside(pipe)
         try:
+            pipe._compare_weights()
             self.settings.set_rates(pipe.steps)
             began = time.perf_counter()
             for judged, times in self._begin(outside).steps():

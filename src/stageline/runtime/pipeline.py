@@ -27,7 +27,7 @@ from stageline.runtime.cut import (
     refuse_second,
     whole_model,
 )
-from stageline.runtime.handshake import common_seed, facts_of, find_deadline
+from stageline.runtime.handshake import common_seed, facts_of, find_deadline, function_fact
 from stageline.runtime.interlock import Rates, Run
 from stageline.runtime.layout import mesh_of, ranks_of
 from stageline.runtime.loss_reads import Tensors, listed
@@ -103,6 +103,7 @@ class Pipeline(Runner):
         seed: int | None = None,
         deadline: float | None = None,
         check_finite: bool = True,
+        compare_weights: bool = True,
         example: Any = None,
         device: torch.device | str = "cpu",
         compile: Compile = False,
@@ -126,6 +127,8 @@ class Pipeline(Runner):
         rank may be silent, or be waited for while nobody is at work, before the step fails with its name (60, or what
         the environment says as STAGELINE_DEADLINE). `check_finite` fails a step whose loss or gradients are not finite,
         with the stage and microbatch where that began; gradients of a `scale` above 1 are left to the scaler.
+        `compare_weights` compares, in the first step, the weights that two or more processes hold (tied weights, both
+        directions, replicas), and names the first that differs; False skips that.
         `example` is a batch by which a model shows the order in which it calls its parts (see `sl.split`).
         `schedule="auto"` measures the model on the example, a batch as a step is given it, and takes the cut, the
         schedule and, unless given, the number of microbatches that `sl.plan` finds; `recompute="auto"` is its too.
@@ -181,6 +184,9 @@ class Pipeline(Runner):
                 **facts_of(self.model, self.schedule),
                 "the seed that was given": repr(seed),
                 "loss_reduction": loss_reduction,
+                "loss_fn": function_fact(loss_fn),
+                "penalty": function_fact(penalty),
+                "compare_weights": str(compare_weights),
                 "replicas and mesh": repr(self._world.layout.rows),
                 "bucket_mb and reduce_dtype": f"{bucket_mb:g} {reduce_dtype}",
                 "replan, replan_every and planned": f"{replan} {replan_every} {planned}",
@@ -195,6 +201,7 @@ class Pipeline(Runner):
         self._compiled = compile is not False
         self._placed = place(self._parts, self.schedule.placement, self._world.here)
         self._options = StageOptions(loss_fn, replica_seed(common, self.replica), again)
+        self._compares = compare_weights
         self._watched = Tensors([*_named_tensors(self.model), *described_tensors])
         self._replicas = self._join_replicas(bucket_mb, reduce_dtype)
         self._crews: dict[tuple[int, bool], Crew] = {}
@@ -214,7 +221,8 @@ class Pipeline(Runner):
         found = Replicas(
             world, column, self.schedule, self._parts, self._placed, names, bucket_mb=bucket_mb, dtype=dtype
         )
-        found.compare_weights()
+        if self._compares:
+            found.compare_weights()
         return found
 
     @property

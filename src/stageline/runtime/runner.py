@@ -36,6 +36,7 @@ from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.finite import NotFinite, not_finite
 from stageline.runtime.garbage import no_collections
 from stageline.runtime.heap import keep_memory
+from stageline.runtime.held_weights import compare_weights, held_by_several
 from stageline.runtime.loss_reads import LossReads, Tensors
 from stageline.runtime.outcome import Outcome, metrics_of, sums, times_of
 from stageline.runtime.penalty import Penalty, add_gradients, terms_of, values_of
@@ -107,6 +108,9 @@ class Runner:
     _compiled: bool
     """Whether torch.compile runs the units."""
     _crews: dict[tuple[int, bool], Crew]
+    _parts: list[nn.Sequential]
+    _compares: bool
+    """Whether weights that several processes hold are still to be compared."""
     _watched: Tensors
     """The tensors of the model, which loss_fn may not read but for those of the last stage."""
     _running: bool
@@ -156,6 +160,7 @@ class Runner:
         self._refuse_in_run()
         batch = replace(batch, inputs=plain(batch.inputs), targets=plain(batch.targets))
         self._world.begin()
+        self._compare_weights()
         buffers = all_buffers(self.model) if batch.training else []
         reducer = self._replicas.reducer() if self._replicas is not None and batch.training and batch.sync else None
         try:
@@ -181,6 +186,19 @@ class Runner:
             raise
         finally:
             self._world.end()
+
+    def _compare_weights(self) -> None:
+        """Before the first batch, all ranks together: weights that several processes hold must be the same in all."""
+        if self._compares and (not self._alone or self._replicas is not None):
+            placement, replicas = self.schedule.placement, self._world.layout.replicas
+            held = held_by_several(self.model, self._parts, placement, replicas)
+            try:
+                if held:
+                    compare_weights(self._world, held)
+            except PipelineError:
+                self._world.end()
+                raise
+        self._compares = False
 
     def _agree_on(self, batch: Batch, elements: int) -> tuple[int, int, Callable[[], Floats], Exception | None]:
         """How many samples there are, here and in all replicas; the batches of all ranks, to be compared; and why this
