@@ -126,6 +126,113 @@ def test_differences_between_ranks_are_found_and_named() -> None:
     assert second[6] == "True True"
 
 
+class Odd(nn.Linear):
+    """A linear layer by another name."""
+
+
+def mean_loss(output: Tensor, target: Tensor) -> Tensor:
+    return functional.mse_loss(output, target)
+
+
+def doubled_loss(output: Tensor, target: Tensor) -> Tensor:
+    return functional.mse_loss(output, target) * 2
+
+
+def unlike(rank: int) -> list[str]:
+    """Ranks whose models, losses or weights differ, though names and shapes do not."""
+    said = []
+    x, y = batch()
+
+    def attempt(call: Any) -> None:
+        try:
+            call()
+            said.append("nothing")
+        except sl.PipelineError as error:
+            said.append(str(error))
+
+    def make(model: nn.Module, loss_fn: Any = mean_loss, **given: Any) -> sl.Pipeline:
+        return sl.Pipeline(model, loss_fn=loss_fn, ranks=2, microbatches=4, **given)
+
+    def layers(middle: nn.Module) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(8, 8), middle, nn.Linear(8, 8))
+
+    attempt(lambda: make(blocks().double() if rank else blocks()))
+    attempt(lambda: make(layers(nn.Dropout(0.2 if rank else 0.1))))
+    attempt(lambda: make(layers(Odd(8, 8) if rank else nn.Linear(8, 8))))
+    attempt(lambda: make(blocks(), doubled_loss if rank else mean_loss))
+    attempt(lambda: make(blocks(), (lambda o, t: (o - t).abs().mean()) if rank else (lambda o, t: (o - t).norm())))
+    for given in ({}, {"compare_weights": False}):
+        model = blocks()
+        pipe = make(model, schedule="dualpipe", **given)
+        with torch.no_grad():
+            model[3].up.weight += rank
+        attempt(lambda pipe=pipe: pipe.step(x, y))
+    model = tied_model()
+    pipe = make(model, token_loss)
+    tokens = torch.randint(0, 11, (4, 5))
+    with torch.no_grad():
+        model[0].weight += rank
+    attempt(lambda: pipe.step(tokens, tokens))
+    with torch.no_grad():
+        model[0].weight.fill_(0.1)
+    attempt(lambda: pipe.step(tokens, tokens))
+    return said
+
+
+def test_models_losses_and_weights_that_differ_between_ranks_are_named_with_both_values() -> None:
+    for said in run_ranks(unlike, 2):
+        for part in (
+            "differ in the types of the parameters and buffers: rank 1 has '0.norm.weight torch.float64' and rank 0",
+            "differ in the modules of the model: rank 1 has '1: torch.nn.modules.dropout.Dropout(p=0.2",
+            "differ in the modules of the model: rank 1 has '1: test_processes.Odd' and rank 0 has '1: torch.nn",
+            "differ in loss_fn: rank 1 has 'test_processes.doubled_loss, code",
+            "differ in loss_fn: rank 1 has 'test_processes.unlike.<locals>.<lambda>",
+            "rank 1 and rank 0 hold different values of 3.up.weight, which both use: rank 1 has [",
+            "nothing",
+            "rank 1 and rank 0 hold different values of 0.weight, which both use: rank 1 has [",
+            "nothing",
+        ):
+            assert part in said.pop(0)
+
+
+class Changing(nn.Linear):
+    """A layer that passes on another type from its second step on, or one more feature."""
+
+    change = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.change == "type":
+            return y.double()
+        return torch.cat([y, y[..., :1]], -1) if self.change == "shape" else y
+
+
+def changing(rank: int) -> list[str]:
+    """A stage that changes what it passes on is named, though another one, or one after that, fails on it."""
+    said = []
+    for change in ("type", "shape"):
+        layers = [Changing(4, 4), nn.Tanh(), nn.Linear(4, 4)]
+        pipe = sl.Pipeline(layers, loss_fn=functional.mse_loss, schedule="1f1b", ranks=3, microbatches=3)
+        x = torch.ones(6, 4)
+        pipe.step(x, x)
+        layers[0].change = change  # type: ignore[assignment]
+        with pytest.raises(sl.PipelineError) as caught:
+            pipe.step(x, x)
+        said.append(str(caught.value))
+        layers[0].change = ""  # type: ignore[assignment]
+        pipe.step(x, x)
+    return said
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_a_type_or_shape_that_changes_is_blamed_on_the_stage_that_passes_it_on(processes: bool) -> None:
+    for said in run_ranks(changing, 3) if processes else [changing(0)]:
+        for text, kind in zip(said, ("float64 of shape (2, 4)", "float32 of shape (2, 5)"), strict=True):
+            assert text.startswith("rank 0 failed in F of stage 0, microbatch 0: "), text
+            assert f"passes on [{kind}] for microbatch 0 of step 1, and passed on [float32 of shape (2, 4)]" in text
+            assert "stage 2 on rank 2 failed on it: RuntimeError: mat1" in text, text
+
+
 class Fragile(Block):
     broken = True
 

@@ -9,17 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from stageline.runtime.shadows import Placed
-from stageline.runtime.worlds import Floats, World
+from stageline.runtime.worlds import Floats
 from stageline.schedules.placement import Placement
-
-
-def norm_of(world: World, names: Sequence[str], own: Mapping[str, Tensor | None], norm_type: float) -> Tensor:
-    """The norm of the norms of all parameters, in the order of the model, in float32 on the CPU.
-
-    `own` are the gradients that are this process's to count. Replicas have the same gradients, so each takes the norm
-    over its own ranks.
-    """
-    return total_norm(world.add_up(norms_of(names, own, norm_type)), norm_type)
 
 
 def norms_of(names: Sequence[str], own: Mapping[str, Tensor | None], norm_type: float = 2.0) -> Floats:

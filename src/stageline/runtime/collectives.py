@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stageline.errors import shorten
 from stageline.runtime.control.client import Control
 from stageline.runtime.control.judge import EVERYONE
 from stageline.runtime.control.verdict import Verdict
@@ -172,9 +174,11 @@ class Collectives(ABC):
             usual = Counter(values).most_common(1)[0][0]  # of the most ranks; of rank 0 where they are as many
             odd = next((rank for rank, value in enumerate(values) if value != usual), None)
             if odd is not None:
+                other = values.index(usual)
+                one, another = first_difference(self.tell_all(facts[name], odd), self.tell_all(facts[name], other))
                 raise PipelineError(
-                    f"rank {odd} and rank {values.index(usual)} differ in {name}; rank {self.process} has "
-                    f"{facts[name][:80]!r}: all ranks must be given the same"
+                    f"rank {odd} and rank {other} differ in {name}: rank {odd} has {one} and rank {other} has "
+                    f"{another}; all ranks must be given the same"
                 )
         _ = self.ways
 
@@ -273,6 +277,18 @@ class Column:
     def tell(self, text: str, replica: int) -> str:
         """Give all replicas the text of one."""
         return self._world._told(text, self._processes[replica], self._world.ways.column)
+
+
+def first_difference(one: str, other: str) -> tuple[str, str]:
+    """The first lines in which two texts differ.
+
+    >>> first_difference("a 1\\nb 2", "a 1\\nb 3")
+    ("'b 2'", "'b 3'")
+    """
+    for first, second in zip_longest(one.split("\n"), other.split("\n")):
+        if first != second:
+            return tuple("nothing" if line is None else shorten(line, 200) for line in (first, second))  # type: ignore[return-value]
+    return shorten(one, 200), shorten(other, 200)
 
 
 def _number(text: str) -> int:

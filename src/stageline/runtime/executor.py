@@ -16,8 +16,10 @@ from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError
 from stageline.runtime.blockmask import is_mask
+from stageline.runtime.changed_outputs import Outputs
 from stageline.runtime.clock import Clock, DeviceClock, HostClock
 from stageline.runtime.control.verdict import Verdict, describe
+from stageline.runtime.finite import FiniteWatch
 from stageline.runtime.flight import Flight, worth_writing
 from stageline.runtime.progress import Notes, Progress
 from stageline.runtime.stage import Stage
@@ -47,6 +49,10 @@ class Work:
     """For each tensor of the inputs, whether it requires a gradient; empty if none does."""
     input_roots: Sequence[tuple[Tensor, Tensor]] = ()
     """Inputs that come from a graph, and the leaves that were cut into microbatches in their place."""
+    check_finite: bool = False
+    """Whether values that are not finite are looked for."""
+    check_gradients: bool = True
+    """Whether gradients that are not finite count; a loss scale of float16 deals with them itself."""
     began: Mapping[int, tuple[Any, float]] = field(default_factory=dict)
     """For every GPU in use: an event in the caller's stream, after which the step may begin, and its moment."""
 
@@ -56,6 +62,7 @@ class RankResult:
     """What one rank's part of a step gave: times of its actions and of what it received, losses, outputs."""
 
     clock: Clock
+    rank: int = 0
     arrived: dict[int, float] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -64,6 +71,8 @@ class RankResult:
     """For each microbatch, the gradients of the batch's own inputs, where they are wanted."""
     split: tuple[int, int] = (0, 0)
     """Of the elements of parameters that got a gradient by I and W: all, and those that came with I."""
+    watch: FiniteWatch | None = None
+    """What it saw that is not finite; None where nobody asked."""
     over: Any = None
     """An event in this rank's stream, after which its part of the step is over; None without a GPU."""
 
@@ -131,6 +140,9 @@ class Executor:
         """Another rank's failure, told from another thread: no action is begun after it."""
         self.progress: Progress = Notes() if progress is None else progress
         self.flight = Flight(self.name, schedule.ranks) if flight is None else flight
+        self.step = 0
+        """The step that it runs or ran last."""
+        self.outputs = Outputs()
         self.device = device_of(stages.values())
         self._stream: Any = torch.cuda.Stream(self.device) if self.device is not None and own_stream else None  # type: ignore[no-untyped-call]
 
@@ -183,7 +195,9 @@ class Executor:
 
     def _run(self, work: Work, deadline: float, clock: Clock, ready: Callable[[int], None] | None) -> RankResult:
         progress, flown = self.progress, self.flight.actions
-        result = RankResult(clock)
+        self.step = work.step
+        result = RankResult(clock, self.rank)
+        watch = result.watch = self._watch(work)
         self._local.clear()
         self._parked.clear()
         for position, task in enumerate(self._tasks):
@@ -195,15 +209,26 @@ class Executor:
             with self.turns:
                 message = self._compute(task, arrived, work, result)
             flown.append((*task.place, work.step, began, clock.end(position)))
+            if watch is not None:
+                watch.action(task.kind, task.stage, task.microbatch, None if message is None else message.leaves)
             if message is not None:
                 self._pass_on(task, message)
             progress.done += 1
             if ready is not None and position in self._complete:
                 ready(self._complete[position])
         progress.doing = "after its last action"
+        if watch is not None:
+            watch.end()
         counts = [stage.take_counts() for stage in self.stages.values()]
         result.split = (sum(total for total, _ in counts), sum(unsplit for _, unsplit in counts))
         return result
+
+    def _watch(self, work: Work) -> FiniteWatch | None:
+        if not (work.training and work.check_finite):
+            return None
+        parts = {index: stage.part for index, stage in self.stages.items()}
+        gradients = work.check_gradients and work.scale <= 1.0
+        return FiniteWatch(self.schedule.stages, parts, gradients=gradients, on_gpu=self.device is not None)
 
     def _header(self, task: _Task, work: Work, source: int, target: int, stage: int) -> Header:
         traffic: Traffic = "forward" if task.kind == kinds.F else "backward"
@@ -319,7 +344,9 @@ class Executor:
         target = self.name if task.target is None else task.target
         wants = list(changed) or [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         bare = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return Message(self._header(task, work, self.name, target, task.stage), bare, tree, wants)
+        message = Message(self._header(task, work, self.name, target, task.stage), bare, tree, wants)
+        self.outputs.note(message)
+        return message
 
     def _pass_on(self, task: _Task, message: Message) -> None:
         if task.neighbour is not None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import inspect
 import os
+import sys
+from types import CodeType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from stageline._version import __version__
 from stageline.errors import StagelineError, shorten
@@ -21,17 +28,79 @@ def facts_of(model: nn.Module, schedule: Schedule) -> dict[str, str]:
     >>> import stageline as sl
     >>> facts = facts_of(nn.Linear(2, 1), sl.schedule("gpipe", ranks=1, microbatches=1))
     >>> facts["the names and shapes of the model"]
-    "{'weight': (1, 2), 'bias': (1,)}"
+    'weight (1, 2)\\nbias (1,)'
+    >>> facts["the modules of the model"]
+    'the model itself: torch.nn.modules.linear.Linear(in_features=2, out_features=1, bias=True)'
     """
     order = digest([torch.from_numpy(part) for part in (schedule.kinds, schedule.stage_ids, schedule.microbatch_ids)])
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = [f"{name} {_shape(parameter)}" for name, parameter in model.named_parameters()]
+    types = [f"{name} {tensor.dtype}" for name, tensor in (*model.named_parameters(), *model.named_buffers())]
     return {
         "the schedule": f"{schedule!r} {order}",
-        "the names and shapes of the model": repr(shapes),
+        "the names and shapes of the model": "\n".join(shapes),
+        "the types of the parameters and buffers": "\n".join(types),
+        "the modules of the model": "\n".join(_described(*each) for each in model.named_modules()),
         "the number of threads (torch.get_num_threads)": str(torch.get_num_threads()),
         "the version of torch": str(torch.__version__),
         "the version of stageline": __version__,
     }
+
+
+def _shape(parameter: nn.Parameter) -> str:
+    return "not known yet" if is_lazy(parameter) else str(tuple(parameter.shape))
+
+
+def _described(name: str, module: nn.Module) -> str:
+    """A module's name, class and, for those of torch, settings; those of others may tell of the rank they are on."""
+    kind = type(module)
+    said = f"({module.extra_repr()})" if kind.__module__.startswith("torch.nn.") else ""
+    where = kind.__module__.replace("__mp_main__", "__main__")
+    return f"{name or 'the model itself'}: {where}.{kind.__qualname__}{said}"
+
+
+def function_fact(function: Any) -> str:
+    """What tells one function from another: its qualified name, and a digest of its code.
+
+    >>> function_fact(lambda output, target: 1) == function_fact(lambda output, target: 2)
+    False
+    >>> function_fact(None), function_fact(torch.relu)
+    ('None', 'relu')
+    """
+    if function is None:
+        return "None"
+    if isinstance(function, functools.partial):
+        given = [*map(_plain, function.args), *(f"{name}={_plain(value)}" for name, value in function.keywords.items())]
+        return f"partial({function_fact(function.func)}, {', '.join(given)})"
+    if isinstance(function, nn.Module):
+        return "\n".join(_described(*each) for each in function.named_modules())
+    called = getattr(function, "__func__", function)
+    code = getattr(inspect.unwrap(called), "__code__", None)
+    module = getattr(called, "__module__", None)
+    name = getattr(called, "__qualname__", None)
+    if name is None:  # an object that can be called
+        module, name = type(function).__module__, type(function).__qualname__
+        code = getattr(type(function).__call__, "__code__", None)
+    said = f"{module}.{name}".replace("__mp_main__", "__main__") if module else str(name)
+    if code is None:
+        return said
+    found = hashlib.blake2b(repr(_code(code)).encode(), digest_size=4).hexdigest()
+    defaults = [_plain(value) for value in getattr(called, "__defaults__", None) or ()]
+    more = f", defaults {', '.join(defaults)}" if defaults else ""
+    return f"{said}, code {found} of Python {sys.version_info[0]}.{sys.version_info[1]}{more}"
+
+
+def _code(code: CodeType) -> tuple[Any, ...]:
+    """What a function does, without where it stands."""
+    constants = tuple(
+        _code(each) if isinstance(each, CodeType) else sorted(map(repr, each)) if isinstance(each, frozenset) else each
+        for each in code.co_consts
+    )
+    return code.co_code, code.co_names, code.co_varnames, constants
+
+
+def _plain(value: Any) -> str:
+    """A value that is the same on all ranks as text; only the class of what is not a plain one."""
+    return repr(value) if value is None or isinstance(value, int | float | str | bool) else type(value).__name__
 
 
 def common_seed(world: World, seed: int | None) -> int:

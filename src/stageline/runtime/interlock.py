@@ -191,9 +191,7 @@ class Course:
         settings.set_rates(pipe.steps)
         for given in self._batches:
             batch = read_batch(pipe, given)
-            stats = pipe.step(
-                batch.inputs, batch.targets, count=batch.count, scale=batch.scale, stage_kwargs=batch.keywords
-            )
+            stats = pipe._step(replace(batch, check_gradients=not settings.skip))
             norm = None
             if settings.max_norm is not None or settings.skip or pipe.check_finite:
                 norm = pipe.grad_norm() if settings.max_norm is None else pipe.clip_grad_norm_(settings.max_norm)
@@ -217,6 +215,7 @@ class Course:
         pipe._running = True
         outside = Outside(pipe)
         try:
+            pipe._compare_weights()
             self.settings.set_rates(pipe.steps)
             began = time.perf_counter()
             for judged, times in self._begin(outside).steps():

@@ -24,14 +24,16 @@ from torch import Tensor, nn
 from stageline.runtime.buffers import Taken, all_buffers, put_back
 from stageline.runtime.clip import clip_factor, norms_of, total_norm
 from stageline.runtime.executor import RankResult, Work
-from stageline.runtime.outcome import first_not_finite, metrics_of, sums
+from stageline.runtime.finite import first
+from stageline.runtime.finite import not_finite as not_finite_values
+from stageline.runtime.outcome import metrics_of, sums
 from stageline.runtime.penalty import Penalty, add_gradients, terms_of, values_of
 from stageline.runtime.penalty import not_finite as penalty_not_finite
 from stageline.runtime.rollback import Gradients, Part, Snapshot
 from stageline.runtime.shadows import Placed, gather
 from stageline.runtime.sheet import Sheet, Told
 from stageline.runtime.surroundings import plain_precision
-from stageline.runtime.worlds import Crew, Failed, Floats, PipelineError
+from stageline.runtime.worlds import Crew, Failed, Floats, PipelineError, failure
 from stageline.schedules.schedule import Schedule
 from stageline.transport.protocol import PeerFailed
 
@@ -105,11 +107,14 @@ class Judged:
 
 def judge(terms: Terms, offer: Offer, told: Told) -> Judged:
     """Decide what becomes of a step, by what all ranks told of it: as clipping and checking before it would have."""
-    losses = told.outcome.losses
-    bad = first_not_finite(losses) if terms.check_finite else None
-    if bad is not None:
-        text = f"the loss of microbatch {bad} is {losses[bad]}; {LEFT}; check_finite=False lets such losses pass"
-        return Judged(offer, told, error=PipelineError(text))
+    assert offer.crew is not None
+    losses, outcome, schedule = told.outcome.losses, told.outcome, offer.crew.schedule
+    wrong = not_finite_values(losses, outcome.events, (), schedule) if terms.check_finite else None
+    if wrong is not None:
+        cause = ArithmeticError(wrong.text)
+        error = failure(f"rank {wrong.rank}", wrong.doing, cause, LEFT)
+        error.__cause__ = cause
+        return Judged(offer, told, error=error)
     said = penalty_not_finite(terms.names, told.outcome.penalties) if terms.check_finite and terms.penalty else ""
     if said:
         text = f"{said}; {LEFT}; check_finite=False lets such penalties pass"
@@ -118,18 +123,21 @@ def judge(terms: Terms, offer: Offer, told: Told) -> Judged:
         return Judged(offer, told)
     norm = total_norm(told.norms)
     if not math.isfinite(norm.item()) and (terms.skip or terms.check_finite):
-        error = None if terms.skip else not_finite(offer.step, norm, sum(losses) + told.outcome.penalty)
-        return Judged(offer, told, norm, skipped=terms.skip, error=error)
+        if terms.skip:
+            return Judged(offer, told, norm, skipped=True)
+        origin = first(outcome.events)
+        where = "" if origin is None else f"; the first value that is not finite is {origin}"
+        return Judged(offer, told, norm, error=not_finite(offer.step, norm, sum(losses) + outcome.penalty, where))
     factor = None if terms.max_norm is None else clip_factor(terms.max_norm, norm)
     return Judged(offer, told, norm, factor if factor is not None and factor.item() != 1.0 else None)
 
 
-def not_finite(step: int, norm: Tensor, loss: float) -> PipelineError:
-    """The error of a step whose gradients are not finite numbers."""
+def not_finite(step: int, norm: Tensor, loss: float, where: str = "") -> PipelineError:
+    """The error of a step whose gradients are not finite numbers; `where` says where they began."""
     return PipelineError(
-        f"the gradients of step {step} are not finite (their norm is {norm.item()}) though the loss is {loss:.4g}; "
-        f"{LEFT}; lower the learning rate, leave such steps out with skip_not_finite=True, or let them pass with "
-        "check_finite=False"
+        f"the gradients of step {step} are not finite (their norm is {norm.item()}) though the loss is {loss:.4g}"
+        f"{where}; {LEFT}; lower the learning rate, leave such steps out with skip_not_finite=True, or let them pass "
+        "with check_finite=False"
     )
 
 

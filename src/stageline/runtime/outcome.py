@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 
 from stageline.runtime.chunks import merge
 from stageline.runtime.executor import RankResult
+from stageline.runtime.finite import WIDTH, Event, FiniteWatch, read_events, write_events
 from stageline.runtime.tree import join_batch
 from stageline.runtime.worlds import Crew, Floats
 from stageline.schedules.build import PAIRED
@@ -31,6 +31,10 @@ class Outcome:
     """The share of parameters whose gradients came with I."""
     described: bool
     """Whether there are metrics."""
+    bad: tuple[int, ...]
+    """The stages whose gradients are not finite."""
+    events: tuple[Event, ...]
+    """What was not finite on any rank."""
     penalties: Floats
     """The penalty of each parameter of the model; empty where there is no penalty."""
     times: Floats | None = None
@@ -44,29 +48,52 @@ class Outcome:
     @staticmethod
     def size(schedule: Schedule, penalties: int = 0, with_times: bool = False) -> int:
         """How many numbers it takes."""
-        return schedule.microbatches + 3 + penalties + (3 * schedule.num_actions + 1 if with_times else 0)
+        own = schedule.microbatches + 3 + schedule.stages + 2 * WIDTH * schedule.ranks
+        return own + penalties + (3 * schedule.num_actions + 1 if with_times else 0)
 
     @classmethod
     def read(cls, totals: Floats, schedule: Schedule, penalties: int = 0) -> Outcome:
         """Read what `sums` wrote, and the times of all actions if every rank told them, added up over all ranks."""
-        size = cls.size(schedule, penalties)
-        *losses, total, unsplit, described = totals[: size - penalties].tolist()
+        size, count = cls.size(schedule, penalties), schedule.microbatches
+        total, unsplit, described = totals[count : count + 3].tolist()
+        flags, events = np.split(totals[count + 3 : size - penalties], [schedule.stages])
         times = totals[size:-1] if len(totals) > size and totals[-1] == schedule.ranks else None
-        share = unsplit / total if total else 0.0
-        return cls(tuple(losses), share, described > 0, totals[size - penalties : size], times)
+        return cls(
+            losses=tuple(totals[:count].tolist()),
+            unsplit=unsplit / total if total else 0.0,
+            described=described > 0,
+            bad=tuple(np.flatnonzero(flags).tolist()),
+            events=tuple(read_events(events)),
+            penalties=totals[size - penalties : size],
+            times=times,
+        )
 
 
 def sums(schedule: Schedule, results: Sequence[RankResult]) -> Floats:
     """The numbers of the ranks that are here; penalties come after them."""
     found = np.zeros(Outcome.size(schedule))
+    losses, counts, flags, events = np.split(
+        found, np.cumsum([schedule.microbatches, 3, schedule.stages])
+    )  # parts of one array
     for result in results:
         if result.losses:
             order = sorted(result.losses)
             # In one piece: on a GPU, every single number would be waited for.
-            found[order] = torch.stack([result.losses[each].reshape(()).double() for each in order]).cpu().numpy()
-        found[-3:-1] += result.split
-        found[-1] += any(result.metrics.values())
+            losses[order] = torch.stack([result.losses[each].reshape(()).double() for each in order]).cpu().numpy()
+        counts[:2] += result.split
+        counts[2] += any(result.metrics.values())
+        if result.watch is not None:
+            own = slice(2 * WIDTH * result.rank, 2 * WIDTH * (result.rank + 1))
+            _tell_not_finite(result.watch, bool(np.isfinite(losses).all()), flags, events[own])
     return found
+
+
+def _tell_not_finite(watch: FiniteWatch, good_losses: bool, flags: Floats, events: Floats) -> None:
+    """Write down which gradients of a rank are not finite, and what it saw before that."""
+    bad = watch.bad()
+    flags[sorted(bad)] = 1.0
+    if bad or watch.known or not good_losses:
+        events[:] = write_events(watch.events())
 
 
 def metrics_of(results: Sequence[RankResult], weights: Sequence[float]) -> dict[str, float]:
@@ -83,11 +110,6 @@ def joined(results: Sequence[RankResult], spec: Any = None) -> Any:
     """The outputs of the whole batch, where the last stage is; None elsewhere."""
     found = {microbatch: output for result in results for microbatch, output in result.outputs.items()}
     return merge([found[microbatch] for microbatch in sorted(found)], spec, join_batch) if found else None
-
-
-def first_not_finite(losses: Sequence[float]) -> int | None:
-    """The first microbatch whose loss is not a finite number."""
-    return next((index for index, loss in enumerate(losses) if not math.isfinite(loss)), None)
 
 
 def times_of(crew: Crew, results: Sequence[RankResult], clocks: Alignment | None) -> Floats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -18,7 +19,7 @@ from stageline.model.unwrap import any_compiled
 from stageline.runtime.automatic import Automatic, automatic
 from stageline.runtime.batch import Keywords, Reduction, check_reduction, input_parts
 from stageline.runtime.chunks import ChunkSpecs
-from stageline.runtime.clip import clip_factor, norm_of, owners_of
+from stageline.runtime.clip import clip_factor, norms_of, owners_of, total_norm
 from stageline.runtime.compiled import Compile, compile_units
 from stageline.runtime.cut import (
     check_options,
@@ -30,10 +31,10 @@ from stageline.runtime.cut import (
     refuse_second,
     whole_model,
 )
-from stageline.runtime.handshake import common_seed, facts_of, find_deadline
+from stageline.runtime.handshake import common_seed, facts_of, find_deadline, function_fact
 from stageline.runtime.interlock import Rates, Run
 from stageline.runtime.layout import mesh_of, ranks_of
-from stageline.runtime.loss_reads import Tensors
+from stageline.runtime.loss_reads import Tensors, listed
 from stageline.runtime.outcome import Measured, joined, times_of
 from stageline.runtime.penalty import Penalty, check_penalty
 from stageline.runtime.processes import find_world
@@ -48,7 +49,7 @@ from stageline.runtime.stage import StageOptions, watched_layers
 from stageline.runtime.state import check_state, gather_state, watched
 from stageline.runtime.stats import Evaluation, StepStats
 from stageline.runtime.summary import described_in_words
-from stageline.runtime.worlds import Crew
+from stageline.runtime.worlds import Crew, Floats, PipelineError
 from stageline.schedules.certificate import verify
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Costs
@@ -107,6 +108,7 @@ class Pipeline(Runner):
         seed: int | None = None,
         deadline: float | None = None,
         check_finite: bool = True,
+        compare_weights: bool = True,
         example: Any = None,
         device: torch.device | str = "cpu",
         compile: Compile = False,
@@ -132,7 +134,10 @@ class Pipeline(Runner):
         torch's policy of which operators of them to keep.
         `seed` is what dropout draws from (torch's own seed on rank 0 unless given). `deadline` is how many seconds a
         rank may be silent, or be waited for while nobody is at work, before the step fails with its name (60, or what
-        the environment says as STAGELINE_DEADLINE). `check_finite` fails a step whose loss is not a finite number.
+        the environment says as STAGELINE_DEADLINE). `check_finite` fails a step whose loss or gradients are not finite,
+        with the stage and microbatch where that began; gradients of a `scale` above 1 are left to the scaler.
+        `compare_weights` compares, in the first step, the weights that two or more processes hold (tied weights, both
+        directions, replicas), and names the first that differs; False skips that.
         `example` is a batch by which a model shows the order in which it calls its parts (see `sl.split`). Where all
         ranks are threads and none is given, the model is cut by the first batch; processes need it where the order of
         calls is not that of the definitions.
@@ -204,6 +209,9 @@ class Pipeline(Runner):
                 **facts_of(self.model, self.schedule),
                 "the seed that was given": repr(seed),
                 "loss_reduction": loss_reduction,
+                "loss_fn": function_fact(loss_fn),
+                "penalty": function_fact(penalty),
+                "compare_weights": str(compare_weights),
                 "replicas and mesh": repr(self._world.layout.rows),
                 "bucket_mb and reduce_dtype": f"{bucket_mb:g} {reduce_dtype}",
                 "the chunk specs": str(self._specs),
@@ -217,7 +225,8 @@ class Pipeline(Runner):
             self._parts, _ = cut_or_wait(given, self.model, self.schedule.stages, example)
         self._compiled = compile is not False
         self._place()
-        self._options = StageOptions(loss_fn, replica_seed(common, self.replica), again, check_finite)
+        self._options = StageOptions(loss_fn, replica_seed(common, self.replica), again)
+        self._compares = compare_weights
         self._watched = Tensors([*_named_tensors(self.model), *described_tensors])
         self._replicas = self._join_replicas(bucket_mb, reduce_dtype)
         self._crews: dict[tuple[int, bool], Crew] = {}
@@ -225,6 +234,8 @@ class Pipeline(Runner):
         self._agreed: int | None = None
         self._measured: Measured | None = None
         self._running = False
+        self._scaled = False
+        """Whether the gradients of the last step are scaled, so that a scaler deals with those that are not finite."""
 
     def _place(self) -> None:
         """Give every rank that is here the modules of its stages, once they are known."""
@@ -257,7 +268,8 @@ class Pipeline(Runner):
         found = Replicas(
             world, column, self.schedule, self._parts, self._placed, names, bucket_mb=bucket_mb, dtype=dtype
         )
-        found.compare_weights()
+        if self._compares:
+            found.compare_weights()
         return found
 
     @property
@@ -374,7 +386,10 @@ class Pipeline(Runner):
                 "gradients were accumulated with sync=False and differ between replicas; clip them after a step with "
                 "sync=True"
             )
-        total = self.grad_norm(norm_type)
+        norms = self._norms(norm_type)
+        total = total_norm(norms, norm_type)
+        if self.check_finite and not self._scaled and not math.isfinite(total.item()):
+            self._refuse_norm(norms, total)
         factor = clip_factor(max_norm, total)
         for parameter in self.parameters():
             if parameter.grad is not None:
@@ -387,9 +402,28 @@ class Pipeline(Runner):
         It has the same bits on every rank, and for any number of them. `gradients` are by names, and those of the
         parameters unless given. All processes must call this together.
         """
+        return total_norm(self._norms(norm_type, gradients), norm_type)
+
+    def _norms(self, norm_type: float, gradients: Mapping[str, Tensor] | None = None) -> Floats:
+        """The norm of each parameter's gradient, in the order of the model."""
         known = dict(self.named_gradients()) if gradients is None else gradients
         own = {name: known[name] for name, _ in self.named_parameters() if self.owns(name) and name in known}
-        return norm_of(self._world, [name for name, _ in self.model.named_parameters()], own, norm_type)
+        return self._world.add_up(norms_of([name for name, _ in self.model.named_parameters()], own, norm_type))
+
+    def _refuse_norm(self, norms: Floats, total: Tensor) -> None:
+        """Name the parameters whose gradients are not finite, and their stages."""
+        stages = {name: stage for stage, part in reversed(list(enumerate(self._parts))) for name, _ in
+                  part.named_parameters(remove_duplicate=False)}  # fmt: skip
+        wrong = [
+            f"{name} (stage {stages.get(name, '?')})"
+            for (name, _), norm in zip(self.model.named_parameters(), norms.tolist(), strict=True)
+            if not math.isfinite(norm)
+        ]
+        raise PipelineError(
+            f"the norm of the gradients is {total.item()}, and those of {listed(wrong) or 'all parameters together'} "
+            "are not finite or too large; no gradient was clipped and no parameter changed: call zero_grad() before "
+            "the next step; check_finite=False lets such gradients pass"
+        )
 
     def owns(self, name: str) -> bool:
         """Whether a parameter or buffer is this process's to count and to save; it is one process's in a replica."""
@@ -428,9 +462,15 @@ class Pipeline(Runner):
         self._refuse_to_train()
         if not (isinstance(scale, int | float) and 0 < scale < float("inf")):
             raise StagelineError(f"scale is a number above 0, got {shorten(scale)}")
-        began = time.perf_counter()
         wanted = self._targets(targets)
-        done = self._run(Batch(inputs, wanted, stage_kwargs, training=True, count=count, scale=float(scale), sync=sync))
+        return self._step(
+            Batch(inputs, wanted, stage_kwargs, training=True, count=count, scale=float(scale), sync=sync)
+        )
+
+    def _step(self, batch: Batch) -> StepStats:
+        began = time.perf_counter()
+        self._scaled = batch.scale > 1.0
+        done = self._run(batch)
         crew, results = done.crew, done.results
         times, clocks = done.outcome.times, self._world.clocks
         known = (lambda: times_of(crew, results, clocks).reshape(-1)) if times is None else lambda: times

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from stageline.errors import StagelineError
+from stageline.runtime.changed_outputs import Change, first_change, is_about_form
 from stageline.runtime.collectives import Collectives, Column
 from stageline.runtime.control.judge import EVERYONE
-from stageline.runtime.control.verdict import Failure, Verdict, located
+from stageline.runtime.control.verdict import Failure, Verdict, describe, located
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.exit import close_at_exit
 from stageline.runtime.flight import Flight, worth_writing
@@ -35,6 +36,7 @@ from stageline.runtime.worlds import (
     SumUp,
     ThreadWorld,
     World,
+    changed,
     failure,
     note_aside,
     note_record,
@@ -233,6 +235,8 @@ class ProcessWorld(Collectives):
             told = Failure.of(failed[2], located(failed[1]))
             said = str(failure(self.layout.name(self.process), failed[1], failed[2], left))
             mine = {"said": said, "where": self._control.where, "told": told.to_json()}
+            if told.action == "F" and self._running is not None and is_about_form(failed[2]):
+                mine["step"] = self._running.step
         heard = json.loads(self.tell_all(json.dumps(mine), origin))
         error = PipelineError(heard["said"])
         told, known = Failure(**heard["told"]), self._blamed()
@@ -243,12 +247,30 @@ class ProcessWorld(Collectives):
                 ranks=() if known is None else known.ranks,
             )
         )  # fmt: skip
+        if "step" in heard:
+            error, verdict = self._blame_change(error, verdict, int(heard["step"]), left)
         if verdict.traceback and origin != self.process:
             error.add_note(f"on rank {origin}:\n{verdict.traceback}")
         if self.layout.ranks > 1:
             note_aside(error, verdict)
         note_record(error, [self._record(verdict)])
         return error
+
+    def _blame_change(
+        self, error: PipelineError, verdict: Verdict, step: int, left: str
+    ) -> tuple[PipelineError, Verdict]:
+        """Name the rank whose stage changed what it passes on, where another one failed on it; all ranks ask this."""
+        changes = [] if self._running is None else self._running.outputs.changes
+        mine = first_change(step, verdict.stage, verdict.microbatch, changes)
+        replica = self.layout.place(verdict.culprit)[0]
+        stages = self.announce(np.array([0.0 if mine is None else mine.stage + 1.0]))()[replica, :, 0]
+        if not stages.any():
+            return error, verdict
+        blamed = self.layout.rows[replica][int(np.argmin(np.where(stages > 0, stages, np.inf)))]
+        change = Change(*json.loads(self.tell_all(json.dumps(mine), blamed)))
+        failed = f"stage {verdict.stage} on {self.layout.name(verdict.culprit)}"
+        named = changed(self.layout.name(blamed), change, failed, verdict.text, left)
+        return named, self.named(replace(verdict, culprit=blamed, stage=change.stage, doing=describe(change.place)))
 
     def _gather_sums(self, flags: Floats, own: Floats) -> tuple[int | None, Floats]:
         """Which process was the first to fail, if one did; and the sums of what the ranks of this replica know."""

@@ -17,7 +17,7 @@ from stageline.runtime.collectives import Column
 from stageline.runtime.outcome import Outcome
 from stageline.runtime.reduce import Reducer
 from stageline.runtime.shadows import Placed
-from stageline.runtime.worlds import GRADIENTS, Floats, PipelineError, World
+from stageline.runtime.worlds import Floats, PipelineError, World
 from stageline.schedules import action as kinds
 from stageline.schedules.build import PAIRED
 from stageline.schedules.schedule import Schedule
@@ -177,12 +177,12 @@ class Replicas:
             for _, parameter in self.parameters():
                 parameter.grad = None
 
-    def losses(self, outcome: Outcome, before: Taken) -> tuple[list[float], bool, Floats]:
-        """The loss of each replica, whether any has metrics, and the sizes of buffers, above 0 where they changed."""
-        told = self.column.gather(
-            np.array([sum(outcome.losses), float(outcome.described), *(size for _, size in self._sizes(before))])
-        )
-        return told[:, 0].tolist(), bool(told[:, 1].any()), told[:, 2:]
+    def losses(self, outcome: Outcome, before: Taken, good: bool) -> tuple[list[float], bool, Floats, list[bool]]:
+        """The loss of each replica, whether any has metrics, the sizes of buffers, above 0 where they changed, and in
+        which replicas the loss and the gradients are finite."""
+        sizes = (size for _, size in self._sizes(before))
+        told = self.column.gather(np.array([sum(outcome.losses), float(outcome.described), float(good), *sizes]))
+        return told[:, 0].tolist(), bool(told[:, 1].any()), told[:, 3:], (told[:, 2] > 0).tolist()
 
     def _sizes(self, before: Taken) -> Iterator[tuple[tuple[nn.Module, str], float]]:
         """Bytes of each buffer of this rank's stages, and -1 less where it is as before: by value, as some kernels tell
@@ -193,14 +193,6 @@ class Replicas:
                 size = 0 if now is None else now.nbytes
                 same = now is not None and now.shape == copy.shape and torch.equal(now, copy)
                 yield (owner, name), float(-1 - size if same else 1 + size)
-
-    def check_losses(self, losses: Sequence[float]) -> None:
-        """One replica's loss is everyone's failure."""
-        for replica, loss in enumerate(losses):
-            if not np.isfinite(loss):
-                raise PipelineError(
-                    f"the loss of replica {replica} is {loss}; {GRADIENTS}; check_finite=False lets such losses pass"
-                )
 
     def finish(self, reducer: Reducer | None, changed: Floats, before: Taken) -> None:
         """When all ranks have trained, and what several of them use is added up in every replica: make all the same."""

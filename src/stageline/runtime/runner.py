@@ -34,14 +34,18 @@ from stageline.runtime.batch import (
 )
 from stageline.runtime.buffers import Taken, all_buffers, put_back
 from stageline.runtime.chunks import ChunkSpecs
+from stageline.runtime.control.verdict import Failure, Verdict, located
 from stageline.runtime.cut import forwards_of, only_microbatches
 from stageline.runtime.executor import Executor, RankResult, Work
+from stageline.runtime.finite import NotFinite, not_finite
 from stageline.runtime.garbage import no_collections
 from stageline.runtime.heap import keep_memory
+from stageline.runtime.held_weights import compare_weights, held_by_several
 from stageline.runtime.inputs import exchange, give_gradients, refuse_graphs, refuse_keywords, wanted, with_leaves
 from stageline.runtime.loss_reads import LossReads, Tensors
-from stageline.runtime.outcome import Outcome, first_not_finite, metrics_of, sums, times_of
-from stageline.runtime.penalty import Penalty, add_gradients, not_finite, terms_of, values_of
+from stageline.runtime.outcome import Outcome, metrics_of, sums, times_of
+from stageline.runtime.penalty import Penalty, add_gradients, terms_of, values_of
+from stageline.runtime.penalty import not_finite as penalty_not_finite
 from stageline.runtime.randomness import Generators
 from stageline.runtime.reduce import Reducer
 from stageline.runtime.replan import Replanned, Watch
@@ -49,7 +53,7 @@ from stageline.runtime.replicas import Replicas
 from stageline.runtime.shadows import Placed, gather
 from stageline.runtime.stage import Stage, StageOptions
 from stageline.runtime.tree import plain
-from stageline.runtime.worlds import GRADIENTS, Crew, Floats, PipelineError, World
+from stageline.runtime.worlds import GRADIENTS, Crew, Floats, PipelineError, World, failure, note_record
 from stageline.schedules.certificate import Certificate, verify
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.drift import Drift
@@ -74,6 +78,8 @@ class Batch:
     scale: float = 1.0
     sync: bool = True
     """Whether gradients are added up over replicas."""
+    check_gradients: bool = True
+    """Whether gradients that are not finite fail the step."""
 
     @property
     def columns(self) -> list[int]:
@@ -110,6 +116,9 @@ class Runner:
     _crews: dict[tuple[int, bool], Crew]
     _specs: ChunkSpecs
     """Along which dimensions batches are cut."""
+    _parts: list[nn.Sequential]
+    _compares: bool
+    """Whether weights that several processes hold are still to be compared."""
     _watched: Tensors
     """The tensors of the model, which loss_fn may not read but for those of the last stage."""
     _waits: bool
@@ -187,6 +196,7 @@ class Runner:
         if self._waits:
             self._see(batch)
         self._world.begin()
+        self._compare_weights()
         buffers = all_buffers(self.model) if batch.training else []
         reducer = self._replicas.reducer() if self._replicas is not None and batch.training and batch.sync else None
         try:
@@ -212,6 +222,19 @@ class Runner:
             raise
         finally:
             self._world.end()
+
+    def _compare_weights(self) -> None:
+        """Before the first batch, all ranks together: weights that several processes hold must be the same in all."""
+        if self._compares and (not self._alone or self._replicas is not None):
+            placement, replicas = self.schedule.placement, self._world.layout.replicas
+            held = held_by_several(self.model, self._parts, placement, replicas)
+            try:
+                if held:
+                    compare_weights(self._world, held)
+            except PipelineError:
+                self._world.end()
+                raise
+        self._compares = False
 
     def _agree_on(self, batch: Batch, elements: int) -> tuple[int, int, Callable[[], Floats], Exception | None]:
         """How many samples there are, here and in all replicas; the batches of all ranks, to be compared; and why this
@@ -273,6 +296,8 @@ class Runner:
             training=batch.training,
             keep_outputs=batch.keep,
             scale=batch.scale,
+            check_finite=self.check_finite,
+            check_gradients=batch.check_gradients,
         )
 
     def _name_of(self, parameter: nn.Parameter) -> str:
@@ -330,10 +355,13 @@ class Runner:
         self._check_batch(rows, batch.columns)
         outcome = Outcome.read(totals, crew.schedule, len(names))
         losses, described, changed = [sum(outcome.losses)], outcome.described, np.zeros(0)
+        wrong = self._not_finite(crew, work, outcome)
+        good = [wrong is None]
         if self._replicas is not None:
-            losses, described, changed = self._replicas.losses(outcome, buffers if work.training else [])
+            taken = buffers if work.training else []
+            losses, described, changed, good = self._replicas.losses(outcome, taken, wrong is None)
         if work.training:
-            self._check_losses(outcome, losses)
+            self._check_finite(crew, wrong, good)
             self._check_penalty(names, outcome)
             self._check_buffers(versions)
             self._check_generators(generators, crew)
@@ -386,19 +414,32 @@ class Runner:
             if apart:
                 raise PipelineError(apart)
 
-    def _check_losses(self, outcome: Outcome, losses: Sequence[float]) -> None:
-        """On a GPU, a loss that is not finite is found only now; on the host the last stage has found it before."""
-        bad = first_not_finite(outcome.losses) if self.check_finite else None
-        if bad is not None:
-            raise PipelineError(
-                f"the loss of microbatch {bad} is {outcome.losses[bad]} on stage {self.schedule.stages - 1}; "
-                f"{GRADIENTS}; check_finite=False lets such losses pass"
-            )
-        if self.check_finite and self._replicas is not None:
-            self._replicas.check_losses(losses)
+    def _not_finite(self, crew: Crew, work: Work, outcome: Outcome) -> NotFinite | None:
+        """Why this replica's loss or gradients fail the step; None where they do not."""
+        if not (work.training and self.check_finite):
+            return None
+        wrong = not_finite(outcome.losses, outcome.events, outcome.bad, crew.schedule)
+        return wrong if wrong is None or not work.inputs else wrong.with_inputs(work.inputs)
+
+    def _check_finite(self, crew: Crew, wrong: NotFinite | None, good: Sequence[bool]) -> None:
+        """Fail a step in which a loss or gradient is not finite, on all ranks of all replicas alike."""
+        if all(good):
+            return
+        replica, layout = good.index(False), self._world.layout
+        mine = {} if wrong is None else {"process": layout.rows[self._world.replica][wrong.rank], **wrong.to_json()}
+        heard = json.loads(self._world.tell_all(json.dumps(mine), layout.rows[replica][0]))
+        cause = ArithmeticError(heard["text"])
+        error = failure(layout.name(heard["process"]), heard["doing"], cause)
+        told = Failure.of(cause, located(heard["doing"]))
+        verdict = Verdict(
+            heard["process"], "raised", doing=told.doing, text=told.text, final=False,
+            action=told.action, stage=told.stage, microbatch=told.microbatch,
+        )  # fmt: skip
+        note_record(error, [executor.record(verdict) for executor in crew.executors])
+        raise error from cause
 
     def _check_penalty(self, names: Sequence[str], outcome: Outcome) -> None:
-        said = not_finite(names, outcome.penalties) if self.check_finite else ""
+        said = penalty_not_finite(names, outcome.penalties) if self.check_finite else ""
         if said:
             raise PipelineError(f"{said}; {GRADIENTS}; check_finite=False lets such penalties pass")
 

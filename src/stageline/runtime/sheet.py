@@ -69,7 +69,9 @@ class Sheet:
     >>> import stageline as sl
     >>> sheet = Sheet(sl.schedule("1f1b", ranks=2, microbatches=2), 3)
     >>> first = sheet.write(0, norms=np.array([1.0, 2.0, 0.0]))
-    >>> second = sheet.write(1, outcome=np.array([0.5, 0.25, 0.0, 0.0, 1.0]), metrics={"right": 3})
+    >>> outcome = np.zeros(Outcome.size(sheet.schedule))
+    >>> outcome[:5] = 0.5, 0.25, 0.0, 0.0, 1.0
+    >>> second = sheet.write(1, outcome=outcome, metrics={"right": 3})
     >>> told = sheet.read(first + second)
     >>> told.culprit, told.outcome.losses, told.norms.tolist(), told.metrics
     (None, (0.5, 0.25), [1.0, 2.0, 0.0], {'right': 3})

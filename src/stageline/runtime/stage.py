@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -74,8 +73,6 @@ class StageOptions:
     loss_fn: Loss
     seed: int = 0
     recompute: Recompute = field(default_factory=Recompute)
-    check_finite: bool = False
-    """Refuse a loss that is not a finite number, at once where it is on the host."""
 
 
 class Stage:
@@ -301,23 +298,12 @@ class Stage:
             root = weighed if scale == 1.0 else weighed * scale
         if train and not weighed.requires_grad:
             refuse_loss(self.index, microbatch, self.part, self._kept[microbatch].inputs, output)
-        if train and self.options.check_finite and not weighed.is_cuda and not math.isfinite(weighed.detach().item()):
-            self._refuse_loss(microbatch, float(weighed.detach()))
         if train:
             kept = self._kept[microbatch]
             kept.target, kept.weight, kept.scale = target, weight, scale
             kept.loss = None if self.options.recompute.stages else root
             kept.outputs = []  # the loss is all that its backward needs; logits are large
         return weighed.detach(), metrics
-
-    def _refuse_loss(self, microbatch: int, found: float) -> None:
-        given = tensors_of(self._kept[microbatch].inputs)
-        bad = any(not bool(tensor.isfinite().all()) for tensor in given if tensor.is_floating_point())
-        where = "what it was given is not finite either" if bad else "what it was given is finite"
-        raise ArithmeticError(
-            f"the loss of microbatch {microbatch} is {found} on stage {self.index}, and {where}; check_finite=False "
-            "lets such losses pass"
-        )
 
     def _loss(
         self, output: Any, target: Any, weight: float, step: int, microbatch: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stageline.errors import StagelineError
+from stageline.runtime.changed_outputs import Change, ChangedOutput, origin_of
 from stageline.runtime.control.judge import EVERYONE
-from stageline.runtime.control.verdict import Failure, Verdict, place
+from stageline.runtime.control.verdict import Failure, Verdict, describe, place
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.flight import Flight
 from stageline.runtime.layout import Layout
@@ -129,6 +130,11 @@ GRADIENTS = "no parameter was changed, and gradients may hold part of this step:
 def failure(who: str, doing: str, error: BaseException, left: str = GRADIENTS) -> PipelineError:
     """The one error that a failed step raises; `left` is what it left behind."""
     return PipelineError(f"{who} failed {place(doing)}: {type(error).__name__}: {error}; {left}")
+
+
+def changed(who: str, change: Change, failed: str, said: str, left: str) -> PipelineError:
+    """The error of a step in which one stage changed what it passes on, and another one failed on it."""
+    return failure(who, describe(change.place), ChangedOutput(f"{change}; {failed} failed on it: {said}"), left)
 
 
 def note_record(error: PipelineError, paths: Sequence[Path | None]) -> None:
@@ -276,6 +282,12 @@ class ThreadWorld:
             action=told.action, stage=told.stage, microbatch=told.microbatch,
         )  # fmt: skip
         error = failure(f"rank {origin}", executor.doing, first, left)
+        changes = [change for each in crew.executors for change in each.outputs.changes]
+        change = origin_of(first, executor.step, told.stage, told.microbatch, changes) if told.action == "F" else None
+        if change is not None:
+            blamed = crew.schedule.placement.rank_of(change.stage, change.microbatch)
+            error = changed(f"rank {blamed}", change, f"stage {told.stage} on rank {origin}", told.text, left)
+            verdict = replace(verdict, culprit=blamed, stage=change.stage, doing=describe(change.place))
         note_record(error, [each.record(verdict) for each in crew.executors])
         for each in crew.executors:
             each.forget()

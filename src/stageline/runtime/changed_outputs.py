@@ -1,0 +1,105 @@
+"""Outputs that change their type or form in the middle of training, told from those of the steps before.
+
+A stage that suddenly passes on another type fails the stage that takes it. The rank to name is the one that changed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from stageline.transport.protocol import Message
+
+_ABOUT_FORM = re.compile(r"dtype|scalar type|shape|size|dimension|channels|same type|Expected", re.IGNORECASE)
+
+
+class Change(NamedTuple):
+    """An output that is not what this stage passed on before."""
+
+    step: int
+    microbatch: int
+    stage: int
+    before: str
+    now: str
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """The action that passed it on."""
+        return "F", self.stage, self.microbatch
+
+    def __str__(self) -> str:
+        """Say it as an error would."""
+        return (
+            f"stage {self.stage} passes on {self.now} for microbatch {self.microbatch} of step {self.step}, and passed "
+            f"on {self.before} before"
+        )
+
+
+class Outputs:
+    """What the stages of a rank passed on last.
+
+    >>> from stageline.transport.protocol import Header
+    >>> import torch
+    >>> outputs = Outputs()
+    >>> for step, dtype in enumerate((torch.float32, torch.float64)):
+    ...     header = Header(0, 1, "forward", 0, 0, step)
+    ...     outputs.note(Message(header, [torch.ones(2, dtype=dtype)], "tensor", [True]))
+    >>> print(outputs.changes[0])
+    stage 0 passes on [float64 of shape (2,)] for microbatch 0 of step 1, and passed on [float32 of shape (2,)] before
+    """
+
+    def __init__(self) -> None:
+        """Nothing was passed on yet."""
+        self._last: dict[int, Message] = {}
+        self.changes: list[Change] = []
+
+    def note(self, message: Message) -> None:
+        """A stage passes this on."""
+        header, known = message.header, self._last.get(message.header.stage)
+        if header.traffic != "forward" or (known is not None and known.kinds == message.kinds):
+            return
+        self._last[header.stage] = Message(header, [], "", [], message.kinds)
+        if known is not None and _forms(known.kinds) != _forms(message.kinds):
+            change = Change(header.step, header.microbatch, header.stage, _listed(known.kinds), _listed(message.kinds))
+            recent = [each for each in self.changes if each.step >= header.step - 1]
+            self.changes = [*recent[-100:], change]
+
+
+def _forms(kinds: Iterable[str]) -> list[str]:
+    """Without the first dimension, the samples, of which there may be more or fewer."""
+    return [re.sub(r"of shape \(\d+,", "of shape (", kind) for kind in kinds]
+
+
+def _listed(kinds: Sequence[str]) -> str:
+    return f"[{', '.join(kinds[:4])}{', …' if len(kinds) > 4 else ''}]"
+
+
+def origin_of(
+    error: BaseException, step: int, stage: int | None, microbatch: int | None, changes: Iterable[Change]
+) -> Change | None:
+    """The first stage whose output changed before one failed on it; None where that is no reason of the failure."""
+    return first_change(step, stage, microbatch, changes) if is_about_form(error) else None
+
+
+def is_about_form(error: BaseException) -> bool:
+    """Whether an error may come from a tensor of another type or form than before.
+
+    >>> is_about_form(RuntimeError("mat1 and mat2 must have the same dtype")), is_about_form(KeyError("mask"))
+    (True, False)
+    """
+    return isinstance(error, RuntimeError | ValueError | TypeError) and bool(_ABOUT_FORM.search(str(error)))
+
+
+def first_change(step: int, stage: int | None, microbatch: int | None, changes: Iterable[Change]) -> Change | None:
+    """The first of the stages before this one whose output changed for this microbatch."""
+    earlier = [
+        each
+        for each in changes
+        if (each.step, each.microbatch) == (step, microbatch) and stage is not None and each.stage < stage
+    ]
+    return min(earlier, key=lambda each: each.stage, default=None)
+
+
+class ChangedOutput(TypeError):
+    """A stage passed on what it never did before, and another one failed on it."""
