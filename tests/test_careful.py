@@ -186,7 +186,7 @@ def test_every_class_needs_a_weight() -> None:
     count = find_loss("weighted_cross_entropy", (1.0, 2.0)).count
     assert count is not None
     assert count(torch.tensor([0, 1, 1, -100])) == 5.0
-    with pytest.raises(StagelineError, match="targets go from 0 to 7"):
+    with pytest.raises(StagelineError, match="targets range from 0 to 7"):
         count(torch.tensor([0, 7]))
 
 
