@@ -172,21 +172,21 @@ def test_the_models_own_loss_is_the_one_that_came_with_it() -> None:
 
 def test_squares_of_different_shapes_are_refused() -> None:
     loss = find_loss("mse").function
-    with pytest.raises(StagelineError, match=r"gives back \(2, 1\) and the targets are \(2,\)"):
+    with pytest.raises(StagelineError, match=r"returns shape \(2, 1\) and the targets have \(2,\)"):
         loss(torch.zeros(2, 1), torch.zeros(2))
     refused(r"training.loss is mse", "training.loss=mse", model=Small, data=[(x, y[0]) for x, y in SAMPLES])
 
 
 def test_every_class_needs_a_weight() -> None:
     refused(
-        "loss_weights has 2 weights, but the model has 256", "training.loss=weighted_cross_entropy",
+        "loss_weights has 2 numbers and the model knows 256", "training.loss=weighted_cross_entropy",
         "training.loss_weights=1.0,2.0",
     )  # fmt: skip
     assert not Path("run").exists()
     count = find_loss("weighted_cross_entropy", (1.0, 2.0)).count
     assert count is not None
     assert count(torch.tensor([0, 1, 1, -100])) == 5.0
-    with pytest.raises(StagelineError, match="targets go from 0 to 7"):
+    with pytest.raises(StagelineError, match="targets range from 0 to 7"):
         count(torch.tensor([0, 7]))
 
 

@@ -175,10 +175,8 @@ def reachable(chain: Chain, limits: Floats) -> tuple[list[Ints], float]:
     excess = chain.base.sum() + time[-1] - stages
     current, sets, refused = np.zeros(1, dtype=np.int64), [np.zeros(1, dtype=np.int64)], np.inf
     for stage in range(stages):
-        first, last = (
-            max(int(chain.low[stage + 1]), int(current[0]) + 1),
-            min(int(chain.high[stage + 1]), len(time) - 1),
-        )
+        first = max(int(chain.low[stage + 1]), int(current[0]) + 1)
+        last = min(int(chain.high[stage + 1]), len(time) - 1)
         if earliest[stage + 1] > first:
             first = int(earliest[stage + 1])
             completed = chain.base[: stage + 1].sum() + time[first - 1]
@@ -187,13 +185,13 @@ def reachable(chain: Chain, limits: Floats) -> tuple[list[Ints], float]:
         if farthest <= last:
             refused = min(refused, (chain.base[stage] + time[farthest] - time[current[-1]]) / chain.speed[stage])
             last = farthest - 1
-        places = np.arange(first, last + 1)
-        previous = current[np.searchsorted(current, places, side="left") - 1]
-        work, room = time[places] - time[previous], memory[places] - memory[previous] <= chain.room[stage]
+        positions = np.arange(first, last + 1)
+        previous = current[np.searchsorted(current, positions, side="left") - 1]
+        work, room = time[positions] - time[previous], memory[positions] - memory[previous] <= chain.room[stage]
         allowed = room & (work <= share[stage])
         rejected = np.min(work[room & ~allowed], initial=np.inf)
         refused = min(refused, (chain.base[stage] + rejected) / chain.speed[stage])
-        current = places[allowed]
+        current = positions[allowed]
         sets.append(current)
         if not len(current):
             break

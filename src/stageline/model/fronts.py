@@ -52,23 +52,22 @@ def last_rank_pairs(problem: Problem, pairs: Pairs, limit: float, capped: bool) 
     if capped:
         fits &= problem.memory[c] - problem.memory[a] <= problem.caps[-1]
     allowed = fits & (ends <= limit)
-    return Pairs(a[allowed], c[allowed]), float(np.min(ends[fits & ~allowed], initial=np.inf)) / float(
-        problem.speed[-1]
-    )
+    refused = float(np.min(ends[fits & ~allowed], initial=np.inf)) / float(problem.speed[-1])
+    return Pairs(a[allowed], c[allowed]), refused
 
 
 def _next_front(problem: Problem, rank: int, limits: Floats, before: Pairs, capped: bool) -> tuple[Pairs, float]:
     """Return, for every a' that a rank may leave, the smallest c', and the smallest time that was refused."""
-    time, memory, limit, num_ranks_done = problem.time, problem.memory, limits[rank], rank + 1
-    last, refused = int(problem.high[num_ranks_done]), np.inf
+    time, memory, limit, depth = problem.time, problem.memory, limits[rank], rank + 1
+    last, refused = int(problem.high[depth]), np.inf
     farthest = int(np.searchsorted(time, time[before.a[-1]] + limit, side="right"))
     if farthest <= last:
         refused, last = time[farthest] - time[before.a[-1]], farthest - 1
-    a = np.arange(max(int(problem.low[num_ranks_done]), int(before.a[0]) + 1), last + 1)
+    a = np.arange(max(int(problem.low[depth]), int(before.a[0]) + 1), last + 1)
     # The pairs it can come from: this rank reaches a' on the left, and every later stage has a layer.
     first = np.searchsorted(time[before.a], time[a] - limit, side="left")
     refused = min(refused, np.min((time[a] - time[before.a[first - 1]])[first > 0], initial=np.inf))
-    gap = 2 * (len(limits) - num_ranks_done)
+    gap = 2 * (len(limits) - depth)
     first = np.maximum(first, np.searchsorted(before.c, a + gap + 1, side="left"))
     if capped:
         first = np.maximum(first, np.searchsorted(memory[before.a], memory[a] - problem.caps[rank], side="left"))
@@ -78,17 +77,16 @@ def _next_front(problem: Problem, rank: int, limits: Floats, before: Pairs, capp
     if not len(a):
         return Pairs(a, a), float(refused / problem.speed[rank])
     room = problem.caps[rank] if capped else None
-    c, rejected = _smallest_c(problem, limit, room, int(problem.low[-1 - num_ranks_done]), before, a, first, counts)
-    c = np.maximum(np.maximum(c, problem.low[-1 - num_ranks_done]), a + gap)
+    c, rejected = _smallest_c(problem, limit, room, int(problem.low[-1 - depth]), before, a, first, counts)
+    c = np.maximum(np.maximum(c, problem.low[-1 - depth]), a + gap)
     remaining = time[np.minimum(c, len(time) - 1)] - time[a]
-    allowed = c <= problem.high[-1 - num_ranks_done]
-    within_limits = remaining <= limits[num_ranks_done:].sum()
-    later_time = (np.min(remaining[allowed & ~within_limits], initial=np.inf) - len(limits)) / problem.speed[
-        num_ranks_done:
-    ].sum()
+    allowed = c <= problem.high[-1 - depth]
+    within_limits = remaining <= limits[depth:].sum()
+    later_time = np.min(remaining[allowed & ~within_limits], initial=np.inf) - len(limits)
+    later_time /= problem.speed[depth:].sum()
     allowed &= within_limits
     if capped:
-        allowed &= memory[np.minimum(c, len(time) - 1)] - memory[a] <= problem.caps[num_ranks_done:].sum()
+        allowed &= memory[np.minimum(c, len(time) - 1)] - memory[a] <= problem.caps[depth:].sum()
     a, c = a[allowed], c[allowed]
     # A later a' with a c' that is no larger leaves fewer layers.
     later = np.minimum.accumulate(c[::-1])[::-1]

@@ -55,7 +55,7 @@ class _Graph:
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     hooked: bool = False
-    """Whether hooks were registered meanwhile."""
+    """Whether the forward registered hooks."""
 
     def grads(self) -> list[Tensor]:
         return [torch.ones_like(output) for output in self.outputs]

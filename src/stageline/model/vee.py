@@ -210,34 +210,31 @@ def cut_from_all_pairs(problem: Problem, slowest: float, *, capped: bool) -> tup
 def _candidates(step: Step, limits: Floats) -> tuple[Pairs, float]:
     """Return the pairs that a rank may leave, judged by sums of limits, and the smallest time they refuse."""
     problem, rank, before, limit = step.problem, step.rank, step.before, step.limit
-    time, ranks, num_ranks_done = problem.time, len(problem.speed), rank + 1
+    time, ranks, depth = problem.time, len(problem.speed), rank + 1
     end, speed = len(time) - 1, problem.speed[rank]
     refused = np.inf
     # How far this rank gets on one side alone.
-    first, last = max(int(problem.low[num_ranks_done]), int(before.a[0]) + 1), int(problem.high[num_ranks_done])
+    first, last = max(int(problem.low[depth]), int(before.a[0]) + 1), int(problem.high[depth])
     farthest = int(np.searchsorted(time, time[before.a[-1]] + limit, side="right"))
     if farthest <= last:
         refused, last = (time[farthest] - time[before.a[-1]]) / speed, farthest - 1
     nearest = int(before.c.min())
-    left, right = (
-        int(problem.low[-1 - num_ranks_done]),
-        min(int(problem.high[-1 - num_ranks_done]), int(before.c.max()) - 1),
-    )
+    left, right = int(problem.low[-1 - depth]), min(int(problem.high[-1 - depth]), int(before.c.max()) - 1)
     farthest = int(np.searchsorted(time, time[nearest] - limit, side="left"))
     if farthest > left:
         refused, left = min(refused, (time[nearest] - time[farthest - 1]) / speed), farthest
     a = np.arange(first, last + 1)
-    low, high = np.maximum(left, a + 2 * (ranks - num_ranks_done)), np.full(len(a), right)
+    low, high = np.maximum(left, a + 2 * (ranks - depth)), np.full(len(a), right)
     # Neither the ranks so far nor the later ranks exceed their limits.
-    work_after, later = time[end] - limits[:num_ranks_done].sum(), limits[num_ranks_done:].sum()
+    work_after, later = time[end] - limits[:depth].sum(), limits[depth:].sum()
     lower = np.searchsorted(time, time[a] + work_after, side="left")
     upper = np.searchsorted(time, time[a] + later, side="right") - 1
     is_limited = (lower > low) & (low <= high)
     work = time[end] - (time[np.minimum(lower, high + 1)[is_limited] - 1] - time[a[is_limited]])
-    refused = min(refused, (np.min(work, initial=np.inf) - num_ranks_done) / problem.speed[:num_ranks_done].sum())
+    refused = min(refused, (np.min(work, initial=np.inf) - depth) / problem.speed[:depth].sum())
     is_limited = (upper < high) & (low <= high)
     work = time[np.maximum(upper, low - 1)[is_limited] + 1] - time[a[is_limited]]
-    refused = min(refused, (np.min(work, initial=np.inf) - ranks) / problem.speed[num_ranks_done:].sum())
+    refused = min(refused, (np.min(work, initial=np.inf) - ranks) / problem.speed[depth:].sum())
     low, high = np.maximum(low, lower), np.minimum(high, upper)
     counts = np.maximum(high - low + 1, 0)
     starts = np.cumsum(counts) - counts

@@ -391,7 +391,7 @@ def search(
 
 
 def _solve(engine: Any, model: Any, callback: Any) -> Any:
-    """Solve on another thread: in native code, this thread would hear an interrupt only at the end."""
+    """Solve on another thread: native code would delay an interrupt of this thread until the end."""
     with ThreadPoolExecutor(1, "stageline solver") as pool:
         solution = pool.submit(engine.solve, model, callback)
         try:

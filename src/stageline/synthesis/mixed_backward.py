@@ -1,8 +1,8 @@
 """Schedules with both whole and split backwards, for costs where splitting a backward takes extra time.
 
-Splitting pays where another rank waits for the gradient, mostly in the cool-down, where the last gradients go from rank
-to rank and nothing else is left to run. So this module splits the last backwards of a schedule with whole ones, and
-joins each I of a schedule with split ones with its W if W follows directly.
+Splitting pays where another rank waits for the gradient, mostly in the drain phase, where the last gradients go from
+rank to rank and nothing else is left to run. So this module splits the last backwards of a schedule with whole ones,
+and joins each I of a schedule with split ones with its W if W follows directly.
 """
 
 from __future__ import annotations

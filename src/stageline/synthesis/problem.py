@@ -131,11 +131,11 @@ class Problem:
     def least_memory(self) -> tuple[float, ...]:
         """The smallest cap of every rank that allows a schedule: one that runs the microbatches one by one."""
         return tuple(
-            max(self._least(rank, microbatch) for microbatch in range(1 if self.is_uniform else self.microbatches))
+            max(self._least_for(rank, microbatch) for microbatch in range(1 if self.is_uniform else self.microbatches))
             for rank in range(self.ranks)
         )
 
-    def _least(self, rank: int, microbatch: int) -> float:
+    def _least_for(self, rank: int, microbatch: int) -> float:
         """Return the memory a rank needs for one microbatch: all forwards, then all backwards.
 
         Under a given cap, a weight gradient runs as soon as it fits, because it only frees memory; then a whole
@@ -172,9 +172,8 @@ class Problem:
                 if self.split is not True:
                     moves.append((level + during_whole, level - activation, -1))
                 if self.split is not False:
-                    moves.append(
-                        (max(level + during_input, level - activation + residue), level - activation + residue, -2)
-                    )
+                    after = level - activation + residue
+                    moves.append((max(level + during_input, after), after, -2))
             refused += [move[0] for move in moves if move[0] > cap]
             fitting = [move for move in moves if move[0] <= cap]
             if not fitting:
@@ -208,7 +207,7 @@ def problem_of(
     if 3 * ranks * microbatches * chunks > LARGEST_SCHEDULE:
         raise StagelineError(
             f"the schedule would have {3 * ranks * microbatches * chunks} actions; the limit is {LARGEST_SCHEDULE}; "
-            f"use fewer ranks, microbatches or chunks"
+            "use fewer ranks, microbatches or chunks"
         )
     if not isinstance(costs, Costs):
         raise CostError(f"expected sl.Costs, got {shorten(costs)}")

@@ -92,7 +92,7 @@ class Relaxation:
 
     @cached_property
     def _sums(self) -> list[tuple[list[float], list[float]]]:
-        """For every stage, the prefix sums of its activations and of what is residue of them."""
+        """For every stage, the prefix sums of its activations and of their minimum residues."""
         tables = zip(self.problem.activation, self.residue, strict=True)
         return [([0.0, *accumulate(sizes)], [0.0, *accumulate(residue)]) for sizes, residue in tables]
 

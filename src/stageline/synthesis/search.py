@@ -284,7 +284,7 @@ def tight_groups(problem: Problem) -> list[int]:
         for stages in problem.stages_of
     ]
     capacity = min(
-        cap / count if count > 0 else math.inf for cap, count in zip(problem.caps, microbatch_memory, strict=True)
+        cap / memory if memory > 0 else math.inf for cap, memory in zip(problem.caps, microbatch_memory, strict=True)
     )
     if capacity >= ranks:
         return []

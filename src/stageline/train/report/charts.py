@@ -28,7 +28,7 @@ class Line:
     name: str
     series: Series
     style: str
-    """Its CSS class: thin, strong, points, plan, second."""
+    """Its CSS class: thin, strong, points or plan."""
 
 
 @dataclass(frozen=True)
