@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import StagelineError
+from stageline.runtime import hooks
+from stageline.runtime.wrappers import wrapper_in
 from stageline.schedules.placement import Placement
 
 
@@ -43,6 +45,8 @@ class Placed:
     """The stages that use each of these parameters."""
     twins: dict[nn.Module, dict[int, object]] = field(default_factory=dict)
     """For each shadow: its copies of what stages share, by the originals' ids."""
+    _hooks: int | None = None
+    """How many hooks were registered when the originals were last looked at."""
 
     def start(self, rank: int | None = None) -> None:
         """Begin a step, of a rank or of all: shadows train or evaluate as their originals do, and have no gradients."""
@@ -59,7 +63,11 @@ class Placed:
                     _share_hooks(parameter, use.own)
 
     def refuse_hooks(self, name_of: Callable[[nn.Parameter], str]) -> None:
-        """Refuse hooks that expect a gradient which no rank has before the end of a step."""
+        """Refuse hooks and wrappers that expect a gradient which no rank has before the end of a step."""
+        if self.shadows and self._hooks != hooks.registered():
+            self._hooks = hooks.registered()
+            for original, _ in self.shadows:
+                refuse_wrapper(original)
         for parameter, stages in self.stages.items():
             if parameter._post_accumulate_grad_hooks or (parameter._backward_hooks and len(stages) > 1):
                 users = f"stages {', '.join(map(str, stages))}" if len(stages) > 1 else "two ranks, one a direction,"
@@ -99,6 +107,7 @@ def place(
         own: dict[nn.Parameter, nn.Parameter] = {parameter: parameter for parameter in shared}
         if rank in placed.modules:
             if again:
+                refuse_wrapper(part)
                 twins: dict[int, object] = {}
                 module, aliases = shadow_of(part, again, twins)
                 placed.twins[module] = {id(each): twins.get(id(each), each) for each in holders}
@@ -111,6 +120,17 @@ def place(
             use = Use(rank, own[parameter] if rank in placed.modules else None)
             placed.uses.setdefault(parameter, []).append(use)
     return placed
+
+
+def refuse_wrapper(part: nn.Sequential) -> None:
+    """Refuse a data-parallel wrapper in a stage that needs a copy."""
+    name = wrapper_in(part)
+    if name:
+        raise StagelineError(
+            f"{name} is applied to a stage with {', '.join(key for key, _ in part.named_children())}, whose parameters "
+            "other stages or ranks use as well, so that it needs a copy, and the wrapper cannot be copied; use a "
+            "schedule with one direction (1f1b), untie the weights, or give the pipeline replicas= instead"
+        )
 
 
 def _share_hooks(parameter: nn.Parameter, alias: nn.Parameter) -> None:

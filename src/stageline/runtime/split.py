@@ -123,6 +123,8 @@ class SplitBackward:
     """Whether gradients may be added without autograd where a parameter has no hooks that it would call."""
     hooked: bool = False
     """Whether the graph may have hooks; then I computes all gradients, and W only hands them out."""
+    whole: bool = False
+    """Whether hooks expect gradients to be added as they come; then I is the whole backward."""
     unsplit: int = 0
     """How many elements of parameters got their gradient with I."""
     total: int = 0
@@ -155,7 +157,7 @@ class SplitBackward:
         """Run I: the gradients of the inputs, None where there is none."""
         plan = self._find_plan()
         self.total = plan.total
-        if plan.whole:
+        if plan.whole or self.whole:
             return self._whole()
         parameters = [self._leaf(leaf) for leaf in plan.together]
         self.unsplit = plan.unsplit

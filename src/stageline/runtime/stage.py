@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from stageline.errors import StagelineError, shorten
 from stageline.model.frame import StagePart
@@ -27,6 +26,7 @@ from stageline.runtime.split import Arriving, SplitBackward
 from stageline.runtime.surroundings import plain_precision
 from stageline.runtime.takes import Takes
 from stageline.runtime.tree import flatten, tensors_of, unflatten
+from stageline.runtime.wrappers import wrapper_in
 from stageline.transport.protocol import Leaf, TransportError
 
 Loss = Callable[[Any, Any], Any]
@@ -121,10 +121,8 @@ class Stage:
         self._kept: dict[int, _Kept] = {}
         self._refreshed: tuple[int, bool] | None = None
         self._plans: list[Plan] = []
-        # Data-parallel wrappers learn of gradients from autograd alone.
-        self._direct = not any(isinstance(module, DistributedDataParallel) for module in part.modules())
         self._hooks: int | None = None
-        self._held = False
+        self._held = self._wrapped = False
         self.changed: Sequence[bool] = ()
         """For each gradient that the last backward gave, whether a hook on the input changed it; empty for none."""
         self._unsplit = self._total = 0
@@ -168,11 +166,12 @@ class Stage:
         return outputs, shape
 
     def _count_hooks(self, kept: _Kept) -> None:
-        """Note how many hooks were registered; where there are more, see whether accumulators have some."""
+        """Note how many hooks were registered; where there are more, see whether accumulators or wrappers have some."""
         kept.hooks = hooks.registered()
         if kept.hooks != self._hooks and not self._kept:
             self._hooks, self._held = kept.hooks, hooks.accumulators_held(self.part.parameters())
-        kept.direct = self._direct and not self._held and kept.hooks == self._hooks
+            self._wrapped = bool(wrapper_in(self.part))
+        kept.direct = not self._held and kept.hooks == self._hooks
 
     def _around(self, train: bool) -> AbstractContextManager[Any]:
         """What a forward runs in."""
@@ -403,8 +402,8 @@ class Stage:
         arrived = tensors_of(kept.inputs)
         watch = hooks.Watch(arrived)
         wanted = [leaf for leaf in arrived if leaf.requires_grad]
-        hooked = hooks.registered() != kept.hooks
-        kept.split = SplitBackward(outputs, given, wanted, self._plans, kept.direct, hooked)
+        hooked = self._wrapped or hooks.registered() != kept.hooks
+        kept.split = SplitBackward(outputs, given, wanted, self._plans, kept.direct, hooked, self._wrapped)
         kept.inputs, kept.outputs, kept.loss, kept.target, kept.keywords = [], [], None, None, {}
         kept.draws_again = self._draws_again(outputs, kept.step)
         with self._drawing_alone(kept.draws_again), plain_precision():

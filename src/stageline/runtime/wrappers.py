@@ -1,0 +1,35 @@
+"""Data-parallel wrappers inside of stages: DDP, FSDP and the functions that apply them to modules.
+
+They gather, reduce and free gradients in hooks of their own, when a backward has added them to the parameters. A split
+backward would run these hooks before there are gradients, so stages that hold such modules run it whole, as I.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def wrapper_in(part: nn.Module) -> str:
+    """The name of the first wrapper among the modules of a stage; empty if there is none.
+
+    >>> wrapper_in(nn.Sequential(nn.Linear(2, 2)))
+    ''
+    """
+    kinds: dict[Any, str] = {DistributedDataParallel: "DistributedDataParallel"}
+    # What nobody has imported wraps nothing, and importing it takes a while.
+    sharding: Any = sys.modules.get("torch.distributed.fsdp")
+    if sharding is not None:
+        kinds[sharding.FullyShardedDataParallel] = "FullyShardedDataParallel"
+        kinds[sharding.FSDPModule] = "fully_shard"
+    contract: Any = sys.modules.get("torch.distributed._composable.contract")
+    for module in part.modules():
+        name = next((name for kind, name in kinds.items() if isinstance(module, kind)), "")
+        if not name and contract is not None and "replicate" in (contract._get_registry(module) or {}):
+            name = "replicate"
+        if name:
+            return name
+    return ""
