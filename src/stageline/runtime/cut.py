@@ -167,6 +167,16 @@ def count_layers(given: nn.Module | Staged | Sequence[nn.Module]) -> int:
     return len(given)
 
 
+def cut_once(given: Any, model: nn.Module, stages: int, example: Any = None) -> Any:
+    """A model with a forward of its own as what `split` gives, so that it is cut at the same places ever after.
+
+    What a look at the forward shows may depend on which of its tensors have memory.
+    """
+    if isinstance(given, Staged) or isinstance(model, nn.Sequential):
+        return given
+    return split(model, stages, example=example)
+
+
 def cut(given: Any, model: nn.Module, stages: int, example: Any = None) -> list[nn.Sequential]:
     """Cut the layers evenly, the larger parts first; every part keeps the names of its layers."""
     if isinstance(given, Staged):

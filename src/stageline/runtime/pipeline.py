@@ -23,6 +23,7 @@ from stageline.runtime.cut import (
     check_options,
     count_layers,
     cut,
+    cut_once,
     described,
     find_schedule,
     refuse_second,
@@ -166,6 +167,7 @@ class Pipeline(Runner):
         self.loss_reduction = loss_reduction
         self.check_finite = check_finite
         self.recomputed = mark(self.model, again, recompute)
+        given = cut_once(given, self.model, self.schedule.stages, example)
         self._parts = cut(given, self.model, self.schedule.stages, example)
         self._mesh = mesh
         self._world = auto.world if auto is not None else find_world(self.schedule.ranks, self.deadline, replicas, mesh)
