@@ -174,6 +174,10 @@ def split(
         huggingface.prepare(model)
         check_units([(unit.name, unit.module) for unit in units])
         units, needs = _in_order(model, units, example)
+        if _too_few(units, stages) and example is not None and isinstance(by, str) and by != "time":
+            # What it does not call cannot be cut between; its graph may have more.
+            traced, needs = trace(model, example), None
+            units = traced.units()
     if stages > len(units):
         raise StagelineError(
             f"{type(model).__name__} has {len(units)} units ({_listed([unit.name for unit in units])}), and {stages} "
@@ -194,6 +198,11 @@ def _units(model: nn.Module, by: By, stack: Sequence[str]) -> list[Unit]:
     units = [Unit(*inner(unit.name, unit.module), unit.block) for unit in find_units(model, stack, kind)]
     warn_of_wrapped(model)
     return units
+
+
+def _too_few(units: Sequence[Unit], stages: int) -> bool:
+    """Whether a model without a stack calls fewer modules than there are to be stages."""
+    return len(units) < stages and not any(unit.block for unit in units)
 
 
 def _in_order(model: nn.Module, units: list[Unit], example: Any) -> tuple[list[Unit], Needs | None]:
@@ -236,8 +245,6 @@ def _as_run(model: nn.Module, units: list[Unit], example: Any) -> list[Unit]:
             hook.remove()
         for buffer, value in kept:
             buffer.copy_(value)
-    if not called:
-        raise StagelineError(f"it calls none of {_listed([unit.name for unit in units])}")
     return called  # what is never called is in no stage's way
 
 
