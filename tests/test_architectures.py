@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,6 +142,27 @@ def test_a_cache_that_an_inner_config_asks_for_is_not_filled(make: Any) -> None:
     example = {name: value[:2] for name, value in batch.items()}
     found = piped(copy.deepcopy(model), batch, example=example)
     torch.testing.assert_close(found, plainly(model, batch))
+
+
+def test_a_plan_knows_its_units_by_name(tmp_path: Path) -> None:
+    model, batch = llava(), pictures()
+    example = {name: value[:2] for name, value in batch.items()}
+    sl.plan(model, example, ranks=2, microbatches=2, repeats=1, time_limit=0.5).write(tmp_path / "plan.json")
+    plan = sl.read_plan(tmp_path / "plan.json")
+    staged = plan.split(copy.deepcopy(model))
+    assert tuple(unit.name for unit in staged.units) == plan.names
+    assert not staged.around
+    sl.Pipeline(staged, loss_fn=sl.own_loss, schedule=plan.schedule).step(batch)
+    assert_same_bits(gradients(staged.model), plainly(model, batch))
+
+
+def test_a_tower_that_is_in_no_unit_is_said() -> None:
+    said = r"model\.vision_tower\.embeddings … model\.multi_modal_projector of Llava.* is in no unit.*give example="
+    with pytest.warns(UserWarning, match=said):
+        staged = sl.split(llava(), stages=2)
+    assert "every stage holds model.vision_tower.embeddings … model.multi_modal_projector" in str(staged)
+    example = {name: value[:2] for name, value in pictures().items()}
+    assert not sl.split(llava(), stages=2, example=example).around
 
 
 @pytest.mark.filterwarnings("ignore")
