@@ -234,8 +234,11 @@ def test_a_first_stage_that_changes_its_batch_in_place() -> None:
     one_process_step(plain, functional.mse_loss, other, y, 4)
     assert_same_bits(gradients(nn.Sequential(*model)), gradients(plain))
     again = sl.Pipeline(model, loss_fn=functional.mse_loss, microbatches=4, recompute="stage")
-    with pytest.raises(sl.PipelineError, match="stage 0 changed what it was given in place"):
-        again.step(x, y)
+    again.zero_grad()
+    plain.zero_grad()
+    again.step(x, y)
+    one_process_step(plain, functional.mse_loss, x.clone(), y, 4)
+    assert_same_bits(gradients(nn.Sequential(*model)), gradients(plain))
 
 
 class Across(nn.Module):
@@ -391,9 +394,7 @@ def test_a_stage_that_begins_in_place(schedule: str) -> None:
         return [nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))]
 
     compare(build, torch.randn(4, 4), torch.randn(4, 4), schedule=schedule)
-    pipe = sl.Pipeline([nn.Linear(4, 4), InPlace()], loss_fn=functional.mse_loss, microbatches=2, schedule=schedule)
-    with pytest.raises(sl.PipelineError, match=r"stage 1 changes its input in place.*x = x.clone\(\)"):
-        pipe.step(torch.randn(4, 4), torch.randn(4, 4))
+    compare(lambda: [nn.Linear(4, 4), InPlace()], torch.randn(4, 4), torch.randn(4, 4), schedule=schedule)
 
 
 def test_what_one_pipeline_recomputes_is_not_the_business_of_another() -> None:

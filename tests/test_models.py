@@ -535,6 +535,32 @@ def test_a_model_without_modules_is_traced_and_gives_its_own_bits(family: str) -
         pipe.predict({"x": x, "scale": 1.0})
 
 
+class Unused(Flat):
+    """Modules that its forward does not call, and perhaps one that it does."""
+
+    def __init__(self, unused: int, used: bool) -> None:
+        super().__init__()
+        for number in range(unused):
+            self.add_module(f"unused{number}", nn.Linear(3, 3))
+        self.used = nn.Linear(6, 6) if used else nn.Identity()
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Tensor]:
+        return super().forward(self.used(x), scale=scale)
+
+
+@pytest.mark.parametrize("unused", [1, 2])
+@pytest.mark.parametrize("used", [False, True])
+def test_modules_that_are_not_called_do_not_keep_a_model_from_being_traced(unused: int, used: bool) -> None:
+    torch.manual_seed(0)
+    model = Unused(unused, used)
+    plain = copy.deepcopy(model)
+    x, y = noise(4, 6), noise(4, 6, seed=4)
+    pipe = sl.Pipeline(model, loss_fn=of_both, ranks=3, microbatches=2, example=x[:2])
+    assert pipe.step(x, y).loss == plainly(plain, of_both, x, y, 2)
+    assert_same_bits(gradients(model), gradients(plain))
+    assert sorted(pipe.state_dict()) == sorted(model.state_dict())
+
+
 def test_what_cannot_be_traced_either_is_said() -> None:
     class Looks(Flat):
         def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Tensor]:

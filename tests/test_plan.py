@@ -423,6 +423,10 @@ def test_a_plan_refuses_another_model() -> None:
     found = sl.plan(profile=even(4), ranks=2, microbatches=2, schedule="1f1b")
     with pytest.raises(sl.StagelineError, match=r"the plan is for 4 units, layers\.0"):
         found.split(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))))
+    layers = [nn.Linear(2, 2) for _ in range(6)]
+    smaller = sl.plan(nn.Sequential(*layers[:4]), torch.ones(2, 2), ranks=2, microbatches=2, repeats=1, time_limit=0.5)
+    with pytest.raises(sl.StagelineError, match=r"the plan is for 4 units, 0 … 3, and Sequential has 4 beside them"):
+        smaller.split(nn.Sequential(*layers))
 
 
 def test_a_unit_that_is_called_twice_stands_in_both_places() -> None:

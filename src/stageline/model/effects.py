@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, MutableMapping, MutableSequence, MutableSet, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,7 +57,7 @@ class Effects:
         self._guarded = guarded
         self._name = name
         self._unit: nn.Module = call.__self__
-        self._holders = [each for each in _containers(given) if isinstance(each, list | dict)]
+        self._holders = _containers(given)
         self._sizes = [_contents(each) for each in self._holders]
         self._attributes = tensor_attributes(self._unit)
 
@@ -79,11 +80,12 @@ class Effects:
 def _containers(given: Any) -> list[Any]:
     args, kwargs = given
     found = [*args, *kwargs.values()]
-    return [each for each in found if isinstance(each, list | dict)]
+    return [each for each in found if isinstance(each, MutableMapping | MutableSequence | MutableSet | deque)]
 
 
 def _contents(holder: Any) -> list[int]:
-    return [id(leaf) for leaf in pytree.tree_leaves(holder)]
+    held = dict(holder) if isinstance(holder, MutableMapping) else list(holder)
+    return [id(leaf) for leaf in pytree.tree_leaves(held)]
 
 
 def inside_a_checkpoint() -> bool:

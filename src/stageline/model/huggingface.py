@@ -36,11 +36,24 @@ def prepare(model: nn.Module) -> None:
 
 
 def defaults_of(model: nn.Module) -> dict[str, Any]:
-    """Keywords that a stage needs unless a batch has them: no cache is filled, and so none is sent."""
+    """Keywords that a stage needs unless a batch has them: no cache is filled, and so none is sent.
+
+    A model of several, such as one of pictures and text, hands the keyword on to the one that has a cache.
+    """
     inner = pretrained(model)
-    if inner is None or "use_cache" not in inspect.signature(inner.forward).parameters:
+    if inner is None:
         return {}
-    return {"use_cache": False}
+    parameters = inspect.signature(inner.forward).parameters
+    hands_on = any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "use_cache" in parameters or (hands_on and _caches(getattr(inner, "config", None))):
+        return {"use_cache": False}
+    return {}
+
+
+def _caches(config: Any) -> bool:
+    """Whether a config inside of a config says that a cache is filled."""
+    inside = [value for value in vars(config).values() if hasattr(value, "to_dict")] if config is not None else []
+    return any(getattr(value, "use_cache", False) or _caches(value) for value in inside)
 
 
 def refuse_cache(value: Any, defaults: dict[str, Any]) -> None:
@@ -52,10 +65,25 @@ def refuse_cache(value: Any, defaults: dict[str, Any]) -> None:
         )
 
 
+class _OnHost:
+    """A model that says it is on the host: what it makes for itself has contents, also where it has no memory yet."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
 def example_of(model: nn.Module) -> Any:
     """A small batch that a model of the library can be looked at with; None for others."""
     inner = pretrained(model)
-    given = getattr(inner, "dummy_inputs", None)
+    property_of = inspect.getattr_static(type(inner), "dummy_inputs", None)
+    if inner is None or not isinstance(property_of, property) or property_of.fget is None:
+        return None
+    given = property_of.fget(_OnHost(inner))
     if not isinstance(given, dict):
         return None
     return {name: value for name, value in given.items() if isinstance(value, torch.Tensor)} | defaults_of(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +25,7 @@ from stageline.model.profile import Profile, profile_model
 from stageline.model.replay import Calls, Needs, Replay
 from stageline.model.skips import check_units, parts_of
 from stageline.model.traced import Traced, trace
-from stageline.model.units import NoStack, Unit, find_units
+from stageline.model.units import NoStack, Unit, find_units, paths
 from stageline.model.unwrap import eager, inner, unwrapped, warn_of_wrapped
 from stageline.schedules.schedule import Schedule
 
@@ -62,6 +63,9 @@ class Staged:
     """What each unit is computed from, as an example showed it."""
     everything: bool = False
     """Whether all values pass all cuts."""
+    around: tuple[str, ...] = ()
+    """Modules with parameters that are in no unit, since the forward was not seen to call them: every stage holds them,
+    and runs them where a batch has the inputs for them."""
     recipe: Description[Any] | None = field(default=None, repr=False)
     """How to make the weights, where a function that builds the model was given; it has no memory yet."""
 
@@ -104,6 +108,8 @@ class Staged:
             units = self.units[start:stop]
             size = sum({id(unit.module): unit.size for unit in units}.values())
             lines.append(f"{number:3}  {_listed([unit.name for unit in units]):36} {size:8,} parameters")
+        if self.around:
+            lines.append(f"every stage holds {_listed(self.around)}, which is in no unit: it was not called")
         return "\n".join(lines)
 
 
@@ -157,7 +163,7 @@ def split(
         raise StagelineError(f"split takes a model, an nn.Module, got {shorten(model)}")
     ask = CutConstraints(ranks, placement, memory, pinned, speed, schedule)
     stacks = check_asked(stages, by, layers_per_stage, stack, ask, example)
-    traced, needs = None, None
+    traced, needs, around = None, None, ()
     try:
         units = _units(model, by, stacks)
     except NoStack:
@@ -173,7 +179,13 @@ def split(
     if traced is None and not isinstance(model, nn.Sequential):
         huggingface.prepare(model)
         check_units([(unit.name, unit.module) for unit in units])
+        defined = units
         units, needs = _in_order(model, units, example)
+        around = _left_out(model, defined, units, example is not None)
+        if _too_few(units, stages) and example is not None and isinstance(by, str) and by != "time":
+            # What it does not call cannot be cut between; its graph may have more.
+            traced, needs, around = trace(model, example), None, ()
+            units = traced.units()
     if stages > len(units):
         raise StagelineError(
             f"{type(model).__name__} has {len(units)} units ({_listed([unit.name for unit in units])}), and {stages} "
@@ -182,9 +194,68 @@ def split(
     work = None if layers_per_stage is not None else _costs(model, units, by, example)
     if work is not None:
         balance = cut_by_cost(work, stages, ask, _evenly(units, stages))
-        return Staged(model, tuple(units), tuple(balance.stages), balance, traced, needs, everything)
+        return Staged(model, tuple(units), tuple(balance.stages), balance, traced, needs, everything, around)
     cut = _cut(units, stages, by, layers_per_stage)
-    return Staged(model, tuple(units), tuple(cut), None, traced, needs, everything)
+    return Staged(model, tuple(units), tuple(cut), None, traced, needs, everything, around)
+
+
+def split_by_units(
+    model: nn.Module | Callable[[], nn.Module], names: Sequence[str], counts: Sequence[int], example: Any = None
+) -> Staged:
+    """Cut a model into stages of so many units each; the units are known by name, in the order of their calls.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    >>> split_by_units(model, ["0", "1", "2"], [2, 1]).names
+    [['0', '1'], ['2']]
+    """
+    if not isinstance(model, nn.Module):
+        build = model
+        recipe = describe(lambda: cast(nn.Module, unwrapped(build())))
+        return replace(split_by_units(recipe.model, names, counts, example), recipe=recipe)
+    model = unwrapped(model)
+    defined = _units(model, "layers", ())
+    known = dict(paths(model))
+    missing = [name for name in names if name not in known]
+    stacks = {name.rpartition(".")[0] for name in names}
+    beside = [unit.name for unit in defined if unit.block and unit.name.rpartition(".")[0] in stacks]
+    unknown = [name for name in beside if name not in names]
+    if missing or unknown:
+        other = f"no {missing[0]}" if missing else f"{unknown[0]} beside them"
+        raise StagelineError(
+            f"the plan is for {len(names)} units, {names[0]} … {names[-1]}, and {type(model).__name__} has {other}"
+            f"{nearest(missing[0], [unit.name for unit in defined]) if missing else ''}; plan the model that is split"
+        )
+    blocks = {unit.name for unit in defined if unit.block}
+    units = [Unit(name, known[name], name in blocks) for name in names]
+    needs, around = None, ()
+    if not isinstance(model, nn.Sequential):
+        huggingface.prepare(model)
+        check_units([(unit.name, unit.module) for unit in units])
+        seen, needs = _in_order(model, units, example)
+        if [unit.name for unit in seen] != list(names):
+            if example is not None:
+                raise StagelineError(
+                    f"the plan is for the units {_listed(names)} in this order, and with the example the model calls "
+                    f"{_listed([unit.name for unit in seen])}; give an example like that of the plan"
+                )
+            needs = None  # the library's own inputs are not those that it was planned with
+        around = _left_out(model, defined, units, example is not None)
+    return Staged(model, tuple(units), tuple(_spans(counts)), None, None, needs, False, around)
+
+
+def _left_out(model: nn.Module, defined: Sequence[Unit], units: Sequence[Unit], with_example: bool) -> tuple[str, ...]:
+    """The modules with parameters of their own that are in no unit; say so where the user gave no example."""
+    called = {id(parameter) for unit in units for parameter in unit.module.parameters()}
+    around = [unit for unit in defined if any(id(parameter) not in called for parameter in unit.module.parameters())]
+    if around and units and not with_example:
+        size = sum(unit.size for unit in around)
+        warnings.warn(
+            f"{_listed([unit.name for unit in around])} of {type(model).__name__}, {size:,} parameters, is in no unit: "
+            "the model does not call it with the inputs that its library gives it, and every stage runs it where a "
+            "batch has others; give example=, a batch with all inputs, to make it units",
+            stacklevel=3,
+        )
+    return tuple(unit.name for unit in around)
 
 
 def _units(model: nn.Module, by: By, stack: Sequence[str]) -> list[Unit]:
@@ -194,6 +265,11 @@ def _units(model: nn.Module, by: By, stack: Sequence[str]) -> list[Unit]:
     units = [Unit(*inner(unit.name, unit.module), unit.block) for unit in find_units(model, stack, kind)]
     warn_of_wrapped(model)
     return units
+
+
+def _too_few(units: Sequence[Unit], stages: int) -> bool:
+    """Whether a model without a stack calls fewer modules than there are to be stages."""
+    return len(units) < stages and not any(unit.block for unit in units)
 
 
 def _in_order(model: nn.Module, units: list[Unit], example: Any) -> tuple[list[Unit], Needs | None]:
@@ -236,10 +312,7 @@ def _as_run(model: nn.Module, units: list[Unit], example: Any) -> list[Unit]:
             hook.remove()
         for buffer, value in kept:
             buffer.copy_(value)
-    missing = [unit.name for unit in units if unit not in called]
-    if missing:
-        raise StagelineError(f"it never calls {missing[0]}")
-    return called
+    return called  # what is never called is in no stage's way
 
 
 def _as_called(model: nn.Module, units: list[Unit], example: Any) -> tuple[list[Unit], Needs]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -96,13 +96,22 @@ def _collect(module: nn.Module, at: str, blocks: set[str], frames: set[str]) -> 
             continue
         path = f"{at}.{name}" if at else name
         if path in blocks:
-            yield Unit(path, child, True)
+            yield from _block(child, path)
         elif _is_of_frame(child):
             continue
         elif path in frames or type(child) in (nn.ModuleList, nn.ModuleDict):  # what is never called itself
             yield from _collect(child, path, blocks, frames)
         elif _has_parameters(child) or _has_state(child):
             yield Unit(path, child, False)
+
+
+def _block(module: nn.Module, path: str) -> Iterator[Unit]:
+    """A block; one that only holds modules is never called, and these are units: the first of them begins the block."""
+    if type(module) not in (nn.ModuleList, nn.ModuleDict):
+        yield Unit(path, module, True)
+        return
+    for index, unit in enumerate(_collect(module, path, set(), set())):
+        yield replace(unit, block=index == 0)
 
 
 def _is_of_frame(module: nn.Module) -> bool:
@@ -175,7 +184,7 @@ def _is_list(module: nn.Module) -> bool:
     """
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return False
-    like = [child for child in module if _has_parameters(child)]
+    like = _with_parameters(module)
     if isinstance(module, nn.Sequential):
         like = [child for child in like if any(True for _ in child.children())]
     return _most_alike(like)
@@ -183,19 +192,21 @@ def _is_list(module: nn.Module) -> bool:
 
 def _is_plain_list(module: nn.Module) -> bool:
     """The same, where a Sequential may also be of single layers."""
-    return isinstance(module, nn.ModuleList | nn.Sequential) and _most_alike(
-        [child for child in module if _has_parameters(child)]
-    )
+    return isinstance(module, nn.ModuleList | nn.Sequential) and _most_alike(_with_parameters(module))
+
+
+def _with_parameters(module: nn.Module) -> list[nn.Module]:
+    """The children with parameters; a list may hold None, too."""
+    return [child for child in module._modules.values() if child is not None and _has_parameters(child)]
 
 
 def _is_dict(module: nn.Module) -> bool:
     """Whether a module is a dict of blocks: all of one class, which holds other modules; heads mostly do not."""
     if not isinstance(module, nn.ModuleDict):
         return False
-    kinds = {type(child) for child in module.values()}
-    return (
-        len(module) >= 2 and len(kinds) == 1 and all(any(True for _ in child.children()) for child in module.values())
-    )
+    held = [child for child in module._modules.values() if child is not None]
+    kinds = {type(child) for child in held}
+    return len(held) >= 2 and len(kinds) == 1 and all(any(True for _ in child.children()) for child in held)
 
 
 def _most_alike(like: Sequence[nn.Module]) -> bool:

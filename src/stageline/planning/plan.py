@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from stageline.errors import StagelineError, nearest
 from stageline.model.profile import Profile
 from stageline.planning.advice import nothing_fits
 from stageline.planning.asked import (
@@ -144,19 +143,15 @@ class Plan:
         return above / self.bound if self.bound > 0 and above > 1e-9 * self.bound else 0.0
 
     def split(self, model: nn.Module | Callable[[], nn.Module], example: Any = None) -> Staged:
-        """Cut the model as planned; it must have the units that were profiled."""
-        from stageline.model.staged import split
+        """Cut the model as planned, between the units that were profiled, which the plan knows by name.
 
-        found = split(model, self.schedule.stages, layers_per_stage=self.layers_per_stage, example=example)
-        names = tuple(unit.name for unit in found.units)
-        if self.names and names != self.names:
-            other = next((name for name in names if name not in self.names), names[-1])
-            raise StagelineError(
-                f"the plan is for {len(self.names)} units, {self.names[0]} … {self.names[-1]}, and the model has "
-                f"{len(names)}, among them {other}{nearest(other, self.names)}; plan the model that is split, and give "
-                "example= if it was planned with one"
-            )
-        return found
+        `example` is needed where the forward uses weights of a unit outside of it.
+        """
+        from stageline.model.staged import split, split_by_units
+
+        if not self.names:
+            return split(model, self.schedule.stages, layers_per_stage=self.layers_per_stage, example=example)
+        return split_by_units(model, self.names, self.layers_per_stage, example)
 
     def explain(self, rows: int = 12) -> str:
         """Say why this and not the next best: what it takes, and a table of the alternatives."""

@@ -170,6 +170,16 @@ def count_layers(given: nn.Module | Staged | Sequence[nn.Module]) -> int:
     return len(given)
 
 
+def cut_once(given: Any, model: nn.Module, stages: int, example: Any = None) -> Any:
+    """A model with a forward of its own as what `split` gives, so that it is cut at the same places ever after.
+
+    What a look at the forward shows may depend on which of its tensors have memory.
+    """
+    if isinstance(given, Staged) or isinstance(model, nn.Sequential):
+        return given
+    return split(model, stages, example=example)
+
+
 def cut(given: Any, model: nn.Module, stages: int, example: Any = None) -> list[nn.Sequential]:
     """Cut the layers evenly, the larger parts first; every part keeps the names of its layers."""
     if isinstance(given, Staged):
@@ -194,12 +204,13 @@ def cut(given: Any, model: nn.Module, stages: int, example: Any = None) -> list[
 
 def cut_or_wait(
     given: Any, model: nn.Module, stages: int, example: Any
-) -> tuple[list[nn.Sequential], StagelineError | None]:
-    """The parts of a model; none, and why, where only an example can tell where to cut."""
+) -> tuple[Any, list[nn.Sequential], StagelineError | None]:
+    """What was given, as `cut_once` gives it, and its parts; none, and why, where only an example can tell where to cut."""
     try:
-        return cut(given, model, stages, example), None
+        once = cut_once(given, model, stages, example)
+        return once, cut(once, model, stages, example), None
     except NoStack as error:
-        return [], error
+        return given, [], error
 
 
 def cut_by_batch(

@@ -198,7 +198,7 @@ class Pipeline(Runner):
         self.recomputed = mark(self.model, again, recompute)
         self._given, self._compile = given, compile
         self._waits = example is None and isinstance(given, nn.Module) and not isinstance(given, nn.Sequential)
-        self._parts, untold = cut_or_wait(given, self.model, self.schedule.stages, example)
+        given, self._parts, untold = cut_or_wait(given, self.model, self.schedule.stages, example)
         self._mesh = mesh
         self._world = auto.world if auto is not None else find_world(self.schedule.ranks, self.deadline, replicas, mesh)
         self._waits = self._waits and self._alone  # processes must know at once which parameters are theirs
@@ -222,7 +222,7 @@ class Pipeline(Runner):
         described_tensors = _named_tensors(self.model)
         if recipe is not None:
             recipe.materialise(self._owned_names().__contains__, seed=common, device=device)
-            self._parts, _ = cut_or_wait(given, self.model, self.schedule.stages, example)
+            _, self._parts, _ = cut_or_wait(given, self.model, self.schedule.stages, example)
         self._compiled = compile is not False
         self._place()
         self._options = StageOptions(loss_fn, replica_seed(common, self.replica), again)
