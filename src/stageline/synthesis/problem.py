@@ -18,6 +18,7 @@ from stageline.errors import CostError, StagelineError, shorten
 from stageline.schedules import action as kinds
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import LARGEST_SCHEDULE, whole
+from stageline.sizes import Size, read_sizes
 from stageline.timeline.costs import Costs, Floats, per_stage
 
 Table: TypeAlias = list[list[float]]
@@ -194,7 +195,7 @@ def problem_of(
     costs: Costs,
     ranks: int,
     microbatches: int,
-    memory: float | Sequence[float] | None,
+    memory: Size | Sequence[Size] | None,
     chunks: int,
     placement: str,
     objective: str,
@@ -286,18 +287,19 @@ def _hops(costs: Costs, placed: Placement) -> tuple[Table, Table]:
     return found[0], found[1]
 
 
-def _caps(memory: float | Sequence[float] | None, ranks: int) -> list[float]:
+def _caps(memory: Size | Sequence[Size] | None, ranks: int) -> list[float]:
     if memory is None:
         return [math.inf] * ranks
     try:
-        given = np.asarray(memory, dtype=np.float64)
+        given = np.asarray(read_sizes(memory), dtype=np.float64)
     except (TypeError, ValueError):
         given = np.asarray(math.nan)
     if given.ndim == 0:
         given = np.full(ranks, float(given))
     if given.shape != (ranks,) or not (given >= 0).all():
         raise StagelineError(
-            f"memory is one number from 0 upwards, or one for each of the {ranks} ranks, got {shorten(memory)}"
+            "memory takes a number, or one per rank: a number from 0 upwards or a size like 24GiB, or one for each of "
+            f"the {ranks} ranks; got {shorten(memory)}"
         )
     return [float(cap) for cap in given]
 

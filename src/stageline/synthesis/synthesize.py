@@ -11,6 +11,7 @@ from stageline.schedules import action as kinds
 from stageline.schedules.certificate import verify
 from stageline.schedules.channels import check_channels
 from stageline.schedules.schedule import Schedule
+from stageline.sizes import Size
 from stageline.synthesis.greedy import Board, Plan, Programs, schedule_of
 from stageline.synthesis.named import objective_of
 from stageline.synthesis.problem import SLACK, Objective, problem_of
@@ -96,7 +97,7 @@ def synthesize(
     ranks: int,
     microbatches: int,
     *,
-    memory: float | Sequence[float] | None = None,
+    memory: Size | Sequence[Size] | None = None,
     chunks: int = 1,
     placement: str = "loop",
     objective: str = "makespan",
@@ -108,8 +109,9 @@ def synthesize(
     """Make a schedule for these costs, as short as can be found, and say how much shorter another one could be.
 
     `costs` are those of the stages of the schedule, as for `simulate`; `memory` is one cap or one per rank, in their
-    unit. A rank holds `chunks` stages, placed round the ranks (`"loop"`) or down and up again (`"vee"`). `split` forces
-    (True) or forbids (False) the backward in two halves. It is never worse than a named family that fits.
+    unit, or sizes like "24GiB" where that is bytes. A rank holds `chunks` stages, placed round the ranks (`"loop"`) or
+    down and up again (`"vee"`). `split` forces (True) or forbids (False) the backward in two halves. It is never worse
+    than a named family that fits.
 
     >>> import stageline as sl
     >>> costs = sl.Costs(forward=10, backward_input=11, backward_weight=7, transfer=1)
