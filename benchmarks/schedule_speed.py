@@ -87,7 +87,7 @@ def once(family: str, ranks: int, microbatches: int, options: dict[str, int]) ->
     sl.verify(schedule)
     verified = time.perf_counter()
     timeline = sl.simulate(schedule, COSTS)
-    figures = (timeline.makespan, timeline.span, timeline.bubble, timeline.span_bubble, *timeline.peak_memory)
+    figures = (timeline.makespan, timeline.span, timeline.bubble or 0.0, timeline.span_bubble, *timeline.peak_memory)
     simulated = time.perf_counter()
     assert min(figures) >= 0
     return (made - start, verified - made, simulated - verified), schedule

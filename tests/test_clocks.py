@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +76,7 @@ class ShiftedTime:
 @pytest.mark.parametrize("fan", [1, 2, 16])
 def test_every_rank_learns_how_far_all_clocks_are_apart(fan: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shifts = [5.0, 100000.0, 5.0, -3000.0, 0.0]
-    clock = ShiftedTime(exchange.time)
+    clock = ShiftedTime(time)
     monkeypatch.setattr(exchange, "time", clock)
     monkeypatch.setattr(exchange, "FAN", fan)
     ends = [Links(rank, len(shifts)) for rank in range(len(shifts))]

@@ -175,7 +175,8 @@ def test_a_timeline_of_any_costs_is_read_as_it_was_written(schedule: sl.Schedule
     )
     rows = st.one_of(any_size, st.lists(any_size, min_size=schedule.stages, max_size=schedule.stages))
     names = ("forward", "backward_input", "backward_weight", "overlap", "activation", "residue", "transient")
-    costs = sl.Costs(**{name: data.draw(rows, name) for name in names}, transfer=data.draw(any_size, "transfer"))
+    drawn: dict[str, Any] = {name: data.draw(rows, name) for name in names}
+    costs = sl.Costs(**drawn, transfer=data.draw(any_size, "transfer"))
     t = sl.simulate(schedule, costs)
     t.write("run.json")
     back = sl.read_timeline("run.json")

@@ -182,6 +182,7 @@ def test_the_measured_timeline_has_the_schedules_actions_in_its_order(name: str)
         assert times == sorted(times)
     assert sl.compare(planned, measured).first is planned
     assert all(message.end >= message.start for message in measured.messages())
+    assert measured.bubble is not None
     assert 0 <= measured.bubble < 1
     assert all(idle.total >= 0 for idle in measured.idle)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,6 +25,7 @@ from stageline.model.staged import even_sizes
 from stageline.planning.candidates import shape_of
 from stageline.planning.memory import buffers_of
 from stageline.planning.stages import Links, stage_costs
+from stageline.sizes import enough, read_size
 from stageline.testing import run_ranks
 
 
@@ -131,7 +134,7 @@ def test_a_plan_of_one_rank_is_read_as_it_was_written() -> None:
         found = sl.plan(profile=profile, ranks=1, microbatches=12, memory=memory, time_limit=0.3)
         found.write("plan.json")
         assert sl.read_plan("plan.json").alternatives == found.alternatives
-        assert min(each.bubble for each in (found, *found.alternatives)) >= 0.0
+        assert min(found.bubble, *(other.bubble for other in found.alternatives), 0.0) == 0.0
 
 
 def cuts_of(profile: sl.Profile, made: sl.Schedule) -> list[list[int]]:
@@ -325,6 +328,28 @@ def test_the_advice_fits_where_nothing_did(given: dict[str, Any]) -> None:
         assert max(rank.total for rank in found.memory) <= limit * (1 + 1e-9), change
 
 
+def test_sizes_are_taken_as_the_command_takes_them() -> None:
+    asked: dict[str, Any] = {"profile": even(8), "ranks": 2, "microbatches": 4, "time_limit": 0.5}
+    assert sl.plan(**asked, memory="24GiB").caps == (24.0 * 2**30,) * 2
+    assert sl.plan(**asked, memory=["24GiB", 2.0**31]).caps == sl.plan(**asked, memory="24GiB,2GiB").caps
+    assert sl.plan(**asked, memory=np.array([1e9, 2e9])).caps == (1e9, 2e9)  # type: ignore[arg-type]
+    assert sl.plan(**asked, bandwidth="10G").costs.bandwidth == 1e10
+    costs = sl.Costs(activation=2**30)
+    assert max(sl.synthesize(costs, 2, 4, memory="2GiB", time_limit=0.2).timeline.peak_memory) <= 2**31
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    assert len(sl.split(model, 2, by="parameters", memory="1MiB")) == 2
+    with pytest.raises(sl.StagelineError, match=r"memory|fit"):
+        sl.split(model, 2, by="parameters", memory="1KiB")
+    with pytest.raises(sl.StagelineError, match="memory takes a size"):
+        sl.split(model, 2, by="parameters", memory="lots")
+
+
+@given(st.floats(1.0, 1e15))
+def test_a_size_that_is_advised_is_enough_and_little_more(value: float) -> None:
+    assert value <= read_size(enough(value)) * (1 + 1e-9)
+    assert read_size(enough(value)) <= max(value + 1, value * 1.011)
+
+
 def test_a_plan_from_before_there_was_a_snapshot_is_read(tmp_path: Path) -> None:
     found = sl.plan(profile=even(4), ranks=2, microbatches=4, time_limit=0.5)
     data = found.to_json()
@@ -376,7 +401,8 @@ def test_a_broken_file_is_refused_with_what_is_wrong(tmp_path: Path, change: dic
         ({"ranks": 9, "microbatches": 2}, "the model has 4 units, and 9 ranks"),
         ({"ranks": 2, "microbatches": 2, "memory": -1}, "memory is a number of bytes above 0"),
         ({"ranks": 2, "microbatches": 2, "memory": [1.0]}, "one for each of the 2 ranks"),
-        ({"ranks": 2, "microbatches": 2, "memory": "8GB"}, "memory is a number"),
+        ({"ranks": 2, "microbatches": 2, "memory": "much"}, "memory takes a size, like 24GiB or 10G; got 'much'"),
+        ({"ranks": 2, "microbatches": 2, "memory": "8GB,9GB,1GB"}, "one for each of the 2 ranks"),
         ({"ranks": 2, "microbatches": 2, "recompute": "stages"}, r"did you mean 'stage'\?"),
         ({"ranks": 2, "microbatches": 2, "schedule": "1fb1"}, r"did you mean '1f1b'\?"),
         ({"ranks": 2, "microbatches": 2, "schedule": "forward-only"}, "is for inference"),
@@ -464,8 +490,20 @@ def test_the_command_plans_from_a_profile(tmp_path: Path, capsys: pytest.Capture
 def test_the_command_says_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     even(4).write(tmp_path / "profile.json")
     words = ["plan", str(tmp_path / "profile.json"), "-p", "2", "-m", "4", "--time-limit", "0.5"]
-    assert run([*words, "--memory", "100"]) == 2
-    assert "error: nothing fits" in capsys.readouterr().err
+    assert run([*words, "--memory", "900", "--schedule", "gpipe", "--recompute", "none"]) == 2
+    said = capsys.readouterr().err
+    assert "error: nothing fits" in said
+    advice = re.findall(r"(--[a-z]+) (\S+?)(?: brings|[;\n])", said)
+    assert dict(advice).keys() >= {"--memory", "--ranks"}
+    assert "=" not in said  # no words of Python
+    for flag, value in advice:  # a command that is given what it advises runs
+        fits = [*words, "--memory", "900", "--schedule", "gpipe", "--recompute", "none", flag, value]
+        assert run(fits) == 0, fits
+    capsys.readouterr()
+    assert run([*words[:4], "--memory", "100"]) == 2
+    assert "plan needs --microbatches, how many a step has, or --batch" in capsys.readouterr().err
+    assert run([*words, "--memory", "0"]) == 2
+    assert "--memory is a number of bytes above 0 or a size like 24GiB" in capsys.readouterr().err
     assert run([*words, "--memory", "much"]) == 2
     assert "--memory takes a size" in capsys.readouterr().err
 

@@ -107,7 +107,7 @@ def test_steps_that_interlock_keep_the_bits() -> None:
     for seed in range(3):
         schedule = reordered(2, seed)
         batches = [samples(schedule.microbatches)] * 3
-        weights = []
+        weights: list[dict[str, Tensor | None]] = []
         for interlocks in (True, False):
             model = layers(schedule.stages)
             pipe = sl.Pipeline(list(model), loss_fn=functional.mse_loss, schedule=schedule)
@@ -120,7 +120,7 @@ def test_steps_that_interlock_keep_the_bits() -> None:
                     optimizer.step()
                     pipe.zero_grad()
             weights.append({name: parameter.detach() for name, parameter in model.named_parameters()})
-        assert_same_bits(*weights)
+        assert_same_bits(weights[0], weights[1])
 
 
 def train(rank: int, seeds: list[int], apart: bool) -> list[dict[str, Tensor | None]]:

@@ -16,6 +16,7 @@ from stageline.cli.words import understand
 from stageline.train.config import Config
 from stageline.train.options import Option, options
 from stageline.train.settings import argument, read_config
+from stageline.train.validate import GPT_UNITS
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -145,6 +146,49 @@ def test_a_check_says_what_does_not_go_together_and_trains_nothing(trainers: Tra
     assert train("--check", "--print-config") == 0
     assert capsys.readouterr().err == "the config is fine\n"
     assert trainers.configs == []
+
+
+def test_a_check_finds_what_the_run_would_refuse(capsys: Capture) -> None:
+    """Without torch for the built-in model, and with it for what only it knows."""
+    Path("mine.py").write_text(
+        "import torch\n\ndef make():\n    return torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(8)))\n"
+    )
+    Path("full").mkdir()
+    Path("full/file").touch()
+    many = ("--parallelism.pipeline_parallel_degree", "40")
+    (line,) = refused(capsys, "--check", *many)
+    assert line.startswith("error: parallelism.pipeline_parallel_degree is 40, which makes 40 stages")
+    assert "model.n_layers 8 makes 12; take up to 12 ranks" in line
+    assert refused(capsys, *many) == [line]  # the run says the same
+    for words, expected in (
+        ("--parallelism.pipeline_parallel_degree 8 --parallelism.pipeline_parallel_schedule zb-v", "makes 16 stages"),
+        ("--parallelism.pipeline_parallel_degree 8 --parallelism.pipeline_parallel_chunks 2", "makes 16 stages"),
+        ("--model.name mine:make --parallelism.pipeline_parallel_degree 40 --training.loss mse", "mine:make has 8"),
+        ("--model.name nowhere:make", "cannot import nowhere"),
+        ("--training.loss nowhere:loss", "cannot import nowhere"),
+        ("--model.vocab_size 100", "model.vocab_size is 100"),
+        ("--activation_checkpoint.mode selective --activation_checkpoint.modules foo", "none of the model's modules"),
+        ("--checkpoint.load_step 5", "has no checkpoint of step 5"),
+        ("--checkpoint.initial_load_path nowhere", "there is no such file or folder"),
+        ("--job.dump_folder full", "holds other files and no run"),
+    ):
+        assert expected in "\n".join(refused(capsys, "--check", *words.split())), words
+    for words in (
+        "--parallelism.pipeline_parallel_degree 12",
+        "--parallelism.data_parallel_replicate_degree 2",
+        "--activation_checkpoint.mode selective --activation_checkpoint.modules blocks.*",
+    ):
+        assert train("--check", *words.split()) == 0, words
+    assert not Path("outputs").exists()  # nothing is written
+
+
+def test_the_units_of_the_built_in_model_are_known_without_building_it() -> None:
+    from stageline.model.staged import split
+    from stageline.train.gpt import GPT
+
+    for layers in (1, 3):
+        model = GPT(vocab_size=7, length=4, dim=4, layers=layers, heads=2)
+        assert len(split(model, 1).units) == layers + GPT_UNITS
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

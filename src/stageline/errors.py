@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 
@@ -67,6 +68,26 @@ def shorten(value: object, limit: int = 60) -> str:
     """
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def in_flags(text: str, flags: Mapping[str, str]) -> str:
+    """Say an error about arguments of a function in the words of a command line.
+
+    >>> in_flags("try schedule='auto', or memory='636KiB'", {"schedule": "--schedule", "memory": "--memory"})
+    'try --schedule auto, or --memory 636KiB'
+    >>> in_flags("memory is a size above 0; give batch= too", {"memory": "--memory", "batch": "--batch"})
+    '--memory is a size above 0; give --batch too'
+    """
+    if not flags:
+        return text
+    names = "|".join(sorted(map(re.escape, flags), key=len, reverse=True))
+    words = re.compile(rf"(?<![\w.-])({names})=(?:'([^']*)'|([\w.+:-]*\w))?|^({names})(?= (?:is|takes|must|has)\b)")
+
+    def flag(found: re.Match[str]) -> str:
+        value = found[2] or found[3]
+        return flags[found[1] or found[4]] + (f" {value}" if value else "")
+
+    return words.sub(flag, text)
 
 
 def place_of(error: BaseException) -> str:

@@ -7,6 +7,7 @@ import sys
 from typing import Annotated
 
 import typer
+import typer.main
 
 from stageline._version import __version__
 from stageline.cli import (
@@ -26,7 +27,7 @@ from stageline.cli import (
     train,
     verify,
 )
-from stageline.errors import ScheduleError, StagelineError
+from stageline.errors import ScheduleError, StagelineError, in_flags
 
 ABOUT = "Pipeline-parallel training: train models; make, prove, simulate and draw schedules; explain what was measured."
 
@@ -78,6 +79,15 @@ def root(
     """
 
 
+def _flags(arguments: list[str] | None) -> dict[str, str]:
+    """The options of the verb that was called, by the names that Python has for them."""
+    words = sys.argv[1:] if arguments is None else arguments
+    verb = next((word for word in words if not word.startswith("-")), "")
+    known = getattr(typer.main.get_command(app), "commands", {}).get(verb)
+    options = [each for each in getattr(known, "params", []) if each.param_type_name == "option"]
+    return {each.name: max(each.opts, key=len) for each in options if each.opts}
+
+
 def run(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     for stream in (sys.stdout, sys.stderr):
@@ -94,7 +104,7 @@ def run(arguments: list[str] | None = None) -> int:
         return 0
     except StagelineError as error:
         rule = f" [{error.rule}]" if isinstance(error, ScheduleError) and error.rule not in ("input", "format") else ""
-        typer.echo(f"error{rule}: {error}", err=True)
+        typer.echo(f"error{rule}: {in_flags(str(error), _flags(arguments))}", err=True)
         for note in getattr(error, "__notes__", []):
             typer.echo(note, err=True)
         # A process that lost a peer is ended by force at its exit, and asks there how it went.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,14 +12,12 @@ import typer
 from stageline.cli.models import Length, Model, Samples, find_model
 from stageline.cli.options import Html, Json, Svg, Width
 from stageline.cli.output import console, print_json, print_segments, save
-from stageline.errors import StagelineError, shorten
+from stageline.errors import StagelineError
 from stageline.timeline import draw
 from stageline.timeline.draw.terminal import chart, legend
 
 if TYPE_CHECKING:
     from stageline.planning.plan import Plan
-
-UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
 def command(
@@ -87,12 +84,12 @@ def command(
             ranks=ranks,
             batch=batch,
             microbatches=microbatches,
-            memory=None if memory is None else _sizes("--memory", memory),
+            memory=memory,
             recompute=again,
             schedule=names,
             chunks=chunks,
             transfer=transfer,
-            bandwidth=None if bandwidth is None else _size("--bandwidth", bandwidth),
+            bandwidth=bandwidth,
             optimizer_bytes_per_parameter=optimizer,
             interlock=interlock,
             time_limit=time_limit,
@@ -135,27 +132,6 @@ def _print(found: Plan, width: int | None, rows: int) -> None:
         print_segments(out, legend([found.timeline], out.width))
         out.print()
     out.print(found.explain(rows), markup=False)
-
-
-def _sizes(flag: str, text: str) -> float | list[float]:
-    """Bytes, like 24GiB, 24G or 1e9; or one for each rank."""
-    values = [_size(flag, part) for part in text.split(",")]
-    return values[0] if len(values) == 1 else values
-
-
-def _size(flag: str, text: str) -> float:
-    """Read one size; K, M, G and T are powers of 1024 with an i, and of 1000 without.
-
-    >>> _size("--memory", "24GiB") / 2**30, _size("--memory", "10G"), _size("--memory", "512")
-    (24.0, 10000000000.0, 512.0)
-    """
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
-    try:
-        assert found is not None
-        power = UNITS[found[2]] // 10
-        return float(found[1]) * (1024.0 if found[3] else 1000.0) ** power
-    except (AssertionError, ValueError):
-        raise StagelineError(f"{flag} takes a size, like 24GiB or 10G; got {shorten(text)}") from None
 
 
 @contextmanager

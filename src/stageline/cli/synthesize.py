@@ -13,7 +13,6 @@ import typer
 from stageline import interrupts
 from stageline.cli.options import Html, Json, Prices, Svg, Width, takes
 from stageline.cli.output import console, print_json, print_segments, save
-from stageline.errors import StagelineError, shorten
 from stageline.timeline import draw
 from stageline.timeline.draw.palette import number
 from stageline.timeline.draw.terminal import chart, figures, legend
@@ -65,13 +64,12 @@ def command(
     """
     from stageline.synthesis.synthesize import synthesize
 
-    caps = None if memory is None else _numbers(memory)
     with _progress() as tell, interrupts.raised():  # the search keeps its best so far
         found = synthesize(
             prices.make(),
             ranks,
             microbatches,
-            memory=caps,
+            memory=memory,
             chunks=chunks,
             placement=placement,
             objective=objective,
@@ -121,14 +119,6 @@ def _rows(found: Synthesis) -> Iterator[tuple[str, str]]:
         yield "best family", f"{name}: {number(found.named[name])}{longer}"
     if found.was_cut:
         yield "cut short", "by time or interrupt; a longer --time-limit may find better"
-
-
-def _numbers(text: str) -> float | list[float]:
-    try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise StagelineError(f"--memory takes a number, or one per rank like 4,3,2,1; got {shorten(text)}") from None
-    return values[0] if len(values) == 1 else values
 
 
 @contextmanager

@@ -52,9 +52,13 @@ def command(words: Annotated[list[str] | None, typer.Argument()] = None) -> None
     if printing:
         typer.echo(config.to_toml(), nl=False)
     if checking or not printing:
-        from stageline.train.validate import validate
+        from stageline.train.validate import known_without_torch, validate
 
         validate(config)
+    if checking and not known_without_torch(config):
+        from stageline.train.preflight import preflight
+
+        preflight(config)
     if checking:
         typer.echo(f"{asked.path or 'the config'} is fine", err=printing)
     if asked.switches:

@@ -28,6 +28,7 @@ from stageline.model.traced import Traced, trace
 from stageline.model.units import NoStack, Unit, find_units, paths
 from stageline.model.unwrap import eager, inner, unwrapped, warn_of_wrapped
 from stageline.schedules.schedule import Schedule
+from stageline.sizes import Size, read_sizes
 
 Cut = list[tuple[int, int]]
 """For each stage, the calls that are its own: from the first to the one after the last."""
@@ -128,7 +129,7 @@ def split(
     ranks: int | None = None,
     placement: Literal["loop", "v"] | None = None,
     schedule: str | Schedule | None = None,
-    memory: float | Sequence[float] | None = None,
+    memory: Size | Sequence[Size] | None = None,
     pinned: Mapping[str | int, int] | None = None,
     speed: Sequence[float] | None = None,
     everything: bool = False,
@@ -140,15 +141,16 @@ def split(
     `by` says where: "layers", as many blocks in every stage, the larger parts first; "parameters", by their number;
     "time", by what the units take on `example`; a profile that `sl.profile` made; "type:Block", the modules of that
     class; or the names of the first unit of each stage. By parameters, time or a profile, the slowest of the `ranks`
-    (as many as stages unless given, placed in a loop or a V) is as fast as can be, with at most `memory` bytes on each
-    for parameters, gradients and two states of an optimizer, with units `pinned` to stages, and with ranks whose
-    `speed` differs. With `schedule`, a family or what `sl.schedule` gives, ranks and placement are its own, and of
-    several good cuts, the one with equal counts among them, that is taken whose step is shortest in simulation.
-    `layers_per_stage` gives the number of blocks (or of all units) of each stage. `stack` names the list or lists of
-    blocks, which are found otherwise. `example` is a batch (a tuple of arguments, a dict of keywords, or one argument)
-    that the model is run on once, to see in which order it calls its units; needed where that is not the order in which
-    it defines them, or where it calls one of them twice, or uses the weights of one outside of it. `everything=True`
-    passes the outputs of all units on, for forwards whose way depends on more than the form of their inputs.
+    (as many as stages unless given, placed in a loop or a V) is as fast as can be, with at most `memory` on each
+    (bytes, or "24GiB") for parameters, gradients and two states of an optimizer, with units `pinned` to stages, and
+    with ranks whose `speed` differs. With `schedule`, a family or what `sl.schedule` gives, ranks and placement are its
+    own, and of several good cuts, the one with equal counts among them, that is taken whose step is shortest in
+    simulation. `layers_per_stage` gives the number of blocks (or of all units) of each stage. `stack` names the list or
+    lists of blocks, which are found otherwise. `example` is a batch (a tuple of arguments, a dict of keywords, or one
+    argument) that the model is run on once, to see in which order it calls its units; needed where that is not the
+    order in which it defines them, or where it calls one of them twice, or uses the weights of one outside of it.
+    `everything=True` passes the outputs of all units on, for forwards whose way depends on more than the form of their
+    inputs.
     """
     if not isinstance(model, nn.Module) and callable(model):
         build = model
@@ -161,7 +163,7 @@ def split(
     model = unwrapped(model)
     if not isinstance(model, nn.Module):
         raise StagelineError(f"split takes a model, an nn.Module, got {shorten(model)}")
-    ask = CutConstraints(ranks, placement, memory, pinned, speed, schedule)
+    ask = CutConstraints(ranks, placement, read_sizes(memory), pinned, speed, schedule)
     stacks = check_asked(stages, by, layers_per_stage, stack, ask, example)
     traced, needs, around = None, None, ()
     try:

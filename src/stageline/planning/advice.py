@@ -10,6 +10,7 @@ from typing import Any
 from stageline.errors import StagelineError
 from stageline.planning.search import Search
 from stageline.planning.tried import Asked, Found
+from stageline.sizes import enough
 
 PATIENCE = 1.0
 """Seconds that one change is tried for."""
@@ -79,7 +80,8 @@ def nothing_fits(search: Search, tell: Callable[[str], None]) -> StagelineError:
     changes = []
     for change, found in _changes(search, tell):
         changes.append(dict(change))
-        words = ", ".join(f"{name}={value!r}" for name, value in change.items())
+        shown = {name: enough(value) if name == "memory" else value for name, value in change.items()}
+        words = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         said.append(f"{words} brings it to {size(found.peak)} ({found.name})" if "memory" not in change else words)
     advice = f"; what would fit: {'; '.join(said[1:])}" if changes else "; use a smaller model or a leaner optimizer"
     return NothingFits(said[0] + advice, rank=worst, needs=needs, changes=changes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,6 +16,7 @@ from stageline.planning.stages import Again
 from stageline.planning.tried import Asked
 from stageline.schedules.registry import families, find_family, schedule, whole
 from stageline.schedules.schedule import Schedule
+from stageline.sizes import read_sizes
 from stageline.timeline.costs import LARGEST_COST
 
 SYNTHESIZED = "synthesized"
@@ -63,11 +65,13 @@ def caps_of(memory: Any, ranks: int, model: nn.Module | None) -> tuple[float, ..
     if memory is None:
         room = device_memory(model)
         return None if room is None else (room,) * ranks
-    given = [memory] * ranks if isinstance(memory, int | float) else list(memory)
+    read = read_sizes(memory)
+    given = list(read) if isinstance(read, Sequence | np.ndarray) else [read] * ranks
     wrong = [each for each in given if not isinstance(each, int | float) or isinstance(each, bool) or not each > 0]
     if len(given) != ranks or wrong:
         raise StagelineError(
-            f"memory is a number of bytes above 0, or one for each of the {ranks} ranks, got {shorten(memory)}"
+            f"memory is a number of bytes above 0 or a size like 24GiB, or one for each of the {ranks} ranks, got "
+            f"{shorten(memory)}"
         )
     if all(each == float("inf") for each in given):
         return None
@@ -163,7 +167,7 @@ def check_sizes(asked: Asked) -> None:
     if stages > units:
         raise StagelineError(
             f"the model has {units} units, and {asked.ranks} ranks need at least {stages} stages, each of a unit; use "
-            f"fewer ranks{' or chunks' if asked.chunks else ''}"
+            f"fewer ranks{' or chunks' if asked.chunks else ''}, {max(1, units // (asked.chunks or 1))} ranks at most"
         )
     if asked.given is not None and asked.given.stages > units:
         raise StagelineError(

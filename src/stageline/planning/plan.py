@@ -31,6 +31,7 @@ from stageline.planning.tried import Asked, Found, place_of
 from stageline.schedules.certificate import verify
 from stageline.schedules.registry import schedule, whole
 from stageline.schedules.schedule import Schedule
+from stageline.sizes import Size, read_size
 from stageline.timeline.costs import Costs, PerPair
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline, share_above
@@ -187,7 +188,7 @@ def plan(
     ranks: int,
     batch: int | None = None,
     microbatches: int | None = None,
-    memory: float | Sequence[float] | None = None,
+    memory: Size | Sequence[Size] | None = None,
     profile: Profile | Mapping[int, Profile] | None = None,
     samples: int | None = None,
     recompute: Again = "auto",
@@ -196,7 +197,7 @@ def plan(
     split: str = "time",
     layers_per_stage: Sequence[int] | None = None,
     transfer: PerPair = 0.0,
-    bandwidth: PerPair | None = None,
+    bandwidth: PerPair | str | None = None,
     parameter_bytes: float | None = None,
     gradient_bytes_per_parameter: float | None = None,
     optimizer_bytes_per_parameter: float = 8.0,
@@ -213,14 +214,14 @@ def plan(
     of the example too. Instead of model and example, `profile` is what `sl.profile` measured, on whatever machine, or
     several by their samples; `samples` says how many one alone was measured with, where `batch` is given.
 
-    `memory` is what a rank may hold, in bytes, or one number for each; where the model is on a GPU, that is what it has
-    unless given. Parameters, gradients, the optimizer's state (8 bytes for a parameter: AdamW in float32), activations
-    and messages count; with `interlock` also what `Pipeline.run` keeps to take a step back. `recompute` is "auto"
-    (units or stages where memory asks for it), "none", "stage" or names of units. `schedule` may name one family or
-    several, or be a schedule whose cut is looked for; `chunks` is how many stages a rank has; `split` is what the cut
-    balances ("time", "parameters" or "layers"), or `layers_per_stage` says it. Messages take `transfer` seconds, and
-    their bytes over `bandwidth`, one number or one for each pair of ranks. The search takes about `time_limit` seconds
-    after what is measured.
+    `memory` is what a rank may hold, in bytes or as text like "24GiB", or one for each; where the model is on a GPU,
+    that is what it has unless given. Parameters, gradients, the optimizer's state (8 bytes for a parameter: AdamW in
+    float32), activations and messages count; with `interlock` also what `Pipeline.run` keeps to take a step back.
+    `recompute` is "auto" (units or stages where memory asks for it), "none", "stage" or names of units. `schedule` may
+    name one family or several, or be a schedule whose cut is looked for; `chunks` is how many stages a rank has;
+    `split` is what the cut balances ("time", "parameters" or "layers"), or `layers_per_stage` says it. Messages take
+    `transfer` seconds, and their bytes over `bandwidth`, one number or one for each pair of ranks. The search takes
+    about `time_limit` seconds after what is measured.
 
     >>> import torch, stageline as sl
     >>> model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(12)))
@@ -244,7 +245,7 @@ def plan(
         splits,
         caps=caps_of(memory, ranks, model),
         states=states_of(parameter_bytes, gradient_bytes_per_parameter, optimizer_bytes_per_parameter, interlock),
-        links=Links(transfer, bandwidth),
+        links=Links(transfer, read_size(bandwidth, "bandwidth") if isinstance(bandwidth, str) else bandwidth),
         again=again_of(recompute, sizes),
         names=names_of(schedule),
         given=schedule if isinstance(schedule, Schedule) else None,

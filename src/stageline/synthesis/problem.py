@@ -18,6 +18,7 @@ from stageline.errors import CostError, StagelineError, shorten
 from stageline.schedules import action as kinds
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import LARGEST_SCHEDULE, whole
+from stageline.sizes import Size, read_sizes
 from stageline.timeline.costs import Costs, Floats, per_stage
 
 Table: TypeAlias = list[list[float]]
@@ -193,7 +194,7 @@ def problem_of(
     costs: Costs,
     ranks: int,
     microbatches: int,
-    memory: float | Sequence[float] | None,
+    memory: Size | Sequence[Size] | None,
     chunks: int,
     placement: str,
     objective: str,
@@ -285,18 +286,19 @@ def _hops(costs: Costs, placement: Placement) -> tuple[Table, Table]:
     return tables[0], tables[1]
 
 
-def _caps(memory: float | Sequence[float] | None, ranks: int) -> list[float]:
+def _caps(memory: Size | Sequence[Size] | None, ranks: int) -> list[float]:
     if memory is None:
         return [math.inf] * ranks
     try:
-        caps = np.asarray(memory, dtype=np.float64)
+        caps = np.asarray(read_sizes(memory), dtype=np.float64)
     except (TypeError, ValueError):
         caps = np.asarray(math.nan)
     if caps.ndim == 0:
         caps = np.full(ranks, float(caps))
     if caps.shape != (ranks,) or not (caps >= 0).all():
         raise StagelineError(
-            f"memory must be a number >= 0, or one for each of the {ranks} ranks, got {shorten(memory)}"
+            f"memory must be a number >= 0 or a size like 24GiB, or one for each of the {ranks} ranks; got "
+            f"{shorten(memory)}"
         )
     return [float(cap) for cap in caps]
 

@@ -11,6 +11,7 @@ from stageline.schedules import action as kinds
 from stageline.schedules.certificate import verify
 from stageline.schedules.channels import check_channels
 from stageline.schedules.schedule import Schedule
+from stageline.sizes import Size
 from stageline.synthesis.baselines import objective_of
 from stageline.synthesis.fast_simulate import end_times, objective_value, peak_memory_of
 from stageline.synthesis.list_scheduling import Board, Plan, Programs, schedule_of
@@ -95,7 +96,7 @@ def synthesize(
     ranks: int,
     microbatches: int,
     *,
-    memory: float | Sequence[float] | None = None,
+    memory: Size | Sequence[Size] | None = None,
     chunks: int = 1,
     placement: str = "loop",
     objective: str = "makespan",
@@ -107,8 +108,9 @@ def synthesize(
     """Build the shortest schedule that the search finds for these costs, and prove a lower bound.
 
     `costs` are per stage of the schedule, as in `simulate`. `memory` is one cap, or one per rank, in the unit of the
-    costs. Each rank holds `chunks` stages, placed round the ranks (`"loop"`) or down and up again (`"vee"`). `split`
-    forces (True) or forbids (False) split backwards. The result is never worse than a named family that fits.
+    costs, or a size like "24GiB" where that unit is bytes. Each rank holds `chunks` stages, placed round the ranks
+    (`"loop"`) or down and up again (`"vee"`). `split` forces (True) or forbids (False) split backwards. The result is
+    never worse than a named family that fits.
 
     `progress` is called with a `Progress` at every improvement. Raises `MemoryCapError` if no schedule fits the memory,
     and `StagelineError` for invalid arguments.

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stageline.errors import ScheduleError, StagelineError
+from stageline.errors import ScheduleError, StagelineError, in_flags
 from stageline.model.profile import Profile
 from stageline.planning.advice import NothingFits
 from stageline.planning.files import read_plan
@@ -70,7 +70,7 @@ def choose(
     try:
         return plan(memory=memory, **given), ""
     except NothingFits as error:  # it is an estimate: the job may try all the same
-        return plan(**given), str(error)
+        return plan(**given), in_config_words(str(error))
 
 
 def _given(asked: Parallelism, ranks: int, microbatches: int) -> Schedule | None:
@@ -91,3 +91,22 @@ def _given(asked: Parallelism, ranks: int, microbatches: int) -> Schedule | None
     if not made.training:
         raise StagelineError(f"{made.name} is for inference; take a schedule that trains, or auto")
     return made
+
+
+def in_config_words(text: str) -> str:
+    """What `sl.plan` advises, as flags of a job.
+
+    >>> in_config_words("what would fit: recompute='auto' brings it to 3 GiB; ranks=8 brings it to 1 GiB")
+    'what would fit: --activation_checkpoint.mode full brings it to 3 GiB; --parallelism.pipeline_parallel_degree 8
+    brings it to 1 GiB'
+    """
+    text = text.replace("recompute='auto'", "recompute=full").replace("recompute='stage'", "recompute=full")
+    return in_flags(
+        text,
+        {
+            "ranks": "--parallelism.pipeline_parallel_degree",
+            "schedule": "--parallelism.pipeline_parallel_schedule",
+            "recompute": "--activation_checkpoint.mode",
+            "memory": "a rank with",
+        },
+    )

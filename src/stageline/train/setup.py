@@ -62,22 +62,27 @@ class Setup:
 
     def prepare(self) -> None:
         """Make all of it; what is wrong is found here, before the folder is written to."""
-        self._make_batches()
+        self.make_batches()
         training = self.config.training
         inside = "bfloat16" if self.config.optimizer.name == "Muon" else ""  # what it orthogonalises in
         mended = disable_broken_bfloat16(self.layout.device, training.dtype, training.mixed_precision_param, inside)
-        _ = self.world, self.loader, self.task
+        _ = self.world
+        self.check_data()
+        self._look_at_folder()
+        self._share_folder()
+        self.notes += [note for note in (mended, warm_up_note(self.config)) if note]
+        _ = self.choice, self.pipe
+
+    def check_data(self) -> None:
+        """Open the data and make the task; refuse what the two do not have for each other."""
+        _ = self.loader, self.task
         if self.task.configured is not None:
-            self.task.check_length(self.tokens, training.seq_len)
+            self.task.check_length(self.tokens, self.config.training.seq_len)
         if self.config.validation.patience and self.data.validation is None:
             raise StagelineError(
                 f"validation.patience is {self.config.validation.patience}, and nothing is validated on: of a stream "
                 "nothing is held back; give a validation.dataset_path, or 0 for the patience"
             )
-        self._look_at_folder()
-        self._share_folder()
-        self.notes += [note for note in (mended, warm_up_note(self.config)) if note]
-        _ = self.choice, self.pipe
 
     @cached_property
     def world(self) -> World:
@@ -108,7 +113,7 @@ class Setup:
         task.given = self._loss_fn
         return task
 
-    def _make_batches(self) -> None:
+    def make_batches(self) -> None:
         """How many samples a replica takes at once, how often in a step of the optimizer, and in how many parts."""
         training, replicas = self.config.training, self.layout.replicas
         once = training.local_batch_size * replicas

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path, PurePath
 
 from stageline.errors import StagelineError, nearest
@@ -17,6 +19,8 @@ from stageline.train.toml import value_text
 
 LOSSES = ("cross_entropy", "weighted_cross_entropy", "mse", "own")
 DATASETS = ("python", "text", "memmap", "dataset")
+GPT_UNITS = 4
+"""Those of the built-in GPT beside its blocks: two embeddings, the last norm, the head."""
 SEARCHED = 10_000
 """How far from a number one looks for a divisor to offer."""
 
@@ -262,6 +266,42 @@ def _schedule_file(file: str, name: str, ranks: int, local: int, size: int) -> I
         )
 
 
+def _units(config: Config) -> Iterator[str]:
+    """The built-in GPT is known without building it."""
+    if config.model.name == "gpt":
+        units = config.model.n_layers + GPT_UNITS
+        yield from too_few_units(config, units, f"model.n_layers {config.model.n_layers} makes {units}")
+
+
+def too_few_units(config: Config, units: int, said: str) -> Iterator[str]:
+    """Whether a model of so many units can be cut into the stages that are asked for; `said` is how many it has.
+
+    >>> print(*too_few_units(Config.read(None, "parallelism.pipeline_parallel_degree=40"), 8, "the model has 8"))
+    parallelism.pipeline_parallel_degree is 40, which makes 40 stages, and every stage needs a unit of the model:
+    the model has 8; take up to 8 ranks, or a model with at least 40
+    """
+    asked, local = config.parallelism, config.training.local_batch_size
+    ranks, chunks = asked.pipeline_parallel_degree, asked.pipeline_parallel_chunks
+    stages = ranks * max(1, chunks)
+    how = f" and parallelism.pipeline_parallel_chunks is {chunks}" if chunks else ""
+    with suppress(StagelineError):  # what is wrong with the schedule itself is said elsewhere
+        if asked.pipeline_parallel_schedule_csv:
+            stages = read_schedule(asked.pipeline_parallel_schedule_csv).stages
+            how = f" and parallelism.pipeline_parallel_schedule_csv is {show(asked.pipeline_parallel_schedule_csv)}"
+        elif asked.pipeline_parallel_schedule.lower() != "auto":
+            microbatches = max(1, local // asked.pipeline_parallel_microbatch_size)
+            given = {"chunks": chunks} if chunks else {}
+            stages = schedule(asked.pipeline_parallel_schedule, ranks, microbatches, **given).stages
+            how += f" and parallelism.pipeline_parallel_schedule is {asked.pipeline_parallel_schedule}"
+    if stages > units:
+        most = units // max(1, stages // ranks)
+        fewer = f"take up to {most} ranks" if most else "take fewer chunks, or another schedule"
+        yield (
+            f"parallelism.pipeline_parallel_degree is {ranks}{how}, which makes {stages} stages, and every stage needs "
+            f"a unit of the model: {said}; {fewer}, or a model with at least {stages}"
+        )
+
+
 Check = Callable[[Config], Iterator[str]]
 CHECKS: tuple[Check, ...] = (
     _folders,
@@ -273,7 +313,22 @@ CHECKS: tuple[Check, ...] = (
     _learning_rate,
     _recomputation,
     _schedule,
+    _units,
 )
+
+
+def known_without_torch(config: Config) -> bool:
+    """Whether `validate` says all that can be said of a config before it runs: nothing has to be opened or built.
+
+    >>> known_without_torch(Config()), known_without_torch(Config.read(None, "model.name=package:function"))
+    (True, False)
+    """
+    built_in = config.model.name == "gpt" and config.model.tokenizer_path == "bytes" and not config.model.vocab_size
+    plain = config.training.dataset == "python" and config.training.loss == "cross_entropy"
+    new = not Path(config.job.dump_folder).exists() and not config.checkpoint.initial_load_path
+    chooses = config.activation_checkpoint.mode == "selective" or config.checkpoint.load_step >= 0
+    patient = config.validation.patience or config.validation.dataset_path
+    return bool(built_in and plain and new and not chooses and not patient and "WORLD_SIZE" not in os.environ)
 
 
 def multiples(value: int, of: int) -> str:

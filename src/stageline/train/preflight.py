@@ -1,0 +1,100 @@
+"""What a job would refuse, found out before it: everything that is known without measuring, training or writing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from stageline.errors import StagelineError
+from stageline.model.build import describe
+from stageline.model.staged import split
+from stageline.runtime.groups import check_environment
+from stageline.runtime.recompute import understand
+from stageline.train.checkpoint.reader import at_step
+from stageline.train.config import Config
+from stageline.train.layout import Layout, find_layout
+from stageline.train.runs import RunFolder
+from stageline.train.settings import complain
+from stageline.train.setup import Setup
+from stageline.train.validate import too_few_units
+
+
+def preflight(config: Config) -> None:
+    """Refuse what a run of a valid config would refuse before its first step; the error has a line for each reason.
+
+    >>> preflight(Config.read(None, "job.dump_folder=nowhere"))
+    >>> preflight(Config.read(None, "model.vocab_size=100"))
+    Traceback (most recent call last):
+    ...
+    stageline.errors.StagelineError: model.vocab_size is 100, and the tokenizer bytes has 256; 0 takes as many
+    """
+    setup = Setup(config, _layout(config), RunFolder(config.job.dump_folder), None, None, None)
+    sentences = []
+    for check in (_folder, _job):
+        try:
+            sentences += list(check(setup))
+        except StagelineError as error:
+            sentences.append(str(error))
+    complain(sentences)
+
+
+def _layout(config: Config) -> Layout:
+    """Of the processes that there are; alone, one stands for all that will be started."""
+    if check_environment(os.environ) > 1:
+        return find_layout(config)
+    asked = config.parallelism
+    replicas = max(1, asked.data_parallel_replicate_degree)
+    return Layout(asked.pipeline_parallel_degree, replicas, 1, 0, torch.device("cpu"))
+
+
+def _folder(setup: Setup) -> Iterator[str]:
+    """The folder of the run, and the checkpoints that are to be read."""
+    config, folder = setup.config, setup.folder
+    folder.look(config)
+    asked = config.checkpoint
+    if asked.load_step >= 0:
+        at_step(folder.path / asked.folder, asked.load_step)
+    if asked.initial_load_path and not Path(asked.initial_load_path).exists():
+        yield f"checkpoint.initial_load_path is {asked.initial_load_path!r}, and there is no such file or folder"
+
+
+def _job(setup: Setup) -> Iterator[str]:
+    """Data, model and loss, as the job makes them, but without memory for parameters."""
+    setup.make_batches()
+    setup.check_data()
+    model = _model(setup)
+    _ = setup.task.loss
+    if model is None:
+        return
+    units = _units(model, setup)
+    if units is not None:
+        yield from too_few_units(setup.config, units, f"{setup.task.name} has {units}")
+    asked = setup.config.activation_checkpoint
+    chosen = understand(list(asked.modules), None).chosen if asked.mode == "selective" else None
+    named = [(name, module) for name, module in model.named_modules() if name]
+    if chosen is not None and not any(chosen(name, module) for name, module in named):
+        first = ", ".join(name for name, _ in named[:4])
+        yield (
+            f"activation_checkpoint.modules is {', '.join(asked.modules)}, which is none of the model's modules; the "
+            f"first names are {first}"
+        )
+
+
+def _model(setup: Setup) -> nn.Module | None:
+    """The model without memory; None where only a run can build it."""
+    with suppress(Exception):  # a constructor that reads values cannot be repeated without memory
+        return describe(setup.task.make).model
+    return None
+
+
+def _units(model: nn.Module, setup: Setup) -> int | None:
+    """How many units the model is cut between; None where only a run can tell."""
+    for example in (setup.example, None):  # what has no memory cannot always be run
+        with suppress(Exception):
+            return len(split(model, 1, example=example).units)
+    return None
