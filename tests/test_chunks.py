@@ -549,3 +549,17 @@ def test_targets_may_be_for_all_samples() -> None:
         for xi in x.tensor_split(4):
             backward(loss_fn(plain(xi), target) * (len(xi) / 6))
         assert_same_bits(gradients(piped), gradients(plain))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_inputs_that_require_grad_get_it_along_their_dimension(name: str) -> None:
+    """What is replicated adds up the gradients of all microbatches."""
+    model = nn.Sequential(Rows(), Rows())
+    plain = copy.deepcopy(model)
+    (x, table, factor), target = rows_batch()
+    mine = (x.clone().requires_grad_(), table.clone().requires_grad_(), factor)
+    other = (x.clone().requires_grad_(), table.clone().requires_grad_(), factor)
+    rows_pipe(model, name).step(mine, target)
+    rows_loop(plain, other, target)
+    assert_same_bits(gradients(model), gradients(plain))
+    assert_same_bits({"x": mine[0].grad, "table": mine[1].grad}, {"x": other[0].grad, "table": other[1].grad})

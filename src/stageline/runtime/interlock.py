@@ -121,6 +121,7 @@ def seen(pipe: Pipeline, batches: Iterable[Any]) -> Iterable[Any]:
     first = list(islice(coming, 1))
     for given in first:
         pipe._see(read_batch(pipe, given))
+        pipe._sharing.refuse_norms()
     return chain(first, coming)
 
 

@@ -180,7 +180,8 @@ class Runner:
             raise StagelineError("step cannot train inside of torch.inference_mode(); call it outside")
         if not self.schedule.training:
             raise StagelineError(f"{self.schedule.name} has no backwards to train with; use predict or evaluate")
-        self._sharing.refuse_norms()
+        if not self._waits:
+            self._sharing.refuse_norms()
 
     def _refuse_in_run(self) -> None:
         if self._running:
@@ -195,6 +196,8 @@ class Runner:
         batch = replace(batch, inputs=plain(batch.inputs), targets=plain(batch.targets))
         if self._waits:
             self._see(batch)
+            if batch.training:
+                self._sharing.refuse_norms()
         self._world.begin()
         self._compare_weights()
         buffers = all_buffers(self.model) if batch.training else []

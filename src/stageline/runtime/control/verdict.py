@@ -126,13 +126,13 @@ class Verdict:
 
     @property
     def explained(self) -> bool:
-        """Whether the traceback says it all: code on that rank raised, and neither a rank nor a message was lost.
+        """Whether the error says it all: code on that rank raised, and neither a rank nor a message was lost.
 
-        >>> Verdict(1, "raised", text="ValueError: no", traceback="…", final=False).explained
+        >>> Verdict(1, "raised", text="ValueError: no", final=False).explained
         True
         """
         transport = self.text.partition(":")[0] in ("TransportError", "PeerFailed")
-        return self.kind == "raised" and not self.final and bool(self.traceback) and not transport
+        return self.kind == "raised" and not self.final and bool(self.text) and not transport
 
     def __str__(self) -> str:
         """The sentence."""
