@@ -49,7 +49,11 @@ def work(job: str, folder: str) -> None:
 
         resume.BORN = BORN
         ranks = os.environ["WORLD_SIZE"]
-        words = ["--training.steps=1000000", "--checkpoint.interval=5", f"--parallelism.pipeline_parallel_degree={ranks}"]
+        words = [
+            "--training.steps=1000000",
+            "--checkpoint.interval=5",
+            f"--parallelism.pipeline_parallel_degree={ranks}",
+        ]
         resume.work(str(notes), f"--job.dump_folder={Path(folder) / 'run'}", *words)
     else:
         train(notes, make_group=job == "group")
@@ -184,9 +188,11 @@ def main() -> None:
     else:
         print(f"{len(recoveries)} of {options.kills} kills of a rank among {options.ranks} recovered ({options.job})")
         if seconds:
-            print("seconds from the kill to the next step: " + ", ".join(
-                f"{name} {summary[name]:.1f}" for name in ("median", "p95", "most")
-            ) + f"; load {summary['load']:.1f}")
+            print(
+                "seconds from the kill to the next step: "
+                + ", ".join(f"{name} {summary[name]:.1f}" for name in ("median", "p95", "most"))
+                + f"; load {summary['load']:.1f}"
+            )
             for part, median in summary["parts"].items():
                 print(f"  {part:12} {median:6.2f}")
     sys.exit(0 if len(recoveries) == options.kills else 1)
