@@ -61,6 +61,7 @@ bench: install
 	$(BIN)/python benchmarks/faults.py
 	$(BIN)/python benchmarks/kills.py --kills 20
 	$(BIN)/python benchmarks/interrupts.py
+	$(BIN)/python benchmarks/stragglers.py
 	$(BIN)/python benchmarks/training_speed.py
 	$(BIN)/python benchmarks/checkpoint_cost.py
 	$(BIN)/python benchmarks/resume.py

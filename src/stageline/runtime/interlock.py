@@ -22,7 +22,7 @@ from stageline.runtime.inputs import wanted as wants_gradients
 from stageline.runtime.lane import Ground, Judged, Lane, Offer, Terms, not_finite
 from stageline.runtime.lanes_processes import ProcessGround, ProcessRun, Pulled
 from stageline.runtime.lanes_threads import ThreadRun
-from stageline.runtime.outcome import Measured
+from stageline.runtime.outcome import Measured, lengths_of
 from stageline.runtime.processes import ProcessWorld
 from stageline.runtime.randomness import Generators, draw_in_turn
 from stageline.runtime.rollback import Make, Part, find_optimizer
@@ -306,6 +306,7 @@ class Course:
         pipe._measured = Measured(crew.schedule, times, pipe._world.clocks)
         pipe._steps = judged.step + 1
         pipe._agreed = judged.offer.work.samples
+        pipe._notice(crew, lambda: lengths_of(crew, (), times()) if pipe._tells_times(crew) or pipe._alone else None)
 
     def _look(self, judged: Judged) -> None:
         """Compare it with the plan; another order is taken by the first step that no rank was told of yet."""

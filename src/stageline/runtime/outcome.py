@@ -127,6 +127,18 @@ def times_of(crew: Crew, results: Sequence[RankResult], clocks: Alignment | None
     return times
 
 
+def lengths_of(crew: Crew, results: Sequence[RankResult], times: Floats | None = None) -> Floats:
+    """How long every action took, by the times of all of them, or by the clocks of the ranks, which are all here."""
+    if times is not None:
+        start, end, _ = times.reshape(3, -1)
+        return end - start
+    lengths = np.zeros(crew.schedule.num_actions)
+    for executor, result in zip(crew.executors, results, strict=True):
+        start, end = result.clock.read()
+        lengths[crew.schedule.bounds[executor.rank] : crew.schedule.bounds[executor.rank + 1]] = end - start
+    return lengths
+
+
 class Measured:
     """The timeline of a step, built when someone asks for it."""
 

@@ -36,7 +36,7 @@ from stageline.runtime.handshake import common_seed, facts_of, find_deadline, fu
 from stageline.runtime.interlock import Rates, Run
 from stageline.runtime.layout import mesh_of, ranks_of
 from stageline.runtime.loss_reads import Tensors, listed
-from stageline.runtime.outcome import Measured, joined, times_of
+from stageline.runtime.outcome import Measured, joined, lengths_of, times_of
 from stageline.runtime.penalty import Penalty, check_penalty
 from stageline.runtime.processes import find_world
 from stageline.runtime.recompute import Choice, Policy, mark, understand
@@ -54,6 +54,7 @@ from stageline.runtime.worlds import Crew, Floats, PipelineError
 from stageline.schedules.certificate import verify
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Costs
+from stageline.timeline.stragglers import Stragglers
 from stageline.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ class Pipeline(Runner):
         kwargs_chunk_spec: Mapping[str, Any] | None = None,
         targets_chunk_spec: Any = None,
         output_merge_spec: Any = None,
+        stragglers: bool = True,
         **options: Any,
     ) -> None:
         """`stages` is a model, which is cut evenly (see `sl.split` for other cuts), or one module per stage.
@@ -154,6 +156,7 @@ class Pipeline(Runner):
         `args_chunk_spec`, `kwargs_chunk_spec` (by keyword, for inputs that are a dict and for `stage_kwargs`) and
         `targets_chunk_spec` say what is not cut along its first dimension: torch's `TensorChunkSpec(dim)`, or None for
         what every microbatch is given whole. `output_merge_spec` says how outputs are put together again.
+        `stragglers` logs one line when a stage becomes slower than the others and stays so (see docs/runtime.md).
         """
         check_options(options, schedule, Pipeline.__init__.__kwdefaults__ or ())
         check_reduction(loss_reduction)
@@ -193,6 +196,7 @@ class Pipeline(Runner):
         self.certificate = verify(self.schedule)
         self._watch = watch_for(replan, replan_every, planned, self.plan, self.schedule)
         self.replans = []
+        self._stragglers = Stragglers(self.schedule) if stragglers and self.schedule.training else None
         self.loss_fn = loss_fn
         self.penalty = penalty
         self.loss_reduction = loss_reduction
@@ -478,6 +482,7 @@ class Pipeline(Runner):
         known = (lambda: times_of(crew, results, clocks).reshape(-1)) if times is None else lambda: times
         self._measured = Measured(crew.schedule, self._world.later(known) if times is None else known, clocks)
         self._steps += 1
+        self._notice(crew, lambda: lengths_of(crew, results, times) if self._alone or times is not None else None)
         measured = self._measured.timeline
         if self._watch is not None:
             self._look_at(self._watch, measured if len(done.work.weights) == self.schedule.microbatches else None)

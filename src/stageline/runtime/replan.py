@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +16,7 @@ from stageline.planning.reorder import reorder, splits
 from stageline.schedules.files import parse_json, schedule_from, schedule_lines
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Costs, Floats
-from stageline.timeline.drift import Drift, drift_of, typical_of
+from stageline.timeline.drift import Drift, deviations, drift_of, typical_of
 from stageline.timeline.explain import typical_costs
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline
@@ -77,6 +78,7 @@ class Watch:
         self._knows_halves = planned is not None
         self._count = 0
         self._seen: list[Costs] = []
+        self._noise: deque[Floats] = deque(maxlen=20 * WINDOW)
         self.drift: Drift | None = None
         """What the last period showed; None before it ended."""
 
@@ -97,14 +99,24 @@ class Watch:
         if self._count % self._every or not self._seen:
             return None
         costs = self._over_replicas(typical_of(self._seen), schedule, world)
-        self._seen.clear()
+        steps = self._seen if world.layout.replicas == 1 else []  # the costs of others are known only in all
+        self._seen = []
         if self._planned is None:
             self._planned = costs
-        self.drift = drift_of(schedule, self._planned, costs)
+        noise = self._note_noise(schedule, steps, costs)
+        self.drift = drift_of(schedule, self._planned, costs, steps=steps, noise=noise)
         changed = self._decide(step, schedule, world)
         if self.drift.stages:
             self._planned = self.drift.costs  # it is said once, and again only if it changes once more
         return changed
+
+    def _note_noise(self, schedule: Schedule, steps: Sequence[Costs], costs: Costs) -> Floats:
+        """How much every stage varies from step to step by itself, in the periods so far."""
+        self._noise.extend(np.log(np.maximum(deviations(schedule, costs, step), 1e-9)) for step in steps)
+        if not self._noise:
+            return np.zeros(schedule.stages)
+        spread: Floats = 1.4826 * np.median(np.abs(np.stack(self._noise)), axis=0)
+        return spread
 
     def _over_replicas(self, costs: Costs, schedule: Schedule, world: World) -> Costs:
         """What stages take in the slowest replica, which the others wait for."""

@@ -48,7 +48,7 @@ from stageline.runtime.penalty import Penalty, add_gradients, terms_of, values_o
 from stageline.runtime.penalty import not_finite as penalty_not_finite
 from stageline.runtime.randomness import Generators
 from stageline.runtime.reduce import Reducer
-from stageline.runtime.replan import Replanned, Watch
+from stageline.runtime.replan import Replanned, Watch, logger
 from stageline.runtime.replicas import Replicas
 from stageline.runtime.shadows import Placed, gather
 from stageline.runtime.stage import Stage, StageOptions
@@ -57,6 +57,7 @@ from stageline.runtime.worlds import GRADIENTS, Crew, Floats, PipelineError, Wor
 from stageline.schedules.certificate import Certificate, verify
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.drift import Drift
+from stageline.timeline.stragglers import Stragglers
 from stageline.timeline.timeline import Timeline
 
 FEW = 1 << 16
@@ -127,6 +128,8 @@ class Runner:
     """Whether a run is under way whose steps interlock."""
     _watch: Watch | None
     """What compares steps with the plan; None where nobody asked for it."""
+    _stragglers: Stragglers | None
+    """What tells of stages that became slower; None where nobody wants to know."""
     certificate: Certificate
     replans: list[Replanned]
     """The orders that were changed."""
@@ -548,6 +551,25 @@ class Runner:
         if changed is not None:
             self._reorder(changed.schedule)
             self.replans.append(changed)
+
+    def _notice(self, crew: Crew, seconds: Callable[[], Floats | None]) -> None:
+        """Tell of stages that became slower and stay so. `seconds` gives the lengths of all actions, if they are known.
+
+        Those of a GPU are not known yet, and are not waited for.
+        """
+        watch = self._stragglers
+        if watch is None or crew.schedule.microbatches != self.schedule.microbatches or 0 not in self._world.here:
+            return
+        if any(executor.device is not None for executor in crew.executors):
+            return
+        if watch.schedule is not crew.schedule:  # another order begins anew
+            self._stragglers = watch = Stragglers(crew.schedule)
+        lengths = seconds()
+        if lengths is not None and (stragglers := watch.after(lengths)):
+            first, *others = stragglers
+            more = f" (and {len(others)} more)" if others else ""
+            where = f"replica {self._world.replica}, " if self._world.layout.replicas > 1 else ""
+            logger.warning("%s", f"after step {self._steps - 1}, {where}{first}{more}; stragglers=False is silent")
 
     @property
     def drift(self) -> Drift | None:

@@ -18,6 +18,8 @@ from stageline.timeline.simulate import simulate
 
 TOLERANCE = 0.2
 """A stage drifts if it takes this share more or less than planned, beyond what all stages do alike."""
+NOISE = 3.0
+"""Standard deviations of a stage's own noise that are no drift."""
 TIMES = ("forward", "backward", "backward_input", "backward_weight")
 
 
@@ -123,24 +125,51 @@ class _Kinds:
         return times[kinds.F] + np.where(whole, times[kinds.B], times[kinds.I] + times[kinds.W])
 
 
-def drift_of(schedule: Schedule, planned: Costs, measured: Costs, tolerance: float = TOLERANCE) -> Drift:
-    """Compare what stages took with what they were planned to take."""
+def deviations(schedule: Schedule, planned: Costs, measured: Costs) -> Floats:
+    """How many times what was planned every stage took, beyond what all stages do alike."""
+    seen = _Kinds(schedule)
+    before, now = seen.work(planned.times(schedule.stages)), seen.work(measured.times(schedule.stages))
+    ratio = np.divide(now, before, out=np.ones_like(now), where=before > 0)
+    return ratio / _common(ratio)
+
+
+def _common(ratio: Floats) -> float:
+    """The lower of two in the middle: one slow stage of two is what is slow."""
+    return float(np.sort(ratio)[(len(ratio) - 1) // 2]) or 1.0
+
+
+def drift_of(
+    schedule: Schedule,
+    planned: Costs,
+    measured: Costs,
+    tolerance: float = TOLERANCE,
+    steps: Sequence[Costs] = (),
+    noise: Floats | float = 0.0,
+) -> Drift:
+    """Compare what stages took with what they were planned to take.
+
+    A stage drifts if it is out of tolerance in every one of `steps` too, which are what `measured` is the median of.
+    `noise` is the standard deviation of the logarithm of what stages take: what it explains is no drift.
+    """
     seen = _Kinds(schedule)
     plan, real = planned.times(schedule.stages), measured.times(schedule.stages)
     before, now = seen.work(plan), seen.work(real)
     ratio = np.divide(now, before, out=np.ones_like(now), where=before > 0)
-    # The lower of two in the middle: one slow stage of two is what is slow.
-    common = float(np.sort(ratio)[(len(ratio) - 1) // 2]) or 1.0
+    common = _common(ratio)
     filled = [np.where(runs, took, was * ratio) for runs, took, was in zip(seen.runs, real, plan, strict=True)]
     names = dict(zip(TIMES, (filled[kind].tolist() for kind in range(4)), strict=True))
     # F and W of a stage may run in a schedule that has no B, and then B is what they take together, as planned.
     costs = replace(planned, **names, overlap=measured.overlap, transfer=measured.transfer, bandwidth=None)
     alike = replace(costs, **{name: (row * common).tolist() for name, row in zip(TIMES, plan, strict=True)})
     table = schedule.placement.table[0]
+    limit = np.maximum(np.log1p(tolerance), NOISE * np.asarray(noise)) * np.ones(schedule.stages)
+    apart = np.log(
+        np.maximum(np.stack([ratio / common, *(deviations(schedule, planned, step) for step in steps)]), 1e-9)
+    )
+    drifts = (apart.min(axis=0) > limit + 1e-12) | (apart.max(axis=0) < -limit - 1e-12)
     stages = [
         Drifted(stage, int(table[stage]), float(before[stage] * common), float(now[stage]))
-        for stage in range(schedule.stages)
-        if not 1 / (1 + tolerance) <= ratio[stage] / common <= 1 + tolerance
+        for stage in np.flatnonzero(drifts).tolist()
     ]
     stages.sort(key=lambda each: -each.ratio)
     return Drift(schedule, costs, tuple(stages), simulate(schedule, alike).makespan, simulate(schedule, costs).makespan)

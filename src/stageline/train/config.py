@@ -164,6 +164,7 @@ class Parallelism:
         "off", "Where stages drift from their profile: say so (warn), or take a better order of the same stages (auto)."
     )
     replan_freq: int = _say(10, "Steps from one look at that to the next.", minimum=2)
+    stragglers: bool = _say(True, "Whether to say in one line which stage became slower than the others and stays so.")
     bucket_mb: float = _say(25.0, "Megabytes of gradients that replicas reduce at once.", above=0)
 
 

@@ -253,6 +253,7 @@ class Setup:
             compile=self._compile,
             replan=config.parallelism.replan,
             replan_every=config.parallelism.replan_freq,
+            stragglers=config.parallelism.stragglers,
             planned=choice,
         )
 
