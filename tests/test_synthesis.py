@@ -376,7 +376,7 @@ def test_the_command_draws_what_takes_no_time(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("-p 2 -m 4 --memory much", "--memory takes a number, or one per rank"),
+        ("-p 2 -m 4 --memory much", "--memory must be a number >= 0 or a size like 24GiB"),
         ("-p 2 -m 4 --memory 0.5", "the smallest cap that works is 1"),
         ("-p 2 -m 4 --memory 1,2,3", "one for each of the 2 ranks"),
         ("-p 2 -m 4 --objective bubble", "objective must be 'makespan' or 'span'"),
