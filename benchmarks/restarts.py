@@ -5,8 +5,8 @@ python benchmarks/restarts.py [--kills 20] [--ranks 4] [--job train|script|group
 One job trains; at a random moment after a step, one of its ranks, drawn at random, is killed (SIGKILL). torchrun ends
 the others and starts all of them again, and the job has recovered when every rank has made a step. The time is that
 from the kill until then; its parts are those of the first rank. `train` is `stageline train`, which resumes from its
-checkpoint; `script` makes a `Pipeline` and leaves the rest to it; `group` calls `init_process_group` first. `--busy` runs
-so many busy loops beside it.
+checkpoint; `script` makes a `Pipeline` and leaves the rest to it; `group` makes the default group first, in a part of
+the store that is of this attempt (else torch itself calls ranks that are gone). `--busy` runs so many busy loops.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ def work(job: str, folder: str) -> None:
 
         resume.BORN = BORN
         ranks = os.environ["WORLD_SIZE"]
-        words = ["--training.steps=1000000", "--checkpoint.interval=5", f"--parallelism.pipeline_parallel_degree={ranks}"]
+        words = [
+            "--training.steps=1000000",
+            "--checkpoint.interval=5",
+            f"--parallelism.pipeline_parallel_degree={ranks}",
+        ]
         resume.work(str(notes), f"--job.dump_folder={Path(folder) / 'run'}", *words)
     else:
         train(notes, make_group=job == "group")
@@ -66,7 +70,9 @@ def train(notes: Path, *, make_group: bool) -> None:
     times = {"python": BORN, "imports": time.time()}
     torch.manual_seed(0)
     if make_group:
-        dist.init_process_group("gloo")
+        store, rank, ranks = next(iter(dist.rendezvous("env://")))
+        ours = dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        dist.init_process_group("gloo", store=ours, rank=rank, world_size=ranks)
         times["processes"] = time.time()
     stages = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(int(os.environ["WORLD_SIZE"]))]
     pipe = sl.Pipeline(stages, loss_fn=nn.functional.mse_loss, schedule="1f1b", microbatches=8)
@@ -165,6 +171,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="what ranks and moments are drawn from")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and leave nothing running
     loops = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(options.busy)]
     try:
         recoveries = measure(options.job, options.kills, options.ranks, random.Random(options.seed))
@@ -184,9 +191,11 @@ def main() -> None:
     else:
         print(f"{len(recoveries)} of {options.kills} kills of a rank among {options.ranks} recovered ({options.job})")
         if seconds:
-            print("seconds from the kill to the next step: " + ", ".join(
-                f"{name} {summary[name]:.1f}" for name in ("median", "p95", "most")
-            ) + f"; load {summary['load']:.1f}")
+            print(
+                "seconds from the kill to the next step: "
+                + ", ".join(f"{name} {summary[name]:.1f}" for name in ("median", "p95", "most"))
+                + f"; load {summary['load']:.1f}"
+            )
             for part, median in summary["parts"].items():
                 print(f"  {part:12} {median:6.2f}")
     sys.exit(0 if len(recoveries) == options.kills else 1)

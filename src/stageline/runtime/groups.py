@@ -220,6 +220,16 @@ def watch_over_default(deadline: float) -> Watch:
     return _watch[0]
 
 
+def lost_rank() -> str:
+    """Who was lost, by which this job is over; empty as long as nobody is. Waits for nothing: ask it in every wait.
+
+    >>> lost_rank()
+    ''
+    """
+    verdict = _watch[0].control.final if _watch else None
+    return "" if verdict is None else str(verdict)
+
+
 def own_host(environment: Mapping[str, str], reached: str) -> str:
     """The address at which other ranks reach this machine: as asked for, or as the control channel was reached from.
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from types import TracebackType
 
 from stageline.errors import StagelineError
+from stageline.runtime.groups import lost_rank
 from stageline.train.data.collate import Batch
 from stageline.train.data.loader import Loader
 
@@ -65,7 +67,12 @@ class Prefetch:
     def __next__(self) -> Batch:
         """The next batch; an error in making it is raised here, after the batches before it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._error or self._closed, self._timeout)
+            end = time.monotonic() + self._timeout
+            while time.monotonic() < end and not self._changed.wait_for(
+                lambda: self._ready or self._error or self._closed, min(0.2, self._timeout)
+            ):
+                if lost := lost_rank():
+                    raise StagelineError(f"{lost}; this job cannot go on: start it again")
             if self._closed:
                 raise StagelineError("the batches were closed, and there are no more")
             if self._ready:
@@ -80,12 +87,15 @@ class Prefetch:
         )
 
     def close(self) -> None:
-        """End the thread and drop what it made; a source that does not come back is waited for 5 seconds at most."""
+        """End the thread and drop what it made.
+
+        A source that does not come back is waited for 5 seconds at most, and half a second where a rank is lost.
+        """
         with self._changed:
             self._closed = True
             self._ready.clear()
             self._changed.notify_all()
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=0.5 if lost_rank() else 5)
 
     def __enter__(self) -> Prefetch:
         """Itself."""
