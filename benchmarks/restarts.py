@@ -64,14 +64,16 @@ def train(notes: Path, *, make_group: bool) -> None:
     import torch
     import torch.distributed as dist
     from torch import nn
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
 
     import stageline as sl
 
     times = {"python": BORN, "imports": time.time()}
     torch.manual_seed(0)
     if make_group:
-        store, rank, ranks = next(iter(dist.rendezvous("env://")))
-        ours = dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        store, rank, ranks = next(iter(rendezvous("env://")))
+        ours = PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         dist.init_process_group("gloo", store=ours, rank=rank, world_size=ranks)
         times["processes"] = time.time()
     stages = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(int(os.environ["WORLD_SIZE"]))]

@@ -119,8 +119,8 @@ class Groups:
             self._ask(lambda store: str(store.set(self._key, text)))
 
     def keep(self) -> None:
-        """Keep all groups for good, if a collective is on the way which nobody waits for any more."""
-        if any(not work.is_completed() for work in self.pending):
+        """Keep all groups for good, if something is on the way which nobody waits for any more."""
+        if getattr(self, "payloads", None) is not None or any(not work.is_completed() for work in self.pending):
             keep_groups()
 
     def _ask(self, what: Callable[[Any], str]) -> str:
