@@ -62,6 +62,8 @@ bench: install
 	$(BIN)/python benchmarks/kills.py --kills 20
 	$(BIN)/python benchmarks/interrupts.py
 	$(BIN)/python benchmarks/stragglers.py
+	$(BIN)/python benchmarks/restarts.py
+	$(BIN)/python benchmarks/crashes.py
 	$(BIN)/python benchmarks/training_speed.py
 	$(BIN)/python benchmarks/checkpoint_cost.py
 	$(BIN)/python benchmarks/resume.py

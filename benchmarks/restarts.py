@@ -5,8 +5,8 @@ python benchmarks/restarts.py [--kills 20] [--ranks 4] [--job train|script|group
 One job trains; at a random moment after a step, one of its ranks, drawn at random, is killed (SIGKILL). torchrun ends
 the others and starts all of them again, and the job has recovered when every rank has made a step. The time is that
 from the kill until then; its parts are those of the first rank. `train` is `stageline train`, which resumes from its
-checkpoint; `script` makes a `Pipeline` and leaves the rest to it; `group` calls `init_process_group` first. `--busy` runs
-so many busy loops beside it.
+checkpoint; `script` makes a `Pipeline` and leaves the rest to it; `group` makes the default group first, in a part of
+the store that is of this attempt (else torch itself calls ranks that are gone). `--busy` runs so many busy loops.
 """
 
 from __future__ import annotations
@@ -64,13 +64,17 @@ def train(notes: Path, *, make_group: bool) -> None:
     import torch
     import torch.distributed as dist
     from torch import nn
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
 
     import stageline as sl
 
     times = {"python": BORN, "imports": time.time()}
     torch.manual_seed(0)
     if make_group:
-        dist.init_process_group("gloo")
+        store, rank, ranks = next(iter(rendezvous("env://")))
+        ours = PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        dist.init_process_group("gloo", store=ours, rank=rank, world_size=ranks)
         times["processes"] = time.time()
     stages = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(int(os.environ["WORLD_SIZE"]))]
     pipe = sl.Pipeline(stages, loss_fn=nn.functional.mse_loss, schedule="1f1b", microbatches=8)
@@ -169,6 +173,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="what ranks and moments are drawn from")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and leave nothing running
     loops = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(options.busy)]
     try:
         recoveries = measure(options.job, options.kills, options.ranks, random.Random(options.seed))

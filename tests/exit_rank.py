@@ -28,7 +28,7 @@ def lose_a_rank() -> sl.PipelineError:
     pipe.step(x, x)
     world = pipe._world
     if rank == ranks - 1:
-        world.abandon(KeyboardInterrupt())  # type: ignore[attr-defined]
+        world.abandon(KeyboardInterrupt())
         print("left", flush=True)
         time.sleep(1000.0)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -89,3 +90,24 @@ def on_a_full_disk(words: list[str], step: int) -> None:
 
     vars(writer)["write_tensors"] = refuse
     main(words)
+
+
+def killed_while_saving(words: list[str], step: int, folder: str) -> None:
+    """The same, but the last rank is killed in the middle of its part of the checkpoint of a step."""
+    from stageline.train.checkpoint import disk
+
+    write = disk.Stream.write
+
+    def die(self: disk.Stream, data: bytes | memoryview) -> None:
+        write(self, data)
+        place = self.path.parent.name
+        last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+        if last and place.startswith("step-") and int(place[5:13]) >= step:
+            (Path(folder) / "killed").write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    disk.Stream.write = die  # type: ignore[method-assign]
+    try:
+        main(words)
+    finally:
+        (Path(folder) / f"ended-{os.environ['RANK']}").write_text(str(time.time()))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from ports import free_port
 from stageline.cli.app import run
@@ -405,7 +406,7 @@ ENDS = {
     "nested": 5,
     "pytest": 1,
 }
-"""How a script ends after it lost a rank, and its exit code; the last two are started in other ways than by its path."""
+"""How a script ends after it lost a rank, and its exit code; the last two are started otherwise than by a path."""
 
 
 def test_a_script_that_lost_a_rank_keeps_its_exit_code(nursery: Nursery, tmp_path: Path) -> None:
@@ -480,8 +481,6 @@ def test_restarted_ranks_meet_though_the_store_holds_the_addresses_of_those_befo
     nursery: Nursery, tmp_path: Path
 ) -> None:
     """torchrun keeps one store for all attempts."""
-    from torch.distributed import TCPStore
-
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for attempt in range(3):
         folder = tmp_path / str(attempt)

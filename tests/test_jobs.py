@@ -18,6 +18,8 @@ from ports import free_port
 from stageline.testing import Nursery
 from stageline.testing.nursery import Child
 from stageline.train.checkpoint import newest
+from stageline.train.runs import RunFolder
+from stageline.train.settings import read_config
 
 SCRIPT = Path(__file__).with_name("job_rank.py")
 TINY = [
@@ -264,3 +266,44 @@ def test_replicas_of_a_pipeline_train_go_on_and_load_elsewhere(nursery: Nursery,
     (shared,), (whole,) = (validations(tokens, run) for run in ("whole", "other"))
     assert shared["samples"] == whole["samples"] == 11  # of 16 that are asked for; the last 3 are shared unevenly
     assert abs(shared["loss"] - whole["loss"]) < 1e-4
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["in the background", "at the end"])
+def test_a_rank_killed_while_saving_is_named_at_once_and_the_folder_is_free(
+    nursery: Nursery, tokens: Path, last: bool
+) -> None:
+    """The first rank waits for what the killed one had to write, and the others for the first."""
+    folder, ranks, step = tokens.parent, 3, 3
+    words = [
+        *TINY,
+        f"--training.dataset_path={tokens}",
+        f"--job.dump_folder={folder / 'run'}",
+        "--checkpoint.interval=3",
+    ]
+    words += [f"--parallelism.pipeline_parallel_degree={ranks}", "--parallelism.pipeline_parallel_schedule=1f1b"]
+    words += [f"--training.steps={step if last else 5000}"]
+    environment = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    children = [
+        nursery.start(
+            SCRIPT,
+            "killed_while_saving",
+            [words, step, str(folder)],
+            log=folder / f"run.{rank}.log",
+            environment={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(ranks)
+    ]
+    codes = ended(children)
+    logs = [said(tokens, "run", rank) for rank in range(ranks)]
+    assert codes == [2, 2, -signal.SIGKILL], logs
+    killed = float((folder / "killed").read_text())
+    for rank in range(ranks - 1):
+        assert f"rank {rank}: rank {ranks - 1} died" in logs[rank]
+        assert f"error: rank {ranks - 1} died" in logs[rank] or f"is not saved: rank {ranks - 1} died" in logs[rank]
+        # Not by the deadline of the writer, which is a minute.
+        assert float((folder / f"ended-{rank}").read_text()) - killed < 30.0
+    assert not list((folder / "run" / "checkpoint").glob("step-*"))
+    free = RunFolder(folder / "run")
+    free.claim(read_config(folder / "run" / "config.toml"))
+    free.release()

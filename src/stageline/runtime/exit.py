@@ -43,7 +43,7 @@ def close_at_exit(close: Callable[[], object]) -> None:
 
 @atexit.register
 def _prepare() -> None:
-    """Prepare the end of Python itself. Registered when this is imported, so what a script registers later runs before."""
+    """Prepare the end of Python itself. Registered on import, so that what a script registers later runs before."""
     for close in _closers:
         close()
     for thread in _stuck:

@@ -119,8 +119,8 @@ class Groups:
             self._ask(lambda store: str(store.set(self._key, text)))
 
     def keep(self) -> None:
-        """Keep all groups for good, if a collective is on the way which nobody waits for any more."""
-        if any(not work.is_completed() for work in self.pending):
+        """Keep all groups for good, if something is on the way which nobody waits for any more."""
+        if getattr(self, "payloads", None) is not None or any(not work.is_completed() for work in self.pending):
             keep_groups()
 
     def _ask(self, what: Callable[[Any], str]) -> str:
@@ -218,6 +218,16 @@ def watch_over_default(deadline: float) -> Watch:
         store = dist.distributed_c10d._get_default_store()
         watch_over(store, dist.get_rank(), dist.get_world_size(), deadline).group = weakref.ref(default)
     return _watch[0]
+
+
+def lost_rank() -> str:
+    """Who was lost, by which this job is over; empty as long as nobody is. Waits for nothing: ask it in every wait.
+
+    >>> lost_rank()
+    ''
+    """
+    verdict = _watch[0].control.final if _watch else None
+    return "" if verdict is None else str(verdict)
 
 
 def own_host(environment: Mapping[str, str], reached: str) -> str:

@@ -29,11 +29,17 @@ class Store(Protocol):
 class Meeting:
     """One rank's part: rank 0 chooses the name and then answers the others, who ask for it.
 
-    >>> class Board(dict):
-    ...     set, check = dict.__setitem__, lambda self, keys: all(key in self for key in keys)
-    ...     def get(self, key): return self[key].encode()
-    >>> Meeting(Board(), rank=0, ranks=1).name in Meeting(Board(), rank=0, ranks=1).name
-    False
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> from torch.distributed import HashStore
+    >>> store = HashStore()
+    >>> store.set("stageline/hello/1", "of a rank that is gone")
+    >>> with ThreadPoolExecutor() as pool:
+    ...     other = pool.submit(Meeting, store, 1, 2)
+    ...     first = Meeting(store, 0, 2)
+    ...     first.answer(lambda: False)
+    ...     other.result().name == first.name
+    []
+    True
     """
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
@@ -48,7 +54,7 @@ class Meeting:
         store.set(_heard(self.name, rank), "1")
 
     def answer(self, over: Callable[[], bool]) -> Sequence[int]:
-        """On rank 0: answer the others until all of them have heard it, or it is over; gives the ranks that have not."""
+        """On rank 0: answer the others until all have heard it, or it is over; gives the ranks that have not."""
         answered: set[str] = set()
         missing = list(range(1, self._ranks))
         while missing and not over():

@@ -231,8 +231,7 @@ class Trainer:
         ):
             try:
                 why = self._loop()
-                self.writer.wait()
-                self._report_saved()
+                self._finish_saving()
                 self.show.finish(why)
             except BaseException as error:
                 self.logs.event("end", step=self.step, why=f"failed: {type(error).__name__}: {error}")
@@ -343,8 +342,43 @@ class Trainer:
     # Checkpoints.
 
     def _save(self, *, background: bool) -> None:
-        if self.layout.replica:
-            return
+        """Save a checkpoint; processes that write nothing learn here that another could not."""
+        error: CheckpointError | None = None
+        try:
+            if not self.layout.replica:
+                self._write(background=background)
+        except CheckpointError as failed:
+            error = failed
+        self._agree_on_saving(error)
+
+    def _finish_saving(self) -> None:
+        """Wait until the last checkpoint is there, or fail on all processes alike."""
+        error: CheckpointError | None = None
+        try:
+            self.writer.wait()
+        except CheckpointError as failed:
+            error = failed
+        self._agree_on_saving(error)
+        self._report_saved()
+
+    def _agree_on_saving(self, error: CheckpointError | None) -> None:
+        """Raise the error of a process that could not save, on all of them; or name a rank that was lost meanwhile."""
+        if self._many:
+            failed = np.zeros(self.layout.processes)
+            failed[self.layout.rank] = float(error is not None)
+            try:
+                failed = self.world.add_up(failed)
+            except StagelineError as lost:
+                if error is not None:
+                    lost.add_note(str(error))
+                raise
+            if failed.any():
+                text = self.world.tell(str(error or ""), int(failed.argmax()))
+                raise error or CheckpointError(text)
+        elif error is not None:
+            raise error
+
+    def _write(self, *, background: bool) -> None:
         self.writer.wait()
         self._report_saved()
         began = time.perf_counter()

@@ -176,6 +176,11 @@ class Control:
         return str(self._link.getsockname()[0]) if self._link is not None and self.lost is None else ""
 
     @property
+    def final(self) -> Verdict | None:
+        """By which failure the job is over; None while it goes on."""
+        return self._final
+
+    @property
     def round(self) -> int:
         """How many steps were begun."""
         return self._round

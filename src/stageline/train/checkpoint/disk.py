@@ -29,9 +29,10 @@ class Stream:
     (3, 'ba7816bf', b'abc')
     """
 
-    def __init__(self, path: Path) -> None:
-        """The file must not be there yet."""
+    def __init__(self, path: Path, check: Callable[[], object] = lambda: None) -> None:
+        """The file must not be there yet. `check` is called now and then, and raises to give it up."""
         self.path = path
+        self._check = check
         self.bytes = 0
         self.sha256 = ""
         self._digest = hashlib.sha256()
@@ -47,6 +48,7 @@ class Stream:
         view = memoryview(data)
         for start in range(0, len(view), CHUNK):
             chunk = view[start : start + CHUNK]
+            self._check()
             self._wait()
             self._sum(chunk)
             try:

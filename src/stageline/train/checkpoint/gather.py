@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -63,8 +63,13 @@ def report_name(number: int) -> str:
     return f"writer-{number:05d}.json"
 
 
-def gather(partial: Path, own: Report, count: int, deadline: float) -> list[Report]:
-    """Wait for the reports of all writers; one that is heard of no more for the deadline is named."""
+def gather(
+    partial: Path, own: Report, count: int, deadline: float, check: Callable[[], object] = lambda: None
+) -> list[Report]:
+    """Wait for the reports of all writers; one that is heard of no more for the deadline is named.
+
+    `check` is called meanwhile, and raises if there is nothing to wait for any more.
+    """
     reports = {0: own}
     seen: object = None
     heard = time.monotonic()
@@ -78,6 +83,7 @@ def gather(partial: Path, own: Report, count: int, deadline: float) -> list[Repo
                     raise CheckpointError(f"writer {number} of {count} failed: {report.error}")
         if len(reports) == count:
             break
+        check()
         if sizes != seen:  # somebody still writes: slow is not dead
             seen, heard = sizes, time.monotonic()
         if time.monotonic() - heard > deadline:

@@ -85,8 +85,10 @@ def cut(entries: Iterable[Entry], most: int) -> Iterator[list[Entry]]:
         yield file
 
 
-def write_tensors(path: Path, entries: Iterable[Entry], writer: int = 0) -> tuple[File, Mapping[str, Held]]:
-    """Write one safetensors file, and say what it holds.
+def write_tensors(
+    path: Path, entries: Iterable[Entry], writer: int = 0, check: Callable[[], object] = lambda: None
+) -> tuple[File, Mapping[str, Held]]:
+    """Write one safetensors file, and say what it holds; `check` is called meanwhile, and raises to give it up.
 
     >>> file, held = write_tensors(Path("a.safetensors"), [make_entry("w", torch.ones(2))])
     >>> held["w"].dtype, held["w"].shape
@@ -105,7 +107,7 @@ def write_tensors(path: Path, entries: Iterable[Entry], writer: int = 0) -> tupl
         offset += entry.bytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with Stream(path) as stream:
+    with Stream(path, check) as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for entry in ordered:
             stream.write(raw_bytes(entry.take()))

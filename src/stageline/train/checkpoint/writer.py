@@ -21,6 +21,7 @@ from torch import Tensor
 
 from stageline._version import __version__
 from stageline.errors import shorten
+from stageline.runtime.groups import lost_rank
 from stageline.train.checkpoint.damage import CheckpointError, reason
 from stageline.train.checkpoint.disk import make_folder, remove_tree, replace_file, side_by_side, write_file
 from stageline.train.checkpoint.folder import (
@@ -273,7 +274,9 @@ class Writer:
             for kind, entries in (("model", job.model), ("optimizer", job.optimizer))
             for place, part in enumerate(cut(entries, self.max_shard_bytes))
         }
-        done = side_by_side(partial(write_tensors, job.partial / name, parts[name], self.number) for name in parts)
+        done = side_by_side(
+            partial(write_tensors, job.partial / name, parts[name], self.number, _check_ranks) for name in parts
+        )
         files: dict[str, dict[str, File]] = {"model": {}, "optimizer": {}}
         held: dict[str, dict[str, Held]] = {"model": {}, "optimizer": {}}
         for name, (file, tensors) in zip(parts, done, strict=True):
@@ -285,7 +288,8 @@ class Writer:
         return Report(files["model"], model, files["optimizer"], slots)
 
     def _publish(self, job: _Job, own: Report) -> None:
-        files, model, optimizer = assemble(job.partial, gather(job.partial, own, self.count, self.deadline))
+        reports = gather(job.partial, own, self.count, self.deadline, _check_ranks)
+        files, model, optimizer = assemble(job.partial, reports)
         for name, data in job.assets.items():
             done = write_file(job.partial / name, data)
             files[name] = File(done.bytes, done.sha256, 0)
@@ -300,6 +304,13 @@ class Writer:
         discard(replaced)
         if self.keep:
             prune(self.folder, self.keep, spare=path)
+
+
+def _check_ranks() -> None:
+    """Give a checkpoint up when the job lost a rank: what that one had to write never comes."""
+    lost = lost_rank()
+    if lost:
+        raise CheckpointError(lost)
 
 
 def environment() -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from types import TracebackType
 
 from stageline.errors import StagelineError
+from stageline.runtime.groups import lost_rank
 from stageline.train.data.collate import Batch
 from stageline.train.data.loader import Loader
 
@@ -64,7 +66,12 @@ class Prefetch:
     def __next__(self) -> Batch:
         """Return the next batch; raise an error of the source in the place of its batch."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._error or self._closed, self._timeout)
+            end = time.monotonic() + self._timeout
+            while time.monotonic() < end and not self._changed.wait_for(
+                lambda: self._ready or self._error or self._closed, min(0.2, self._timeout)
+            ):
+                if lost := lost_rank():
+                    raise StagelineError(f"{lost}; this job cannot go on: start it again")
             if self._closed:
                 raise StagelineError("the prefetcher is closed")
             if self._ready:
@@ -79,12 +86,15 @@ class Prefetch:
         )
 
     def close(self) -> None:
-        """End the thread and drop its batches; wait at most 5 seconds for a source that does not return."""
+        """End the thread and drop its batches.
+
+        Wait for a source that does not return for at most 5 seconds, or half a second where a rank is lost.
+        """
         with self._changed:
             self._closed = True
             self._ready.clear()
             self._changed.notify_all()
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=0.5 if lost_rank() else 5)
 
     def __enter__(self) -> Prefetch:
         return self
