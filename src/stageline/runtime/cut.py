@@ -232,7 +232,7 @@ def cut(given: Any, model: nn.Module, stages: int, example: Any = None) -> list[
 def cut_or_wait(
     given: Any, model: nn.Module, stages: int, example: Any
 ) -> tuple[Any, list[nn.Sequential], StagelineError | None]:
-    """What was given, as `cut_once` gives it, and its parts; none, and why, where only an example can tell where to cut."""
+    """What `cut_once` returns, and its parts; no parts, and the reason, where only an example can tell where to cut."""
     try:
         once = cut_once(given, model, stages, example)
         return once, cut(once, model, stages, example), None
