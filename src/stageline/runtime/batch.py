@@ -143,7 +143,8 @@ def digest(tree: Any) -> int:
     for leaf in pytree.tree_leaves(tree, is_leaf=is_mask):
         if isinstance(leaf, Tensor):
             found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            found.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
         else:  # the text of an object may hold its address, which is another one on every rank
             found.update((repr(leaf) if is_plain(leaf) else type(leaf).__qualname__).encode())
     return (int.from_bytes(found.digest(), "big") >> 12) | 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ def norms_of(names: Sequence[str], own: Mapping[str, Tensor | None], norm_type: 
     """The norm of each parameter's gradient, in the order of the model; 0 for those that are not given."""
     numbers = {name: index for index, name in enumerate(names)}
     found = {
-        numbers[name]: torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32)
+        numbers[name]: torch.linalg.vector_norm(_real(gradient), norm_type, dtype=norm_dtype([gradient])).double()
         for name, gradient in own.items()
         if gradient is not None
     }
@@ -28,9 +28,24 @@ def norms_of(names: Sequence[str], own: Mapping[str, Tensor | None], norm_type: 
     return norms
 
 
-def total_norm(norms: Floats, norm_type: float = 2.0) -> Tensor:
+def _real(gradient: Tensor) -> Tensor:
+    """The sizes of complex numbers, and other gradients as they are."""
+    return gradient.abs() if gradient.is_complex() else gradient
+
+
+def norm_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """What the norm of gradients is computed in: float32, or float64 where one of them is.
+
+    >>> norm_dtype([torch.ones(1, dtype=torch.bfloat16)]), norm_dtype([torch.ones(1, dtype=torch.complex128)])
+    (torch.float32, torch.float64)
+    """
+    exact = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in tensors)
+    return torch.float64 if exact else torch.float32
+
+
+def total_norm(norms: Floats, norm_type: float = 2.0, dtype: torch.dtype = torch.float32) -> Tensor:
     """The norm of norms."""
-    return torch.as_tensor(torch.linalg.vector_norm(torch.from_numpy(norms).float(), norm_type))
+    return torch.as_tensor(torch.linalg.vector_norm(torch.from_numpy(norms).to(dtype), norm_type))
 
 
 def clip_factor(max_norm: float, total: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from stageline.errors import ScheduleError, StagelineError, UnknownOption, nearest, shorten
@@ -18,6 +20,7 @@ from stageline.model.staged import Staged, even_sizes, split
 from stageline.model.units import NoStack, find_units, layers_of
 from stageline.model.unwrap import unwrapped
 from stageline.runtime.functions import with_functions
+from stageline.runtime.tree import odd_class
 from stageline.schedules.files import read_schedule
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import families, find_family, schedule
@@ -41,6 +44,30 @@ def whole_model(stages: Any) -> nn.Module:
             f"the model, or a list of functions that build its layers; got {shorten(wrong[0] if wrong else found)}"
         )
     return nn.Sequential(*found)
+
+
+def refuse_odd_tensors(model: nn.Module) -> None:
+    """Refuse parameters and buffers that a pipeline cannot hold: without a shape yet, or of a class of their own.
+
+    >>> refuse_odd_tensors(nn.Sequential(nn.LazyLinear(2)))
+    Traceback (most recent call last):
+    ...
+    stageline.errors.StagelineError: the parameter 0.weight has no shape yet, as in all lazy modules before their first
+    batch; run one through the model (model(inputs)) on every process, and then make the Pipeline
+    """
+    kept = {id(each) for module in model.modules() if isinstance(module, FSDPModule) for each in module.parameters()}
+    named = [("parameter", *each) for each in model.named_parameters()]
+    for what, name, tensor in [*named, *(("buffer", *each) for each in model.named_buffers())]:
+        if is_lazy(tensor):
+            raise StagelineError(
+                f"the {what} {name} has no shape yet, as in all lazy modules before their first batch; run one through "
+                "the model (model(inputs)) on every process, and then make the Pipeline"
+            )
+        if id(tensor) not in kept and odd_class(tensor):
+            raise StagelineError(
+                f"the {what} {name} is a {odd_class(tensor)}; stages hold plain tensors, and what a "
+                f"{odd_class(tensor)} does beside that would not reach other ranks: give the model with plain ones"
+            )
 
 
 def described(stages: Any) -> tuple[Any, Description[Any] | None]:

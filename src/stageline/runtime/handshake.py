@@ -64,7 +64,7 @@ def function_fact(function: Any) -> str:
     >>> function_fact(lambda output, target: 1) == function_fact(lambda output, target: 2)
     False
     >>> function_fact(None), function_fact(torch.relu)
-    ('None', 'relu')
+    ('None', 'torch._VariableFunctionsClass.relu')
     """
     if function is None:
         return "None"

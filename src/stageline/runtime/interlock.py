@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from stageline.errors import StagelineError, nearest, shorten
+from stageline.runtime.clip import norm_dtype
 from stageline.runtime.inputs import wanted as wants_gradients
 from stageline.runtime.lane import Ground, Judged, Lane, Offer, Terms, not_finite
 from stageline.runtime.lanes_processes import ProcessGround, ProcessRun, Pulled
@@ -239,6 +240,7 @@ class Course:
             pipe.check_finite,
             settings.skip,
             pipe.penalty,
+            norm_dtype(pipe.model.parameters()),
         )
         named = dict(pipe.named_parameters())
 

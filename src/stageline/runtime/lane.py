@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from stageline.runtime.buffers import Taken, all_buffers, put_back
@@ -69,6 +70,7 @@ class Terms:
     skip: bool
     """Whether a step with gradients that are not finite is left out, and not a failure."""
     penalty: Penalty | None = None
+    norm_dtype: torch.dtype = torch.float32
 
     def sheet(self, schedule: Schedule) -> Sheet:
         """How a rank's row about a step is laid out."""
@@ -121,7 +123,7 @@ def judge(terms: Terms, offer: Offer, told: Told) -> Judged:
         return Judged(offer, told, error=PipelineError(text))
     if not terms.measures:
         return Judged(offer, told)
-    norm = total_norm(told.norms)
+    norm = total_norm(told.norms, dtype=terms.norm_dtype)
     if not math.isfinite(norm.item()) and (terms.skip or terms.check_finite):
         if terms.skip:
             return Judged(offer, told, norm, skipped=True)

@@ -19,7 +19,7 @@ from stageline.model.unwrap import any_compiled
 from stageline.runtime.automatic import Automatic, automatic
 from stageline.runtime.batch import Keywords, Reduction, check_reduction, input_parts
 from stageline.runtime.chunks import ChunkSpecs
-from stageline.runtime.clip import clip_factor, norms_of, owners_of, total_norm
+from stageline.runtime.clip import clip_factor, norm_dtype, norms_of, owners_of, total_norm
 from stageline.runtime.compiled import Compile, compile_units
 from stageline.runtime.cut import (
     check_options,
@@ -28,6 +28,7 @@ from stageline.runtime.cut import (
     cut_or_wait,
     described,
     find_schedule,
+    refuse_odd_tensors,
     refuse_second,
     whole_model,
 )
@@ -186,6 +187,7 @@ class Pipeline(Runner):
         """How it was planned, where it was."""
         again = understand(recompute, recompute_policy)
         self.model = whole_model(given)
+        refuse_odd_tensors(self.model)
         self._exact = not isinstance(given, nn.Module | Staged)
         self.schedule = find_schedule(schedule, count_layers(given), ranks, microbatches, **options)
         self.certificate = verify(self.schedule)
@@ -387,7 +389,7 @@ class Pipeline(Runner):
                 "sync=True"
             )
         norms = self._norms(norm_type)
-        total = total_norm(norms, norm_type)
+        total = total_norm(norms, norm_type, norm_dtype(self.model.parameters()))
         if self.check_finite and not self._scaled and not math.isfinite(total.item()):
             self._refuse_norm(norms, total)
         factor = clip_factor(max_norm, total)
@@ -397,12 +399,12 @@ class Pipeline(Runner):
         return total
 
     def grad_norm(self, norm_type: float = 2.0, gradients: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The norm of the gradients of all stages and ranks, tied weights counted once, in float32 on the CPU.
+        """The norm of the gradients of all stages and ranks, tied weights counted once, on the CPU.
 
-        It has the same bits on every rank, and for any number of them. `gradients` are by names, and those of the
-        parameters unless given. All processes must call this together.
+        It is a float32, or a float64 where parameters are. It has the same bits on every rank, and for any number of
+        them. `gradients` are by names, and those of the parameters unless given. All processes must call this together.
         """
-        return total_norm(self._norms(norm_type, gradients), norm_type)
+        return total_norm(self._norms(norm_type, gradients), norm_type, norm_dtype(self.model.parameters()))
 
     def _norms(self, norm_type: float, gradients: Mapping[str, Tensor] | None = None) -> Floats:
         """The norm of each parameter's gradient, in the order of the model."""

@@ -11,8 +11,9 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stageline.errors import StagelineError, shorten
 from stageline.transport.protocol import Leaf
@@ -27,8 +28,12 @@ _learning = Lock()
 def flatten(tree: Any, where: str) -> tuple[list[Leaf], str]:
     """Turn a tree into its leaves and the text of its shape; refuse a leaf that no message can hold."""
     if isinstance(tree, Tensor):
+        _refuse_odd(tree, where)
         return [tree], TENSOR
     leaves, spec = pytree.tree_flatten(tree)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            _refuse_odd(leaf, where)
     try:
         if all(map(_can_pass, leaves)):
             return leaves, _text_of(spec)
@@ -49,6 +54,27 @@ def flatten(tree: Any, where: str) -> tuple[list[Leaf], str]:
             f"{where} passes on a {type(tree).__name__} or something in it that cannot be told to another process; "
             "stages can pass tuples, lists, dicts, named tuples and dataclasses"
         ) from error
+
+
+def odd_class(tensor: Tensor) -> str:
+    """What a tensor is that is more than one block of numbers; empty for plain ones.
+
+    >>> odd_class(torch.ones(2)), odd_class(torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged))
+    ('', 'nested tensor')
+    """
+    if tensor.is_nested:
+        return "nested tensor"
+    wraps = type(tensor) not in (Tensor, nn.Parameter) and bool(is_traceable_wrapper_subclass(tensor))
+    return type(tensor).__name__ if wraps else ""
+
+
+def _refuse_odd(tensor: Tensor, where: str) -> None:
+    if (type(tensor) is not Tensor or tensor.is_nested) and odd_class(tensor):
+        said = "its values and offsets" if tensor.is_nested else "the plain tensors that it is made of"
+        raise StagelineError(
+            f"{where} passes on a {odd_class(tensor)}, and stages can pass plain tensors; pass {said}, and build it "
+            "again in the stage that needs it"
+        )
 
 
 def _can_pass(leaf: Any) -> bool:
@@ -83,8 +109,19 @@ def learn(tree: Any) -> None:
 def _unknown(each: Any) -> bool:
     kind = type(each)
     if isinstance(each, tuple):
-        return hasattr(kind, "_fields") and kind not in pytree.SUPPORTED_SERIALIZED_TYPES
+        return (hasattr(kind, "_fields") or _is_return_type(kind)) and not _has_name(kind)
     return dataclasses.is_dataclass(each) and kind not in pytree.SUPPORTED_NODES and not _why_not(each)
+
+
+def _has_name(kind: type) -> bool:
+    """Whether trees with it can be told to another process."""
+    known = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
+    return known is not None and known.serialized_type_name != pytree.NO_SERIALIZED_TYPE_NAME_FOUND
+
+
+def _is_return_type(kind: type) -> bool:
+    """Whether it is one of torch.return_types, as max, topk and sort give them."""
+    return issubclass(kind, tuple) and kind.__module__ == "torch.return_types"
 
 
 def _why_not(each: Any) -> str:
@@ -98,13 +135,17 @@ def _why_not(each: Any) -> str:
 def _learn_kind(kind: type) -> None:
     """Name a class as another process names it: by where it is, and by its number where several are called so."""
     with _learning:
-        if kind in pytree.SUPPORTED_SERIALIZED_TYPES:
+        if _has_name(kind):
             return
         name, number = f"{kind.__module__}.{kind.__qualname__}", 1
         while (name if number == 1 else f"{name}#{number}") in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
             number += 1
         name = name if number == 1 else f"{name}#{number}"
-        if issubclass(kind, tuple):
+        if _is_return_type(kind):  # a part of trees already, which only lacks a name
+            known = pytree.SUPPORTED_SERIALIZED_TYPES[kind]
+            pytree.SUPPORTED_SERIALIZED_TYPES[kind] = known._replace(serialized_type_name=name)
+            pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[name] = kind
+        elif issubclass(kind, tuple):
             pytree._register_namedtuple(kind, serialized_type_name=name)
         else:
             pytree.register_dataclass(kind, serialized_type_name=name)
@@ -123,7 +164,7 @@ def _spec_of(text: str) -> pytree.TreeSpec:
         except NotImplementedError as error:
             name = re.sub(r"^.*?(?:Deserializing|namedtuple class) (\S+) (?:in pytree|because).*$", r"\1", str(error))
             kind = _kind_of(name)
-            if kind is None or kind in pytree.SUPPORTED_SERIALIZED_TYPES:
+            if kind is None or _has_name(kind):
                 raise StagelineError(
                     f"a stage passed on a {name}, a class that this process has not seen; define it in a module that "
                     "all processes import, or let the stage pass on tuples, lists and dicts"
@@ -139,8 +180,9 @@ def _kind_of(name: str) -> type | None:
         found: Any = sys.modules.get(".".join(parts[:end]))
         for part in parts[end:]:
             found = getattr(found, part, None)
-        if isinstance(found, type) and (dataclasses.is_dataclass(found) or hasattr(found, "_fields")):
-            return found
+        known = isinstance(found, type) and (dataclasses.is_dataclass(found) or hasattr(found, "_fields"))
+        if known or (isinstance(found, type) and _is_return_type(found)):
+            return found  # type: ignore[no-any-return]
     return None
 
 
