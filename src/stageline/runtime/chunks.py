@@ -173,6 +173,11 @@ class Cut:
         found: list[tuple[int, str]] = []
         for leaf, how, where in zip(self.leaves, self.how, self.where, strict=True):
             if isinstance(how, int):
+                if isinstance(leaf, Tensor) and leaf.is_nested:
+                    raise StagelineError(
+                        f"{where} hold a nested tensor, which cannot be cut into microbatches; give a padded tensor "
+                        "and a mask, or build it in the first stage"
+                    )
                 size = mask_samples(leaf) if is_mask(leaf) else int(leaf.shape[how])
                 if size is not None:
                     found.append((size, where))
