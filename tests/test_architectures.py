@@ -56,7 +56,9 @@ class Optional(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        for norms, linear, residual in self.layers:  # type: ignore[misc]
+        parts: Any
+        for parts in self.layers:
+            norms, linear, residual = parts
             assert residual is None
             assert norms[1] is None
             x = torch.tanh(linear(norms[0](x)))

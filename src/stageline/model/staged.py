@@ -165,7 +165,8 @@ def split(
         raise StagelineError(f"split takes a model, an nn.Module, got {shorten(model)}")
     ask = CutConstraints(ranks, placement, read_sizes(memory), pinned, speed, schedule)
     stacks = check_asked(stages, by, layers_per_stage, stack, ask, example)
-    traced, needs, around = None, None, ()
+    traced, needs = None, None
+    around: tuple[str, ...] = ()
     try:
         units = _units(model, by, stacks)
     except NoStack:
@@ -214,7 +215,7 @@ def split_by_units(
         build = model
         recipe = describe(lambda: cast(nn.Module, unwrapped(build())))
         return replace(split_by_units(recipe.model, names, counts, example), recipe=recipe)
-    model = unwrapped(model)
+    model = cast(nn.Module, unwrapped(model))
     defined = _units(model, "layers", ())
     known = dict(paths(model))
     missing = [name for name in names if name not in known]
@@ -229,7 +230,8 @@ def split_by_units(
         )
     blocks = {unit.name for unit in defined if unit.block}
     units = [Unit(name, known[name], name in blocks) for name in names]
-    needs, around = None, ()
+    needs: Needs | None = None
+    around: tuple[str, ...] = ()
     if not isinstance(model, nn.Sequential):
         huggingface.prepare(model)
         check_units([(unit.name, unit.module) for unit in units])
