@@ -237,8 +237,8 @@ def _how(leaf: Any, spec: Any, where: str) -> How:
         kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
         verb = "hold" if where in ("the inputs", "the targets") else "is"
         raise StagelineError(
-            f"{where} {verb} a {kind} tensor, which cannot be cut into microbatches; give a dense one, with padding and "
-            "a mask if need be, or say by a chunk spec that every microbatch gets all of it (None)"
+            f"{where} {verb} a {kind} tensor, which cannot be cut into microbatches; give a dense one, with padding "
+            "and a mask if need be, or say by a chunk spec that every microbatch gets all of it (None)"
         )
     if spec is Rule.DEFAULT:
         return 0 if is_mask(leaf) or (isinstance(leaf, Tensor) and leaf.dim() > 0) else Rule.REPLICATE
