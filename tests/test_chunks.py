@@ -250,7 +250,7 @@ def test_numpy_batches_say_what_to_do() -> None:
         lambda: pipe.predict({"x": x}),
         lambda: pipe.step(y, y, stage_kwargs={0: {"info": x}}),
     ):
-        with pytest.raises(sl.StagelineError, match=r"is a numpy array of shape \(8, 4\).*torch.from_numpy"):
+        with pytest.raises(sl.StagelineError, match=r"(is|are) a numpy array of shape \(8, 4\).*torch.from_numpy"):
             call()
 
 

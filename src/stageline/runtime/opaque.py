@@ -36,8 +36,10 @@ def refuse_opaque(leaf: Any, where: str, option: str) -> None:
         return
     if isinstance(leaf, np.ndarray):
         if leaf.ndim:
+            verb = "are" if where in ("the inputs", "the targets") else "is"
             raise StagelineError(
-                f"{where} is a numpy array of shape {leaf.shape}; a batch holds tensors: give torch.from_numpy(array)"
+                f"{where} {verb} a numpy array of shape {leaf.shape}; a batch holds tensors: give "
+                "torch.from_numpy(array)"
             )
         return
     path = tensor_inside(leaf)
