@@ -6,7 +6,7 @@ import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,6 +94,31 @@ class Derived:
         self.twice = 2 * self.scale
 
 
+@dataclass
+class Grows:
+    scale: Tensor
+
+    def __post_init__(self) -> None:
+        self.scale = 2 * self.scale
+
+
+@dataclass
+class Starts:
+    scale: Tensor
+    factor: InitVar[float] = 1.0
+
+    def __post_init__(self, factor: float) -> None:
+        self.scale = self.scale * factor
+
+
+@dataclass
+class Checks:
+    scale: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.scale.dim() == 2
+
+
 class Plain:
     def __init__(self, scale: Any) -> None:
         self.scale = scale
@@ -132,7 +157,7 @@ def loop(model: Any, x: Tensor, y: Tensor, infos: list[Any], parts: int) -> None
         backward(functional.mse_loss(value, yi) * (len(xi) / len(x)))
 
 
-@pytest.mark.parametrize("kind", [Data, Slotted, Named, Registered, lambda scale: OrderedDict(scale=scale)])
+@pytest.mark.parametrize("kind", [Data, Slotted, Named, Registered, Checks, lambda scale: OrderedDict(scale=scale)])
 def test_containers_of_tensors_in_stage_kwargs_are_cut(kind: Any) -> None:
     """Each microbatch is given its own samples of a dataclass, named tuple or registered class."""
     model = nn.Sequential(Scaled(), Scaled())
@@ -153,7 +178,9 @@ OPAQUE = {
     "slots": WithSlots,
     "deep inside": Deep,
     "a dict of another class": lambda scale: MyDict(scale=scale),
-    "a dataclass that cannot be built again": Derived,
+    "a dataclass with a field that its constructor does not take": Derived,
+    "a dataclass that changes what it is given": Grows,
+    "a dataclass that forgets what it was given": lambda scale: Starts(scale, factor=3.0),
     "a closure": closure,
     "a partial function": lambda scale: functools.partial(torch.mul, scale),
     "a bound method": lambda scale: Plain(scale).read,
@@ -204,6 +231,16 @@ def test_tensors_of_one_keyword_must_agree_on_the_samples() -> None:
         pipe.step(x, y, stage_kwargs={0: {"info": (torch.ones(8, 1), torch.ones(3, 1))}})
 
 
+def test_tensors_that_are_not_dense_are_refused_by_name() -> None:
+    pipe = scaled_pipe(nn.Sequential(Scaled(), Scaled()))
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    for value in (torch.eye(8).to_sparse(), torch.nested.nested_tensor([torch.ones(2)] * 8, layout=torch.jagged)):
+        with pytest.raises(sl.StagelineError, match=r"is a (nested|sparse_coo) tensor, which cannot be cut"):
+            pipe.step(x, y, stage_kwargs={0: {"info": value}})
+        with pytest.raises(sl.StagelineError, match=r"the inputs hold a (nested|sparse_coo) tensor"):
+            pipe.step(value, y)
+
+
 def test_numpy_batches_say_what_to_do() -> None:
     pipe = scaled_pipe(nn.Sequential(Scaled(), Scaled()))
     x, y = np.zeros((8, 4), dtype=np.float32), torch.randn(8, 4)
@@ -213,7 +250,7 @@ def test_numpy_batches_say_what_to_do() -> None:
         lambda: pipe.predict({"x": x}),
         lambda: pipe.step(y, y, stage_kwargs={0: {"info": x}}),
     ):
-        with pytest.raises(sl.StagelineError, match=r"is a numpy array of shape \(8, 4\).*torch.from_numpy"):
+        with pytest.raises(sl.StagelineError, match=r"(is|are) a numpy array of shape \(8, 4\).*torch.from_numpy"):
             call()
 
 

@@ -52,7 +52,7 @@ def test_a_numpy_batch_says_what_to_do(wrap: Any) -> None:
     calls: list[Any] = [pipe.predict, lambda x: pipe.step(x, torch.ones(4, 4)), lambda x: pipe.evaluate(x, x)]
     for call in calls:
         with pytest.raises(
-            sl.StagelineError, match=r"is a numpy array of shape \(4, 4\); .* torch\.from_numpy\(array\)"
+            sl.StagelineError, match=r"(is|are) a numpy array of shape \(4, 4\); .* torch\.from_numpy\(array\)"
         ):
             call(wrap(x))
 

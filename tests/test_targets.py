@@ -124,7 +124,12 @@ def without(rank: int) -> tuple[Any, float, int, list[str]]:
     x, y = torch.randn(6, 4), torch.randn(6, 4)
     pipe = sl.Pipeline(model, loss_fn=picky, schedule="zb-h1", ranks=2, microbatches=3)
     said = []
-    for inputs, targets in ((x, y if rank == 0 else None), (x if rank == 1 else None, y)):
+    wrong: Any = x.numpy()
+    for inputs, targets in (
+        (x, y if rank == 0 else None),
+        (x if rank == 1 else None, y),
+        (wrong if rank == 0 else x, y),
+    ):
         try:
             pipe.step(inputs, targets)
         except sl.StagelineError as error:
@@ -156,7 +161,8 @@ def test_processes_agree_on_whether_there_are_targets() -> None:
     for _, told, steps, said in answers:
         assert told == loss
         assert steps == 2
-        assert len(said) == 3
+        assert len(said) == 4
         assert "rank 0 was given the targets, and rank 1, which reads them, was given None" in said[0]
         assert "rank 1 was given the inputs, and rank 0, which reads them, was given None" in said[1]
-        assert "rank 0 was given the targets, and rank 1" in said[2]
+        assert "are a numpy array" in said[2]  # what rank 0 refused is not taken for missing
+        assert "rank 0 was given the targets, and rank 1" in said[3]

@@ -34,9 +34,12 @@ class Given(NamedTuple):
     samples: int | None
     """None where it was given nothing."""
     row: NDArray[np.float64]
-    """The samples and digests, to be compared between processes; 0 for what was not given here."""
+    """The samples and digests, to be compared between processes; 0 for what was not given here, -1 for what was
+    refused here."""
 
 
+REFUSED = (0.0, -1.0, -1.0, -1.0)
+"""The row of a process that refused its batch."""
 NAMES = ("the number of samples", "the inputs", "the targets", "the keyword inputs of all stages")
 
 
@@ -94,7 +97,7 @@ def difference(rows: NDArray[np.float64], columns: Sequence[int], names: Sequenc
     'rank 2 was given another batch than rank 0: the inputs differ'
     """
     for column in columns:
-        given = {value: int(np.argmax(rows[:, column] == value)) for value in rows[:, column].tolist() if value}
+        given = {value: int(np.argmax(rows[:, column] == value)) for value in rows[:, column].tolist() if value > 0}
         if len(given) > 1:
             first, second = (rank if names is None else names[rank] for rank in sorted(given.values())[:2])
             return f"rank {second} was given another batch than rank {first}: {NAMES[column]} differ"
@@ -118,9 +121,9 @@ def disagreement(
     if apart:
         return apart
     for column in (1, 2):
-        if column not in columns:
+        if column not in columns or (rows[:, column] < 0).any():  # what was refused is told by who refused it
             continue
-        given = np.flatnonzero(rows[:, column])
+        given = np.flatnonzero(rows[:, column] > 0)
         if not len(given):
             if column == 1:
                 return f"no rank was given {NAMES[column]}"

@@ -205,7 +205,7 @@ def cut_of(value: Any, spec: Any, what: str, option: str, refuse: bool = True) -
     >>> cut_of((torch.zeros(3, 4), 2), Rule.DEFAULT, "the inputs", "").how
     [0, <Rule.REPLICATE: 'whole to every microbatch'>]
     """
-    if isinstance(value, Tensor) and spec is Rule.DEFAULT and value.dim():
+    if isinstance(value, Tensor) and spec is Rule.DEFAULT and value.dim() and _dense(value):
         return Cut([value], _ONE, [0], [what])
     learn(value)
     leaves, tree = pytree.tree_flatten(value, is_leaf=is_mask)
@@ -230,10 +230,21 @@ def _places(value: Any, what: str, count: int) -> list[str]:
         return [what] * count
 
 
+def _dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def _how(leaf: Any, spec: Any, where: str) -> How:
     """How one leaf is cut."""
     if spec is Rule.REPLICATE or _is_replicate(spec):
         return Rule.REPLICATE
+    if isinstance(leaf, Tensor) and not _dense(leaf):
+        kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+        verb = "hold" if where in ("the inputs", "the targets") else "is"
+        raise StagelineError(
+            f"{where} {verb} a {kind} tensor, which cannot be cut into microbatches; give a dense one, with padding "
+            "and a mask if need be, or say by a chunk spec that every microbatch gets all of it (None)"
+        )
     if spec is Rule.DEFAULT:
         return 0 if is_mask(leaf) or (isinstance(leaf, Tensor) and leaf.dim() > 0) else Rule.REPLICATE
     dim = int(spec.split_dim)

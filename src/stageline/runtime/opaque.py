@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stageline.errors import StagelineError, shorten
 from stageline.runtime.blockmask import is_mask
+from stageline.runtime.tree import why_not
 
 _PLAIN = (
     bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, torch.dtype, torch.device, torch.layout,
@@ -35,15 +36,18 @@ def refuse_opaque(leaf: Any, where: str, option: str) -> None:
         return
     if isinstance(leaf, np.ndarray):
         if leaf.ndim:
+            verb = "are" if where in ("the inputs", "the targets") else "is"
             raise StagelineError(
-                f"{where} is a numpy array of shape {leaf.shape}; a batch holds tensors: give torch.from_numpy(array)"
+                f"{where} {verb} a numpy array of shape {leaf.shape}; a batch holds tensors: give "
+                "torch.from_numpy(array)"
             )
         return
     path = tensor_inside(leaf)
     if path is not None:
         kind = type(leaf).__name__
         reason = (
-            f"{where} is a {kind} that holds tensors (at {path}), and a pipeline cannot cut a {kind} into microbatches"
+            f"{where} is a {kind} that holds tensors (at {path}), and a pipeline cannot cut a {kind} into "
+            f"microbatches{why_not(leaf)}"
         )
         way = ", or give the object by stage_kwargs to the stages that read it"
         if option:

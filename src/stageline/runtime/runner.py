@@ -21,6 +21,7 @@ from stageline.model.huggingface import own_loss
 from stageline.model.sharing import Sharing
 from stageline.runtime.batch import (
     NAMES,
+    REFUSED,
     Given,
     Keywords,
     Reduction,
@@ -256,7 +257,7 @@ class Runner:
         except StagelineError as error:
             if alone and replicas is None:
                 raise
-            refused, given = error, Given(None, np.zeros(len(NAMES)))
+            refused, given = error, Given(None, np.array(REFUSED))
         if replicas is not None:
             row = replicas.row(given, batch.mode, batch.count, elements, refused is not None)
             known = self._world.announce(row)()

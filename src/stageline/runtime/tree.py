@@ -45,7 +45,7 @@ def flatten(tree: Any, where: str) -> tuple[list[Leaf], str]:
         if not _can_pass(leaf):
             raise StagelineError(
                 f"{where} passes on a {type(leaf).__name__}, {shorten(leaf)}; stages can pass tensors, numbers, "
-                f"strings and None, in tuples, lists, dicts, named tuples and dataclasses{_why_not(leaf)}"
+                f"strings and None, in tuples, lists, dicts, named tuples and dataclasses{why_not(leaf)}"
             )
     try:
         return leaves, _text_of(spec)
@@ -110,7 +110,7 @@ def _unknown(each: Any) -> bool:
     kind = type(each)
     if isinstance(each, tuple):
         return (hasattr(kind, "_fields") or _is_return_type(kind)) and not _has_name(kind)
-    return dataclasses.is_dataclass(each) and kind not in pytree.SUPPORTED_NODES and not _why_not(each)
+    return dataclasses.is_dataclass(each) and kind not in pytree.SUPPORTED_NODES and not why_not(each)
 
 
 def _has_name(kind: type) -> bool:
@@ -124,12 +124,36 @@ def _is_return_type(kind: type) -> bool:
     return issubclass(kind, tuple) and kind.__module__ == "torch.return_types"
 
 
-def _why_not(each: Any) -> str:
-    """Why a dataclass is no part of a tree."""
-    if not dataclasses.is_dataclass(each):
+def why_not(each: Any) -> str:
+    """Why a dataclass is no part of a tree: it could not be built again from the values of its fields."""
+    if not dataclasses.is_dataclass(each) or isinstance(each, type):
         return ""
-    odd = [field.name for field in dataclasses.fields(each) if not field.init]
-    return f"; {odd[0]} of it is no argument of its constructor: make it one" if odd else ""
+    fields = dataclasses.fields(each)
+    odd = [field.name for field in fields if not field.init]
+    if odd:
+        return f"; {odd[0]} of it is no argument of its constructor: make it one"
+    known = {field.name for field in fields}
+    kinds = type(each).__dataclass_fields__
+    lost = [name for name, field in kinds.items() if name not in known and "ClassVar" not in str(field.type)]
+    if lost:
+        return f"; {lost[0]} of it is an InitVar, whose value it does not keep: make it a field"
+    return _changed_by_constructor(each, list(known)) if hasattr(each, "__post_init__") else ""
+
+
+def _changed_by_constructor(each: Any, names: Sequence[str]) -> str:
+    values = {name: getattr(each, name) for name in names}
+    try:
+        again = type(each)(**values)
+        moved = [name for name in names if not _same(getattr(again, name), values[name])]
+    except Exception as error:
+        return f"; its constructor refuses the values of its fields, {type(error).__name__}: {error}"
+    return f"; its __post_init__ changes {moved[0]} each time: let it keep what it is given" if moved else ""
+
+
+def _same(one: Any, two: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(two, Tensor):
+        return one is two or (one.shape == two.shape and one.dtype == two.dtype and torch.equal(one, two))
+    return one is two or (type(one) is type(two) and bool(one == two))
 
 
 def _learn_kind(kind: type) -> None:
