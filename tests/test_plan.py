@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 import stageline as sl
+from stageline._sizes import enough, read_size
 from stageline.cli.app import run
 from stageline.model.partition import partition
 from stageline.model.profile import Layer
@@ -25,7 +26,6 @@ from stageline.model.staged import even_sizes
 from stageline.planning.candidates import shape_of
 from stageline.planning.memory import buffers_of
 from stageline.planning.stages import Links, stage_costs
-from stageline.sizes import enough, read_size
 from stageline.testing import run_ranks
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 from torch import nn
 
+from stageline._sizes import Size, read_sizes
 from stageline.errors import StagelineError, nearest, place_of, shorten
 from stageline.model import huggingface
 from stageline.model.asked import check_asked
@@ -28,7 +29,6 @@ from stageline.model.traced import Traced, trace
 from stageline.model.units import NoStack, Unit, find_units, paths
 from stageline.model.unwrap import eager, inner, unwrapped, warn_of_wrapped
 from stageline.schedules.schedule import Schedule
-from stageline.sizes import Size, read_sizes
 
 Cut = list[tuple[int, int]]
 """For each stage, the calls that are its own: from the first to the one after the last."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from stageline._sizes import read_sizes
 from stageline.errors import ScheduleError, StagelineError, nearest, shorten
 from stageline.planning.memory import States
 from stageline.planning.sizes import Sizes, measure
@@ -16,7 +17,6 @@ from stageline.planning.stages import Again
 from stageline.planning.tried import Asked
 from stageline.schedules.registry import families, find_family, schedule, whole
 from stageline.schedules.schedule import Schedule
-from stageline.sizes import read_sizes
 from stageline.timeline.costs import LARGEST_COST
 
 SYNTHESIZED = "synthesized"

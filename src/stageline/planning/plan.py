@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from stageline._sizes import Size, read_size
 from stageline.model.profile import Profile
 from stageline.planning.advice import nothing_fits
 from stageline.planning.asked import (
@@ -31,7 +32,6 @@ from stageline.planning.tried import Asked, Found, place_of
 from stageline.schedules.certificate import verify
 from stageline.schedules.registry import schedule, whole
 from stageline.schedules.schedule import Schedule
-from stageline.sizes import Size, read_size
 from stageline.timeline.costs import Costs, PerPair
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline, share_above

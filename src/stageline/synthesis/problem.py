@@ -14,11 +14,11 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from stageline._sizes import Size, read_sizes
 from stageline.errors import CostError, StagelineError, shorten
 from stageline.schedules import action as kinds
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import LARGEST_SCHEDULE, whole
-from stageline.sizes import Size, read_sizes
 from stageline.timeline.costs import Costs, Floats, per_stage
 
 Table: TypeAlias = list[list[float]]
