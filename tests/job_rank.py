@@ -92,6 +92,20 @@ def on_a_full_disk(words: list[str], step: int) -> None:
     main(words)
 
 
+def noted_when_waiting(words: list[str], folder: str) -> None:
+    """The same; says by a file that it begins to wait for other ranks."""
+    from stageline.train import setup
+
+    job_world = setup.job_world
+
+    def noted(*arguments: Any) -> Any:
+        (Path(folder) / "inside").touch()
+        return job_world(*arguments)
+
+    vars(setup)["job_world"] = noted
+    main(words)
+
+
 def killed_while_saving(words: list[str], step: int, folder: str) -> None:
     """The same, but the last rank is killed in the middle of its part of the checkpoint of a step."""
     from stageline.train.checkpoint import disk

@@ -307,3 +307,16 @@ def test_a_rank_killed_while_saving_is_named_at_once_and_the_folder_is_free(
     free = RunFolder(folder / "run")
     free.claim(read_config(folder / "run" / "config.toml"))
     free.release()
+
+
+def test_a_rank_that_waits_for_others_at_the_start_ends_by_sigterm(nursery: Nursery, tokens: Path) -> None:
+    """As when another was killed before they met, and a launcher ends the rest to start all of them again."""
+    folder = tokens.parent
+    words = [*TINY, f"--training.dataset_path={tokens}", f"--job.dump_folder={folder / 'run'}"]
+    environment = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    log = folder / "run.1.log"
+    child = nursery.start(SCRIPT, "noted_when_waiting", [words, str(folder)], log=log, environment=environment)
+    wait_until(child, lambda: (folder / "inside").exists())
+    child.signal(signal.SIGTERM)
+    assert child.wait(PATIENCE) == -signal.SIGTERM, log.read_text()

@@ -37,6 +37,7 @@ from stageline.train.layout import Layout
 from stageline.train.optimizers import warm_up_note
 from stageline.train.precision import disable_broken_bfloat16
 from stageline.train.runs import RunFolder
+from stageline.train.signals import ended_by_sigterm
 from stageline.train.tasks import Task, make_task
 
 
@@ -87,7 +88,8 @@ class Setup:
     @cached_property
     def world(self) -> World:
         """All processes of the job."""
-        return job_world(self.config.comm.train_timeout_seconds)
+        with ended_by_sigterm():
+            return job_world(self.config.comm.train_timeout_seconds)
 
     @cached_property
     def data(self) -> Data:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -64,6 +65,19 @@ class StopSignals:
             os._exit(128 + number)
         elif number == signal.SIGINT and _shows(2):
             _write(2, "\nstopping once this step is finished and saved; Ctrl-C again ends at once, without saving\n")
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the process at once, where there is nothing to save and native code waits for other ranks."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _shows(handle: int) -> bool:
