@@ -230,7 +230,7 @@ def received(links: tuple[Links, Links]) -> list[float]:
     sender.begin({}, {(1, "forward"): 1})
     receiver.begin({(0, "forward"): 1}, {})
     sender.send(message(0, 3))
-    return torch.as_tensor(receiver.receive(header(0), 20.0).leaves[0]).tolist()  # type: ignore[no-any-return]
+    return torch.as_tensor(receiver.receive(header(0), 20.0).leaves[0]).tolist()
 
 
 def test_a_hello_serves_at_one_listener_and_once(links: tuple[Links, Links]) -> None:

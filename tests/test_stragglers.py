@@ -84,14 +84,14 @@ class Sleeper(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.seconds = 0.002
+        self.seconds = 0.01
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.seconds)
         return torch.as_tensor(self.linear(x))
 
 
-def train(rank: int, how: str, stragglers: bool = True, at: int = 12, count: int = 32) -> list[str]:
+def train(rank: int, how: str, stragglers: bool = True, at: int = 14, count: int = 26) -> list[str]:
     """What is logged in steps of three stages, of which the second becomes slow."""
     torch.manual_seed(0)
     layers = [Sleeper() for _ in range(3)]
@@ -110,7 +110,7 @@ def train(rank: int, how: str, stragglers: bool = True, at: int = 12, count: int
 
     def batches() -> Any:
         for step in range(count):
-            layers[1].seconds = 0.02 if step >= at else 0.002
+            layers[1].seconds = 0.06 if step >= at else 0.01
             yield x, x
 
     try:
@@ -132,7 +132,7 @@ def test_a_planted_sleep_is_named_by_one_line(how: str, where: str) -> None:
     (line,) = told[0]
     assert "stage 1 on rank 1 became slower than the other stages and stays so" in line
     step = int(line.split("after step ")[1].split(",")[0])
-    assert 12 <= step < 22
+    assert 14 <= step < 24
 
 
 def test_who_does_not_want_to_know_is_not_told() -> None:

@@ -119,16 +119,18 @@ def train_beside_a_stranger(rank: int) -> int:
     one_process_step(plain, nn.functional.mse_loss, x, y, microbatches=2)
     pipe = sl.Pipeline(model, loss_fn=nn.functional.mse_loss, schedule="1f1b", microbatches=2)
     store = dist.distributed_c10d._get_default_store()
-    known: dict[str, str] = {}
-    for key in ("links/0/1/token", "links/0/1/0", "links/0/1/1", "control/0/2"):
-        known[key] = store.get(f"stageline/{key}").decode()
-    assert known["links/0/1/token"].startswith("file ")
-    assert known["control/0/2"].startswith("file ")
+    (watch,) = _watch
+    part = f"stageline/{watch.name}/1/stageline/links/0/1"
+    keys = {"token": f"{part}/token", "0": f"{part}/0", "1": f"{part}/1", "": f"{watch.name}/stageline/control/0/2"}
+    assert store.check(list(keys.values()))
+    known = {name: store.get(key).decode() for name, key in keys.items()}
+    assert known["token"].startswith("file ")
+    assert known[""].startswith("file ")
     dist.barrier()
-    assert not Path(known["links/0/1/token"][5:]).exists(), "all ranks have read it"
+    assert not Path(known["token"][5:]).exists(), "all ranks have read it"
     words = [word for value in known.values() for word in (value, *value.split("|"), *value.split(" "))]
     for target in range(2):
-        host, port, nonce, _ = known[f"links/0/1/{target}"].split("|")
+        host, port, nonce, _ = known[str(target)].split("|")
         for word in words:
             for lane in range(3):
                 claim = proof(word, "sender", 1 - target, target, lane, f"{host}|{port}|{nonce}", "a" * 32)
@@ -137,12 +139,12 @@ def train_beside_a_stranger(rank: int) -> int:
                     struct.pack("<8s32s64sii", b"stagelin", b"a" * 32, claim.encode(), 1 - target, lane),
                 )
                 knock((host, int(port)), struct.pack("<8s32sii", b"stagelin", word.encode()[:32], 1 - target, lane))
-    (watch,) = _watch.values()
-    assert watch._link is not None
+    referee = watch.control._link
+    assert referee is not None
     for word in words:
         for other in range(2):
-            knock(watch._link.getpeername(), json.dumps({"hello": other, "token": word}).encode() + b"\n")
-    assert watch.lost is None
+            knock(referee.getpeername(), json.dumps({"hello": other, "token": word}).encode() + b"\n")
+    assert watch.control.lost is None
     pipe.step(x, y)
     mine = dict(pipe.named_gradients())
     assert_same_bits(mine, {name: value.grad for name, value in plain.named_parameters() if name in mine})
