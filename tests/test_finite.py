@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stageline as sl
+from stageline.runtime.finite import FiniteWatch
 from stageline.testing import assert_same_bits, run_ranks
 from test_pipeline import TRAINING, one_thread
 
@@ -221,3 +222,17 @@ def test_large_stages_are_looked_at_once_a_step() -> None:
     handle.remove()
     assert "of stage 0" in said
     assert "not finite though the loss" in said
+
+
+def test_on_a_gpu_sums_are_read_only_when_gradients_are_not_finite() -> None:
+    layer = nn.Linear(2, 2)
+    watch = FiniteWatch(2, {1: layer}, gradients=True, on_gpu=True)
+    for microbatch, factor in enumerate((1.0, float("nan"), 1.0)):
+        watch.action(0, 1, microbatch, [torch.ones(2)])
+        grad = torch.ones(2, 2) if layer.weight.grad is None else layer.weight.grad
+        layer.weight.grad = grad * factor
+        watch.action(3, 1, microbatch, None)
+    watch.end()
+    assert not watch.known
+    assert watch.bad() == {1}
+    assert [event.place for event in watch.events()] == [("W", 1, 1)]

@@ -97,7 +97,11 @@ def _all_finite(small: Sequence[Tensor]) -> bool:
     """Whether the values of small tensors are finite; at once, as a call for each would take longer than they do."""
     if any(tensor.layout is not torch.strided for tensor in small):
         return False
-    return finite(_flatten_dense_tensors(small))  # type: ignore[no-untyped-call]
+    return finite(_flat(small))
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.as_tensor(_flatten_dense_tensors(tensors))  # type: ignore[no-untyped-call]
 
 
 class FiniteWatch:
@@ -113,7 +117,7 @@ class FiniteWatch:
             stage: [parameter for parameter in part.parameters() if parameter.requires_grad] if gradients else []
             for stage, part in parts.items()
         }
-        self._often = {stage for stage, own in self._parameters.items() if not on_gpu and _is_small(own)}
+        self._often = {stage for stage, own in self._parameters.items() if _is_small(own)}
         self._bad: set[int] = set()
         self._events: list[Event] = []
         self._kept: list[tuple[Event, Tensor]] = []
@@ -149,6 +153,10 @@ class FiniteWatch:
 
     def _look_at_parameters(self, event: Event) -> None:
         grads = [parameter.grad for parameter in self._parameters[event.stage] if parameter.grad is not None]
+        if self._on_gpu:
+            total = sum_of(_flat(grads)) if grads and all(grad.layout is torch.strided for grad in grads) else None
+            self._kept += [] if total is None else [(event, total)]
+            return
         if not grads or (event.stage in self._often and _all_finite(grads)):
             return
         for grad in grads:
@@ -160,7 +168,7 @@ class FiniteWatch:
         """The program is over: look at the gradients that were not looked at after every action."""
         for stage, own in self._parameters.items():
             grads = [parameter.grad for parameter in own if parameter.grad is not None]
-            if stage in self._often or not grads:
+            if not grads or (stage in self._often and not self._on_gpu):
                 continue
             if self._on_gpu:
                 self._totals[stage] = [total for grad in grads if (total := sum_of(grad)) is not None]
@@ -186,8 +194,12 @@ class FiniteWatch:
         """What was not finite, as far as it is known; on a GPU, this waits for it."""
         if self._kept:
             wrong = ~torch.stack([total.abs().double() for _, total in self._kept]).isfinite()
+            began: set[int] = set()
             for (event, total), odd in zip(self._kept, wrong.tolist(), strict=True):
+                if odd and event.what == PARAMETERS and event.stage in began:
+                    continue  # gradients that are not finite stay so in the actions after that
                 if odd:
+                    began.update([event.stage] if event.what == PARAMETERS else [])
                     value = kind_of(total)
                     self._events.append(event._replace(value=0 if value is None else value))
             self._kept = []
@@ -283,18 +295,22 @@ def not_finite(
     wrong = loss_events(losses, schedule.stages)
     if not wrong and not bad:
         return None
+    if wrong:  # what led to the first of these losses came before it, in the same microbatch
+        at = wrong[0].microbatch
+        events = [event for event in events if event.microbatch == at and event.position <= schedule.stages]
+        wrong = wrong[:1]
     event = first([*events, *wrong])
     known = event is not None
     if event is None:  # gradients flow from the last stage to the first, so it began no later than in the last of them
         event = Event(0, 0, 1, max(bad), PARAMETERS, 0)
     rank = int(schedule.placement.rank_of(event.stage, event.microbatch))
     if wrong:
-        microbatch = wrong[0].microbatch if event.what != LOSS else event.microbatch
+        microbatch = wrong[0].microbatch
         said = f"the loss of microbatch {microbatch} is {losses[microbatch]} on stage {schedule.stages - 1}"
         where = (
             "what it was given is finite" if event.what == LOSS else f"the first value that is not finite is {event}"
         )
     else:
         said = f"the gradients are not finite though the loss is {sum(losses):.4g}"
-        where = f"the first value that is not finite is {event}" if known else "in no single microbatch that is known"
+        where = f"the first value that is not finite is {event}" if known else "the microbatch is not known"
     return NotFinite(event, rank, f"{said}, and {where}; check_finite=False lets such values pass", known)
