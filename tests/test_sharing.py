@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stageline as sl
-from stageline.testing import assert_same_bits
+from stageline.testing import assert_same_bits, run_ranks
 
 KEPT: Any = None
 
@@ -209,6 +209,44 @@ def test_a_value_that_a_layer_leaves_for_another_stage_is_refused(how: str, case
     with pytest.raises(sl.PipelineError, match=r"can reach too.*sl\.skippable|as an attribute"):
         pipe.step(*batch())
     assert all(torch.equal(one, two) for one, two in zip(before, pipe.parameters(), strict=True))
+
+
+class Late(Layer):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        h = super().forward(x)
+        if self.calls > 30:
+            self.box["h"] = h
+        return h
+
+
+def test_what_is_left_only_later_is_refused_too() -> None:
+    box = {"h": torch.zeros(4)}
+    model = nn.Sequential(Layer(), Late(box), Layer(), FromDict(box))
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=2, microbatches=4)
+    for _ in range(7):
+        pipe.step(*batch())
+    with pytest.raises(
+        sl.PipelineError, match=r"of stage 0 leaves a tensor .* in 1\.box\['h'\], which stage 1 can reach"
+    ):
+        pipe.step(*batch())
+
+
+def on_processes(rank: int) -> str:
+    box: dict[str, Any] = {}
+    pipe = sl.Pipeline([IntoDict(box), FromDict(box)], loss_fn=functional.mse_loss, microbatches=2)
+    try:
+        pipe.step(*batch())
+    except sl.PipelineError as error:
+        return str(error)
+    return ""
+
+
+def test_processes_refuse_it_too() -> None:
+    for said in run_ranks(on_processes, 2):
+        assert "0 of stage 0 leaves a tensor of shape (4, 4) in 0.box['h']" in said
 
 
 def same_as_a_loop(model: nn.Module, schedule: str = "1f1b", ranks: int = 2, **options: Any) -> None:

@@ -38,12 +38,14 @@ class Name:
     name: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Holder:
     """Something that can be changed, and how a layer reaches it."""
 
     value: Any
     path: str
+    is_set: bool = False
+    """Of a global name or a class: whether code that was seen may set it, or an attribute of it."""
 
     @property
     def key(self) -> Any:
@@ -79,25 +81,25 @@ def slots_of(value: Any) -> dict[Any, Any]:
         return {
             name: each for name, each in found.items() if isinstance(each, nn.Module) or not isinstance(each, _CODE)
         }
-    found = {name: each for name, each in getattr(value, "__dict__", {}).items() if name not in _INTERNAL}
     if isinstance(value, nn.Module):
-        return found | value._buffers
+        return {name: each for name, each in value.__dict__.items() if name not in _INTERNAL} | value._buffers
+    found = dict(getattr(value, "__dict__", {}))
     for name in getattr(type(value), "__slots__", ()):
         if isinstance(name, str) and hasattr(value, name):
             found[name] = getattr(value, name)
     return found
 
 
-def reach(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, dict[Any, Holder]]:
-    """For every layer, by name: what it can reach that can be changed.
+def reach(layers: Sequence[tuple[str, nn.Module]]) -> dict[Any, Holder]:
+    """What the layers of a stage can reach that can be changed.
 
     >>> box = {}
     >>> layer = nn.Linear(2, 2)
     >>> layer.box = box
-    >>> [holder.path for holder in reach([("up", layer)])["up"].values() if holder.value is box]
+    >>> [holder.path for holder in reach([("up", layer)]).values() if holder.value is box]
     ['up.box']
     """
-    return {name: _Walk().run(layer, name) for name, layer in layers}
+    return _Walk().run(layers)
 
 
 class _Walk:
@@ -105,15 +107,18 @@ class _Walk:
         self.seen: dict[Any, Holder] = {}
         self._done: set[int] = set()
         self._classes: set[int] = set()
+        self.sets_classes = False
         self._queue: deque[tuple[Any, str]] = deque()
 
-    def run(self, layer: nn.Module, name: str) -> dict[Any, Holder]:
-        self._queue.append((layer, name))
+    def run(self, layers: Sequence[tuple[str, nn.Module]]) -> dict[Any, Holder]:
+        self._queue.extend((layer, name) for name, layer in layers)
         while self._queue and len(self._done) < _LIMIT:
             value, path = self._queue.popleft()
             if id(value) not in self._done and not isinstance(value, _PLAIN):
                 self._done.add(id(value))
                 self._visit(value, path)
+        for holder in self.seen.values():
+            holder.is_set = holder.is_set or (self.sets_classes and isinstance(holder.value, type))
         return self.seen
 
     def _visit(self, value: Any, path: str) -> None:
@@ -173,15 +178,19 @@ class _Walk:
         if not _in_users_code(function.__code__.co_filename):
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._queue.append((cell, name))
+            if name != "__class__":
+                self._queue.append((cell, name))
         self._queue.extend((each, path) for each in (function.__defaults__ or ()))
         self._queue.extend((each, path) for each in (function.__kwdefaults__ or {}).values())
-        for name in _global_names(function.__code__):
+        self.sets_classes = self.sets_classes or _may_set_classes(function.__code__)
+        for name, is_set in _global_names(function.__code__).items():
             value = function.__globals__.get(name)
             if name in vars(builtins) or isinstance(value, _CODE):
                 self._queue.append((value, name))
-            else:
-                self._hold(Name(function.__globals__, name), name)
+                continue
+            self._hold(Name(function.__globals__, name), name)
+            if is_set:
+                self.seen[id(function.__globals__), name].is_set = True
 
 
 def _joined(path: str, value: Any, key: Any) -> str:
@@ -192,11 +201,38 @@ def _joined(path: str, value: Any, key: Any) -> str:
     return f"{path}.{key}"
 
 
-def _global_names(code: types.CodeType) -> set[str]:
-    """The global names that code reads or sets, that of functions inside of it too."""
-    found = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "STORE_GLOBAL")}
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return found.union(*map(_global_names, inner))
+@lru_cache(maxsize=4096)
+def _global_names(code: types.CodeType) -> dict[str, bool]:
+    """The global names that code uses, that of functions inside of it too, and whether it sets them."""
+    found: dict[str, bool] = {}
+    for each in dis.get_instructions(code):
+        if each.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"):
+            found[each.argval] = found.get(each.argval, False) or each.opname == "STORE_GLOBAL"
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= {name: is_set or found.get(name, False) for name, is_set in _global_names(constant).items()}
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _may_set_classes(code: types.CodeType) -> bool:
+    """Whether code sets attributes of something that is no local variable, as `self` is: perhaps of a class."""
+    before = ""
+    for each in dis.get_instructions(code):
+        if each.opname == "STORE_ATTR" and not before.startswith("LOAD_FAST"):
+            return True
+        before = each.opname
+    return any(_may_set_classes(each) for each in code.co_consts if isinstance(each, types.CodeType))
+
+
+@lru_cache(maxsize=1024)
+def _data_names(value: Any, size: int) -> tuple[str, ...]:
+    """The names of a class or a module that are neither functions nor classes; `size` is how many it has in all."""
+    return tuple(
+        name
+        for name, each in vars(value).items()
+        if not name.startswith("__") and (isinstance(each, nn.Module) or not isinstance(each, _CODE))
+    )
 
 
 @lru_cache(maxsize=4096)

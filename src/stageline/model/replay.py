@@ -240,7 +240,8 @@ class Replay:
             Effects(name, real, (args, kwargs), self.kept.get(name, frozenset())) if now.fresh and not alone else None
         )
         before = huggingface.lengths(huggingface.collected())
-        shared = None if self.watch is None else self.watch.before(name)
+        if self.watch is not None:
+            self.watch.before(name)
         moved = now.passed.moved(now.arrived) if now.fresh else {}
         now.inside = True
         try:
@@ -248,7 +249,7 @@ class Replay:
         finally:
             now.inside = False
         if self.watch is not None:
-            self.watch.after(name, shared, (args, kwargs), found)
+            self.watch.after(name, (args, kwargs), found)
         if effects is not None:
             effects.check()
             now.note_changes(moved)

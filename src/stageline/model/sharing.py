@@ -8,8 +8,10 @@ refused. What depends on shapes alone, such as a table that is made once, may be
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -42,8 +44,7 @@ class Shared:
 class Sharing:
     """What the layers of every stage share with those of others."""
 
-    stages: list[dict[str, list[Shared]]]
-    """For every stage, by the names of its layers."""
+    stages: list[list[Shared]]
     norms: list[tuple[str, nn.Module, tuple[int, ...]]] = field(default_factory=list)
     """Norms with running statistics that several stages use."""
 
@@ -57,36 +58,33 @@ class Sharing:
         [('1', (0, 1))]
         """
         reached = [reach(layers) for layers in stages]
-        users: dict[Any, set[int]] = {}
-        for stage, layers in enumerate(reached):
-            for holders in layers.values():
-                for key in holders:
-                    users.setdefault(key, set()).add(stage)
-        found: list[dict[str, list[Shared]]] = []
+        users: dict[Any, list[int]] = {}
+        names_set: set[Any] = set()
+        for stage, holders in enumerate(reached):
+            for key, holder in holders.items():
+                users.setdefault(key, []).append(stage)
+                if holder.is_set:
+                    names_set.add(key)
+        found: list[list[Shared]] = []
         norms: dict[Any, tuple[str, nn.Module, tuple[int, ...]]] = {}
-        for layers in reached:
-            found.append({})
-            for name, holders in layers.items():
-                several = [(key, holder) for key, holder in holders.items() if len(users[key]) > 1]
-                shared = [Shared(holder, tuple(sorted(users[key]))) for key, holder in several]
-                found[-1][name] = [each for each in shared if _can_change(each.holder)]
-                for key, holder in several:
-                    if isinstance(holder.value, _NormBase) and holder.value.running_mean is not None:
-                        norms.setdefault(key, (holder.path, holder.value, tuple(sorted(users[key]))))
+        for holders in reached:
+            several = [(key, holder) for key, holder in holders.items() if len(users[key]) > 1]
+            found.append(
+                [Shared(holder, tuple(users[key])) for key, holder in several if _can_change(holder, key in names_set)]
+            )
+            for key, holder in several:
+                if isinstance(holder.value, _NormBase) and holder.value.running_mean is not None:
+                    norms.setdefault(key, (holder.path, holder.value, tuple(users[key])))
         return cls(found, list(norms.values()))
 
     def watch(self, stage: int, twins: Twins | None = None) -> Watch | None:
         """What a stage has to look at; None where it shares nothing."""
-        mine = {
-            name: [Shared(_twin(each.holder, twins or {}), each.stages) for each in shared]
-            for name, shared in self.stages[stage].items()
-            if shared
-        }
+        mine = [Shared(_twin(each.holder, twins or {}), each.stages) for each in self.stages[stage]]
         return Watch(stage, mine) if mine else None
 
     def holders(self) -> list[Any]:
         """Everything that is shared."""
-        return [each.holder.value for layers in self.stages for shared in layers.values() for each in shared]
+        return [each.holder.value for shared in self.stages for each in shared]
 
     def refuse_norms(self) -> None:
         """Before a step: refuse running statistics that two stages would update."""
@@ -99,10 +97,12 @@ class Sharing:
                 )
 
 
-def _can_change(holder: Holder) -> bool:
+def _can_change(holder: Holder, is_set: bool) -> bool:
     """Leave out what a forward cannot put a value of its own into."""
     if isinstance(holder.value, Name):
-        return True
+        return is_set
+    if isinstance(holder.value, type):
+        return is_set or bool(holder.slots())
     return not (isinstance(holder.value, Tensor) and holder.value.is_meta)
 
 
@@ -115,52 +115,91 @@ def _listed(stages: Iterable[int]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-_Slot = tuple[Any, int, Any]
-"""A value, its version where it is a tensor, and a copy of it where it may change without a new version."""
+_CLOSELY = 16
+"""How many forwards of a stage are looked at layer by layer."""
+
+
+class _Probe:
+    """Looks at one holder: cheaply where nothing changes, which is nearly always."""
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+        self.slots = shared.holder.slots()
+        self.tensors = self._find()
+        self.versions: list[int] = []
+        self.copy: Tensor | None = None
+
+    def _find(self) -> list[Tensor]:
+        return [value for value in self.slots.values() if isinstance(value, Tensor)]
+
+    def before(self, copies: bool) -> None:
+        slots = self.shared.holder.slots()
+        if not _same_slots(slots, self.slots):  # set meanwhile, by the user or by another stage
+            self.slots, self.tensors = slots, self._find()
+        self.versions = [tensor._version for tensor in self.tensors] if self.tensors else []
+        held = self.shared.holder.value
+        # The kernels of some norms change their buffers without a new version.
+        self.copy = held.detach().clone() if copies and isinstance(held, Tensor) else None
+
+    def after(self) -> list[tuple[Any, Any, Any, bool]]:
+        """For each slot that changed: its key, its old and its new value, and whether this is the same tensor."""
+        slots = self.shared.holder.slots()
+        same = _same_slots(slots, self.slots)
+        moved = self.tensors and [tensor._version for tensor in self.tensors] != self.versions
+        if same and not moved and (self.copy is None or torch.equal(self.copy, self.shared.holder.value)):
+            return []
+        versions = {id(tensor): version for tensor, version in zip(self.tensors, self.versions, strict=True)}
+        found = []
+        for key, value in slots.items():
+            old = self.slots.get(key)
+            if old is not value or key not in self.slots:
+                found.append((key, old, value, False))
+            elif isinstance(value, Tensor) and (versions.get(id(value)) != value._version or self.copy is not None):
+                found.append((key, old, value, True))
+        self.slots, self.tensors = slots, [value for value in slots.values() if isinstance(value, Tensor)]
+        return found
+
+
+def _same_slots(one: dict[Any, Any], two: dict[Any, Any]) -> bool:
+    """Whether the same objects are in the same places."""
+    if not one and not two:
+        return True
+    return len(one) == len(two) and all(map(is_, one.values(), two.values())) and one.keys() == two.keys()
 
 
 class Watch:
     """Looks at what a stage shares, before and after every call of its layers."""
 
-    def __init__(self, stage: int, layers: Mapping[str, list[Shared]]) -> None:
-        """`layers` are those that share something."""
+    def __init__(self, stage: int, shared: Sequence[Shared]) -> None:
+        """`shared` is what the stage shares with others."""
         self._stage = stage
-        self._layers = layers
+        self._probes = [_Probe(each) for each in shared]
         self._calls: dict[str, set[Any]] = {}
         """The shapes that each layer was called with: what depends on shapes alone is there by then."""
+        self._counts: Counter[str] = Counter()
+        self._forwards = 0
 
-    def before(self, name: str) -> list[dict[Any, _Slot]] | None:
-        """What there is before a call; None for a layer that shares nothing."""
-        shared = self._layers.get(name)
-        return (
-            None
-            if shared is None
-            else [self._slots(each.holder, len(self._calls.get(name, ())) < 2) for each in shared]
-        )
+    def closely(self) -> bool:
+        """Whether to look at each layer by itself, to name it: in the first forwards, where nearly all is found."""
+        self._forwards += 1
+        return self._forwards <= _CLOSELY
 
-    @staticmethod
-    def _slots(holder: Holder, copies: bool) -> dict[Any, _Slot]:
-        slots = holder.slots()
-        if isinstance(holder.value, Tensor):  # the kernels of some norms change their buffers without a new version
-            return {"": (holder.value, holder.value._version, holder.value.detach().clone() if copies else None)}
-        return {key: (value, value._version if isinstance(value, Tensor) else 0, None) for key, value in slots.items()}
+    def before(self, name: str) -> None:
+        """Look at what there is before a call of a layer, or of all layers, of which the first is named."""
+        copies = self._counts[name] < 2  # what changes without a new version does so from the first calls on
+        self._counts[name] += 1
+        for probe in self._probes:
+            probe.before(copies)
 
-    def after(self, name: str, before: list[dict[Any, _Slot]] | None, given: Any, output: Any) -> None:
+    def after(self, name: str, given: Any, output: Any) -> None:
         """Refuse what a call left there of its microbatch."""
-        if before is None:
-            return
-        shapes = _shapes(given)
-        again = shapes in self._calls.setdefault(name, set())
-        self._calls[name].add(shapes)
-        for shared, slots in zip(self._layers[name], before, strict=True):
-            for key, (value, version, _) in self._slots(shared.holder, False).items():
-                old = slots.get(key)
-                if old is not None and old[0] is value and old[1] == version and _equal(old[2], value):
-                    continue
-                if _is_of_microbatch(
-                    None if old is None else old[0], value, old is not None and old[0] is value, again, (given, output)
-                ):
-                    self._refuse(name, shared, key, value)
+        shapes = tuple(given.shape) if isinstance(given, Tensor) else _shapes(given)
+        known = self._calls.setdefault(name, set())
+        for probe in self._probes:
+            for key, old, value, same in probe.after():
+                if _is_of_microbatch(old, value, same, shapes in known, (given, output)):
+                    self._refuse(name, probe.shared, key, value)
+        known.add(shapes)
 
     def _refuse(self, name: str, shared: Shared, key: Any, value: Any) -> None:
         holder, others = shared.holder, [stage for stage in shared.stages if stage != self._stage]
@@ -183,10 +222,6 @@ def _place(holder: Holder, key: Any) -> str:
 
 def _shapes(given: Any) -> tuple[Any, ...]:
     return tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))
-
-
-def _equal(copy: Tensor | None, value: Any) -> bool:
-    return copy is None or torch.equal(copy, value)
 
 
 def _tensors(value: Any, depth: int = 3) -> list[Tensor]:

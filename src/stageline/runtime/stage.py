@@ -111,7 +111,7 @@ class Stage:
         self._changes_input = bool(self._layers) and _begins_in_place(self._layers[0][1])
         self._replay = part.replay if isinstance(part, StagePart) else None
         self._loss_reads = loss_reads
-        self._watch = watch
+        self._watch = None if isinstance(part, StagePart) else watch  # there, units are looked at one by one
         self._changed: dict[Any, list[bool]] = {}
         """Which of its inputs the stage changes in place, by their form."""
         self._skips = part if isinstance(part, SkipPart) else None
@@ -238,15 +238,23 @@ class Stage:
         if self._replay is not None:
             mode = self.part.training
             self._replay.draw = lambda name, call: self._drawing(name, mode, kept.step, microbatch, call)
+        watch = self._watch
+        closely = watch is not None and watch.closely()
+        first, arrived = self._layers[0][0] if self._layers else "", value
+        if watch is not None and not closely:
+            watch.before(first)
         for number, (name, layer) in enumerate(self._layers):
             keywords = self._takes[name].chosen(kept.keywords) if kept.keywords else {}
-            before = None if self._watch is None else self._watch.before(name)
             given = value
+            if watch is not None and closely:
+                watch.before(name)
             value = self._drawing(
                 name, layer.training, kept.step, microbatch, self._call, layer, value, number == 0, keywords
             )
-            if self._watch is not None:
-                self._watch.after(name, before, given, value)
+            if watch is not None and closely:
+                watch.after(name, given, value)
+        if watch is not None and not closely:
+            watch.after(first, arrived, value)
         return value
 
     def _drawing(self, name: str, mode: bool, step: int, microbatch: int, call: Callable[..., Any], *args: Any) -> Any:
