@@ -189,6 +189,22 @@ def test_a_run_and_clipping_stop_before_any_parameter_changes() -> None:
         assert each.grad is None or grad is None or each.grad.equal(grad) or not grad.isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:steps do not interlock")
+def test_a_run_whose_steps_do_not_interlock_fails_alike_or_leaves_the_step_out() -> None:
+    for skips in (False, True):
+        model = layers("backward", 4)
+        pipe = pipeline(model, "dualpipe")
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        run = pipe.run([batch()] * 2, optimizer=optimizer, max_norm=1.0, skip_not_finite=skips)
+        before = copy.deepcopy(dict(model.state_dict()))
+        if skips:
+            assert [stats.norm is not None and stats.norm < 1e9 for stats in run] == [False, False]
+        else:
+            assert "the gradients are not finite though the loss" in fails(pipe, model, run.__next__)
+        assert_same_bits(before, dict(model.state_dict()))
+        assert all(each.grad is None for each in model.parameters())
+
+
 def test_gradients_that_were_not_finite_before_the_step_are_not_blamed_on_it() -> None:
     model = layers("", 0)
     pipe = pipeline(model)

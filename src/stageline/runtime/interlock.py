@@ -29,7 +29,7 @@ from stageline.runtime.rollback import Make, Part, find_optimizer
 from stageline.runtime.runner import Batch
 from stageline.runtime.stats import StepStats
 from stageline.runtime.tree import plain
-from stageline.runtime.worlds import Crew, Floats, ThreadWorld
+from stageline.runtime.worlds import Crew, Floats, PipelineError, ThreadWorld
 
 if TYPE_CHECKING:
     from stageline.runtime.pipeline import Pipeline
@@ -193,15 +193,21 @@ class Course:
         settings.set_rates(pipe.steps)
         for given in self._batches:
             batch = read_batch(pipe, given)
-            stats = pipe._step(replace(batch, check_gradients=not settings.skip))
+            try:
+                stats = pipe._step(replace(batch, check_gradients=not settings.skip))
+            except PipelineError:
+                pipe.zero_grad()
+                raise
             norm = None
             if settings.max_norm is not None or settings.skip or pipe.check_finite:
-                norm = pipe.grad_norm() if settings.max_norm is None else pipe.clip_grad_norm_(settings.max_norm)
+                norm = pipe.grad_norm()
             bad = norm is not None and not math.isfinite(norm.item()) and (settings.skip or pipe.check_finite)
             if norm is not None and bad and not settings.skip:
                 pipe.zero_grad()
                 pipe.steps -= 1
                 raise not_finite(pipe.steps, norm, stats.loss)
+            if norm is not None and settings.max_norm is not None and not bad:
+                pipe._clip(settings.max_norm, norm)
             if not bad:
                 settings.optimizer.step()
             pipe.zero_grad()

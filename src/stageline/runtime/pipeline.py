@@ -396,11 +396,15 @@ class Pipeline(Runner):
         total = total_norm(norms, norm_type, norm_dtype(self.model.parameters()))
         if self.check_finite and not self._scaled and not math.isfinite(total.item()):
             self._refuse_norm(norms, total)
+        self._clip(max_norm, total)
+        return total
+
+    def _clip(self, max_norm: float, total: Tensor) -> None:
+        """Clip gradients whose norm is known."""
         factor = clip_factor(max_norm, total)
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor.to(parameter.grad.dtype))
-        return total
 
     def grad_norm(self, norm_type: float = 2.0, gradients: Mapping[str, Tensor] | None = None) -> Tensor:
         """The norm of the gradients of all stages and ranks, tied weights counted once, on the CPU.
