@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from stageline.errors import StagelineError, shorten
+from stageline.errors import StagelineError
 from stageline.runtime.opaque import weights_inside
 
 
@@ -93,13 +93,8 @@ def with_functions(stages: Any) -> Any:
     """
     if not isinstance(stages, list | tuple) or not stages:
         return stages
-    if not all(callable(layer) for layer in stages):
-        wrong = next(layer for layer in stages if not callable(layer))
-        if any(isinstance(layer, nn.Module) for layer in stages):
-            raise StagelineError(f"a list of stages holds modules and functions, got {shorten(wrong)}")
-        return stages
-    builders = [not isinstance(layer, nn.Module) and builds(layer) for layer in stages]
-    if all(builders):
+    builders = [callable(layer) and not isinstance(layer, nn.Module) and builds(layer) for layer in stages]
+    if all(builders) or (any(builders) and not all(map(callable, stages))):
         return stages
     if any(builders) and not any(isinstance(layer, nn.Module) for layer in stages):
         return [
