@@ -96,7 +96,7 @@ def noted_when_waiting(words: list[str], folder: str) -> None:
     """The same; says by a file that it begins to wait for other ranks."""
     from stageline.train import setup
 
-    job_world = setup.job_world
+    job_world = vars(setup)["job_world"]
 
     def noted(*arguments: Any) -> Any:
         (Path(folder) / "inside").touch()

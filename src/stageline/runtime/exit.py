@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import signal
 import threading
 from collections.abc import Callable
@@ -49,8 +50,9 @@ def _prepare() -> None:
     for thread in _stuck:
         thread.join(0.2)
     waiting = [thread for thread in _stuck if thread.is_alive()]
-    if not (_lost or waiting):
+    if not (_closers or _lost or waiting):
         return
+    gc.freeze()  # collecting what torch keeps takes a second of computing, and whoever restarts the job waits for it
     for thread in waiting:
         _park(thread)
     for kept in _lost:
