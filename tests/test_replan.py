@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -297,3 +298,24 @@ def test_a_job_takes_another_order_and_trains_as_before(
     assert (told["step"], told["before"], told["after"]) == (2, 2.0, 1.5)
     assert "re-planned: the step should take 25.0% less" in told["said"]
     assert told["said"] in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_is_no_drift_and_a_lasting_change_is_told_once(
+    seed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Stages that vary by a fifth from step to step, in 200 steps that are looked at every ten; then one is slow."""
+    draw, factors = np.random.default_rng(seed), np.ones(4)
+
+    def noisy(timeline: sl.Timeline) -> sl.Costs:
+        forward, backward = np.exp(draw.normal(0.0, 0.2, (2, 4))) * factors
+        return sl.Costs(forward=forward.tolist(), backward=(2 * backward).tolist())
+
+    monkeypatch.setattr(replan, "typical_costs", noisy)
+    schedule, world = sl.schedule("1f1b", ranks=4, microbatches=8), ThreadWorld(4)
+    timeline, watch = sl.simulate(schedule, sl.Costs()), Watch("warn", 10, None, None)
+    for step in range(260):
+        factors[2] = 4.0 if step >= 200 else 1.0
+        watch.after(step, timeline if watch.wants() else None, schedule, world)
+    (line,) = caplog.messages
+    assert line.startswith("after step 209, stage 2 on rank 2 takes ")

@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -112,10 +113,12 @@ class Watch:
 
     def _note_noise(self, schedule: Schedule, steps: Sequence[Costs], costs: Costs) -> Floats:
         """How much every stage varies from step to step by itself, in the periods so far."""
-        self._noise.extend(np.log(np.maximum(deviations(schedule, costs, step), 1e-9)) for step in steps)
+        rows = [np.log(np.maximum(deviations(schedule, costs, step), 1e-9)) for step in steps]
+        # Differences of neighbours: the middle of three steps is no measure for the other two.
+        self._noise.extend(later - earlier for earlier, later in pairwise(rows))
         if not self._noise:
             return np.zeros(schedule.stages)
-        spread: Floats = 1.4826 * np.median(np.abs(np.stack(self._noise)), axis=0)
+        spread: Floats = 1.4826 * np.median(np.abs(np.stack(self._noise)), axis=0) / np.sqrt(2)
         return spread
 
     def _over_replicas(self, costs: Costs, schedule: Schedule, world: World) -> Costs:
