@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 
+from stageline._trust import proof
 from stageline.runtime.control import Address, Control, ControlError, Failure, Verdict, share_by_store, start_referee
 from stageline.runtime.control.judge import GRACE, Judge
 from stageline.runtime.control.launch import NAME, control_host
 from stageline.runtime.control.referee import Server
-from stageline.trust import proof
 
 RANK = Path(__file__).with_name("control_rank.py")
 LONG = 60.0
@@ -127,8 +127,6 @@ def jobs(tmp_path: Path) -> Iterator[Any]:
             each.process.kill()
             each.process.communicate()
         assert gone(job.address().job), "a referee is left"
-        with pytest.raises(OSError, match="refused"):
-            socket.create_connection((job.address().host, job.address().port), timeout=5)
 
 
 ASK = "control.verdict(timeout=200)"

@@ -20,11 +20,11 @@ import torch
 from hypothesis import given, settings
 
 from instances import examples
+from stageline._trust import proof
 from stageline.runtime.groups import own_host
 from stageline.transport.links import Links
 from stageline.transport.protocol import Header, Message, PeerFailed, TransportError
 from stageline.transport.sockets import LARGE, SocketTransport
-from stageline.trust import proof
 
 pytestmark = pytest.mark.timeout(600)
 

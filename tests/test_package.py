@@ -39,7 +39,7 @@ def test_exported_names_exist_and_are_sorted() -> None:
         "synthesis",
         "planning",
     }
-    assert public - rooms - {"Any", "TYPE_CHECKING"} == set(sl.__all__) - {"__version__"}
+    assert public - rooms - {"Any", "TYPE_CHECKING", "annotations"} == set(sl.__all__) - {"__version__"}
 
 
 def test_every_export_has_a_docstring_with_its_purpose() -> None:

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 import stageline as sl
-from stageline import trust
+from stageline import _trust as trust
+from stageline._trust import SecretFile, Sharing, TrustError, proof, read_secret
 from stageline.runtime.groups import _watch
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
-from stageline.trust import SecretFile, Sharing, TrustError, proof, read_secret
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -76,7 +76,7 @@ def test_a_secret_that_others_could_have_seen_or_made_is_refused(tmp_path: Path)
 
 
 def test_what_a_killed_rank_left_is_removed_by_the_next() -> None:
-    code = "import os; from stageline.trust import SecretFile; print(SecretFile('x').path, flush=True); os._exit(9)"
+    code = "import os; from stageline._trust import SecretFile; print(SecretFile('x').path, flush=True); os._exit(9)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     path = Path(done.stdout.strip())
     assert path.is_file(), done.stderr

@@ -9,7 +9,7 @@ import sys
 def main() -> None:
     """Run the command; what a user got wrong is one line on stderr and exit code 2, never a traceback."""
     try:
-        from stageline import interrupts
+        from stageline import _interrupts as interrupts
 
         interrupts.install()
     except KeyboardInterrupt:  # in the milliseconds until Ctrl-C is ours

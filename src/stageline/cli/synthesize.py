@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stageline import interrupts
+from stageline import _interrupts as interrupts
 from stageline.cli.options import Html, Json, Prices, Svg, Width, takes
 from stageline.cli.output import console, print_json, print_segments, save
 from stageline.timeline import draw

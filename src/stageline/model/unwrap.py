@@ -17,7 +17,7 @@ def is_wrapped(module: Any) -> bool:
     """Whether a module is what torch.compile(module) gave.
 
     >>> import torch
-    >>> is_wrapped(nn.Linear(2, 2)), is_wrapped(torch.compile(nn.Linear(2, 2)))
+    >>> is_wrapped(nn.Linear(2, 2)), is_wrapped(torch.compile(nn.Linear(2, 2), backend="eager"))
     (False, True)
     """
     return isinstance(module, nn.Module) and isinstance(module._modules.get(_WRAPPED), nn.Module)
@@ -29,7 +29,7 @@ def unwrapped(model: Any) -> Any:
     >>> import torch
     >>> linear = nn.Linear(2, 2)
     >>> with warnings.catch_warnings(record=True) as told:
-    ...     unwrapped(torch.compile(linear)) is linear
+    ...     unwrapped(torch.compile(linear, backend="eager")) is linear
     True
     """
     if not is_wrapped(model):
@@ -52,7 +52,7 @@ def inner(name: str, module: nn.Module) -> tuple[str, nn.Module]:
     """A module inside of its wrappers, and its name there.
 
     >>> import torch
-    >>> inner("block", torch.compile(nn.Linear(2, 2)))
+    >>> inner("block", torch.compile(nn.Linear(2, 2), backend="eager"))
     ('block._orig_mod', Linear(in_features=2, out_features=2, bias=True))
     """
     while is_wrapped(module):

@@ -31,7 +31,8 @@ def preflight(config: Config) -> None:
     >>> preflight(Config.read(None, "model.vocab_size=100"))
     Traceback (most recent call last):
     ...
-    stageline.errors.StagelineError: model.vocab_size is 100, and the tokenizer bytes has 256; 0 takes as many
+    stageline.errors.StagelineError: model.vocab_size is 100, but the tokenizer bytes has 256 tokens; use 0 for
+    that size
     """
     setup = Setup(config, _layout(config), RunFolder(config.job.dump_folder), None, None, None)
     sentences = []

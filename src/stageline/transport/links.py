@@ -4,7 +4,7 @@ Every process listens on one port, and a sender connects to it and says hello. W
 for it, straight from the socket, so a message wakes one thread of the receiver and no other. A wait ends early when the
 process is woken (`wake`), from any thread.
 
-Both ends prove that they know the secret of the job (`trust.py`), and a sender need not wait for an answer: a listener
+Both ends prove that they know the secret of the job (`_trust.py`), and a sender need not wait for an answer: a listener
 publishes its address with a nonce and a proof of both, and a hello proves the sender, its lane, that address and nonce,
 and a nonce of its own. So nobody else can stand in for a rank, and a hello serves at one listener, once.
 """
@@ -26,9 +26,9 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
+from stageline._trust import Sharing, new_nonce, one_machine, proof, proves
 from stageline.transport import wire
 from stageline.transport.protocol import Traffic, TransportError
-from stageline.trust import Sharing, new_nonce, one_machine, proof, proves
 
 Lane: TypeAlias = Traffic | Literal["exchange"]
 """What a connection carries: the messages of a traffic, or what all ranks tell each other."""

@@ -21,12 +21,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+from stageline._trust import new_nonce, proof, proves
 from stageline.errors import StagelineError
 from stageline.runtime.control.judge import BY_SIGNAL
 from stageline.runtime.control.launch import Address, ControlError, start_referee
 from stageline.runtime.control.signals import Bell, end_by
 from stageline.runtime.control.verdict import Failure, Verdict, describe
-from stageline.trust import new_nonce, proof, proves
 
 HOLD = 0.7
 """Seconds that a rank which is being ended waits to learn whom to blame, once the referee has heard of it."""

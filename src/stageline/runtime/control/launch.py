@@ -12,8 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from stageline._trust import Sharing, Store, one_machine
 from stageline.errors import StagelineError, shorten
-from stageline.trust import Sharing, Store, one_machine
 
 # The referee's modules by their own names, in empty packages: the real ones would load numpy first.
 _BOOT = """

@@ -25,8 +25,8 @@ import sys
 import time
 from typing import Any
 
+from stageline._trust import new_nonce, proof, proves
 from stageline.runtime.control.judge import Judge
-from stageline.trust import new_nonce, proof, proves
 
 LINGER = 1.0
 """Seconds without any rank after which the referee ends."""

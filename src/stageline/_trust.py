@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from stageline import interrupts
+from stageline import _interrupts as interrupts
 from stageline.errors import StagelineError, shorten
 
 _PREFIX = "stageline-secret-"
