@@ -20,6 +20,7 @@ import stageline as sl
 def lose_a_rank() -> sl.PipelineError:
     """Train until a rank is lost, and wait in a collective for it; only survivors come back."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)  # forked ranks have the number of the process they come from
     torch.manual_seed(0)
     pipe = sl.Pipeline(
         [nn.Linear(2, 2) for _ in range(ranks)], loss_fn=nn.functional.mse_loss, schedule="1f1b", microbatches=2
