@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
 import sys
 import time
 from pathlib import Path
@@ -117,7 +118,9 @@ def killed_while_saving(words: list[str], step: int, folder: str) -> None:
         place = self.path.parent.name
         last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
         if last and place.startswith("step-") and int(place[5:13]) >= step:
-            (Path(folder) / "killed").write_text(str(time.time()))
+            note = Path(folder) / f"killed-{threading.get_ident()}"  # several threads may write
+            note.write_text(str(time.time()))
+            note.replace(Path(folder) / "killed")
             os.kill(os.getpid(), signal.SIGKILL)
 
     disk.Stream.write = die  # type: ignore[method-assign]
