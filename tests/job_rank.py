@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import threading
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
