@@ -52,6 +52,7 @@ def _prepare() -> None:
     waiting = [thread for thread in _stuck if thread.is_alive()]
     if not (_closers or _lost or waiting):
         return
+    keep_groups()  # those of NCCL wait for a store that may be frozen, also where nothing is on the way
     gc.freeze()  # collecting what torch keeps takes a second of computing, and whoever restarts the job waits for it
     for thread in waiting:
         _park(thread)
