@@ -23,6 +23,7 @@ from stageline.runtime.finite import FiniteWatch
 from stageline.runtime.flight import Flight, worth_writing
 from stageline.runtime.progress import Notes, Progress
 from stageline.runtime.stage import Stage
+from stageline.runtime.subclasses import data_of, detached
 from stageline.runtime.tree import flatten, unflatten
 from stageline.schedules import action as kinds
 from stageline.schedules.build import PAIRED
@@ -290,7 +291,7 @@ class Executor:
         if arrived is None:
             leaves, tree = flatten(self._here(work.inputs[task.microbatch]), "the batch")
             # Through .data: microbatches are parts of one tensor, and a change of one in place is no change of another.
-            leaves = [leaf.data if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            leaves = [data_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             own = iter(work.inputs_want or [False] * len(leaves))
             wants = [isinstance(leaf, Tensor) and next(own) for leaf in leaves]
         else:
@@ -320,7 +321,7 @@ class Executor:
             )
         if work.keep_outputs:
             result.outputs[task.microbatch] = unflatten(
-                [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs], shape
+                [detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs], shape
             )
         return None
 
@@ -343,7 +344,7 @@ class Executor:
         """With an output, tell which tensors want a gradient; with gradients, which of them a hook changed."""
         target = self.name if task.target is None else task.target
         wants = list(changed) or [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        bare = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        bare = [detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         message = Message(self._header(task, work, self.name, target, task.stage), bare, tree, wants)
         self.outputs.note(message)
         return message

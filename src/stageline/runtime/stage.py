@@ -23,6 +23,7 @@ from stageline.runtime.plan import Plan, checkpointed
 from stageline.runtime.randomness import Generators, draws, generator_alone, random_numbers
 from stageline.runtime.recompute import Recompute, training
 from stageline.runtime.split import Arriving, SplitBackward
+from stageline.runtime.subclasses import cloned, detached
 from stageline.runtime.surroundings import plain_precision
 from stageline.runtime.takes import Takes
 from stageline.runtime.tree import flatten, tensors_of, unflatten
@@ -140,8 +141,7 @@ class Stage:
     ) -> tuple[list[Leaf], str]:
         """Run F; give back the output's leaves and the shape of its tree."""
         inputs: list[Leaf] = [
-            leaf.detach().requires_grad_(want) if isinstance(leaf, Tensor) else leaf
-            for leaf, want in zip(leaves, wants, strict=True)
+            detached(leaf, want) if isinstance(leaf, Tensor) else leaf for leaf, want in zip(leaves, wants, strict=True)
         ]
         kept = _Kept(inputs, tree, step, keywords)
         if train:
@@ -160,8 +160,7 @@ class Stage:
             if self.options.recompute.stages:
                 self._buffers.after(kept.before)
                 outputs = kept.outputs = [
-                    leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-                    for leaf in outputs
+                    detached(leaf, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in outputs
                 ]
         return outputs, shape
 
@@ -216,12 +215,12 @@ class Stage:
         """
         if changed is not None:
             return [
-                leaf.clone() if isinstance(leaf, Tensor) and (copies or self._changes_input) else leaf
+                cloned(leaf) if isinstance(leaf, Tensor) and (copies or self._changes_input) else leaf
                 for leaf, copies in zip(inputs, changed, strict=True)
             ]
         everything = self._changes_input or self.options.recompute.stages
         return [
-            leaf.clone() if isinstance(leaf, Tensor) and (everything or leaf.requires_grad) else leaf for leaf in inputs
+            cloned(leaf) if isinstance(leaf, Tensor) and (everything or leaf.requires_grad) else leaf for leaf in inputs
         ]
 
     def _run_with_skips(self, part: SkipPart, kept: _Kept, microbatch: int, value: Any) -> Any:
@@ -350,10 +349,7 @@ class Stage:
                 "work on a copy (x = x.clone()), or use another recompute="
             )
         # New leaves: hooks that the first run put on its inputs are not called beside those of this run.
-        kept.inputs = [
-            leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-            for leaf in kept.inputs
-        ]
+        kept.inputs = [detached(leaf, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in kept.inputs]
         kept.hooks = hooks.registered()
         with self._buffers.as_before(kept.before), torch.enable_grad():
             kept.outputs, shape = flatten(self._run(kept, microbatch), f"stage {self.index}")

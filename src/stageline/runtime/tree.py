@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stageline.errors import StagelineError, shorten
+from stageline.runtime.subclasses import graph_attribute
 from stageline.transport.protocol import Leaf
 
 TENSOR = "tensor"
@@ -74,6 +75,11 @@ def _refuse_odd(tensor: Tensor, where: str) -> None:
         raise StagelineError(
             f"{where} passes on a {odd_class(tensor)}, and stages can pass plain tensors; pass {said}, and build it "
             "again in the stage that needs it"
+        )
+    if type(tensor) is not Tensor and (attribute := graph_attribute(tensor)):
+        raise StagelineError(
+            f"{where} passes on a {type(tensor).__name__} whose attribute {attribute} requires grad, and no gradient "
+            "of an attribute comes back from another stage; pass the attribute as a tensor of its own, or detach it"
         )
 
 
