@@ -24,7 +24,7 @@ from stageline.runtime.flight import Flight, worth_writing
 from stageline.runtime.progress import Notes, Progress
 from stageline.runtime.stage import Stage
 from stageline.runtime.subclasses import data_of, detached
-from stageline.runtime.tree import flatten, unflatten
+from stageline.runtime.tree import flatten, refuse_layout, unflatten
 from stageline.schedules import action as kinds
 from stageline.schedules.build import PAIRED
 from stageline.schedules.schedule import Schedule
@@ -343,6 +343,9 @@ class Executor:
     ) -> Message:
         """With an output, tell which tensors want a gradient; with gradients, which of them a hook changed."""
         target = self.name if task.target is None else task.target
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+                refuse_layout(leaf, task.stage, task.microbatch, forward=task.kind == kinds.F)
         wants = list(changed) or [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         bare = [detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         message = Message(self._header(task, work, self.name, target, task.stage), bare, tree, wants)

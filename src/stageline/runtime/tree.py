@@ -83,6 +83,21 @@ def _refuse_odd(tensor: Tensor, where: str) -> None:
         )
 
 
+def refuse_layout(tensor: Tensor, stage: int, microbatch: int, *, forward: bool) -> None:
+    """Refuse to pass on a sparse tensor, or another that is not strided."""
+    layout = str(tensor.layout).removeprefix("torch.")
+    if forward:
+        raise StagelineError(
+            f"stage {stage} passes on a sparse tensor, of layout {layout}, in microbatch {microbatch}, and stages can "
+            "pass dense ones; pass x.to_dense(), or its indices and values, and build it again in the stage that "
+            "needs it"
+        )
+    raise StagelineError(
+        f"the gradient of an input of stage {stage} is sparse, of layout {layout}, in microbatch {microbatch}, and "
+        "stages can pass dense ones; use sparse=False where that input is looked up"
+    )
+
+
 def _can_pass(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, (Tensor, int, float, str))
 
