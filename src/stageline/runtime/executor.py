@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError
+from stageline.runtime.aliases import noted, read_pairs, sharing
 from stageline.runtime.blockmask import is_mask
 from stageline.runtime.changed_outputs import Outputs
 from stageline.runtime.clock import Clock, DeviceClock, HostClock
@@ -294,8 +295,10 @@ class Executor:
             leaves = [data_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             own = iter(work.inputs_want or [False] * len(leaves))
             wants = [isinstance(leaf, Tensor) and next(own) for leaf in leaves]
+            shared = sharing(leaves, {})
         else:
-            leaves, tree, wants = list(arrived.leaves), arrived.tree, list(arrived.wants_gradient)
+            leaves, wants = list(arrived.leaves), list(arrived.wants_gradient)
+            tree, shared = read_pairs(arrived.tree)
         given = work.keywords.get(task.stage)
         outputs, shape = stage.forward(
             task.microbatch,
@@ -305,9 +308,11 @@ class Executor:
             wants,
             work.training,
             self._here(given[task.microbatch]) if given else {},
+            shared,
         )
         if task.stage < self.schedule.stages - 1:
             return self._message(task, work, outputs, shape)
+        stage.take_joined()
         value = unflatten(outputs, shape)
         if work.targets:
             result.losses[task.microbatch], result.metrics[task.microbatch] = stage.loss(
@@ -347,6 +352,8 @@ class Executor:
             if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
                 refuse_layout(leaf, task.stage, task.microbatch, forward=task.kind == kinds.F)
         wants = list(changed) or [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        if task.kind == kinds.F:
+            tree = noted(tree, sharing(leaves, self.stages[task.stage].take_joined()))
         bare = [detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         message = Message(self._header(task, work, self.name, target, task.stage), bare, tree, wants)
         self.outputs.note(message)
