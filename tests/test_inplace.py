@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stageline as sl
-from stageline.testing import assert_same_bits
+from stageline.testing import assert_same_bits, run_ranks
 
 
 class Block(nn.Module):
@@ -240,3 +240,124 @@ def test_what_blocks_keep_and_the_forward_reads_on_another_stage_is_refused(read
     pipe = sl.Pipeline(Model(read), loss_fn=functional.mse_loss, ranks=2, microbatches=4)
     with pytest.raises(sl.PipelineError, match=rf"the forward reads blocks\.\d\.[a-z.]*{read}, which blocks"):
         pipe.step(torch.randn(8, 4), torch.randn(8, 4))
+
+
+# Inputs that share memory.
+
+
+class Twice(Block):
+    """It passes on one tensor twice, or with a view of it."""
+
+    def __init__(self, part: int = 4) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.linear(x)
+        return (hidden, hidden) if self.part == 4 else (hidden, hidden[:, : self.part])
+
+
+class PassesBoth(nn.Module):
+    def forward(self, pair: Any) -> Any:
+        return pair[0], pair[1]
+
+
+class ChangesOne(Block):
+    def __init__(self, which: int, copies: bool = False) -> None:
+        super().__init__()
+        self.which, self.copies = which, copies
+
+    def forward(self, pair: Any) -> Any:
+        tensors = list(pair)
+        if self.copies:
+            tensors[self.which] = tensors[self.which].clone()
+        tensors[self.which].mul_(2)
+        return self.linear(tensors[0]) + tensors[1].sum()
+
+
+class Halves(Block):
+    """What it passes on lies in one memory, and has no element in common."""
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.linear(x)
+        return hidden[:, 0::2], hidden[:, 1::2]
+
+
+class ChangesHalf(Block):
+    def forward(self, pair: Any) -> Any:
+        pair[0].mul_(2)
+        return self.linear(torch.cat(pair, dim=1))
+
+
+class TwiceInUnits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Twice(), ChangesOne(0), Twice(), ChangesOne(0)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+SHARED = r"stage {} changes its input \d in place in microbatch 0, which shares memory with its input \d"
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(("part", "which"), [(4, 0), (4, 1), (2, 0), (2, 1)])
+def test_a_change_of_one_of_two_inputs_that_share_memory_is_refused(
+    part: int, which: int, schedule: str, recompute: str
+) -> None:
+    model = nn.Sequential(Twice(part), ChangesOne(which))
+    with pytest.raises(sl.StagelineError, match=SHARED.format(1)):
+        same_as_a_loop(model, ranks=2, schedule=schedule, recompute=recompute)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+def test_shared_memory_is_known_behind_a_stage_that_passes_it_on(recompute: str) -> None:
+    model = nn.Sequential(Twice(), PassesBoth(), ChangesOne(0))
+    with pytest.raises(sl.StagelineError, match=SHARED.format(2)):
+        same_as_a_loop(model, ranks=3, schedule="1f1b", recompute=recompute)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved"])
+def test_shared_memory_is_known_between_units(schedule: str) -> None:
+    with pytest.raises(sl.StagelineError, match=SHARED.format(1)):
+        same_as_a_loop(TwiceInUnits(), ranks=2, schedule=schedule)
+
+
+def test_a_batch_whose_inputs_share_memory_is_refused_where_one_is_changed() -> None:
+    model = nn.Sequential(ChangesOne(0), nn.Linear(4, 4))
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
+    x = torch.ones(4, 4)
+    with pytest.raises(sl.StagelineError, match=SHARED.format(0)):
+        pipe.step((x, x), torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_shared_memory_that_no_change_reaches_gives_the_bits_of_a_loop(schedule: str, recompute: str) -> None:
+    for model in (nn.Sequential(Twice(), ChangesOne(0, copies=True)), nn.Sequential(Halves(), ChangesHalf())):
+        same_as_a_loop(model, ranks=2, schedule=schedule, recompute=recompute)
+
+
+def refused(rank: int) -> list[str]:
+    messages = []
+    for layers in ([Twice(2), PassesBoth(), ChangesOne(1)], [Halves(), PassesBoth(), ChangesHalf()]):
+        torch.manual_seed(0)
+        pipe = sl.Pipeline(nn.Sequential(*layers), loss_fn=functional.mse_loss, schedule="1f1b", microbatches=2)
+        try:
+            pipe.step(torch.ones(4, 4), torch.ones(4, 4))
+            messages.append("")
+        except sl.StagelineError as error:
+            messages.append(str(error))
+        pipe.zero_grad()
+    return messages
+
+
+def test_processes_refuse_a_change_of_shared_memory() -> None:
+    for shared, apart in run_ranks(refused, 3):
+        assert "stage 2 changes its input 1 in place in microbatch 0, which shares memory with its input 0" in shared
+        assert apart == ""

@@ -147,6 +147,40 @@ def test_nested_tensors_are_refused_by_name(layout: torch.layout) -> None:
         pipe.step(nested, x)
 
 
+class Sparse(nn.Module):
+    """A stage that passes on a sparse tensor."""
+
+    def __init__(self, csr: bool) -> None:
+        super().__init__()
+        self.inner, self.csr = nn.Linear(4, 4), csr
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x)
+        return hidden.to_sparse_csr() if self.csr else hidden.to_sparse()
+
+
+class LooksUp(nn.Module):
+    """A stage that gives its input a sparse gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.embedding(torch.zeros(2, dtype=torch.long), x, sparse=True)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([Sparse(False), nn.Linear(4, 4)], "stage 0 passes on a sparse tensor, of layout sparse_coo, in microbatch 0"),
+        ([Sparse(True), nn.Linear(4, 4)], "stage 0 passes on a sparse tensor, of layout sparse_csr, in microbatch 0"),
+        ([nn.Linear(4, 4), LooksUp()], "the gradient of an input of stage 1 is sparse, of layout sparse_coo"),
+    ],
+)
+def test_sparse_tensors_between_stages_are_refused_by_name(stages: list[nn.Module], message: str) -> None:
+    pipe = sl.Pipeline(stages, loss_fn=functional.mse_loss, microbatches=2)
+    with pytest.raises(sl.PipelineError, match=message):
+        pipe.step(torch.randn(4, 4), torch.randn(4, 4))
+
+
 def test_lazy_modules_are_refused_until_they_have_a_shape() -> None:
     model = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(4))
     x = torch.randn(8, 3)

@@ -25,6 +25,7 @@ from stageline.runtime.randomness import Generators
 from stageline.runtime.rounding import FINE, Reasons, Reordered, Summands, differentiable, within
 from stageline.runtime.runner import Batch
 from stageline.runtime.stage import Stage
+from stageline.runtime.subclasses import cloned, detached, is_plain_tensor
 from stageline.schedules.schedule import Schedule
 from stageline.testing.reference import Difference, differences
 
@@ -147,7 +148,7 @@ def check(
         pipe._see(Batch(inputs, targets))
     sent = _watch_cuts(pipe, min(parts, samples))
     # Copies: a model may change its inputs in place.
-    found = pipe.step(*copy.deepcopy((inputs, targets))).loss
+    found = pipe.step(*_copied((inputs, targets))).loss
     alone = _Alone(model, pipe, inputs, targets, example, parts)
     total, plain, reference = alone.run(loss)
     mine, other = _state(piped), _state(plain)
@@ -261,11 +262,11 @@ class _Alone:
             args_chunk_spec=specs.args, kwargs_chunk_spec=specs.kwargs, targets_chunk_spec=specs.targets,
             penalty=self._penalty,
         )  # fmt: skip
-        return pipe.step(*copy.deepcopy((self._inputs, self._targets))).loss
+        return pipe.step(*_copied((self._inputs, self._targets))).loss
 
     def _loop(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any], inputs: Any, targets: Any) -> float | None:
         """The loss of a plain loop over the microbatches; None where the model draws random numbers."""
-        inputs, targets = copy.deepcopy((inputs, targets))
+        inputs, targets = _copied((inputs, targets))
         samples = _samples(inputs, self._specs)
         filled = min(self._parts, samples)
         total = 0.0
@@ -325,7 +326,17 @@ def _samples(inputs: Any, specs: ChunkSpecs) -> int:
 
 def _leaf(value: Any) -> Any:
     """A leaf of its own, so that gradients of the inputs stay here."""
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+    return detached(value, value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _copied(tree: Any) -> Any:
+    """A deep copy; torch copies neither tensors of a graph nor most classes that are derived from its own."""
+    odd = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and not _copies_itself(leaf)]
+    return copy.deepcopy(tree, {id(leaf): detached(cloned(leaf), leaf.requires_grad) for leaf in odd})
+
+
+def _copies_itself(tensor: Tensor) -> bool:
+    return is_plain_tensor(tensor) and tensor.is_leaf
 
 
 def _understood(batch: Any, loss_fn: Callable[[Any, Any], Any] | None) -> tuple[Any, Any, Callable[[Any, Any], Any]]:

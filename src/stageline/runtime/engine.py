@@ -60,6 +60,14 @@ def node_of(tensor: Tensor) -> Node:
     >>> node_of(leaf).name().split("::")[-1], node_of(leaf * 2).name()
     ('AccumulateGrad', 'MulBackward0')
     """
+    if type(tensor) not in _PLAIN:
+        # A class of the user's would have view_as give a view of a view, which is one node further away.
+        with torch._C.DisableTorchFunctionSubclass():
+            return _node_of(tensor)
+    return _node_of(tensor)
+
+
+def _node_of(tensor: Tensor) -> Node:
     if tensor.grad_fn is not None:
         return tensor.grad_fn
     if torch.is_grad_enabled():

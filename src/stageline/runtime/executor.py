@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError
+from stageline.runtime.aliases import noted, read_pairs, sharing
 from stageline.runtime.blockmask import is_mask
 from stageline.runtime.changed_outputs import Outputs
 from stageline.runtime.clock import Clock, DeviceClock, HostClock
@@ -23,7 +24,8 @@ from stageline.runtime.finite import FiniteWatch
 from stageline.runtime.flight import Flight, worth_writing
 from stageline.runtime.progress import Notes, Progress
 from stageline.runtime.stage import Stage
-from stageline.runtime.tree import flatten, unflatten
+from stageline.runtime.subclasses import data_of, detached
+from stageline.runtime.tree import flatten, refuse_layout, unflatten
 from stageline.schedules import action as kinds
 from stageline.schedules.build import PAIRED
 from stageline.schedules.schedule import Schedule
@@ -290,11 +292,13 @@ class Executor:
         if arrived is None:
             leaves, tree = flatten(self._here(work.inputs[task.microbatch]), "the batch")
             # Through .data: microbatches are parts of one tensor, and a change of one in place is no change of another.
-            leaves = [leaf.data if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            leaves = [data_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             own = iter(work.inputs_want or [False] * len(leaves))
             wants = [isinstance(leaf, Tensor) and next(own) for leaf in leaves]
+            shared = sharing(leaves, {})
         else:
-            leaves, tree, wants = list(arrived.leaves), arrived.tree, list(arrived.wants_gradient)
+            leaves, wants = list(arrived.leaves), list(arrived.wants_gradient)
+            tree, shared = read_pairs(arrived.tree)
         given = work.keywords.get(task.stage)
         outputs, shape = stage.forward(
             task.microbatch,
@@ -304,9 +308,11 @@ class Executor:
             wants,
             work.training,
             self._here(given[task.microbatch]) if given else {},
+            shared,
         )
         if task.stage < self.schedule.stages - 1:
             return self._message(task, work, outputs, shape)
+        stage.take_joined()
         value = unflatten(outputs, shape)
         if work.targets:
             result.losses[task.microbatch], result.metrics[task.microbatch] = stage.loss(
@@ -320,7 +326,7 @@ class Executor:
             )
         if work.keep_outputs:
             result.outputs[task.microbatch] = unflatten(
-                [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs], shape
+                [detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs], shape
             )
         return None
 
@@ -342,8 +348,13 @@ class Executor:
     ) -> Message:
         """With an output, tell which tensors want a gradient; with gradients, which of them a hook changed."""
         target = self.name if task.target is None else task.target
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+                refuse_layout(leaf, task.stage, task.microbatch, forward=task.kind == kinds.F)
         wants = list(changed) or [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        bare = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if task.kind == kinds.F:
+            tree = noted(tree, sharing(leaves, self.stages[task.stage].take_joined()))
+        bare = [detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         message = Message(self._header(task, work, self.name, target, task.stage), bare, tree, wants)
         self.outputs.note(message)
         return message

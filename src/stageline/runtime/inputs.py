@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError
 from stageline.runtime.batch import Keywords
+from stageline.runtime.subclasses import detached
 from stageline.runtime.surroundings import plain_precision
 from stageline.runtime.tree import learn, tensors_of
 from stageline.runtime.worlds import PipelineError, World
@@ -123,7 +124,7 @@ def with_leaves(inputs: Any) -> tuple[Any, Roots]:
         if not isinstance(value, Tensor) or value.grad_fn is None:
             return value
         if id(value) not in leaves:
-            leaves[id(value)] = value.detach().requires_grad_()
+            leaves[id(value)] = detached(value, True)
             roots.append((value, leaves[id(value)]))
         return leaves[id(value)]
 

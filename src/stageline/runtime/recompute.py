@@ -24,6 +24,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from stageline.errors import StagelineError, shorten
 from stageline.runtime.buffers import Buffers
 from stageline.runtime.randomness import generator_state, replayed
+from stageline.runtime.subclasses import detached
 from stageline.runtime.surroundings import autocasts
 
 Choice: TypeAlias = Literal["none", "stage"] | str | type[nn.Module] | Callable[[str, nn.Module], bool] | Sequence[Any]
@@ -271,4 +272,4 @@ def _unpack(handle: _Handle) -> Tensor:
 
 
 def _detached(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+    return detached(value, value.requires_grad) if isinstance(value, Tensor) else value

@@ -16,6 +16,7 @@ from stageline.model.sharing import Watch
 from stageline.model.skips import SkipPart, carried
 from stageline.model.units import layers_of
 from stageline.runtime import engine, hooks
+from stageline.runtime.aliases import Pairs, Shared
 from stageline.runtime.buffers import Buffers, Snapshot
 from stageline.runtime.graphless import refuse_loss
 from stageline.runtime.loss_reads import LossReads
@@ -23,6 +24,7 @@ from stageline.runtime.plan import Plan, checkpointed
 from stageline.runtime.randomness import Generators, draws, generator_alone, random_numbers
 from stageline.runtime.recompute import Recompute, training
 from stageline.runtime.split import Arriving, SplitBackward
+from stageline.runtime.subclasses import cloned, detached
 from stageline.runtime.surroundings import plain_precision
 from stageline.runtime.takes import Takes
 from stageline.runtime.tree import flatten, tensors_of, unflatten
@@ -46,6 +48,8 @@ class _Kept:
     tree: str
     step: int
     keywords: Mapping[str, Any]
+    shared: Pairs = ()
+    """Places of inputs that share memory in one process."""
     outputs: list[Leaf] = field(default_factory=list)
     target: Any = None
     weight: float | None = None
@@ -114,6 +118,7 @@ class Stage:
         self._watch = None if isinstance(part, StagePart) else watch  # there, units are looked at one by one
         self._changed: dict[Any, list[bool]] = {}
         """Which of its inputs the stage changes in place, by their form."""
+        self._shared: Shared | None = None
         self._skips = part if isinstance(part, SkipPart) else None
         if self._replay is not None:
             self._replay.watch = watch
@@ -137,13 +142,13 @@ class Stage:
         wants: Sequence[bool],
         train: bool,
         keywords: Mapping[str, Any],
+        shared: Pairs = (),
     ) -> tuple[list[Leaf], str]:
-        """Run F; give back the output's leaves and the shape of its tree."""
+        """Run F; give back the output's leaves and the shape of its tree. `shared` are inputs that share memory."""
         inputs: list[Leaf] = [
-            leaf.detach().requires_grad_(want) if isinstance(leaf, Tensor) else leaf
-            for leaf, want in zip(leaves, wants, strict=True)
+            detached(leaf, want) if isinstance(leaf, Tensor) else leaf for leaf, want in zip(leaves, wants, strict=True)
         ]
-        kept = _Kept(inputs, tree, step, keywords)
+        kept = _Kept(inputs, tree, step, keywords, shared)
         if train:
             self._count_hooks(kept)
         if isinstance(self.part, StagePart) and self._refreshed != (step, train):
@@ -160,8 +165,7 @@ class Stage:
             if self.options.recompute.stages:
                 self._buffers.after(kept.before)
                 outputs = kept.outputs = [
-                    leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-                    for leaf in outputs
+                    detached(leaf, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in outputs
                 ]
         return outputs, shape
 
@@ -199,6 +203,7 @@ class Stage:
         form = (kept.tree, len(kept.inputs), self.part.training, torch.is_grad_enabled())
         changed = self._changed.get(form)
         given = self._copied(kept.inputs, changed)
+        shared = Shared(kept.shared, kept.inputs, given) if kept.shared else None
         value = unflatten(given, kept.tree)
         if self._skips is not None:
             value = self._run_with_skips(self._skips, kept, microbatch, value)
@@ -206,7 +211,24 @@ class Stage:
             value = self._run_layers(kept, microbatch, value)
         if changed is None:
             self._changed[form] = [_was_changed(leaf) for leaf in given]
+        if shared is not None:
+            self._refuse_change(shared, microbatch)
+            self._shared = shared
         return value
+
+    def _refuse_change(self, shared: Shared, microbatch: int) -> None:
+        places = shared.changed()
+        if places is not None:
+            raise StagelineError(
+                f"stage {self.index} changes its input {places[0]} in place in microbatch {microbatch}, which shares "
+                f"memory with its input {places[1]}; in one process that changes both, and between stages it cannot: "
+                "let it work on a copy (x = x.clone()), or let it be given a copy of one of them"
+            )
+
+    def take_joined(self) -> dict[int, int]:
+        """What of the memory of the last forward would be one in one process; asked once."""
+        shared, self._shared = self._shared, None
+        return {} if shared is None else shared.joined()
 
     def _copied(self, inputs: Sequence[Leaf], changed: Sequence[bool] | None) -> list[Leaf]:
         """What the layers are given: copies of what they change in place, as they may in one process.
@@ -216,12 +238,12 @@ class Stage:
         """
         if changed is not None:
             return [
-                leaf.clone() if isinstance(leaf, Tensor) and (copies or self._changes_input) else leaf
+                cloned(leaf) if isinstance(leaf, Tensor) and (copies or self._changes_input) else leaf
                 for leaf, copies in zip(inputs, changed, strict=True)
             ]
         everything = self._changes_input or self.options.recompute.stages
         return [
-            leaf.clone() if isinstance(leaf, Tensor) and (everything or leaf.requires_grad) else leaf for leaf in inputs
+            cloned(leaf) if isinstance(leaf, Tensor) and (everything or leaf.requires_grad) else leaf for leaf in inputs
         ]
 
     def _run_with_skips(self, part: SkipPart, kept: _Kept, microbatch: int, value: Any) -> Any:
@@ -350,10 +372,7 @@ class Stage:
                 "work on a copy (x = x.clone()), or use another recompute="
             )
         # New leaves: hooks that the first run put on its inputs are not called beside those of this run.
-        kept.inputs = [
-            leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-            for leaf in kept.inputs
-        ]
+        kept.inputs = [detached(leaf, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in kept.inputs]
         kept.hooks = hooks.registered()
         with self._buffers.as_before(kept.before), torch.enable_grad():
             kept.outputs, shape = flatten(self._run(kept, microbatch), f"stage {self.index}")
@@ -364,6 +383,7 @@ class Stage:
                     output, kept.target, kept.weight, kept.step, microbatch,
                 )  # fmt: skip
                 kept.loss = kept.loss if kept.scale == 1.0 else kept.loss * kept.scale
+        self._shared = None
 
     def backward(
         self, microbatch: int, grads: Sequence[Tensor | None] | None, changed: Sequence[bool] = ()
@@ -469,6 +489,7 @@ class Stage:
     def forget(self) -> None:
         """Drop everything kept, after a step that failed."""
         self._kept.clear()
+        self._shared = None
         self._refreshed = None
         self.take_counts()
 

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stageline.errors import StagelineError, shorten
+from stageline.runtime.subclasses import graph_attribute
 from stageline.transport.protocol import Leaf
 
 TENSOR = "tensor"
@@ -75,6 +76,26 @@ def _refuse_odd(tensor: Tensor, where: str) -> None:
             f"{where} passes on a {odd_class(tensor)}, and stages can pass plain tensors; pass {said}, and build it "
             "again in the stage that needs it"
         )
+    if type(tensor) is not Tensor and (attribute := graph_attribute(tensor)):
+        raise StagelineError(
+            f"{where} passes on a {type(tensor).__name__} whose attribute {attribute} requires grad, and no gradient "
+            "of an attribute comes back from another stage; pass the attribute as a tensor of its own, or detach it"
+        )
+
+
+def refuse_layout(tensor: Tensor, stage: int, microbatch: int, *, forward: bool) -> None:
+    """Refuse to pass on a sparse tensor, or another that is not strided."""
+    layout = str(tensor.layout).removeprefix("torch.")
+    if forward:
+        raise StagelineError(
+            f"stage {stage} passes on a sparse tensor, of layout {layout}, in microbatch {microbatch}, and stages can "
+            "pass dense ones; pass x.to_dense(), or its indices and values, and build it again in the stage that "
+            "needs it"
+        )
+    raise StagelineError(
+        f"the gradient of an input of stage {stage} is sparse, of layout {layout}, in microbatch {microbatch}, and "
+        "stages can pass dense ones; use sparse=False where that input is looked up"
+    )
 
 
 def _can_pass(leaf: Any) -> bool:

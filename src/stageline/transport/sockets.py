@@ -160,6 +160,8 @@ class SocketTransport:
     def send(self, message: Message) -> None:
         """Send what the network takes; the rest is kept until it is gone."""
         head = message.header
+        if head.traffic == "forward":
+            wire.refuse_classes(message)
         channel: Channel = (head.target, head.traffic)
         if head.traffic not in wire.TRAFFIC or not 0 <= head.target < self.ranks or head.target == self.rank:
             raise TransportError(f"rank {self.rank} cannot send {head} to rank {head.target}: there is no such channel")

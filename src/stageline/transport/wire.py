@@ -17,9 +17,9 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from stageline.errors import shorten
+from stageline.errors import StagelineError, shorten
 from stageline.transport.protocol import Header, Leaf, Message, Traffic, TransportError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -197,6 +197,18 @@ def write_text(message: Message, apart: Callable[[Tensor], bool] = lambda tensor
     else:
         rest = json.dumps([described, message.tree, list(map(bool, message.wants_gradient)), kinds]).encode()
     return write_fields(message.header) + b"\n" + rest
+
+
+def refuse_classes(message: Message) -> None:
+    """Refuse a tensor of a class of the user's: the class and its attributes would not arrive."""
+    for leaf in message.leaves:
+        if isinstance(leaf, Tensor) and type(leaf) is not Tensor and not isinstance(leaf, nn.Parameter):
+            name, head = type(leaf).__name__, message.header
+            raise StagelineError(
+                f"stage {head.stage} passes on a {name} in microbatch {head.microbatch}, a class derived from "
+                f"torch.Tensor, and to another process it can only pass plain tensors; pass on "
+                f"x.as_subclass(torch.Tensor), and build the {name} again in the stage that needs it"
+            )
 
 
 def write_fields(head: Header) -> bytes:

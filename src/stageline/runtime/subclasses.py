@@ -1,0 +1,80 @@
+"""Tensors of classes that users derive from torch.Tensor, as they pass from stage to stage.
+
+In one process the next layer is given the very tensor, with its class and attributes. A stage is given another tensor
+with the same memory, and it must not differ from the first in anything but its graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+_PLAIN = frozenset([Tensor, nn.Parameter])
+
+
+def is_plain_tensor(tensor: Tensor) -> bool:
+    """Whether it is of one of torch's own classes, and not of one that is derived from them.
+
+    >>> is_plain_tensor(torch.ones(2)), is_plain_tensor(torch.ones(2).as_subclass(type("Named", (Tensor,), {})))
+    (True, False)
+    """
+    return type(tensor) in _PLAIN
+
+
+def detached(tensor: Tensor, wants: bool = False) -> Tensor:
+    """The same values without a graph, of the same class and with the same attributes.
+
+    >>> class Named(Tensor):
+    ...     pass
+    >>> tensor = torch.ones(2).as_subclass(Named)
+    >>> tensor.name = "weights"
+    >>> type(detached(tensor)).__name__, detached(tensor).name
+    ('Named', 'weights')
+    """
+    if type(tensor) in _PLAIN:
+        bare = tensor.detach()
+        return bare.requires_grad_() if wants else bare
+    with torch._C.DisableTorchFunctionSubclass():
+        return _like(tensor.detach(), tensor).requires_grad_(wants)
+
+
+def cloned(tensor: Tensor) -> Tensor:
+    """A copy in the same graph, of the same class and with the same attributes."""
+    if type(tensor) in _PLAIN:
+        return tensor.clone()
+    with torch._C.DisableTorchFunctionSubclass():
+        return _like(tensor.clone(), tensor)
+
+
+def data_of(tensor: Tensor) -> Tensor:
+    """`tensor.data`, of the same class and with the same attributes."""
+    if type(tensor) in _PLAIN:
+        return tensor.data
+    with torch._C.DisableTorchFunctionSubclass():
+        return _like(tensor.data, tensor)
+
+
+def _like(copy: Tensor, tensor: Tensor) -> Tensor:
+    if type(copy) is Tensor:
+        copy = copy.as_subclass(type(tensor))
+    copy.__dict__.update(tensor.__dict__)
+    return copy
+
+
+def graph_attribute(tensor: Tensor) -> str:
+    """The first attribute of such a tensor that requires a gradient, which no message would bring back; or ''.
+
+    >>> class Named(Tensor):
+    ...     pass
+    >>> tensor = torch.ones(2).as_subclass(Named)
+    >>> tensor.scale = torch.ones(2, requires_grad=True)
+    >>> graph_attribute(tensor)
+    'scale'
+    """
+    if type(tensor) in _PLAIN:
+        return ""
+    for name, value in tensor.__dict__.items():
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value)):
+            return name
+    return ""
