@@ -30,7 +30,7 @@ _AS = frozenset({"to", "type_as", "view_as", "reshape_as", "expand_as"})
 """Functions that look at the values of their first argument alone."""
 
 
-def _storage(tensor: Tensor) -> int | None:
+def storage_of(tensor: Tensor) -> int | None:
     """What tells the memory of a tensor from that of others; None where it has none of its own."""
     try:
         return int(tensor.untyped_storage()._cdata)
@@ -45,28 +45,29 @@ class Tensors:
         """Keep them: a number that stands for a tensor holds only while the tensor lives."""
         self.named = list(named)
         self._by_id = {id(tensor): name for name, tensor in reversed(self.named)}
-        self._by_storage = {_storage(tensor): name for name, tensor in reversed(self.named)}
+        self._by_storage = {storage_of(tensor): name for name, tensor in reversed(self.named)}
         self._by_storage.pop(None, None)
 
     def __contains__(self, tensor: Tensor) -> bool:
         """Whether it is one of them or shares memory with one."""
-        return id(tensor) in self._by_id or _storage(tensor) in self._by_storage
+        return id(tensor) in self._by_id or storage_of(tensor) in self._by_storage
 
     def name(self, tensor: Tensor) -> str | None:
         """What it is called, or what it is a view of."""
-        return self._by_id.get(id(tensor)) or self._by_storage.get(_storage(tensor))
+        return self._by_id.get(id(tensor)) or self._by_storage.get(storage_of(tensor))
 
     def exactly(self, tensor: Tensor) -> str | None:
         """What it is called, if it is one of them."""
         return self._by_id.get(id(tensor))
 
 
-class _Watch(TorchFunctionMode):
+class ReadWatch(TorchFunctionMode):
     """Notes the tensors whose values are read while it is on."""
 
-    def __init__(self, name: Callable[[Tensor], str | None]) -> None:
+    def __init__(self, name: Callable[[Tensor], str | None], unless: type[Tensor] | None = None) -> None:
+        """`name` gives the name of a tensor to note; calls with a tensor of the class `unless` do not count."""
         super().__init__()
-        self._name = name
+        self._name, self._unless = name, unless
         self.names: dict[str, None] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,7 +79,10 @@ class _Watch(TorchFunctionMode):
         if called == "__get__":
             reads = getattr(getattr(func, "__self__", None), "__name__", "") in _VALUES
         if reads:
-            for tensor in _tensors((args[:1] if called in _AS else args, {} if called in _AS else kwargs)):
+            tensors = list(_tensors((args[:1] if called in _AS else args, {} if called in _AS else kwargs)))
+            if self._unless is not None and any(isinstance(tensor, self._unless) for tensor in tensors):
+                tensors = []
+            for tensor in tensors:
                 name = self._name(tensor)
                 if name is not None:
                     self.names[name] = None
@@ -153,15 +157,15 @@ class LossReads:
         return loss
 
     def _watched(self, output: Any, target: Any, given: list[Tensor], names: dict[str, None]) -> Any:
-        passed = {_storage(leaf) for leaf in given} - {None}
+        passed = {storage_of(leaf) for leaf in given} - {None}
 
         def name(tensor: Tensor) -> str | None:
             known = self._model.exactly(tensor)
-            if known is None and _storage(tensor) not in passed:
+            if known is None and storage_of(tensor) not in passed:
                 known = self._model.name(tensor)
             return None if known is None or tensor in self._own else known
 
-        watch = _Watch(name)
+        watch = ReadWatch(name)
         try:
             with watch:
                 loss = self._loss_fn(output, target)

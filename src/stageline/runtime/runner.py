@@ -39,6 +39,7 @@ from stageline.runtime.control.verdict import Failure, Verdict, located
 from stageline.runtime.cut import forwards_of, only_microbatches
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.finite import NotFinite, not_finite
+from stageline.runtime.foreign_reads import ForeignReads, holders_of
 from stageline.runtime.garbage import no_collections
 from stageline.runtime.heap import keep_memory
 from stageline.runtime.held_weights import compare_weights, held_by_several
@@ -106,6 +107,8 @@ class Runner:
     _world: World
     _placed: Placed
     _sharing: Sharing
+    _readers: frozenset[int]
+    """The stages that can reach parameters of others through plain references."""
     _options: StageOptions
     _exact: bool
     _steps: int
@@ -499,6 +502,7 @@ class Runner:
                         spread=self._exact,
                         loss_reads=self._loss_reads(stage, module),
                         watch=self._sharing.watch(stage, self._twins(module)),
+                        foreign=self._foreign_reads(stage, module),
                     )
                     for stage, module in self._placed.modules[rank].items()
                 }
@@ -516,6 +520,15 @@ class Runner:
         own = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in shared]
         alone = self._alone and self.schedule.placement.directions == 1
         return LossReads(self._options.loss_fn, self._watched, own, alone=alone)
+
+    def _foreign_reads(self, stage: int, module: nn.Module) -> ForeignReads | None:
+        """What calls the layers of a stage that can reach parameters of other stages."""
+        if stage not in self._readers:
+            return None
+        twins = self._placed.twins.get(module, {})
+        return ForeignReads(
+            stage, module, holders_of(self._parts), twins, alone=self._alone, functions=not self._compiled
+        )
 
     def _twins(self, module: nn.Module) -> dict[int, Any]:
         """The copies that a stage's module has of what stages share, by the originals' ids."""
