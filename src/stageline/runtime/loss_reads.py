@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError
+from stageline.model.reach import reached_tensors
 
 _VALUES = frozenset({"data", "grad", "T", "mT", "H", "mH", "real", "imag"})
 """The attributes of a tensor that give its values; all others tell of its form."""
@@ -123,7 +124,11 @@ def leaves_below(root: Tensor, ends: Iterable[Any] = ()) -> Iterator[Tensor]:
 
 
 class LossReads:
-    """Calls loss_fn, and refuses what it reads of other stages: by all means in the first step, then by its graph."""
+    """Calls loss_fn, and refuses what it reads of other stages.
+
+    The first step is looked at by all means. So are all later ones, if loss_fn can reach what it may not read;
+    otherwise the graph of one microbatch of each step is looked at.
+    """
 
     def __init__(
         self, loss_fn: Callable[[Any, Any], Any], model: Tensors, own: Iterable[Tensor], *, alone: bool
@@ -137,12 +142,13 @@ class LossReads:
         self._own = Tensors((model.name(tensor) or "", tensor) for tensor in own)
         self._seen: set[int] = set()
         self._first = True
+        self._always = reaches(loss_fn, model, self._own)
         self._step = -1
 
     def __call__(self, output: Any, target: Any, step: int, microbatch: int) -> Any:
         """Call loss_fn, and look at what it reads where that was not seen yet."""
         if self._first and microbatch in self._seen:
-            self._first = False
+            self._first = self._always
         self._seen.add(microbatch)
         if not self._first and step == self._step:
             return self._loss_fn(output, target)
@@ -190,6 +196,18 @@ class LossReads:
             raise _refusal(list(names))
         if strange and not self._alone:
             raise _refusal_of_own(self._loss_fn, strange)
+
+
+def reaches(function: Any, model: Tensors, own: Tensors | None = None) -> bool:
+    """Whether a function can reach tensors of the model, by a closure, a global or an object, but for its own.
+
+    >>> layer, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    >>> model = Tensors(layer.named_parameters())
+    >>> reaches(lambda x: layer(x), model), reaches(lambda x: other(x), model)
+    (True, False)
+    """
+    tensors = reached_tensors([("", function)])
+    return tensors is None or any(each in model and (own is None or each not in own) for each in tensors)
 
 
 def listed(names: list[str], most: int = 4) -> str:

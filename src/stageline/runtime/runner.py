@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,7 +45,7 @@ from stageline.runtime.garbage import no_collections
 from stageline.runtime.heap import keep_memory
 from stageline.runtime.held_weights import compare_weights, held_by_several
 from stageline.runtime.inputs import exchange, give_gradients, refuse_graphs, refuse_keywords, wanted, with_leaves
-from stageline.runtime.loss_reads import LossReads, Tensors
+from stageline.runtime.loss_reads import LossReads, Tensors, reaches
 from stageline.runtime.outcome import Outcome, metrics_of, sums, times_of
 from stageline.runtime.penalty import Penalty, add_gradients, terms_of, values_of
 from stageline.runtime.penalty import not_finite as penalty_not_finite
@@ -403,7 +404,7 @@ class Runner:
         found = sums(crew.schedule, results)
         if names:
             if self.penalty is not None and training:
-                terms.update(terms_of(self.penalty, self.named_parameters()))
+                terms.update(terms_of(self.penalty, self.named_parameters(), self._penalty_reads))
             found = np.concatenate([found, values_of(names, terms, self.owns)])
         if not self._tells_times(crew):
             return found
@@ -520,6 +521,12 @@ class Runner:
         own = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in shared]
         alone = self._alone and self.schedule.placement.directions == 1
         return LossReads(self._options.loss_fn, self._watched, own, alone=alone)
+
+    @cached_property
+    def _penalty_reads(self) -> Tensors | None:
+        """The parameters of the model, if the penalty can reach them: each of its terms may read one alone."""
+        model = Tensors(self.model.named_parameters())
+        return model if reaches(self.penalty, model) else None
 
     def _foreign_reads(self, stage: int, module: nn.Module) -> ForeignReads | None:
         """What calls the layers of a stage that can reach parameters of other stages."""
