@@ -122,7 +122,7 @@ def test_a_penalty_that_cannot_be_right_is_refused() -> None:
         lambda name, each: each * 2, r"one number as a tensor.* for 0.norm.weight it returned a tensor of shape \(8,\)"
     )
     refused(lambda name, each: each.detach().sum(), "without a graph for 0.norm.weight, which is trained")
-    refused(lambda name, each: (each.sum() - model[0].up.weight.sum()) ** 2, "depends on another tensor")
+    refused(lambda name, each: (each.sum() - model[0].up.weight.sum()) ** 2, "on another parameter, 0.up.weight")
     refused(
         lambda name, each: each.sum() * float("nan") if name == "5.up.bias" else None,
         "penalty of 5.up.bias is not finite",
@@ -194,6 +194,52 @@ def test_a_loss_that_begins_to_read_parameters_later_is_refused_then() -> None:
     pipe.step(*batch())
     pipe.step(*batch())
     with pytest.raises(sl.PipelineError, match=r"loss_fn reads a parameter or buffer .*: 0\.up\.weight"):
+        pipe.step(*batch())
+
+
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("how", ["a closure", "an object", "a partial"])
+def test_a_read_that_begins_at_any_microbatch_of_any_step_is_refused_in_that_step(how: str, detached: bool) -> None:
+    model, calls = blocks(), [0]
+
+    class Holder:
+        def __init__(self) -> None:
+            self.held = {"model": model}
+
+        def loss_fn(self, output: Tensor, target: Tensor) -> Tensor:
+            return late(self.held["model"], output, target)
+
+    def late(read: Any, output: Tensor, target: Tensor) -> Tensor:
+        calls[0] += 1
+        loss = functional.mse_loss(output, target)
+        weight = read[0].up.weight
+        return loss if calls[0] <= 6 else loss * (1 + (weight.detach() if detached else weight).pow(2).sum())
+
+    forms: dict[str, Any] = {
+        "a closure": lambda output, target: late(model, output, target),
+        "an object": Holder().loss_fn,
+        "a partial": functools.partial(late, model),
+    }
+    pipe = sl.Pipeline(model, loss_fn=forms[how], schedule="1f1b", ranks=2, microbatches=4)
+    pipe.step(*batch())
+    with pytest.raises(sl.PipelineError, match=r"microbatch 2.*loss_fn reads a parameter or buffer .*: 0\.up\.weight"):
+        pipe.step(*batch())
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_penalty_that_reads_another_parameter_is_refused(detached: bool) -> None:
+    model, calls = blocks(), [0]
+
+    def crossed(name: str, parameter: nn.Parameter) -> Tensor:
+        calls[0] += 1
+        weight: Tensor = model[0].up.weight
+        term = parameter.pow(2).sum()
+        late = calls[0] > len(list(model.parameters()))
+        return term * (weight.detach() if detached else weight).sum() if late else term
+
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=4, penalty=crossed)
+    pipe.step(*batch())
+    with pytest.raises(sl.StagelineError, match=r"penalty for 0\.\S+ depends on another parameter, 0\.up\.weight"):
         pipe.step(*batch())
 
 

@@ -102,21 +102,56 @@ def reach(layers: Sequence[tuple[str, nn.Module]]) -> dict[Any, Holder]:
     return _Walk().run(layers)
 
 
+def reached_tensors(values: Sequence[tuple[str, Any]], frames: Sequence[nn.Module] = ()) -> list[Tensor] | None:
+    """The parameters and tensors that layers or functions can reach; None where there is too much to look through.
+
+    Of modules in `frames` only the attributes that are no registered modules or tensors count. Closures of
+    libraries' functions are followed, too: a decorator may be one.
+
+    >>> layer, other = nn.ReLU(), nn.Linear(2, 2, bias=False)
+    >>> layer.box = [other]
+    >>> [tensor is other.weight for tensor in reached_tensors([("up", layer)])]
+    [True]
+    """
+    walk = _Walk(through_libraries=True)
+    walk.frames(frames)
+    walk.run(values)
+    if walk.gave_up:
+        return None
+    tensors: dict[int, Tensor] = {id(each): each for each in walk.parameters}
+    for holder in walk.seen.values():
+        if isinstance(holder.value, nn.Module):
+            tensors |= {id(each): each for each in holder.value._parameters.values() if each is not None}
+        elif isinstance(holder.value, Tensor):
+            tensors[id(holder.value)] = holder.value
+    return list(tensors.values())
+
+
 class _Walk:
-    def __init__(self) -> None:
+    def __init__(self, through_libraries: bool = False) -> None:
+        self._through_libraries = through_libraries
+        self.gave_up = False
+        self.parameters: list[nn.Parameter] = []
         self.seen: dict[Any, Holder] = {}
         self._done: set[int] = set()
         self._classes: set[int] = set()
         self.sets_classes = False
         self._queue: deque[tuple[Any, str]] = deque()
 
-    def run(self, layers: Sequence[tuple[str, nn.Module]]) -> dict[Any, Holder]:
+    def frames(self, modules: Sequence[nn.Module]) -> None:
+        """Look at what modules hold beside their registered modules and tensors."""
+        for module in modules:
+            self._queue.extend((each, name) for name, each in module.__dict__.items() if name not in _INTERNAL)
+            self._class(type(module), type(module).__name__)
+
+    def run(self, layers: Sequence[tuple[str, Any]]) -> dict[Any, Holder]:
         self._queue.extend((layer, name) for name, layer in layers)
         while self._queue and len(self._done) < _LIMIT:
             value, path = self._queue.popleft()
             if id(value) not in self._done and not isinstance(value, _PLAIN):
                 self._done.add(id(value))
                 self._visit(value, path)
+        self.gave_up = bool(self._queue)
         for holder in self.seen.values():
             holder.is_set = holder.is_set or (self.sets_classes and isinstance(holder.value, type))
         return self.seen
@@ -125,7 +160,7 @@ class _Walk:
         if isinstance(value, nn.Module):
             self._module(value, path)
         elif isinstance(value, nn.Parameter):
-            return
+            self.parameters.append(value)
         elif isinstance(value, Tensor | dict | list | set | deque | types.CellType):
             self._hold(value, path)
         elif isinstance(value, tuple | frozenset):
@@ -136,6 +171,8 @@ class _Walk:
             self._queue.extend((each, path) for each in (value.func, value.args, value.keywords))
         elif isinstance(value, types.MethodType):
             self._queue.extend([(value.__self__, path), (value.__func__, path)])
+        elif isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, Tensor):
+            self._queue.append((value.__self__, path))
         elif isinstance(value, types.FunctionType):
             self._function(value, path)
         elif isinstance(value, type):
@@ -146,6 +183,8 @@ class _Walk:
         elif _has_state(type(value)):
             self._hold(value, path)
             self._class(type(value), path)
+        elif isinstance(model := getattr(value, "__dict__", {}).get("model"), nn.Module):  # a pipeline
+            self.parameters.extend(model.parameters())
 
     def _hold(self, value: Any, path: str) -> None:
         holder = Holder(value, path)
@@ -176,6 +215,8 @@ class _Walk:
 
     def _function(self, function: types.FunctionType, path: str) -> None:
         if not _in_users_code(function.__code__.co_filename):
+            if self._through_libraries:
+                self._queue.extend((cell, path) for cell in function.__closure__ or ())
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__":

@@ -13,8 +13,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,16 @@ _MISFITS = ("cannot be multiplied", "reduction dim", "must match", "size mismatc
 """By these words torch says that something does not fit, and not that it cannot be done without contents."""
 Draw = Callable[..., Any]
 """Calls something that may draw random numbers, by the name of what it is."""
+
+
+class Calling(Protocol):
+    """What calls something, by its name ("" for a frame), and may refuse what comes of it."""
+
+    def call(self, name: str, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+
+    def look(self, name: str, output: Any, inputs: Any = ()) -> None:
+        """Look at what it gave."""
 
 
 class CallsError(StagelineError):
@@ -135,6 +145,8 @@ class Replay:
     """What the frame counts."""
     watch: Watch | None = None
     """Looks at what units share with those of other stages."""
+    foreign: Calling | None = None
+    """Calls units and the frame around them, and looks at what they read of other stages' parameters."""
     kept: dict[str, Attributes] = field(default_factory=dict)
     """What units keep of their forward as attributes; the frame of another stage cannot read that."""
     _needs: dict[str, Needs] = field(default_factory=dict)
@@ -174,9 +186,12 @@ class Replay:
         self._now = now = _Now(arrived, needs, fresh=fresh)
         args, kwargs = arrived.inputs()
         try:
-            found = frame(*args, **kwargs)
+            found = frame(*args, **kwargs) if self.foreign is None else self.foreign.call("", frame, *args, **kwargs)
         except _Reached:
-            return now.passed.write()
+            written = now.passed.write()
+            if self.foreign is not None:
+                self.foreign.look("", written)
+            return written
         finally:
             self._now = None
         if not self.last:
@@ -244,6 +259,8 @@ class Replay:
             self.watch.before(name)
         moved = now.passed.moved(now.arrived) if now.fresh else {}
         now.inside = True
+        if self.foreign is not None:
+            real = partial(self.foreign.call, name, real)
         try:
             found = self._drawn(name, real, args, kwargs)
         finally:

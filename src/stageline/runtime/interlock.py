@@ -248,6 +248,7 @@ class Course:
             settings.skip,
             pipe.penalty,
             norm_dtype(pipe.model.parameters()),
+            None if pipe.penalty is None else pipe._penalty_reads,
         )
         named = dict(pipe.named_parameters())
 

@@ -27,6 +27,7 @@ from stageline.runtime.clip import clip_factor, norms_of, total_norm
 from stageline.runtime.executor import RankResult, Work
 from stageline.runtime.finite import first
 from stageline.runtime.finite import not_finite as not_finite_values
+from stageline.runtime.loss_reads import Tensors
 from stageline.runtime.outcome import metrics_of, sums
 from stageline.runtime.penalty import Penalty, add_gradients, terms_of, values_of
 from stageline.runtime.penalty import not_finite as penalty_not_finite
@@ -71,6 +72,8 @@ class Terms:
     """Whether a step with gradients that are not finite is left out, and not a failure."""
     penalty: Penalty | None = None
     norm_dtype: torch.dtype = torch.float32
+    penalty_reads: Tensors | None = None
+    """The parameters of the model, if the penalty can reach them."""
 
     def sheet(self, schedule: Schedule) -> Sheet:
         """How a rank's row about a step is laid out."""
@@ -278,7 +281,7 @@ class Lane:
         """Add the gradients of the penalty on this rank's parameters; give back the penalties."""
         if self.terms.penalty is None:
             return np.zeros(0)
-        terms = terms_of(self.terms.penalty, self._own.items())
+        terms = terms_of(self.terms.penalty, self._own.items(), self.terms.penalty_reads)
         add_gradients(terms, scale)
         return values_of(self.terms.names, terms, lambda name: True)
 

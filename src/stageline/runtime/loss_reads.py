@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError
+from stageline.model.reach import reached_tensors
 
 _VALUES = frozenset({"data", "grad", "T", "mT", "H", "mH", "real", "imag"})
 """The attributes of a tensor that give its values; all others tell of its form."""
@@ -30,7 +31,7 @@ _AS = frozenset({"to", "type_as", "view_as", "reshape_as", "expand_as"})
 """Functions that look at the values of their first argument alone."""
 
 
-def _storage(tensor: Tensor) -> int | None:
+def storage_of(tensor: Tensor) -> int | None:
     """What tells the memory of a tensor from that of others; None where it has none of its own."""
     try:
         return int(tensor.untyped_storage()._cdata)
@@ -45,28 +46,29 @@ class Tensors:
         """Keep them: a number that stands for a tensor holds only while the tensor lives."""
         self.named = list(named)
         self._by_id = {id(tensor): name for name, tensor in reversed(self.named)}
-        self._by_storage = {_storage(tensor): name for name, tensor in reversed(self.named)}
+        self._by_storage = {storage_of(tensor): name for name, tensor in reversed(self.named)}
         self._by_storage.pop(None, None)
 
     def __contains__(self, tensor: Tensor) -> bool:
         """Whether it is one of them or shares memory with one."""
-        return id(tensor) in self._by_id or _storage(tensor) in self._by_storage
+        return id(tensor) in self._by_id or storage_of(tensor) in self._by_storage
 
     def name(self, tensor: Tensor) -> str | None:
         """What it is called, or what it is a view of."""
-        return self._by_id.get(id(tensor)) or self._by_storage.get(_storage(tensor))
+        return self._by_id.get(id(tensor)) or self._by_storage.get(storage_of(tensor))
 
     def exactly(self, tensor: Tensor) -> str | None:
         """What it is called, if it is one of them."""
         return self._by_id.get(id(tensor))
 
 
-class _Watch(TorchFunctionMode):
+class ReadWatch(TorchFunctionMode):
     """Notes the tensors whose values are read while it is on."""
 
-    def __init__(self, name: Callable[[Tensor], str | None]) -> None:
+    def __init__(self, name: Callable[[Tensor], str | None], unless: type[Tensor] | None = None) -> None:
+        """`name` gives the name of a tensor to note; calls with a tensor of the class `unless` do not count."""
         super().__init__()
-        self._name = name
+        self._name, self._unless = name, unless
         self.names: dict[str, None] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,7 +80,10 @@ class _Watch(TorchFunctionMode):
         if called == "__get__":
             reads = getattr(getattr(func, "__self__", None), "__name__", "") in _VALUES
         if reads:
-            for tensor in _tensors((args[:1] if called in _AS else args, {} if called in _AS else kwargs)):
+            tensors = list(_tensors((args[:1] if called in _AS else args, {} if called in _AS else kwargs)))
+            if self._unless is not None and any(isinstance(tensor, self._unless) for tensor in tensors):
+                tensors = []
+            for tensor in tensors:
                 name = self._name(tensor)
                 if name is not None:
                     self.names[name] = None
@@ -119,7 +124,11 @@ def leaves_below(root: Tensor, ends: Iterable[Any] = ()) -> Iterator[Tensor]:
 
 
 class LossReads:
-    """Calls loss_fn, and refuses what it reads of other stages: by all means in the first step, then by its graph."""
+    """Calls loss_fn, and refuses what it reads of other stages.
+
+    The first step is looked at by all means. So are all later ones, if loss_fn can reach what it may not read;
+    otherwise the graph of one microbatch of each step is looked at.
+    """
 
     def __init__(
         self, loss_fn: Callable[[Any, Any], Any], model: Tensors, own: Iterable[Tensor], *, alone: bool
@@ -133,12 +142,13 @@ class LossReads:
         self._own = Tensors((model.name(tensor) or "", tensor) for tensor in own)
         self._seen: set[int] = set()
         self._first = True
+        self._always = reaches(loss_fn, model, self._own)
         self._step = -1
 
     def __call__(self, output: Any, target: Any, step: int, microbatch: int) -> Any:
         """Call loss_fn, and look at what it reads where that was not seen yet."""
         if self._first and microbatch in self._seen:
-            self._first = False
+            self._first = self._always
         self._seen.add(microbatch)
         if not self._first and step == self._step:
             return self._loss_fn(output, target)
@@ -153,15 +163,15 @@ class LossReads:
         return loss
 
     def _watched(self, output: Any, target: Any, given: list[Tensor], names: dict[str, None]) -> Any:
-        passed = {_storage(leaf) for leaf in given} - {None}
+        passed = {storage_of(leaf) for leaf in given} - {None}
 
         def name(tensor: Tensor) -> str | None:
             known = self._model.exactly(tensor)
-            if known is None and _storage(tensor) not in passed:
+            if known is None and storage_of(tensor) not in passed:
                 known = self._model.name(tensor)
             return None if known is None or tensor in self._own else known
 
-        watch = _Watch(name)
+        watch = ReadWatch(name)
         try:
             with watch:
                 loss = self._loss_fn(output, target)
@@ -186,6 +196,18 @@ class LossReads:
             raise _refusal(list(names))
         if strange and not self._alone:
             raise _refusal_of_own(self._loss_fn, strange)
+
+
+def reaches(function: Any, model: Tensors, own: Tensors | None = None) -> bool:
+    """Whether a function can reach tensors of the model, by a closure, a global or an object, but for its own.
+
+    >>> layer, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    >>> model = Tensors(layer.named_parameters())
+    >>> reaches(lambda x: layer(x), model), reaches(lambda x: other(x), model)
+    (True, False)
+    """
+    tensors = reached_tensors([("", function)])
+    return tensors is None or any(each in model and (own is None or each not in own) for each in tensors)
 
 
 def listed(names: list[str], most: int = 4) -> str:

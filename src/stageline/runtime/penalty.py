@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import StagelineError, shorten
-from stageline.runtime.loss_reads import leaves_below, listed
+from stageline.runtime.loss_reads import ReadWatch, Tensors, leaves_below, listed, storage_of
 from stageline.runtime.surroundings import plain_precision
 from stageline.runtime.worlds import Floats
 
@@ -25,8 +25,12 @@ def check_penalty(penalty: Any) -> None:
         raise StagelineError(f"penalty is a function of a parameter's name and the parameter, got {shorten(penalty)}")
 
 
-def terms_of(penalty: Penalty, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+def terms_of(
+    penalty: Penalty, named: Iterable[tuple[str, nn.Parameter]], model: Tensors | None = None
+) -> dict[str, Tensor]:
     """The penalty of each parameter that has one, with its graph.
+
+    `model` are the model's parameters, where the penalty can reach them: each term may read its own alone.
 
     >>> layer = nn.Linear(2, 1)
     >>> list(terms_of(lambda name, parameter: parameter.abs().sum() if "bias" in name else None,
@@ -36,7 +40,7 @@ def terms_of(penalty: Penalty, named: Iterable[tuple[str, nn.Parameter]]) -> dic
     terms: dict[str, Tensor] = {}
     with torch.enable_grad():
         for name, parameter in named:
-            value = penalty(name, parameter)
+            value = _value_of(penalty, name, parameter, model)
             if value is None or (isinstance(value, int | float) and value == 0):
                 continue
             if not isinstance(value, Tensor) or value.numel() != 1:
@@ -59,6 +63,28 @@ def terms_of(penalty: Penalty, named: Iterable[tuple[str, nn.Parameter]]) -> dic
                 )
             terms[name] = value
     return terms
+
+
+def _value_of(penalty: Penalty, name: str, parameter: nn.Parameter, model: Tensors | None) -> Any:
+    """Call the penalty, and refuse one that reads another parameter of the model."""
+    if model is None:
+        return penalty(name, parameter)
+    own = storage_of(parameter)
+
+    def another(tensor: Tensor) -> str | None:
+        if tensor is parameter or (model.exactly(tensor) is None and storage_of(tensor) == own):
+            return None
+        return None if model.exactly(tensor) == name else model.name(tensor)
+
+    watch = ReadWatch(another)
+    with watch:
+        value = penalty(name, parameter)
+    if watch.names:
+        raise StagelineError(
+            f"penalty for {name} depends on another parameter, {listed(list(watch.names))}; a penalty is a sum of "
+            "terms, each of one parameter, because other ranks hold the others"
+        )
+    return value
 
 
 def values_of(names: Sequence[str], terms: Mapping[str, Tensor], counted: Callable[[str], bool]) -> Floats:

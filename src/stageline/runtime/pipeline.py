@@ -32,6 +32,7 @@ from stageline.runtime.cut import (
     refuse_second,
     whole_model,
 )
+from stageline.runtime.foreign_reads import holders_of, readers
 from stageline.runtime.handshake import common_seed, facts_of, find_deadline, function_fact
 from stageline.runtime.interlock import Rates, Run
 from stageline.runtime.layout import mesh_of, ranks_of
@@ -248,9 +249,12 @@ class Pipeline(Runner):
         if not self._waits:
             compile_units((part for stage, part in enumerate(self._parts) if self._holds(stage)), self._compile)
         self._compiled = self._compiled or any_compiled(self._parts)
-        self._sharing = Sharing.of([watched_layers(part) for part in self._parts])
+        layers = [watched_layers(part) for part in self._parts]
+        self._sharing = Sharing.of(layers)
+        self._readers = readers(self._parts, layers, [stage for stage in range(len(layers)) if self._holds(stage)])
+        held = [*self._sharing.holders(), *(holders_of(self._parts) if self._readers else ())]
         self._placed = (
-            place(self._parts, self.schedule.placement, self._world.here, self._sharing.holders())
+            place(self._parts, self.schedule.placement, self._world.here, held)
             if self._parts
             else Placed({rank: {} for rank in self._world.here}, {}, [])
         )

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,11 +40,12 @@ from stageline.runtime.control.verdict import Failure, Verdict, located
 from stageline.runtime.cut import forwards_of, only_microbatches
 from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.finite import NotFinite, not_finite
+from stageline.runtime.foreign_reads import ForeignReads, holders_of
 from stageline.runtime.garbage import no_collections
 from stageline.runtime.heap import keep_memory
 from stageline.runtime.held_weights import compare_weights, held_by_several
 from stageline.runtime.inputs import exchange, give_gradients, refuse_graphs, refuse_keywords, wanted, with_leaves
-from stageline.runtime.loss_reads import LossReads, Tensors
+from stageline.runtime.loss_reads import LossReads, Tensors, reaches
 from stageline.runtime.outcome import Outcome, metrics_of, sums, times_of
 from stageline.runtime.penalty import Penalty, add_gradients, terms_of, values_of
 from stageline.runtime.penalty import not_finite as penalty_not_finite
@@ -106,6 +108,8 @@ class Runner:
     _world: World
     _placed: Placed
     _sharing: Sharing
+    _readers: frozenset[int]
+    """The stages that can reach parameters of others through plain references."""
     _options: StageOptions
     _exact: bool
     _steps: int
@@ -400,7 +404,7 @@ class Runner:
         found = sums(crew.schedule, results)
         if names:
             if self.penalty is not None and training:
-                terms.update(terms_of(self.penalty, self.named_parameters()))
+                terms.update(terms_of(self.penalty, self.named_parameters(), self._penalty_reads))
             found = np.concatenate([found, values_of(names, terms, self.owns)])
         if not self._tells_times(crew):
             return found
@@ -499,6 +503,7 @@ class Runner:
                         spread=self._exact,
                         loss_reads=self._loss_reads(stage, module),
                         watch=self._sharing.watch(stage, self._twins(module)),
+                        foreign=self._foreign_reads(stage, module),
                     )
                     for stage, module in self._placed.modules[rank].items()
                 }
@@ -516,6 +521,21 @@ class Runner:
         own = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in shared]
         alone = self._alone and self.schedule.placement.directions == 1
         return LossReads(self._options.loss_fn, self._watched, own, alone=alone)
+
+    @cached_property
+    def _penalty_reads(self) -> Tensors | None:
+        """The parameters of the model, if the penalty can reach them: each of its terms may read one alone."""
+        model = Tensors(self.model.named_parameters())
+        return model if reaches(self.penalty, model) else None
+
+    def _foreign_reads(self, stage: int, module: nn.Module) -> ForeignReads | None:
+        """What calls the layers of a stage that can reach parameters of other stages."""
+        if stage not in self._readers:
+            return None
+        twins = self._placed.twins.get(module, {})
+        return ForeignReads(
+            stage, module, holders_of(self._parts), twins, alone=self._alone, functions=not self._compiled
+        )
 
     def _twins(self, module: nn.Module) -> dict[int, Any]:
         """The copies that a stage's module has of what stages share, by the originals' ids."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from stageline.model.units import layers_of
 from stageline.runtime import engine, hooks
 from stageline.runtime.aliases import Pairs, Shared
 from stageline.runtime.buffers import Buffers, Snapshot
+from stageline.runtime.foreign_reads import ForeignReads
 from stageline.runtime.graphless import refuse_loss
 from stageline.runtime.loss_reads import LossReads
 from stageline.runtime.plan import Plan, checkpointed
@@ -95,11 +97,12 @@ class Stage:
         spread: bool = True,
         loss_reads: LossReads | None = None,
         watch: Watch | None = None,
+        foreign: ForeignReads | None = None,
     ) -> None:
         """`part` holds the layers by their names in the whole model; `spread` as below.
 
         `loss_reads` calls loss_fn on the last stage, and watches what it reads. `watch` looks at what the layers share
-        with those of other stages.
+        with those of other stages, `foreign` at what they read of others' parameters.
         """
         self.index = index
         self._name = f"stage {index}"
@@ -121,7 +124,8 @@ class Stage:
         self._shared: Shared | None = None
         self._skips = part if isinstance(part, SkipPart) else None
         if self._replay is not None:
-            self._replay.watch = watch
+            self._replay.watch, self._replay.foreign = watch, foreign
+        self._foreign = None if self._replay is not None else foreign
         self._buffers = Buffers(part)
         self._kept: dict[int, _Kept] = {}
         self._refreshed: tuple[int, bool] | None = None
@@ -270,8 +274,9 @@ class Stage:
             given = value
             if watch is not None and closely:
                 watch.before(name)
+            call = self._call if self._foreign is None else partial(self._foreign.call, name, self._call)
             value = self._drawing(
-                name, layer.training, kept.step, microbatch, self._call, layer, value, number == 0, keywords
+                name, layer.training, kept.step, microbatch, call, layer, value, number == 0, keywords
             )
             if watch is not None and closely:
                 watch.after(name, given, value)
