@@ -202,3 +202,58 @@ def test_a_module_that_raises_leaves_no_trace() -> None:
     pipe.step(*batch())
     one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
     assert_same_bits(gradients(model), gradients(plain))
+
+
+# Forwards that run a backward of their own.
+
+
+class Energy(nn.Module):
+    """It adds the gradient of a function of its input."""
+
+    def __init__(self, create_graph: bool = False) -> None:
+        super().__init__()
+        self.inner, self.create_graph = nn.Linear(8, 8), create_graph
+
+    def forward(self, x: Tensor) -> Tensor:
+        point = x.detach().requires_grad_()
+        energy = self.inner(point).pow(2).tanh().sum()
+        (slope,) = torch.autograd.grad(energy, point, create_graph=self.create_graph)
+        return torch.as_tensor((self.inner(x) + slope).tanh())
+
+
+class EnergyLater(Energy):
+    """It does so from its third forward on."""
+
+    forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return super().forward(x) if self.forwards > 2 else self.inner(x)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "stage", ["1", "2"]])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_backward_inside_of_a_forward_gives_the_bits_of_a_loop(
+    schedule: str, recompute: Any, create_graph: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Energy(create_graph), Energy(create_graph), nn.Linear(8, 8))
+    plain, x, y = copy.deepcopy(model), torch.randn(8, 8), torch.randn(8, 8)
+    pipe = sl.Pipeline(
+        model, loss_fn=functional.mse_loss, schedule=schedule, ranks=2, microbatches=4, recompute=recompute
+    )
+    for _ in range(2):
+        assert pipe.step(x, y).loss == one_process_step(plain, functional.mse_loss, x, y, 4)
+        assert_same_bits(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize(("recompute", "what"), [("stage", "stage 1"), (["1"], "module 1")])
+def test_a_backward_that_comes_later_is_refused_in_true_words(recompute: Any, what: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), EnergyLater())
+    pipe = sl.Pipeline(
+        model, loss_fn=functional.mse_loss, schedule="gpipe", ranks=2, microbatches=4, recompute=recompute
+    )
+    message = f"{what} runs a backward inside of its forward .* and did not the first time"
+    with pytest.raises(sl.StagelineError, match=message):
+        pipe.step(torch.randn(8, 8), torch.randn(8, 8))

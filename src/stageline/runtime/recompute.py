@@ -168,6 +168,9 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
         _active.frame.leave()
 
 
+_inner: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+"""Of modules that ran: whether they run a backward inside of their forward, which reads what they save."""
+
 _buffers: weakref.WeakKeyDictionary[nn.Module, Buffers] = weakref.WeakKeyDictionary()
 
 
@@ -208,6 +211,8 @@ class _Frame:
         else:
             self.first, self.second = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
         self._stack = ExitStack()
+        self.running = True
+        self._keeps = _inner.get(module, True)
 
     def enter(self) -> None:
         self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
@@ -216,12 +221,28 @@ class _Frame:
     def leave(self) -> None:
         _active.frame = None
         self._stack.close()
+        self.running = False
+        if self._keeps:
+            _inner.setdefault(self.module, False)
+            for handle in filter(None, (reference() for reference in self.handles)):
+                handle.tensor = None
         self.buffers.after(self.before)
 
     def _pack(self, tensor: Tensor) -> _Handle:
         handle = _Handle(self)
+        handle.tensor = tensor if self._keeps else None
         self.handles.append(weakref.ref(handle))
         return handle
+
+    def read_inside(self, handle: _Handle) -> Tensor:
+        """What a backward inside of the module's forward asks for."""
+        if handle.tensor is None:
+            raise StagelineError(
+                f"module {self.name} runs a backward inside of its forward (torch.autograd.grad or .backward()), and "
+                "did not the first time, so what it needs was not kept; leave the module out of recompute="
+            )
+        _inner[self.module] = True
+        return handle.tensor
 
     def run_again(self) -> None:
         """Run the module once more, and fill the handles that are still wanted."""
@@ -266,6 +287,8 @@ class _Frame:
 
 def _unpack(handle: _Handle) -> Tensor:
     if handle.frame is not None:
+        if handle.frame.running:
+            return handle.frame.read_inside(handle)
         handle.frame.run_again()
     assert handle.tensor is not None
     return handle.tensor

@@ -21,6 +21,7 @@ from stageline.runtime.aliases import Pairs, Shared
 from stageline.runtime.buffers import Buffers, Snapshot
 from stageline.runtime.foreign_reads import ForeignReads
 from stageline.runtime.graphless import refuse_loss
+from stageline.runtime.inner_backward import Dropping
 from stageline.runtime.loss_reads import LossReads
 from stageline.runtime.plan import Plan, checkpointed
 from stageline.runtime.randomness import Generators, draws, generator_alone, random_numbers
@@ -122,6 +123,7 @@ class Stage:
         self._changed: dict[Any, list[bool]] = {}
         """Which of its inputs the stage changes in place, by their form."""
         self._shared: Shared | None = None
+        self._dropping = Dropping()
         self._skips = part if isinstance(part, SkipPart) else None
         if self._replay is not None:
             self._replay.watch, self._replay.foreign = watch, foreign
@@ -161,7 +163,7 @@ class Stage:
         if train and self.options.recompute.stages:
             kept.before = self._buffers.before()
             kept.versions = [leaf._version for leaf in tensors_of(inputs)]
-        with _graph_if(train), self._around(train):
+        with _graph_if(train), self._around(train, self._name):
             outputs, shape = flatten(self._guarded(kept, microbatch), self._name)
         if train:
             kept.outputs = outputs
@@ -181,12 +183,12 @@ class Stage:
             self._wrapped = bool(wrapper_in(self.part))
         kept.direct = not self._held and kept.hooks == self._hooks
 
-    def _around(self, train: bool) -> AbstractContextManager[Any]:
+    def _around(self, train: bool, what: str) -> AbstractContextManager[Any]:
         """What a forward runs in."""
         if train and self.options.recompute.stages:
             # With a graph, so that kernels choose as they will when it runs again, and outputs say whether they want
             # a gradient; what the graph would keep is dropped.
-            return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _gone)
+            return self._dropping.around(what)
         if train and self.options.recompute.chosen is not None:
             return training(self.options.recompute)
         return _NOTHING
@@ -325,7 +327,7 @@ class Stage:
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute the loss of the last stage, and its metrics; the backward starts from loss × weight × scale."""
         dropped = train and self.options.recompute.stages
-        with _graph_if(train), self._around(train) if dropped else _NOTHING:
+        with _graph_if(train), self._around(train, LOSS) if dropped else _NOTHING:
             weighed, metrics = self._drawing(
                 LOSS, self.part.training, step, microbatch, self._loss, output, target, weight, step, microbatch
             )
@@ -507,10 +509,6 @@ class Stage:
 def _graph_if(train: bool) -> AbstractContextManager[Any]:
     """Record a graph or not; mostly that is so already."""
     return _NOTHING if torch.is_grad_enabled() == train else torch.set_grad_enabled(train)
-
-
-def _gone(nothing: None) -> Tensor:
-    raise AssertionError("a graph that was only asked what it is was run")
 
 
 def units_of(part: nn.Sequential) -> list[tuple[str, nn.Module]]:
