@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,59 @@ def test_models_losses_and_weights_that_differ_between_ranks_are_named_with_both
             "nothing",
         ):
             assert part in said.pop(0)
+
+
+def differently_asked(rank: int) -> list[str]:
+    """Ranks whose options, modes or arguments of a step differ."""
+    said = []
+    x, y = batch()
+
+    def attempt(call: Callable[[], object]) -> None:
+        try:
+            call()
+            said.append("nothing")
+        except sl.PipelineError as error:
+            said.append(str(error))
+
+    def make(model: Any = None, **given: Any) -> sl.Pipeline:
+        return sl.Pipeline(model or blocks(), loss_fn=mean_loss, ranks=2, microbatches=4, **given)
+
+    attempt(lambda: make(check_finite=not rank))
+    attempt(lambda: make(recompute="stage" if rank else "none"))
+    attempt(lambda: make(blocks().train(not rank)))
+    attempt(lambda: make(blocks().requires_grad_(not rank)))
+    pipe = make(penalty=lambda name, parameter: parameter.pow(2).sum())
+    attempt(lambda: pipe.step(x, y, scale=0.5 if rank else 1.0))
+    counted = make(loss_reduction="count")
+    attempt(lambda: counted.step(x, y, count=4 + rank))
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    attempt(lambda: list(pipe.run([{"inputs": x, "targets": y, "scale": 0.5 if rank else 1.0}], optimizer=optimizer)))
+    pipe.model.train(not rank)
+    attempt(lambda: pipe.step(x, y))
+    attempt(lambda: pipe.predict(x))
+    pipe.model.train()
+    for parameter in pipe.parameters():  # each rank's own
+        parameter.requires_grad_(rank > 0)
+    attempt(lambda: pipe.step(x, y, scale=0.5))
+    return said
+
+
+def test_options_modes_and_arguments_that_differ_between_ranks_are_named_with_both_values() -> None:
+    for said in run_ranks(differently_asked, 2):
+        for part in (
+            "differ in check_finite: rank 1 has 'False' and rank 0 has 'True'",
+            "differ in recompute: rank 1 has 'stages True' and rank 0 has 'stages False'",
+            "differ in the modes of the modules (train or eval): rank 1 has 'the model itself training=False'",
+            "differ in requires_grad of the parameters: rank 1 has '0.norm.weight requires_grad=False'",
+            "rank 1 and rank 0 differ in scale=: rank 1 has 0.5 and rank 0 has 1.0",
+            "rank 1 and rank 0 differ in count=: rank 1 has 5.0 and rank 0 has 4.0",
+            "rank 1 and rank 0 differ in scale=: rank 1 has 0.5 and rank 0 has 1.0",
+            "rank 1 and rank 0 differ in the mode of the model: rank 1 has model.eval() and rank 0 has model.train()",
+            "rank 1 and rank 0 differ in the mode of the model: rank 1 has model.eval() and rank 0 has model.train()",
+            "nothing",
+        ):
+            assert part in said[0], said
+            said.pop(0)
 
 
 class Changing(nn.Linear):
