@@ -249,13 +249,23 @@ def test_options_modes_and_arguments_that_differ_between_ranks_are_named_with_bo
             said.pop(0)
 
 
+STRUCTURES = {
+    "a pair": "(float32 of shape (2, 4), float32 of shape (2, 4))",
+    "a list": "[float32 of shape (2, 4)]",
+    "a dict": "{'h': float32 of shape (2, 4)}",
+    "nothing": "None",
+}
+
+
 class Changing(nn.Linear):
-    """A layer that passes on another type from its second step on, or one more feature."""
+    """A layer that passes on another type from its second step on, one more feature, or another structure."""
 
     change = ""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = super().forward(x)
+        if self.change in STRUCTURES:
+            return {"a pair": (y, y), "a list": [y], "a dict": {"h": y}, "nothing": None}[self.change]
         if self.change == "type":
             return y.double()
         return torch.cat([y, y[..., :1]], -1) if self.change == "shape" else y
@@ -264,7 +274,7 @@ class Changing(nn.Linear):
 def changing(rank: int) -> list[str]:
     """A stage that changes what it passes on is named, though another one, or one after that, fails on it."""
     said = []
-    for change in ("type", "shape"):
+    for change in ("type", "shape", *STRUCTURES):
         layers = [Changing(4, 4), nn.Tanh(), nn.Linear(4, 4)]
         pipe = sl.Pipeline(layers, loss_fn=functional.mse_loss, schedule="1f1b", ranks=3, microbatches=3)
         x = torch.ones(6, 4)
@@ -279,12 +289,16 @@ def changing(rank: int) -> list[str]:
 
 
 @pytest.mark.parametrize("processes", [False, True])
-def test_a_type_or_shape_that_changes_is_blamed_on_the_stage_that_passes_it_on(processes: bool) -> None:
+def test_a_type_shape_or_structure_that_changes_is_blamed_on_the_stage_that_passes_it_on(processes: bool) -> None:
     for said in run_ranks(changing, 3) if processes else [changing(0)]:
-        for text, kind in zip(said, ("float64 of shape (2, 4)", "float32 of shape (2, 5)"), strict=True):
+        for text, kind in zip(said[:2], ("float64 of shape (2, 4)", "float32 of shape (2, 5)"), strict=True):
             assert text.startswith("rank 0 failed in F of stage 0, microbatch 0: "), text
             assert f"passes on [{kind}] for microbatch 0 of step 1, and passed on [float32 of shape (2, 4)]" in text
             assert "stage 2 on rank 2 failed on it: RuntimeError: mat1" in text, text
+        for text, kind in zip(said[2:], STRUCTURES.values(), strict=True):
+            assert text.startswith("rank 0 failed in F of stage 0, microbatch 0: "), text
+            assert f"passes on {kind} for microbatch 0 of step 1, and passed on one tensor, float32 of shape" in text
+            assert "stage 1 on rank 1 failed on it: TypeError: tanh()" in text, text
 
 
 class Fragile(Block):
