@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -195,13 +196,76 @@ def test_models_losses_and_weights_that_differ_between_ranks_are_named_with_both
             assert part in said.pop(0)
 
 
+def differently_asked(rank: int) -> list[str]:
+    """Ranks whose options, modes or arguments of a step differ."""
+    said = []
+    x, y = batch()
+
+    def attempt(call: Callable[[], object]) -> None:
+        try:
+            call()
+            said.append("nothing")
+        except sl.PipelineError as error:
+            said.append(str(error))
+
+    def make(model: Any = None, **given: Any) -> sl.Pipeline:
+        return sl.Pipeline(model or blocks(), loss_fn=mean_loss, ranks=2, microbatches=4, **given)
+
+    attempt(lambda: make(check_finite=not rank))
+    attempt(lambda: make(recompute="stage" if rank else "none"))
+    attempt(lambda: make(blocks().train(not rank)))
+    attempt(lambda: make(blocks().requires_grad_(not rank)))
+    pipe = make(penalty=lambda name, parameter: parameter.pow(2).sum())
+    attempt(lambda: pipe.step(x, y, scale=0.5 if rank else 1.0))
+    counted = make(loss_reduction="count")
+    attempt(lambda: counted.step(x, y, count=4 + rank))
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    attempt(lambda: list(pipe.run([{"inputs": x, "targets": y, "scale": 0.5 if rank else 1.0}], optimizer=optimizer)))
+    pipe.model.train(not rank)
+    attempt(lambda: pipe.step(x, y))
+    attempt(lambda: pipe.predict(x))
+    pipe.model.train()
+    for parameter in pipe.parameters():  # each rank's own
+        parameter.requires_grad_(rank > 0)
+    attempt(lambda: pipe.step(x, y, scale=0.5))
+    return said
+
+
+def test_options_modes_and_arguments_that_differ_between_ranks_are_named_with_both_values() -> None:
+    for said in run_ranks(differently_asked, 2):
+        for part in (
+            "differ in check_finite: rank 1 has 'False' and rank 0 has 'True'",
+            "differ in recompute: rank 1 has 'stages True' and rank 0 has 'stages False'",
+            "differ in the modes of the modules (train or eval): rank 1 has 'the model itself training=False'",
+            "differ in requires_grad of the parameters: rank 1 has '0.norm.weight requires_grad=False'",
+            "rank 1 and rank 0 differ in scale=: rank 1 has 0.5 and rank 0 has 1.0",
+            "rank 1 and rank 0 differ in count=: rank 1 has 5.0 and rank 0 has 4.0",
+            "rank 1 and rank 0 differ in scale=: rank 1 has 0.5 and rank 0 has 1.0",
+            "rank 1 and rank 0 differ in the mode of the model: rank 1 has model.eval() and rank 0 has model.train()",
+            "rank 1 and rank 0 differ in the mode of the model: rank 1 has model.eval() and rank 0 has model.train()",
+            "nothing",
+        ):
+            assert part in said[0], said
+            said.pop(0)
+
+
+STRUCTURES = {
+    "a pair": "(float32 of shape (2, 4), float32 of shape (2, 4))",
+    "a list": "[float32 of shape (2, 4)]",
+    "a dict": "{'h': float32 of shape (2, 4)}",
+    "nothing": "None",
+}
+
+
 class Changing(nn.Linear):
-    """A layer that passes on another type from its second step on, or one more feature."""
+    """A layer that passes on another type from its second step on, one more feature, or another structure."""
 
     change = ""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = super().forward(x)
+        if self.change in STRUCTURES:
+            return {"a pair": (y, y), "a list": [y], "a dict": {"h": y}, "nothing": None}[self.change]
         if self.change == "type":
             return y.double()
         return torch.cat([y, y[..., :1]], -1) if self.change == "shape" else y
@@ -210,7 +274,7 @@ class Changing(nn.Linear):
 def changing(rank: int) -> list[str]:
     """A stage that changes what it passes on is named, though another one, or one after that, fails on it."""
     said = []
-    for change in ("type", "shape"):
+    for change in ("type", "shape", *STRUCTURES):
         layers = [Changing(4, 4), nn.Tanh(), nn.Linear(4, 4)]
         pipe = sl.Pipeline(layers, loss_fn=functional.mse_loss, schedule="1f1b", ranks=3, microbatches=3)
         x = torch.ones(6, 4)
@@ -225,12 +289,16 @@ def changing(rank: int) -> list[str]:
 
 
 @pytest.mark.parametrize("processes", [False, True])
-def test_a_type_or_shape_that_changes_is_blamed_on_the_stage_that_passes_it_on(processes: bool) -> None:
+def test_a_type_shape_or_structure_that_changes_is_blamed_on_the_stage_that_passes_it_on(processes: bool) -> None:
     for said in run_ranks(changing, 3) if processes else [changing(0)]:
-        for text, kind in zip(said, ("float64 of shape (2, 4)", "float32 of shape (2, 5)"), strict=True):
+        for text, kind in zip(said[:2], ("float64 of shape (2, 4)", "float32 of shape (2, 5)"), strict=True):
             assert text.startswith("rank 0 failed in F of stage 0, microbatch 0: "), text
             assert f"passes on [{kind}] for microbatch 0 of step 1, and passed on [float32 of shape (2, 4)]" in text
             assert "stage 2 on rank 2 failed on it: RuntimeError: mat1" in text, text
+        for text, kind in zip(said[2:], STRUCTURES.values(), strict=True):
+            assert text.startswith("rank 0 failed in F of stage 0, microbatch 0: "), text
+            assert f"passes on {kind} for microbatch 0 of step 1, and passed on one tensor, float32 of shape" in text
+            assert "stage 1 on rank 1 failed on it: TypeError: tanh()" in text, text
 
 
 class Fragile(Block):

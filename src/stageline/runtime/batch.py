@@ -38,9 +38,19 @@ class Given(NamedTuple):
     refused here."""
 
 
-REFUSED = (0.0, -1.0, -1.0, -1.0)
+REFUSED = (0.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0)
 """The row of a process that refused its batch."""
-NAMES = ("the number of samples", "the inputs", "the targets", "the keyword inputs of all stages")
+NAMES = (
+    "the number of samples",
+    "the inputs",
+    "the targets",
+    "the keyword inputs of all stages",
+    "scale=",
+    "count=",
+    "the mode of the model",
+)
+SCALE, COUNT, MODE = 4, 5, 6
+MODES = {1.0: "model.eval()", 2.0: "model.train()"}
 
 
 def look_at(
@@ -95,13 +105,31 @@ def difference(rows: NDArray[np.float64], columns: Sequence[int], names: Sequenc
 
     >>> difference(np.array([[8.0, 5, 0, 0], [0, 0, 0, 0], [8, 6, 0, 0]]), [0, 1])
     'rank 2 was given another batch than rank 0: the inputs differ'
+    >>> difference(np.array([[8.0, 5, 0, 0, 1.0], [8, 5, 0, 0, 0.5]]), [0, 4])
+    'rank 1 and rank 0 differ in scale=: rank 1 has 0.5 and rank 0 has 1.0; give all ranks the same'
     """
     for column in columns:
         given = {value: int(np.argmax(rows[:, column] == value)) for value in rows[:, column].tolist() if value > 0}
         if len(given) > 1:
-            first, second = (rank if names is None else names[rank] for rank in sorted(given.values())[:2])
+            rows_apart = sorted(given.values())[:2]
+            first, second = (rank if names is None else names[rank] for rank in rows_apart)
+            if column >= SCALE:
+                one, two = (_setting(column, float(rows[row, column])) for row in rows_apart)
+                return (
+                    f"rank {second} and rank {first} differ in {NAMES[column]}: rank {second} has {two} and rank "
+                    f"{first} has {one}; give all ranks the same"
+                )
             return f"rank {second} was given another batch than rank {first}: {NAMES[column]} differ"
     return ""
+
+
+def settings_row(scale: float, count: float | None, training: bool) -> list[float]:
+    """What all ranks must be given alike beside the batch, as the last columns of a row; 0 for what was not given."""
+    return [float(scale), float(count or 0), 2.0 if training else 1.0]
+
+
+def _setting(column: int, value: float) -> str:
+    return MODES[value] if column == MODE else repr(value)
 
 
 def disagreement(

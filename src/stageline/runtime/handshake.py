@@ -35,11 +35,15 @@ def facts_of(model: nn.Module, schedule: Schedule) -> dict[str, str]:
     order = digest([torch.from_numpy(part) for part in (schedule.kinds, schedule.stage_ids, schedule.microbatch_ids)])
     shapes = [f"{name} {_shape(parameter)}" for name, parameter in model.named_parameters()]
     types = [f"{name} {tensor.dtype}" for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+    frozen = [f"{name} requires_grad={parameter.requires_grad}" for name, parameter in model.named_parameters()]
+    modes = [f"{name or 'the model itself'} training={module.training}" for name, module in model.named_modules()]
     return {
         "the schedule": f"{schedule!r} {order}",
         "the names and shapes of the model": "\n".join(shapes),
         "the types of the parameters and buffers": "\n".join(types),
         "the modules of the model": "\n".join(_described(*each) for each in model.named_modules()),
+        "requires_grad of the parameters": "\n".join(frozen),
+        "the modes of the modules (train or eval)": "\n".join(modes),
         "the number of threads (torch.get_num_threads)": str(torch.get_num_threads()),
         "the version of torch": str(torch.__version__),
         "the version of stageline": __version__,

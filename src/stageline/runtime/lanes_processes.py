@@ -22,7 +22,7 @@ from stageline.transport.protocol import PeerFailed
 
 ENDED, REFUSED = len(NAMES), len(NAMES) + 1
 """Columns of what a process tells of its next batch, after those of the batch."""
-COLUMNS = [0, 1, 2, 3]
+COLUMNS = list(range(len(NAMES)))
 
 
 class Pulled(NamedTuple):

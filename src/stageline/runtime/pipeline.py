@@ -218,6 +218,8 @@ class Pipeline(Runner):
                 "loss_reduction": loss_reduction,
                 "loss_fn": function_fact(loss_fn),
                 "penalty": function_fact(penalty),
+                "check_finite": str(check_finite),
+                "recompute": "\n".join([f"stages {again.stages}", *self.recomputed]),
                 "compare_weights": str(compare_weights),
                 "replicas and mesh": repr(self._world.layout.rows),
                 "bucket_mb and reduce_dtype": f"{bucket_mb:g} {reduce_dtype}",

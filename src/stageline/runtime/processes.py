@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from stageline.errors import StagelineError
-from stageline.runtime.changed_outputs import Change, first_change, is_about_form
+from stageline.runtime.changed_outputs import Change, first_change, is_about_form, is_about_structure
 from stageline.runtime.collectives import Collectives, Column
 from stageline.runtime.control.judge import EVERYONE
 from stageline.runtime.control.verdict import Failure, Verdict, describe, located
@@ -235,8 +235,9 @@ class ProcessWorld(Collectives):
             told = Failure.of(failed[2], located(failed[1]))
             said = str(failure(self.layout.name(self.process), failed[1], failed[2], left))
             mine = {"said": said, "where": self._control.where, "told": told.to_json()}
-            if told.action == "F" and self._running is not None and is_about_form(failed[2]):
-                mine["step"] = self._running.step
+            about = is_about_form(failed[2]), is_about_structure(failed[2])
+            if told.action == "F" and self._running is not None and any(about):
+                mine["step"], mine["about"] = self._running.step, about
         heard = json.loads(self.tell_all(json.dumps(mine), origin))
         error = PipelineError(heard["said"])
         told, known = Failure(**heard["told"]), self._blamed()
@@ -248,7 +249,7 @@ class ProcessWorld(Collectives):
             )
         )  # fmt: skip
         if "step" in heard:
-            error, verdict = self._blame_change(error, verdict, int(heard["step"]), left)
+            error, verdict = self._blame_change(error, verdict, int(heard["step"]), heard["about"], left)
         if verdict.traceback and origin != self.process:
             error.add_note(f"on rank {origin}:\n{verdict.traceback}")
         if self.layout.ranks > 1:
@@ -257,11 +258,11 @@ class ProcessWorld(Collectives):
         return error
 
     def _blame_change(
-        self, error: PipelineError, verdict: Verdict, step: int, left: str
+        self, error: PipelineError, verdict: Verdict, step: int, about: Sequence[bool], left: str
     ) -> tuple[PipelineError, Verdict]:
         """Name the rank whose stage changed what it passes on, where another one failed on it; all ranks ask this."""
         changes = [] if self._running is None else self._running.outputs.changes
-        mine = first_change(step, verdict.stage, verdict.microbatch, changes)
+        mine = first_change(step, verdict.stage, verdict.microbatch, changes, *about)
         replica = self.layout.place(verdict.culprit)[0]
         stages = self.announce(np.array([0.0 if mine is None else mine.stage + 1.0]))()[replica, :, 0]
         if not stages.any():

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from stageline.runtime.batch import NAMES, Given, digest, disagreement
+from stageline.runtime.batch import NAMES, SCALE, Given, digest, disagreement
 from stageline.runtime.buffers import Taken
 from stageline.runtime.collectives import Column
 from stageline.runtime.outcome import Outcome
@@ -24,7 +24,7 @@ from stageline.schedules.schedule import Schedule
 
 MODE, COUNT, ELEMENTS, REFUSED = range(len(NAMES), len(NAMES) + 4)
 """Columns of what a process tells at the start of a step, after those of its batch."""
-COMMON = {MODE: "whether they train, evaluate or predict, and in sync=", COUNT: "count="}
+COMMON = {MODE: "whether they train, evaluate or predict, and in sync=", COUNT: "count=", SCALE: "scale="}
 
 
 def replica_seed(seed: int, replica: int) -> int:

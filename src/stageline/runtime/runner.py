@@ -21,8 +21,11 @@ from stageline.model.frame import StagePart
 from stageline.model.huggingface import own_loss
 from stageline.model.sharing import Sharing
 from stageline.runtime.batch import (
+    COUNT,
+    MODE,
     NAMES,
     REFUSED,
+    SCALE,
     Given,
     Keywords,
     Reduction,
@@ -31,6 +34,7 @@ from stageline.runtime.batch import (
     input_parts,
     keyword_parts,
     look_at,
+    settings_row,
     target_parts,
     weights,
 )
@@ -88,7 +92,7 @@ class Batch:
     @property
     def columns(self) -> list[int]:
         """Which of `NAMES` all ranks of a replica must have in common."""
-        return [0, 1, 2, 3] if self.with_targets else [0, 1, 3]
+        return [0, 1, 2, 3, SCALE, COUNT, MODE] if self.with_targets else [0, 1, 3, MODE]
 
     @property
     def mode(self) -> int:
@@ -181,7 +185,8 @@ class Runner:
                 "the chunk specs give all of the batch to every microbatch, so there is nothing to cut into "
                 f"{self.schedule.microbatches} microbatches; let them cut one tensor at least"
             )
-        return given
+        settings = settings_row(batch.scale, batch.count, self.model.training)
+        return given._replace(row=np.concatenate([given.row, settings]))
 
     def _refuse_to_train(self) -> None:
         if torch.is_inference_mode_enabled():
