@@ -225,6 +225,58 @@ def test_a_batch_that_a_model_cannot_run_on_is_named() -> None:
     assert pipe.step(torch.randn(4, 8)).samples == 4
 
 
+class Odd(nn.Module):
+    """Defines its layers in another order than it calls them in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.h = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, slow: Tensor | None = None) -> Any:
+        x = self.h(x)
+        if slow is not None:
+            x = self.a(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.a(x) if slow is None else x
+
+
+def fails_on_short(output: Tensor, target: Tensor) -> Tensor:
+    if len(target) == 1:
+        raise ValueError("one sample")
+    return functional.mse_loss(output, target)
+
+
+@pytest.mark.filterwarnings("ignore:what has to pass from stage to stage")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("how", ["step", "run", "predict"])
+def test_a_pipeline_waits_for_its_first_good_batch(schedule: str, how: str) -> None:
+    """A first batch that fails, in the model or in the loss, decides nothing."""
+    model = Odd()
+    plain = copy.deepcopy(model)
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    pipe = sl.Pipeline(model, loss_fn=fails_on_short, schedule=schedule, ranks=2, microbatches=4)
+    for wrong in ((torch.randn(8, 7), y), ({"x": x[:4], "slow": x[:4]}, y[:4])):
+        with pytest.raises((sl.StagelineError, sl.PipelineError), match="mat1|shapes|one sample"):
+            if how == "run":
+                next(pipe.run([wrong], optimizer=torch.optim.SGD(pipe.parameters(), lr=0.1)))
+            elif how == "step" or isinstance(wrong[0], dict):
+                pipe.step(*wrong)
+            else:
+                pipe.predict(wrong[0])
+    pipe.zero_grad()
+    total = pipe.step(x, y).loss
+    expected = 0.0
+    for part, target in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
+        loss = functional.mse_loss(plain(part), target) * (1 / 4)
+        torch.autograd.backward(loss)
+        expected += float(loss.detach())
+    assert total == expected
+    assert_same_bits(dict(pipe.named_gradients()), {name: each.grad for name, each in plain.named_parameters()})
+
+
 def without_example(rank: int) -> list[str]:
     said = []
     torch.manual_seed(0)

@@ -203,6 +203,8 @@ class Pipeline(Runner):
         self.check_finite = check_finite
         self.recomputed = mark(self.model, again, recompute)
         self._given, self._compile = given, compile
+        self._defined: list[nn.Sequential] = []
+        """The stages by the order of definitions, once the first batch showed others."""
         self._waits = example is None and isinstance(given, nn.Module) and not isinstance(given, nn.Sequential)
         given, self._parts, untold = cut_or_wait(given, self.model, self.schedule.stages, example)
         self._mesh = mesh
@@ -259,8 +261,18 @@ class Pipeline(Runner):
         """Cut the model by the first batch, where no example was given: it shows the order of the model's calls."""
         self._look_at_batch(batch)
         shown = input_parts(batch.inputs, self.schedule.microbatches, 1, self._specs)[0]
-        self._parts = cut_by_batch(self._given, self.model, self.schedule.stages, shown, self._parts)
-        self._waits = False
+        defined = self._parts
+        self._cut_again(cut_by_batch(self._given, self.model, self.schedule.stages, shown, defined), waits=False)
+        self._defined = defined
+
+    def _forget_batch(self) -> None:
+        """Wait for the first batch again, as the one that the model was cut by failed."""
+        self._cut_again(self._defined, waits=True)
+
+    def _cut_again(self, parts: list[nn.Sequential], *, waits: bool) -> None:
+        """Take other stages, before the first batch that does not fail."""
+        self._parts, self._waits = parts, waits
+        self._crews.clear()
         self._place()
         for name in ("_owned", "_owners"):
             self.__dict__.pop(name, None)

@@ -162,6 +162,10 @@ class Runner:
         """Cut the model by the first batch."""
         raise NotImplementedError
 
+    def _forget_batch(self) -> None:
+        """Wait for the first batch again."""
+        raise NotImplementedError
+
     def _look_at_batch(self, batch: Batch) -> Given:
         """Make sure that a batch can be cut."""
         specs, alone = self._specs, self._alone
@@ -198,10 +202,19 @@ class Runner:
         """Run a batch on all ranks. If it fails anywhere it fails everywhere, and buffers are as before."""
         self._refuse_in_run()
         batch = replace(batch, inputs=plain(batch.inputs), targets=plain(batch.targets))
-        if self._waits:
-            self._see(batch)
+        if not self._waits:
+            return self._run_cut(batch)
+        self._see(batch)
+        try:
             if batch.training:
                 self._sharing.refuse_norms()
+            return self._run_cut(batch)
+        except Exception:  # it may have shown another order of calls than those that are to come
+            self._forget_batch()
+            raise
+
+    def _run_cut(self, batch: Batch) -> Done:
+        """Run a batch on the stages of the model."""
         self._world.begin()
         self._compare_weights()
         buffers = all_buffers(self.model) if batch.training else []
