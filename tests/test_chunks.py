@@ -243,7 +243,7 @@ def rows_one_by_one() -> Any:
 
 READERS: dict[str, Any] = {
     "a function that reads a global": lambda: ROWS,
-    "a function inside of one": lambda: [row for row in (lambda: ROWS)()],
+    "a function inside of one": lambda: [2 * row for row in (lambda: ROWS)()],
     "a function that calls one": lambda: read_rows(),
     "a function that reads an attribute of a class": lambda: OfItsClass.scale,
     "an attribute of the class": OfItsClass(),

@@ -317,7 +317,10 @@ def test_a_config_of_hugging_face_is_a_model(made: Path, capsys: Capture) -> Non
         ("check made_for_a_test:alone", "gives no batch; let it return (model, inputs, targets, loss_fn), or"),
         ("check made_for_a_test:without_loss", "has no loss; let it return (model, inputs, targets, loss_fn), or"),
         ("check made_for_a_test:inputs_alone", "has no loss; let it return (model, inputs, targets, loss_fn), or"),
-        ("check made_for_a_test:swapped", "returned a function as the targets; it must return a model, (model, inputs)"),
+        (
+            "check made_for_a_test:swapped",
+            "returned a function as the targets; it must return a model, (model, inputs)",
+        ),
         ("profile made_for_a_test:alone", "gives no inputs"),
         ("inspect made_for_a_test:alone --stages 9", "has 2 units (0, 1), and 9 stages are asked for"),
     ],

@@ -23,7 +23,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help=f"package.module:function that returns {FORMS}; or the config.json of a Hugging Face model, or its folder.",
+        help=f"package.module:function that returns {FORMS}; or the config.json of a Hugging Face model, or its "
+        "folder.",
         show_default=False,
     ),
 ]

@@ -189,7 +189,9 @@ def without_memory(frame: nn.Module, inputs: Any) -> Iterator[None]:
     Absent((2, 2), torch.float32, of nothing)
     """
     device = next((leaf.device for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)), torch.device("cpu"))
-    places = [held for module in frame.modules() for held in (module._parameters, module._buffers, vars(module))]
+    places: list[dict[str, Any]] = [
+        held for module in frame.modules() for held in (module._parameters, module._buffers, vars(module))
+    ]
     metas = [
         (held, name, value)
         for held in places

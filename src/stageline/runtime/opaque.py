@@ -227,8 +227,8 @@ def weights_inside(function: Any) -> str | None:
         alive.append(inner)
         waiting += [part for _, part in _referents(inner)]
         if isinstance(inner, types.FunctionType) and not (inner.__module__ or "").startswith("torch"):
-            names, _ = _names_in(inner.__code__)
-            waiting += [inner.__globals__[name] for name in names if name in inner.__globals__]
+            read, _ = _names_in(inner.__code__)
+            waiting += [inner.__globals__[name] for name in read if name in inner.__globals__]
     return None
 
 

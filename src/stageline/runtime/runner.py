@@ -42,7 +42,15 @@ from stageline.runtime.finite import NotFinite, not_finite
 from stageline.runtime.garbage import no_collections
 from stageline.runtime.heap import keep_memory
 from stageline.runtime.held_weights import compare_weights, held_by_several
-from stageline.runtime.inputs import exchange, give_gradients, refuse_graphs, refuse_keywords, wanted, with_leaves
+from stageline.runtime.inputs import (
+    exchange,
+    give_gradients,
+    refuse_graphs,
+    refuse_keywords,
+    refuse_target_graphs,
+    wanted,
+    with_leaves,
+)
 from stageline.runtime.loss_reads import LossReads, Tensors
 from stageline.runtime.outcome import Outcome, metrics_of, sums, times_of
 from stageline.runtime.penalty import Penalty, add_gradients, terms_of, values_of
@@ -301,6 +309,7 @@ class Runner:
         if batch.training:
             refuse_graphs(batch.inputs, self._world.layout.replicas)
             refuse_keywords(batch.keywords)
+            refuse_target_graphs(batch.targets)
         whole, roots = with_leaves(batch.inputs) if wants else (batch.inputs, ())
         with torch.enable_grad() if wants else nullcontext():  # gradients go from the parts to the whole
             inputs = input_parts(whole, parts, filled, self._specs)
