@@ -222,3 +222,40 @@ def test_a_stage_has_memory_for_all_that_it_runs() -> None:
     pipe = sl.Pipeline(bart, loss_fn=sl.own_loss, ranks=2, microbatches=2, seed=0)
     loss = pipe.step({"input_ids": words(), "labels": words()}).loss
     assert run_ranks(with_bart, 2, timeout=300.0) == [(loss, []), (loss, [])]
+
+
+def texts() -> dict[str, Any]:
+    return {"input_ids": words(), "labels": words()}
+
+
+def llama() -> Any:
+    return built("LlamaConfig", "LlamaForCausalLM", **TEXT)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize(("make", "batch"), [(bart, texts), (llama, texts), (llava, pictures), (blip2, pictures)])
+def test_a_function_that_builds_a_model_takes_an_example(make: Any, batch: Any, schedule: str) -> None:
+    """Buffers outside of the units have no memory yet while the model is looked at."""
+    inputs = batch()
+    example = {name: value[:2] for name, value in inputs.items()}
+    pipe = sl.Pipeline(
+        make, loss_fn=sl.own_loss, schedule=schedule, ranks=2, microbatches=2, seed=0, example=example
+    )  # fmt: skip
+    assert not any(tensor.is_meta for tensor in (*pipe.model.parameters(), *pipe.model.buffers()))
+    plain = copy.deepcopy(pipe.model)
+    pipe.step(inputs)
+    torch.testing.assert_close(gradients(pipe.model), plainly(plain, inputs))
+
+
+def bart_by_example(rank: int) -> float:
+    torch.set_num_threads(1)
+    pipe = sl.Pipeline(bart, loss_fn=sl.own_loss, ranks=2, microbatches=2, seed=0, example=texts())
+    assert not any(parameter.is_meta for parameter in pipe.parameters())
+    return pipe.step(texts()).loss
+
+
+def test_processes_build_their_stages_by_an_example() -> None:
+    pytest.importorskip("transformers")
+    loss = sl.Pipeline(bart, loss_fn=sl.own_loss, ranks=2, microbatches=2, seed=0).step(texts()).loss
+    assert run_ranks(bart_by_example, 2, timeout=300.0) == [loss, loss]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field
@@ -204,6 +206,78 @@ def test_an_object_that_holds_tensors_is_refused_by_name(kind: Any) -> None:
     with pytest.raises(sl.StagelineError, match=r"the inputs\[1\].* holds tensors|the inputs\[1\]\[1\].* holds"):
         pipe.step((x, kind(scale)), y)
     assert all(grad is None for grad in gradients(pipe.model).values())
+
+
+ROWS: Any = torch.zeros(8, 1)
+ONE = torch.tensor(3.0)
+
+
+class OfItsClass:
+    scale = torch.zeros(8, 1)
+
+    def __call__(self) -> Any:
+        return self.scale
+
+
+class ByGlobal:
+    def __call__(self) -> Any:
+        return ROWS
+
+
+class WithOne:
+    """Reads a global number, which is the same for every microbatch."""
+
+    scale = 3.0
+
+    def __call__(self) -> Any:
+        return ONE
+
+
+def read_rows() -> Any:
+    return ROWS
+
+
+def rows_one_by_one() -> Any:
+    yield from ROWS
+
+
+READERS: dict[str, Any] = {
+    "a function that reads a global": lambda: ROWS,
+    "a function inside of one": lambda: [2 * row for row in (lambda: ROWS)()],
+    "a function that calls one": lambda: read_rows(),
+    "a function that reads an attribute of a class": lambda: OfItsClass.scale,
+    "an attribute of the class": OfItsClass(),
+    "an attribute of a class above": type("Below", (OfItsClass,), {})(),
+    "the class itself": OfItsClass,
+    "a method that reads a global": ByGlobal(),
+    "a weak reference": weakref.ref(ROWS),
+    "a weak proxy": weakref.proxy(ROWS),
+    "weak values": weakref.WeakValueDictionary({"rows": ROWS}),
+    "a generator": rows_one_by_one(),
+}
+
+
+@pytest.mark.parametrize("value", READERS.values(), ids=READERS)
+def test_an_object_whose_code_reads_tensors_is_refused_by_name(value: Any) -> None:
+    """Every microbatch would read all rows of a global, of an attribute of a class or behind a weak reference."""
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    pipe = scaled_pipe(nn.Sequential(Scaled(), Scaled()))
+    words = r"stage_kwargs\[0\]\['info'\].* holds tensors .* cannot cut .*say so: kwargs_chunk_spec=\{'info': None\}"
+    with pytest.raises(sl.StagelineError, match=words):
+        pipe.step(x, y, stage_kwargs={0: {"info": value}})
+    assert all(grad is None for grad in gradients(pipe.model).values())
+
+
+@pytest.mark.parametrize("value", [WithOne(), functional.gelu, lambda: ONE * math.pi, math, weakref.ref(WithOne)])
+def test_code_that_reads_no_rows_goes_to_every_microbatch(value: Any) -> None:
+    class Deaf(nn.Linear):
+        def forward(self, value: Tensor, info: Any = None) -> Tensor:
+            return super().forward(value) if info is not None else value
+
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    pipe = scaled_pipe(nn.Sequential(Deaf(4, 4), Deaf(4, 4)))
+    pipe.step(x, y, stage_kwargs={"all": {"info": value}})
+    assert all(grad is not None for grad in gradients(pipe.model).values())
 
 
 def test_an_object_without_tensors_goes_to_every_microbatch() -> None:

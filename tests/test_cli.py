@@ -229,6 +229,35 @@ def make():
 def alone():
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
 
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Embedding(9, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 9)
+    def forward(self, input_ids, labels):
+        logits = self.head(self.layers(self.embed(input_ids)))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+words = torch.arange(8) % 9
+
+def own():
+    return Own(), {"input_ids": words, "labels": words}
+
+def own_by_position():
+    return Own(), (words, words)
+
+def own_and_targets():
+    return Own(), {"input_ids": words, "labels": words}, words
+
+def without_loss():
+    return make()[:3]
+
+def inputs_alone():
+    return make()[:2]
+
+def swapped():
+    model, inputs, targets, loss_fn = make()
+    return model, inputs, loss_fn, targets
+
 def wrong():
     return 3
 """
@@ -257,6 +286,18 @@ def test_models_are_inspected_profiled_and_checked(made: Path, capsys: Capture) 
     assert json.loads(call("profile made_for_a_test:make --repeats 1 --json", capsys))["layers"]
 
 
+@pytest.mark.parametrize("name", ["make", "own", "own_by_position", "own_and_targets"])
+def test_every_form_that_the_help_names_is_checked(name: str, made: Path, capsys: Capture) -> None:
+    """A loss function, or a model whose output has a loss, given its inputs with or without targets."""
+    assert json.loads(call(f"check made_for_a_test:{name} --json", capsys))["verdict"] == "equal"
+
+
+def test_the_help_names_what_a_function_may_return(capsys: Capture) -> None:
+    for verb in ("check", "profile", "inspect"):
+        said = " ".join(call(f"{verb} --help", capsys).replace("│", " ").split())
+        assert "a model, (model, inputs), (model, inputs, targets) or (model, inputs, targets, loss_fn)" in said
+
+
 def test_a_config_of_hugging_face_is_a_model(made: Path, capsys: Capture) -> None:
     pytest.importorskip("transformers")
     found = json.loads(call("inspect . --stages 4 --json", capsys))
@@ -273,7 +314,13 @@ def test_a_config_of_hugging_face_is_a_model(made: Path, capsys: Capture) -> Non
         ("inspect no_such_module:make", "cannot import no_such_module"),
         ("inspect made_for_a_test:wrong", "returned a int; it must return a model"),
         ("inspect none.json", "cannot read the config none.json"),
-        ("check made_for_a_test:alone", "gives no batch"),
+        ("check made_for_a_test:alone", "gives no batch; let it return (model, inputs, targets, loss_fn), or"),
+        ("check made_for_a_test:without_loss", "has no loss; let it return (model, inputs, targets, loss_fn), or"),
+        ("check made_for_a_test:inputs_alone", "has no loss; let it return (model, inputs, targets, loss_fn), or"),
+        (
+            "check made_for_a_test:swapped",
+            "returned a function as the targets; it must return a model, (model, inputs)",
+        ),
         ("profile made_for_a_test:alone", "gives no inputs"),
         ("inspect made_for_a_test:alone --stages 9", "has 2 units (0, 1), and 9 stages are asked for"),
     ],

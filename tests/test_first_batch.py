@@ -140,7 +140,7 @@ def trains(model: nn.Module, inputs: Any, loss_fn: Callable[[Any, Any], Any], sc
     pipe = sl.Pipeline(model, loss_fn=loss_fn, schedule=schedule, ranks=2, microbatches=2)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (pipe, plain)]
     assert sorted(name for name, _ in pipe.named_parameters()) == sorted(name for name, _ in plain.named_parameters())
-    assert pipe.state_dict().keys() == plain.state_dict().keys()
+    assert list(pipe.state_dict()) == list(plain.state_dict())
     for _ in range(2):
         stats = pipe.step(inputs)
         assert stats.loss == loop(plain, inputs, loss_fn, 2)
@@ -149,7 +149,8 @@ def trains(model: nn.Module, inputs: Any, loss_fn: Callable[[Any, Any], Any], sc
             optimizer.step()
             optimizer.zero_grad()
     assert_same_bits(dict(model.named_parameters()), dict(plain.named_parameters()))
-    assert pipe.state_dict().keys() == plain.state_dict().keys()
+    assert list(pipe.state_dict()) == list(plain.state_dict())  # in the order of definitions, not of calls
+    assert [name for name, _ in pipe.named_buffers()] == [name for name, _ in plain.named_buffers()]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -223,6 +224,62 @@ def test_a_batch_that_a_model_cannot_run_on_is_named() -> None:
     with pytest.raises(sl.StagelineError, match="the inputs are None"):
         pipe.step(None)
     assert pipe.step(torch.randn(4, 8)).samples == 4
+
+
+class Odd(nn.Module):
+    """Defines its layers in another order than it calls them in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.h = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, slow: Tensor | None = None) -> Any:
+        x = self.h(x)
+        if slow is not None:
+            x = self.a(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.a(x) if slow is None else x
+
+
+def fails_on_short(output: Tensor, target: Tensor) -> Tensor:
+    if len(target) == 1:
+        raise ValueError("one sample")
+    return functional.mse_loss(output, target)
+
+
+def fail(pipe: sl.Pipeline, batch: Any, how: str) -> None:
+    if how == "run":
+        next(pipe.run([batch], optimizer=torch.optim.SGD(pipe.parameters(), lr=0.1)))
+    elif how == "step" or isinstance(batch[0], dict):
+        pipe.step(*batch)
+    else:
+        pipe.predict(batch[0])
+
+
+@pytest.mark.filterwarnings("ignore:what has to pass from stage to stage")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("how", ["step", "run", "predict"])
+def test_a_pipeline_waits_for_its_first_good_batch(schedule: str, how: str) -> None:
+    """A first batch that fails, in the model or in the loss, decides nothing."""
+    model = Odd()
+    plain = copy.deepcopy(model)
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    pipe = sl.Pipeline(model, loss_fn=fails_on_short, schedule=schedule, ranks=2, microbatches=4)
+    for wrong in ((torch.randn(8, 7), y), ({"x": x[:4], "slow": x[:4]}, y[:4])):
+        with pytest.raises((sl.StagelineError, sl.PipelineError), match=r"mat1|shapes|one sample"):
+            fail(pipe, wrong, how)
+    pipe.zero_grad()
+    total = pipe.step(x, y).loss
+    expected = 0.0
+    for part, target in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
+        loss = functional.mse_loss(plain(part), target) * (1 / 4)
+        torch.autograd.backward(loss)
+        expected += float(loss.detach())
+    assert total == expected
+    assert_same_bits(dict(pipe.named_gradients()), {name: each.grad for name, each in plain.named_parameters()})
 
 
 def without_example(rank: int) -> list[str]:

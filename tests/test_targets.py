@@ -1,4 +1,4 @@
-"""Steps without targets: the loss function is given None, on every schedule and on all ranks."""
+"""Targets: none at all, ones without dimensions, and ones with a graph, which are refused."""
 
 from __future__ import annotations
 
@@ -166,3 +166,33 @@ def test_processes_agree_on_whether_there_are_targets() -> None:
         assert "rank 1 was given the inputs, and rank 0, which reads them, was given None" in said[1]
         assert "are a numpy array" in said[2]  # what rank 0 refused is not taken for missing
         assert "rank 0 was given the targets, and rank 1" in said[3]
+
+
+@pytest.mark.parametrize("wrap", [lambda target: target, lambda target: (target,)])
+def test_targets_without_dimensions_go_to_every_microbatch(wrap: Any) -> None:
+    def loss_fn(output: Tensor, target: Any) -> Tensor:
+        value = target[0] if isinstance(target, tuple) else target
+        assert value.dim() == 0
+        return torch.as_tensor((output - value).square().mean())
+
+    model = nn.Sequential(Residual(4, 4), Residual(4, 4))
+    plain = copy.deepcopy(model)
+    x = torch.randn(8, 4)
+    pipe = sl.Pipeline(model, loss_fn=loss_fn, ranks=2, microbatches=4)
+    loss = pipe.step(x, wrap(torch.tensor(0.5))).loss
+    parts = [loss_fn(plain(part), torch.tensor(0.5)) / 4 for part in x.tensor_split(4)]
+    for part in parts:
+        backward(part)
+    assert loss == sum(float(part.detach()) for part in parts)
+    assert_same_bits(dict(pipe.named_gradients()), {name: each.grad for name, each in plain.named_parameters()})
+
+
+def test_targets_with_a_graph_are_refused_and_told_to_be_detached() -> None:
+    """Each microbatch would run the graph of a teacher backwards once more."""
+    model, teacher = nn.Sequential(Residual(4, 4), Residual(4, 4)), Residual(4, 4)
+    x = torch.randn(8, 4)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=2, microbatches=4)
+    with pytest.raises(sl.StagelineError, match=r"the targets come from a graph \(AddBackward0\).*targets\.detach\(\)"):
+        pipe.step(x, teacher(x))
+    assert all(grad is None for _, grad in pipe.named_gradients())
+    assert pipe.evaluate(x, teacher(x)).loss == pipe.step(x, teacher(x).detach()).loss

@@ -222,3 +222,24 @@ def test_distributed_tensors_are_refused_by_name() -> None:
     for held, passed in run_ranks(distributed, 2):
         assert "the parameter 1.weight is a DTensor; stages hold plain tensors" in held
         assert "stage 0 passes on a DTensor, and stages can pass plain tensors" in passed
+
+
+CALLS: dict[str, Any] = {
+    "split, printed": lambda model, example: str(sl.split(model, 2, example=example)),
+    "split by parameters": lambda model, example: sl.split(model, 2, by="parameters", example=example),
+    "split by time": lambda model, example: sl.split(model, 2, by="time", example=example),
+    "profile": lambda model, example: sl.profile(model, example, repeats=1),
+    "plan": lambda model, example: sl.plan(model, example, ranks=2, microbatches=2, repeats=1, time_limit=0.2),
+    "auto": lambda model, example: sl.Pipeline(
+        model, loss_fn=functional.mse_loss, schedule="auto", ranks=2, microbatches=2, example=example
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_lazy_modules_and_arrays_are_told_wherever_a_model_is_looked_at(call: Any) -> None:
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
+    with pytest.raises(sl.StagelineError, match=r"the parameter 0\.weight has no shape yet, as in all lazy modules"):
+        call(lazy, torch.ones(4, 4))
+    with pytest.raises(sl.StagelineError, match=r"numpy array of shape \(4, 4\).*torch\.from_numpy"):
+        call(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(4, 4).numpy())

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as theirs
 
@@ -332,10 +333,17 @@ def test_the_names_of_torchs_classes_and_of_its_map_are_accepted(name: str, fami
     assert hasattr(theirs, name)
     short = name.removeprefix("Schedule")
     assert theirs.get_schedule_class(short) is getattr(theirs, name)
-    for alias in (name, name.lower(), name.upper(), short, short.lower()):
+    for alias in (name, name.lower(), name.upper(), short, short.lower(), getattr(theirs, name)):
         made = sl.schedule(alias, 2, 4)
         assert made == sl.schedule(family, 2, 4)
         assert made.name == family
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    pipe = sl.Pipeline(
+        model, loss_fn=nn.functional.mse_loss, schedule=getattr(theirs, name), ranks=2, microbatches=4
+    )  # fmt: skip
+    assert pipe.schedule.name == family
+    with pytest.raises(sl.ScheduleError, match="no schedule family is named 'int'"):
+        sl.Pipeline(model, loss_fn=nn.functional.mse_loss, schedule=int, ranks=2, microbatches=4)
 
 
 # The file itself.

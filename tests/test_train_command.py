@@ -140,6 +140,8 @@ def test_the_printed_config_is_the_one_of_the_words(trainers: Trainers, capsys: 
 def test_a_check_says_what_does_not_go_together_and_trains_nothing(trainers: Trainers, capsys: Capture) -> None:
     assert train("--check") == 0
     assert capsys.readouterr().out == "the config is fine\n"
+    assert train("--check", "--parallelism.data_parallel_replicate_degree", "2") == 0
+    assert "is 2, and replicas are processes: start 8 with torchrun --nproc-per-node 8" in capsys.readouterr().out
     (line,) = refused(capsys, "--check", "--model.n_heads", "3")
     assert line.startswith("error: model.dim is 128 and model.n_heads is 3, which does not divide it; take 126 or 129")
     assert refused(capsys, "--model.n_heads", "3") == [line]

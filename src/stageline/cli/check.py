@@ -11,6 +11,11 @@ from stageline.cli.options import Json
 from stageline.cli.output import console, print_json
 from stageline.errors import StagelineError
 
+_FORMS = (
+    "(model, inputs, targets, loss_fn), or, where the model's output has a loss, (model, inputs) or "
+    "(model, inputs, targets)"
+)
+
 
 def command(
     model: Model,
@@ -26,6 +31,10 @@ def command(
 ) -> None:
     """Run a model alone and in a pipeline on the same batch, and compare the loss, gradients and buffers bit by bit.
 
+    The function returns (model, inputs, targets, loss_fn). A model whose output has a loss, as those of Hugging Face
+    given labels, needs no loss_fn: (model, inputs) will do, with a dict of keywords as inputs, and so will
+    (model, inputs, targets).
+
     Ends with 0 where the verdict is "equal" or "reordered" (gradients that are added in another order, and differ by
     rounding alone), and with 1 where it is "different".
 
@@ -36,19 +45,23 @@ def command(
     from stageline.runtime.check import check
 
     named = find_model(model, samples, length, whole=traceback)
-    if named.inputs is None or (named.loss_fn is None and named.targets is None):
-        raise StagelineError(
-            f"{model} gives no batch; let it return (model, inputs, targets, loss_fn), or (model, inputs) with a dict "
-            "of inputs for a model that computes its own loss"
-        )
+    if named.inputs is None:
+        raise StagelineError(f"{model} gives no batch; let it return {_FORMS}")
     batch = named.inputs if isinstance(named.inputs, dict) and named.targets is None else (named.inputs, named.targets)
-    from stageline.model.huggingface import own_loss
+    from stageline.model.huggingface import NO_LOSS, own_loss
 
     with of_the_user(f"checking {model} failed", traceback):
-        report = check(
-            named.model, batch, ranks=ranks, schedule=schedule, microbatches=microbatches, example=named.inputs,
-            loss_fn=named.loss_fn or own_loss,
-        )  # fmt: skip
+        try:
+            report = check(
+                named.model, batch, ranks=ranks, schedule=schedule, microbatches=microbatches, example=named.inputs,
+                loss_fn=named.loss_fn or own_loss,
+            )  # fmt: skip
+        except StagelineError as error:
+            if named.loss_fn is None and NO_LOSS in str(error):
+                raise StagelineError(
+                    f"{model} gives no loss function, and the model's output {NO_LOSS}; let it return {_FORMS}"
+                ) from error
+            raise
     if json:
         print_json(
             {"verdict": report.verdict, "equal": report.equal, "loss": report.loss, "alone": report.alone,

@@ -17,12 +17,14 @@ from stageline.model.named import find_function
 if TYPE_CHECKING:
     from torch import nn
 
+FORMS = "a model, (model, inputs), (model, inputs, targets) or (model, inputs, targets, loss_fn)"
+"""What a function that is named may return."""
 Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="package.module:function that returns a model, or (model, inputs) or (model, inputs, targets); or the "
-        "config.json of a Hugging Face model, or its folder.",
+        help=f"package.module:function that returns {FORMS}; or the config.json of a Hugging Face model, or its "
+        "folder.",
         show_default=False,
     ),
 ]
@@ -92,9 +94,13 @@ def _understood(name: str, made: Any) -> Named:
 
     parts = made if isinstance(made, tuple) else (made,)
     if not parts or not isinstance(parts[0], nn.Module) or len(parts) > 4:
+        raise StagelineError(f"{name} returned a {type(made).__name__}; it must return {FORMS}")
+    if len(parts) > 2 and callable(parts[2]):
+        raise StagelineError(f"{name} returned a function as the targets; it must return {FORMS}, in this order")
+    if len(parts) > 3 and parts[3] is not None and not callable(parts[3]):
         raise StagelineError(
-            f"{name} returned a {type(made).__name__}; it must return a model, or a tuple of a model, its inputs, "
-            "targets and loss function, the last ones left out as you like"
+            f"{name} returned a {type(parts[3]).__name__} as the loss function; it must return {FORMS}, where loss_fn "
+            "is a function of output and targets"
         )
     return Named(*parts)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import os
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from stageline.train.config import Parallelism
 
 # What knows the options of a config is imported where it is needed: the other verbs need not wait for it.
 
@@ -60,9 +64,21 @@ def command(words: Annotated[list[str] | None, typer.Argument()] = None) -> None
 
         preflight(config)
     if checking:
-        typer.echo(f"{asked.path or 'the config'} is fine", err=printing)
+        typer.echo(f"{asked.path or 'the config'} is fine{_processes(config.parallelism)}", err=printing)
     if asked.switches:
         return
     from stageline.train.trainer import Trainer
 
     Trainer(config).run()
+
+
+def _processes(asked: Parallelism) -> str:
+    """What a job with replicas has to be started with, where the check itself runs in one process."""
+    replicas = asked.data_parallel_replicate_degree
+    if replicas < 2 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return ""
+    count = asked.pipeline_parallel_degree * replicas
+    return (
+        f"; parallelism.data_parallel_replicate_degree is {replicas}, and replicas are processes: start {count} "
+        f"with torchrun --nproc-per-node {count} -m stageline train"
+    )

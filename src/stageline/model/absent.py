@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError
@@ -175,3 +175,33 @@ def _real(tensor: Tensor) -> Tensor:
 def keys_of(tree: Any) -> Keys:
     """The names of all absent values that a tree was computed from."""
     return frozenset().union(*(leaf._keys for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Absent)))
+
+
+@contextmanager
+def without_memory(frame: nn.Module, inputs: Any) -> Iterator[None]:
+    """While this lasts, tensors of a model that have no memory yet are absent, and said to be where the inputs are.
+
+    A forward may move its buffers to the device of its inputs, and from the meta device torch moves none.
+
+    >>> linear = nn.Linear(2, 2, device="meta")
+    >>> with without_memory(linear, torch.ones(1)):
+    ...     print(linear.weight.to("cpu"))
+    Absent((2, 2), torch.float32, of nothing)
+    """
+    device = next((leaf.device for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)), torch.device("cpu"))
+    places: list[dict[str, Any]] = [
+        held for module in frame.modules() for held in (module._parameters, module._buffers, vars(module))
+    ]
+    metas = [
+        (held, name, value)
+        for held in places
+        for name, value in held.items()
+        if isinstance(value, Tensor) and not isinstance(value, Absent) and value.is_meta
+    ]
+    try:
+        for held, name, value in metas:
+            held[name] = Absent.of(value.detach(), device, frozenset())
+        yield
+    finally:
+        for held, name, value in metas:
+            held[name] = value

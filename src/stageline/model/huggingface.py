@@ -89,6 +89,10 @@ def example_of(model: nn.Module) -> Any:
     return {name: value for name, value in given.items() if isinstance(value, torch.Tensor)} | defaults_of(model)
 
 
+NO_LOSS = "has no loss"
+"""By these words `own_loss` says that there is none."""
+
+
 def own_loss(output: Any, target: Any = None) -> torch.Tensor:
     """The loss that a model computes itself, given labels among its inputs: `Pipeline(model, loss_fn=sl.own_loss, …)`.
 
@@ -98,7 +102,7 @@ def own_loss(output: Any, target: Any = None) -> torch.Tensor:
     found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if not isinstance(found, torch.Tensor):
         raise StagelineError(
-            f"the model's output, a {type(output).__name__}, has no loss; give it labels, or give another loss_fn"
+            f"the model's output, a {type(output).__name__}, {NO_LOSS}; give it labels, or give another loss_fn"
         )
     return found
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError
 from stageline.model import huggingface
-from stageline.model.absent import Absent, Keys, keys_of, writes_allowed
+from stageline.model.absent import Absent, Keys, keys_of, without_memory, writes_allowed
 from stageline.model.effects import (
     Attributes,
     Checkpoints,
@@ -326,7 +326,7 @@ class Replay:
         self._now = _Now(Passed.first(value, self.defaults), needs, dry=needs, seen=seen)
         args, kwargs = self._now.arrived.inputs(absent=True)
         try:
-            with torch.no_grad(), _no_draws(), writes_allowed() as writes:
+            with torch.no_grad(), _no_draws(), without_memory(frame, (args, kwargs)), writes_allowed() as writes:
                 needs.of_output = keys_of(frame(*args, **kwargs)) | writes.into_others
             return seen, needs
         except Exception:

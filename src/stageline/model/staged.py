@@ -26,8 +26,9 @@ from stageline.model.profile import Profile, profile_model
 from stageline.model.replay import Calls, Needs, Replay
 from stageline.model.skips import check_units, parts_of
 from stageline.model.traced import Traced, trace
-from stageline.model.units import NoStack, Unit, find_units, paths
+from stageline.model.units import NoStack, Unit, find_units, paths, refuse_lazy
 from stageline.model.unwrap import eager, inner, unwrapped, warn_of_wrapped
+from stageline.runtime.tree import refuse_arrays
 from stageline.schedules.schedule import Schedule
 
 Cut = list[tuple[int, int]]
@@ -163,6 +164,7 @@ def split(
     model = unwrapped(model)
     if not isinstance(model, nn.Module):
         raise StagelineError(f"split takes a model, an nn.Module, got {shorten(model)}")
+    refuse_arrays(example, "the example")
     ask = CutConstraints(ranks, placement, read_sizes(memory), pinned, speed, schedule)
     stacks = check_asked(stages, by, layers_per_stage, stack, ask, example)
     traced, needs = None, None
@@ -420,6 +422,7 @@ def _costs(model: nn.Module, units: Sequence[Unit], by: By, example: Any) -> Uni
 
 def profile_units(model: nn.Module, units: Sequence[Unit], example: Any, **how: Any) -> Profile:
     """Measure every unit once, on its own."""
+    refuse_lazy(model)
     args, kwargs = arguments(example)
     layers = {id(unit.module): (unit.name, unit.module) for unit in reversed(units)}
     with eager(model, [unit.module for unit in units]):
@@ -441,6 +444,8 @@ def profile(model: nn.Module, example: Any, *, repeats: int = 5, warmup: int = 2
     model = unwrapped(model)
     if not isinstance(model, nn.Module):
         raise StagelineError(f"profile takes a model, an nn.Module, got {shorten(model)}")
+    refuse_lazy(model)
+    refuse_arrays(example, "the example")
     units = _units(model, "layers", ())
     if not isinstance(model, nn.Sequential):
         huggingface.prepare(model)

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from stageline.errors import StagelineError, nearest
@@ -30,6 +31,23 @@ from stageline.errors import StagelineError, nearest
 
 class NoStack(StagelineError):
     """A model in which there is nothing to cut between."""
+
+
+def refuse_lazy(model: nn.Module, prefix: str = "") -> None:
+    """Refuse parameters and buffers that have no shape yet; `prefix` is what their names start with.
+
+    >>> refuse_lazy(nn.Sequential(nn.LazyLinear(2)))
+    Traceback (most recent call last):
+    ...
+    stageline.errors.StagelineError: the parameter 0.weight has no shape yet, as in all lazy modules before their first
+    batch; run one through the model (model(inputs)) on every process, and then make the Pipeline
+    """
+    named = (("parameter", model.named_parameters()), ("buffer", model.named_buffers()))
+    for what, name in ((what, name) for what, tensors in named for name, tensor in tensors if is_lazy(tensor)):
+        raise StagelineError(
+            f"the {what} {prefix}{name} has no shape yet, as in all lazy modules before their first batch; run one "
+            "through the model (model(inputs)) on every process, and then make the Pipeline"
+        )
 
 
 @dataclass(frozen=True)
@@ -44,6 +62,7 @@ class Unit:
     @property
     def size(self) -> int:
         """How many elements its parameters have."""
+        refuse_lazy(self.module, f"{self.name}.")
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     @property

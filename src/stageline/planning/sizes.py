@@ -16,7 +16,8 @@ from stageline.errors import StagelineError, shorten
 from stageline.model.profile import Layer, Profile
 from stageline.model.staged import profile as measure_profile
 from stageline.model.staged import split
-from stageline.runtime.tree import batch_size
+from stageline.model.units import refuse_lazy
+from stageline.runtime.tree import batch_size, refuse_arrays
 
 TIMES = ("forward", "backward_input", "backward_weight", "backward")
 BYTES = ("activation", "residue", "message", "arriving", "leaving")
@@ -143,6 +144,8 @@ def measure(
     >>> list(found.profiles)
     [1, 3, 9]
     """
+    refuse_lazy(model)
+    refuse_arrays(example, "the example")
     try:
         whole = batch_size(example, "the example")
     except StagelineError as error:

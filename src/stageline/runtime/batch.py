@@ -59,7 +59,9 @@ def look_at(
     """Make sure that everything given has as many samples; take digests of it if they are to be compared."""
     sizes = _sizes(inputs, specs.of_inputs(inputs), "the inputs", "", needed=not specs)
     option = "so by targets_chunk_spec=, with None in its place"
-    sizes += _sizes(targets, specs.of_targets(targets), "the targets", option, needed=not specs)
+    # One without dimensions goes to every microbatch.
+    needed = not specs and not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(targets))
+    sizes += _sizes(targets, specs.of_targets(targets), "the targets", option, needed=needed)
     if keywords is not None and not isinstance(keywords, Mapping):
         raise StagelineError(f"stage_kwargs is a dict by stage, got {shorten(keywords)}")
     for stage, given in (keywords or {}).items():

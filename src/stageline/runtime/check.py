@@ -108,7 +108,7 @@ def check(
     batch: Any,
     *,
     ranks: int,
-    schedule: str | Path | Schedule = "1f1b",
+    schedule: str | Path | Schedule | type = "1f1b",
     microbatches: int | None = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     example: Any = None,

@@ -205,7 +205,7 @@ def cut_of(value: Any, spec: Any, what: str, option: str, refuse: bool = True) -
     >>> cut_of((torch.zeros(3, 4), 2), Rule.DEFAULT, "the inputs", "").how
     [0, <Rule.REPLICATE: 'whole to every microbatch'>]
     """
-    if isinstance(value, Tensor) and spec is Rule.DEFAULT and value.dim() and _dense(value):
+    if issubclass(type(value), Tensor) and spec is Rule.DEFAULT and value.dim() and _dense(value):  # no weak proxy
         return Cut([value], _ONE, [0], [what])
     learn(value)
     leaves, tree = pytree.tree_flatten(value, is_leaf=is_mask)

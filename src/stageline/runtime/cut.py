@@ -10,14 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from stageline.errors import ScheduleError, StagelineError, UnknownOption, nearest, shorten
 from stageline.model.build import Description, describe
 from stageline.model.skips import parts_of
 from stageline.model.staged import Staged, even_sizes, split
-from stageline.model.units import NoStack, find_units, layers_of
+from stageline.model.units import NoStack, find_units, layers_of, refuse_lazy
 from stageline.model.unwrap import unwrapped
 from stageline.runtime.functions import with_functions
 from stageline.runtime.tree import odd_class
@@ -55,14 +54,10 @@ def refuse_odd_tensors(model: nn.Module) -> None:
     stageline.errors.StagelineError: the parameter 0.weight has no shape yet, as in all lazy modules before their first
     batch; run one through the model (model(inputs)) on every process, and then make the Pipeline
     """
+    refuse_lazy(model)
     kept = {id(each) for module in model.modules() if isinstance(module, FSDPModule) for each in module.parameters()}
     named = [("parameter", *each) for each in model.named_parameters()]
     for what, name, tensor in [*named, *(("buffer", *each) for each in model.named_buffers())]:
-        if is_lazy(tensor):
-            raise StagelineError(
-                f"the {what} {name} has no shape yet, as in all lazy modules before their first batch; run one through "
-                "the model (model(inputs)) on every process, and then make the Pipeline"
-            )
         if id(tensor) not in kept and odd_class(tensor):
             raise StagelineError(
                 f"the {what} {name} is a {odd_class(tensor)}; stages hold plain tensors, and what a "

@@ -70,6 +70,22 @@ def refuse_keywords(keywords: Keywords | None) -> None:
                     )
 
 
+def refuse_target_graphs(targets: Any) -> None:
+    """Refuse targets that come from a graph, which each microbatch would run backwards once more.
+
+    >>> refuse_target_graphs(torch.ones(2, requires_grad=True) * 3)
+    Traceback (most recent call last):
+    stageline.errors.StagelineError: the targets come from a graph (MulBackward0), which each microbatch would run
+    backwards once more; detach them (targets.detach()), or give them among the inputs
+    """
+    for tensor in tensors_of(pytree.tree_leaves(targets)):
+        if tensor.grad_fn is not None:
+            raise StagelineError(
+                f"the targets come from a graph ({type(tensor.grad_fn).__name__}), which each microbatch would run "
+                "backwards once more; detach them (targets.detach()), or give them among the inputs"
+            )
+
+
 def exchange(world: World, owners: Sequence[int], wants: Sequence[bool], own: Gradients) -> Gradients:
     """Give all processes the gradients of all ranks that run stage 0; all processes call this together."""
     gathered: dict[int, Sequence[Tensor | None]] = {}

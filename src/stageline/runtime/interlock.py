@@ -122,7 +122,11 @@ def seen(pipe: Pipeline, batches: Iterable[Any]) -> Iterable[Any]:
     first = list(islice(coming, 1))
     for given in first:
         pipe._see(read_batch(pipe, given))
-        pipe._sharing.refuse_norms()
+        try:
+            pipe._sharing.refuse_norms()
+        except StagelineError:
+            pipe._forget_batch()
+            raise
     return chain(first, coming)
 
 
@@ -363,8 +367,11 @@ class Run(Iterator[StepStats]):
         skip: bool,
     ) -> None:
         """Begin nothing before the first step is asked for."""
+        self._shown: Pipeline | None = None
+        """The pipeline whose model was cut by the first batch, until that has been run."""
         if pipe._waits:
             batches = seen(pipe, batches)
+            self._shown = None if pipe._waits else pipe
         self.optimizer = find_optimizer(optimizer, list(pipe.parameters()))
         """The optimizer that was given, or made."""
         self.note = why_not(pipe, self.optimizer)
@@ -395,7 +402,16 @@ class Run(Iterator[StepStats]):
         if self._thread not in (None, thread):
             raise StagelineError("a run is gone through by one thread, and another one has begun with this")
         self._thread = thread
-        return next(self._steps)
+        if self._shown is None:
+            return next(self._steps)
+        try:
+            stats = next(self._steps)
+        except Exception:
+            self._shown._forget_batch()
+            raise
+        finally:
+            self._shown = None
+        return stats
 
     def close(self) -> None:
         """Leave the run: parameters are those after the last step that it told of."""

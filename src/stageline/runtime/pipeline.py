@@ -51,6 +51,7 @@ from stageline.runtime.stage import StageOptions, watched_layers
 from stageline.runtime.state import check_state, gather_state, watched
 from stageline.runtime.stats import Evaluation, StepStats
 from stageline.runtime.summary import described_in_words
+from stageline.runtime.tree import refuse_arrays
 from stageline.runtime.worlds import Crew, Floats, PipelineError
 from stageline.schedules.certificate import verify
 from stageline.schedules.schedule import Schedule
@@ -97,7 +98,7 @@ class Pipeline(Runner):
         stages: nn.Module | Staged | Callable[[], nn.Module] | Sequence[nn.Module | Callable[..., Any]],
         *,
         loss_fn: Callable[[Any, Any], Any],
-        schedule: str | Path | Schedule = "1f1b",
+        schedule: str | Path | Schedule | type = "1f1b",
         microbatches: int | None = None,
         ranks: int | None = None,
         replicas: int | None = None,
@@ -159,6 +160,8 @@ class Pipeline(Runner):
         what every microbatch is given whole. `output_merge_spec` says how outputs are put together again.
         `stragglers` logs one line when a stage becomes slower than the others and stays so (see docs/runtime.md).
         """
+        schedule = schedule.__name__ if isinstance(schedule, type) else schedule  # a class of torch's
+        refuse_arrays(example, "the example")
         check_options(options, schedule, Pipeline.__init__.__kwdefaults__ or ())
         check_reduction(loss_reduction)
         check_buckets(bucket_mb, reduce_dtype)
@@ -204,6 +207,8 @@ class Pipeline(Runner):
         self.check_finite = check_finite
         self.recomputed = mark(self.model, again, recompute)
         self._given, self._compile = given, compile
+        self._defined: list[nn.Sequential] = []
+        """The stages by the order of definitions, once the first batch showed others."""
         self._waits = example is None and isinstance(given, nn.Module) and not isinstance(given, nn.Sequential)
         given, self._parts, untold = cut_or_wait(given, self.model, self.schedule.stages, example)
         self._mesh = mesh
@@ -265,8 +270,18 @@ class Pipeline(Runner):
         """Cut the model by the first batch, where no example was given: it shows the order of the model's calls."""
         self._look_at_batch(batch)
         shown = input_parts(batch.inputs, self.schedule.microbatches, 1, self._specs)[0]
-        self._parts = cut_by_batch(self._given, self.model, self.schedule.stages, shown, self._parts)
-        self._waits = False
+        defined = self._parts
+        self._cut_again(cut_by_batch(self._given, self.model, self.schedule.stages, shown, defined), waits=False)
+        self._defined = defined
+
+    def _forget_batch(self) -> None:
+        """Wait for the first batch again, as the one that the model was cut by failed."""
+        self._cut_again(self._defined, waits=True)
+
+    def _cut_again(self, parts: list[nn.Sequential], *, waits: bool) -> None:
+        """Take other stages, before the first batch that does not fail."""
+        self._parts, self._waits = parts, waits
+        self._crews.clear()
         self._place()
         for name in ("_owned", "_owners"):
             self.__dict__.pop(name, None)
@@ -360,7 +375,8 @@ class Pipeline(Runner):
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers of the stages that are here, by their names in the whole model."""
         found = {name: buffer for part in self._own_parts() for name, buffer in part.named_buffers()}
-        return iter(found.items())
+        order = (name for name, _ in self.model.named_buffers())
+        return iter({name: found[name] for name in (*order, *found) if name in found}.items())
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """The state of the stages that are here, by names of the whole model.
@@ -368,7 +384,10 @@ class Pipeline(Runner):
         With `gather=True`, which all processes must call together, every one gets the whole model's, on the CPU.
         """
         own = {name: value for part in self._own_parts() for name, value in part.state_dict().items()}
-        return gather_state(self._world, self.schedule.ranks, own, list(self.model.state_dict())) if gather else own
+        order = list(self.model.state_dict())
+        if gather:
+            return gather_state(self._world, self.schedule.ranks, own, order)
+        return {name: own[name] for name in (*order, *own) if name in own}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state with names of the whole model; what belongs to stages elsewhere is passed over."""

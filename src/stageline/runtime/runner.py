@@ -48,7 +48,15 @@ from stageline.runtime.foreign_reads import ForeignReads, holders_of
 from stageline.runtime.garbage import no_collections
 from stageline.runtime.heap import keep_memory
 from stageline.runtime.held_weights import compare_weights, held_by_several
-from stageline.runtime.inputs import exchange, give_gradients, refuse_graphs, refuse_keywords, wanted, with_leaves
+from stageline.runtime.inputs import (
+    exchange,
+    give_gradients,
+    refuse_graphs,
+    refuse_keywords,
+    refuse_target_graphs,
+    wanted,
+    with_leaves,
+)
 from stageline.runtime.loss_reads import LossReads, Tensors, reaches
 from stageline.runtime.outcome import Outcome, metrics_of, sums, times_of
 from stageline.runtime.penalty import Penalty, add_gradients, terms_of, values_of
@@ -170,6 +178,10 @@ class Runner:
         """Cut the model by the first batch."""
         raise NotImplementedError
 
+    def _forget_batch(self) -> None:
+        """Wait for the first batch again."""
+        raise NotImplementedError
+
     def _look_at_batch(self, batch: Batch) -> Given:
         """Make sure that a batch can be cut."""
         specs, alone = self._specs, self._alone
@@ -207,10 +219,19 @@ class Runner:
         """Run a batch on all ranks. If it fails anywhere it fails everywhere, and buffers are as before."""
         self._refuse_in_run()
         batch = replace(batch, inputs=plain(batch.inputs), targets=plain(batch.targets))
-        if self._waits:
-            self._see(batch)
+        if not self._waits:
+            return self._run_cut(batch)
+        self._see(batch)
+        try:
             if batch.training:
                 self._sharing.refuse_norms()
+            return self._run_cut(batch)
+        except Exception:  # it may have shown another order of calls than those that are to come
+            self._forget_batch()
+            raise
+
+    def _run_cut(self, batch: Batch) -> Done:
+        """Run a batch on the stages of the model."""
         self._world.begin()
         self._compare_weights()
         buffers = all_buffers(self.model) if batch.training else []
@@ -297,6 +318,7 @@ class Runner:
         if batch.training:
             refuse_graphs(batch.inputs, self._world.layout.replicas)
             refuse_keywords(batch.keywords)
+            refuse_target_graphs(batch.targets)
         whole, roots = with_leaves(batch.inputs) if wants else (batch.inputs, ())
         with torch.enable_grad() if wants else nullcontext():  # gradients go from the parts to the whole
             inputs = input_parts(whole, parts, filled, self._specs)

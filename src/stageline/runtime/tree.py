@@ -10,6 +10,7 @@ from functools import lru_cache
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -246,6 +247,22 @@ def plain(batch: Any) -> Any:
 def tensors_of(leaves: Sequence[Any]) -> list[Tensor]:
     """The leaves that are tensors."""
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def refuse_arrays(tree: Any, what: str) -> None:
+    """Refuse numpy arrays in a batch that a model is to run on.
+
+    >>> refuse_arrays(np.zeros(3), "the example")
+    Traceback (most recent call last):
+    stageline.errors.StagelineError: the example holds a numpy array of shape (3,); a batch holds tensors: give
+    torch.from_numpy(array)
+    """
+    learn(tree)
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, np.ndarray) and leaf.ndim:
+            raise StagelineError(
+                f"{what} holds a numpy array of shape {leaf.shape}; a batch holds tensors: give torch.from_numpy(array)"
+            )
 
 
 def batch_size(tree: Any, what: str) -> int:

@@ -104,13 +104,14 @@ def families() -> dict[str, Family]:
     return {declared.name: declared for declared in sorted(_families.values(), key=lambda declared: declared.name)}
 
 
-def find_family(name: str) -> Family:
-    """Look a family up by its name, by torch's name for it or by that of torch's class, in any case.
+def find_family(name: str | type) -> Family:
+    """Look a family up by its name, by torch's name for it, or by torch's class or its name, in any case.
 
     >>> find_family("Interleaved1F1B").name, find_family("ScheduleInterleaved1F1B").name
     ('interleaved', 'interleaved')
     """
     _load_own_families()
+    name = name.__name__ if isinstance(name, type) else name
     key = str(name).lower()
     found = _families.get(key) or _families.get(key.removeprefix("schedule"))
     if found is None:
@@ -122,7 +123,7 @@ def find_family(name: str) -> Family:
     return found
 
 
-def schedule(name: str, ranks: int, microbatches: int, **options: Any) -> Schedule:
+def schedule(name: str | type, ranks: int, microbatches: int, **options: Any) -> Schedule:
     """Make a schedule of a named family.
 
     `options` are the family's own, such as `chunks` (stages a rank holds) and `group`;
