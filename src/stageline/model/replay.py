@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from stageline.errors import StagelineError
 from stageline.model import huggingface
 from stageline.model.absent import Absent, Keys, Writes, keys_of, writes_allowed
+from stageline.model.counters import Counters
 from stageline.model.effects import (
     Attributes,
     Checkpoints,
-    Counters,
     Effects,
     fresh_attributes,
     inside_a_checkpoint,
@@ -172,6 +172,11 @@ class Replay:
         if fresh:
             before = self.counters.now()
             self._needs[form] = self._look(frame, arrived)
+            moved = self.counters.moved(before)
+            if moved:  # once, or in every forward
+                between = self.counters.now()
+                self._look(frame, arrived)
+                self.counters.refuse(moved & self.counters.moved(between))
             self.counters.put_back(before)
         needs = self._needs.get(form, Needs())
         arrived.changed = needs.changed
@@ -257,7 +262,7 @@ class Replay:
         if self.watch is not None:
             self.watch.after(name, (args, kwargs), found)
         if effects is not None:
-            effects.check()
+            effects.check(found)
             if unchanged is not None:
                 unchanged.check()
             now.note_changes(moved)
