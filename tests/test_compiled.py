@@ -50,6 +50,10 @@ def compiled(module: nn.Module) -> Any:
     return torch.compile(module, backend="eager")
 
 
+def compiled_twice(module: nn.Module) -> Any:
+    return compiled(compiled(module))
+
+
 def sequential() -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(4)))
 
@@ -79,6 +83,8 @@ def in_place(model: nn.Module) -> nn.Module:
 
 CASES: list[tuple[Callable[[], nn.Module], Callable[[Any], Any], bool]] = [
     (Model, compiled, True),
+    (Model, compiled_twice, True),
+    (sequential, compiled_twice, True),
     (Model, wrapped_blocks, True),
     (Model, wrapped_body, True),
     (Model, in_place, False),

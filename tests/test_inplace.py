@@ -361,3 +361,75 @@ def test_processes_refuse_a_change_of_shared_memory() -> None:
     for shared, apart in run_ranks(refused, 3):
         assert "stage 2 changes its input 1 in place in microbatch 0, which shares memory with its input 0" in shared
         assert apart == ""
+
+
+# Frames that use again what a unit changed.
+
+
+class Starts(nn.Sequential):
+    """A pre-activation block."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.ReLU(inplace=True), nn.Linear(4, 4))
+
+
+class Adds(Block):
+    """Writes into a tensor of the forward."""
+
+    def forward(self, x: Tensor, total: Tensor) -> Any:
+        h = self.linear(x)
+        total.add_(h.detach())
+        return h
+
+
+class Writes(Block):
+    def forward(self, x: Tensor, total: Tensor) -> Any:
+        h = self.linear(x)
+        if h.sum().item() < 1e9:  # which cannot be known without contents
+            total[:, 0] = h.detach().mean(1)
+        return h
+
+
+class Framed(nn.Module):
+    """Uses a value again that a block was given."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.case = case
+        kinds: dict[str, type[nn.Module]] = {"functional": Functional, "sum": Adds, "column": Writes}
+        self.stem = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(kinds.get(case, Starts)() for _ in range(4))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        h, total = self.stem(x), torch.zeros(x.shape)
+        before = h + 2
+        if self.case in ("sum", "column"):
+            for block in self.blocks:
+                h = block(h, total)
+            return self.head(h) + total
+        if self.case in ("before", "after"):
+            y = h.view(-1, 4)
+            for block in self.blocks:
+                y = block(y)
+            return self.head(y) + (before if self.case == "before" else h)
+        h = h * 1
+        first = h
+        for block in self.blocks:
+            h = block(h) if self.case in ("first", "unused") else block(h) + h
+        return self.head(h + first if self.case == "first" else h)
+
+
+@pytest.mark.parametrize("case", ["residual", "functional", "first", "before", "sum", "column"])
+def test_a_tensor_that_a_unit_changes_and_another_stage_uses_again_is_refused(case: str) -> None:
+    for family in ("1f1b", "zb-v"):
+        pipe = sl.Pipeline(Framed(case), loss_fn=functional.mse_loss, schedule=family, ranks=2, microbatches=4)
+        with pytest.raises(sl.PipelineError, match=r"blocks\.\d changes in place a tensor .* on another stage"):
+            pipe.step(torch.randn(8, 4), torch.randn(8, 4))
+
+
+@pytest.mark.parametrize("case", ["after", "unused"])
+def test_a_tensor_that_a_unit_changes_may_be_used_where_it_arrives_changed(case: str) -> None:
+    for family in ("1f1b", "zb-v"):
+        torch.manual_seed(0)
+        same_as_a_loop(Framed(case), schedule=family, ranks=2)

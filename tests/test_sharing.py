@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -378,3 +379,113 @@ def test_modules_that_several_stages_use_are_fine_where_no_buffer_changes() -> N
     same_as_a_loop(nn.Sequential(Layer(), free, Layer(), free))
     frozen = nn.BatchNorm1d(4, affine=False).eval()
     same_as_a_loop(nn.Sequential(Layer(), frozen, Layer(), frozen))
+
+
+# Objects that a forward makes and gives to its units.
+
+
+class Notes:
+    """What blocks tell each other."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.kept: dict[str, Tensor] = {}
+        self.total = torch.zeros(4)
+        self.scale = 1.5
+
+    def update(self, value: Tensor) -> None:
+        self.kept["h"] = value
+
+
+class Noting(Layer):
+    def forward(self, x: Tensor, notes: Any = None) -> Any:
+        if self.box == "number":
+            notes.calls += 1
+        elif self.box == "method":
+            notes.update(x * 2)
+        elif self.box == "bound":
+            notes(x * 2)
+        elif self.box == "tensor":
+            notes.total.add_(x.detach().mean(0))
+        elif self.box == "dict of objects":
+            notes["first"].calls += 1
+        elif self.box == "given back":
+            notes.kept = super().forward(x if notes.kept is None else notes.kept)
+            return notes
+        scale = getattr(notes, "scale", 1.0)
+        return super().forward(x) * scale
+
+
+@dataclass
+class State:
+    kept: Any = None
+
+
+class Told(nn.Module):
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.case = case
+        self.blocks = nn.ModuleList(Noting(case) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        notes: Any = Notes()
+        if self.case == "given back":
+            state: Any = State()
+            for block in self.blocks:
+                state = block(x, state)
+            return state.kept
+        notes = {"bound": notes.update, "dict of objects": {"first": notes}}.get(self.case, notes)
+        for block in self.blocks:
+            x = block(x, notes)
+        return x
+
+
+@pytest.mark.parametrize("case", ["number", "method", "bound", "tensor", "dict of objects"])
+def test_an_object_that_a_unit_is_given_and_changes_is_refused(case: str) -> None:
+    pipe = sl.Pipeline(Told(case), loss_fn=functional.mse_loss, ranks=2, microbatches=4)
+    with pytest.raises(sl.PipelineError, match=r"blocks\.0 changes .* of a \w+ that it is given, which other stages"):
+        pipe.step(*batch())
+
+
+@pytest.mark.parametrize("case", ["read", "given back"])
+def test_an_object_that_units_only_read_or_give_back_is_fine(case: str) -> None:
+    same_as_a_loop(Told(case))
+
+
+# What the forward counts around its units.
+
+
+class Counting(nn.Module):
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.case = case
+        self.list, self.dict, self.object = [0], {"n": 0, "longest": 0}, SimpleNamespace(n=0)
+        self.of_units = {"calls": 0, "names": []} if case == "in units" else None
+        self.blocks = nn.ModuleList(
+            Counted(self.of_units, Table()) if self.of_units is not None else Layer() for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Any:
+        if self.case == "list":
+            self.list[0] += 1
+        elif self.case == "dict":
+            self.dict["n"] += 1
+        elif self.case == "object":
+            self.object.n += 1
+        elif self.case == "longest":
+            self.dict["longest"] = max(self.dict["longest"], x.shape[1])
+        for block in self.blocks:
+            x = block(x)
+        return x * (1 + self.list[0] + self.dict["n"] + self.object.n + self.dict["longest"])
+
+
+@pytest.mark.parametrize("case", ["list", "dict", "object"])
+def test_a_counter_of_the_forward_in_a_container_is_refused(case: str) -> None:
+    pipe = sl.Pipeline(Counting(case), loss_fn=functional.mse_loss, ranks=2, microbatches=1)
+    with pytest.raises(sl.PipelineError, match=rf"the forward changes {case}.* of Counting every time"):
+        pipe.step(*batch())
+
+
+@pytest.mark.parametrize("case", ["longest", "in units"])
+def test_numbers_of_the_forward_that_settle_and_counters_of_units_are_fine(case: str) -> None:
+    same_as_a_loop(Counting(case))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError
+from stageline.model.history import History, Memory
 
 Keys = frozenset[str]
 """The names of the values that a tensor was computed from."""
@@ -32,6 +33,8 @@ class Writes:
     it, so all that comes later has to be taken to need them."""
     changed: set[str] = field(default_factory=set)
     """Absent values that were themselves changed."""
+    history: History = field(default_factory=History)
+    """What units change in place."""
 
 
 class _Looking(threading.local):
@@ -42,13 +45,14 @@ _looking = _Looking()
 
 
 @contextmanager
-def writes_allowed() -> Iterator[Writes]:
+def writes_allowed(writes: Writes | None = None) -> Iterator[Writes]:
     """While this lasts, absent values may be written into tensors that are there; gives what was written."""
-    _looking.writes = found = Writes()
+    _looking.writes = found = writes or Writes()
     try:
         yield found
     finally:
         _looking.writes = None
+        found.history.close()
 
 
 class Absent(Tensor):
@@ -62,6 +66,7 @@ class Absent(Tensor):
 
     _meta: Tensor
     _keys: Keys
+    _memory: Memory
 
     @staticmethod
     def of(meta: Tensor, device: torch.device | str, keys: Keys) -> Absent:
@@ -70,6 +75,7 @@ class Absent(Tensor):
             Absent, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=torch.device(device)
         )
         made._meta, made._keys = meta, keys
+        made._memory = Memory(next(iter(keys), None))
         return made  # type: ignore[no-any-return]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -81,7 +87,7 @@ class Absent(Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Compute shapes and types alone."""
-        kwargs = dict(kwargs or {})
+        kwargs, writes = dict(kwargs or {}), _looking.writes
         name = func.name().split("::")[-1].split(".")[0]
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         keys: Keys = frozenset().union(*(leaf._keys for leaf in given if isinstance(leaf, Absent)))
@@ -98,7 +104,8 @@ class Absent(Tensor):
         found = _shapes(name, func, _map(_meta, args), _map(_meta, kwargs))
         changed = args[0] if name.endswith("_") and not name.startswith("__") and args else None
         if isinstance(changed, Tensor):
-            writes = _looking.writes
+            if writes is not None:
+                writes.history.write(changed, writes.history.read(given))
             if isinstance(changed, Absent):
                 if writes is not None:
                     writes.changed |= changed._keys
@@ -111,9 +118,23 @@ class Absent(Tensor):
                 f"the model writes a value of {', '.join(sorted(keys))}, which is on another stage, into a tensor "
                 f"outside of its blocks ({name})"
             )
-        return pytree.tree_map(lambda leaf: Absent.of(leaf, device, keys) if isinstance(leaf, Tensor) else leaf, found)
+        result = pytree.tree_map(
+            lambda leaf: Absent.of(leaf, device, keys) if isinstance(leaf, Tensor) else leaf, found
+        )
+        if writes is not None:
+            _remember(result, func, given, writes.history)
+        return result
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def _remember(result: Any, func: Any, given: Sequence[Tensor], history: History) -> None:
+    """Let a view share the memory of what it shows, and anything else know what it was computed from."""
+    reads = history.read(given)
+    for leaf in pytree.tree_leaves(result):
+        if isinstance(leaf, Absent):
+            shown = given[0] if func.is_view else None
+            leaf._memory = shown._memory if isinstance(shown, Absent) else Memory(reads=reads)
 
 
 _known: dict[Any, Any] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, MutableMapping, MutableSequence, MutableSet, Sequence
+from collections.abc import Callable, MutableMapping, MutableSequence, MutableSet
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError
+from stageline.model.objects import Objects
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 """What every module has."""
@@ -60,9 +61,11 @@ class Effects:
         self._holders = _containers(given)
         self._sizes = [_contents(each) for each in self._holders]
         self._attributes = tensor_attributes(self._unit)
+        self._objects = Objects(given)
 
-    def check(self) -> None:
+    def check(self, output: Any) -> None:
         """After the call."""
+        self._objects.check(self._name, output)
         for holder, before in zip(self._holders, self._sizes, strict=True):
             if _contents(holder) != before:
                 raise StagelineError(
@@ -142,43 +145,3 @@ def _hook(tensor: Tensor, name: str, outside: Callable[[], bool], hook: Any) -> 
             "register_hook inside of a unit"
         )
     return Tensor.register_hook(tensor, hook)  # type: ignore[no-untyped-call]
-
-
-Numbers = dict[tuple[int, str], Any]
-
-
-class Counters:
-    """Numbers that a forward sets on the model around its units: one that changes in every forward is refused.
-
-    Every stage runs that part, and some more than once, so they would count differently.
-    """
-
-    def __init__(self, frames: Sequence[nn.Module]) -> None:
-        """Look at the modules that hold units."""
-        self._frames = frames
-        self._changed: set[tuple[int, str]] = set()
-
-    def now(self) -> Numbers:
-        """All of them as they are."""
-        return {
-            (index, key): value
-            for index, frame in enumerate(self._frames)
-            for key, value in vars(frame).items()
-            if isinstance(value, int | float) and key != "training"
-        }
-
-    def put_back(self, before: Numbers) -> None:
-        """After a look at the forward, which is none."""
-        for (index, key), value in before.items():
-            vars(self._frames[index])[key] = value
-
-    def check(self, before: Numbers) -> None:
-        """After a forward."""
-        for (index, key), value in self.now().items():
-            if (index, key) in before and before[index, key] != value:
-                if (index, key) in self._changed:
-                    raise StagelineError(
-                        f"the forward changes {key} of {type(self._frames[index]).__name__} every time, outside of its "
-                        "units, and every stage runs that; keep it outside of the model, or in a unit"
-                    )
-                self._changed.add((index, key))

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stageline.errors import StagelineError
-from stageline.model.effects import Counters
+from stageline.model.counters import Counters
 from stageline.model.replay import Replay
 from stageline.model.unwrap import Wrapper, is_wrapped
 
@@ -181,7 +181,8 @@ class StagePart(nn.Sequential):
         marked = {**dict.fromkeys(units, False), **dict.fromkeys(own, True)}
         frame = self._framed(model, "", marked)
         if not (replay.first and replay.last):
-            replay.counters = Counters([made for _, made in self._copies if "named_parameters" in made.__dict__])
+            frames = [made for _, made in self._copies if "named_parameters" in made.__dict__]
+            replay.counters = Counters(frames, [(name, unit.module) for name, unit in replay.modules.items()])
         self.__dict__["_frame"] = (frame,)  # in a tuple: its children are this module's, under their own names
         self.__dict__["_modules"] = frame._modules
         self.__dict__["_parameters"] = frame._parameters

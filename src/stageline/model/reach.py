@@ -24,7 +24,7 @@ _LIBRARIES = tuple(
     path for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_path(name))
 )
 _OURS = str(Path(__file__).resolve().parents[1])
-_OPEN = frozenset({"queue", "types", "collections"})
+_OPEN = frozenset({"argparse", "collections", "queue", "types"})
 """The standard library's modules whose objects are containers."""
 _LIMIT = 20_000
 """Objects looked at for one stage; what refers to a whole program is given up on."""
@@ -180,7 +180,7 @@ class _Walk:
         elif isinstance(value, types.ModuleType):
             if _is_users(value.__name__):
                 self._hold(value, value.__name__)
-        elif _has_state(type(value)):
+        elif has_state(type(value)):
             self._hold(value, path)
             self._class(type(value), path)
         elif isinstance(model := getattr(value, "__dict__", {}).get("model"), nn.Module):  # a pipeline
@@ -287,7 +287,7 @@ def _is_users(module: str) -> bool:
     return module not in sys.stdlib_module_names and (file is None or _in_users_code(file))
 
 
-def _has_state(kind: type) -> bool:
+def has_state(kind: type) -> bool:
     """Whether objects of a class are looked into: those of the standard library and of torch are not."""
     package = kind.__module__.partition(".")[0]
     return package in _OPEN or (

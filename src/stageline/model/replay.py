@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -19,21 +19,23 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from stageline.errors import StagelineError
 from stageline.model import huggingface
-from stageline.model.absent import Absent, Keys, keys_of, without_memory, writes_allowed
+from stageline.model.absent import Absent, Keys, Writes, keys_of, without_memory, writes_allowed
+from stageline.model.counters import Counters
 from stageline.model.effects import (
     Attributes,
     Checkpoints,
-    Counters,
     Effects,
     fresh_attributes,
     inside_a_checkpoint,
     refuse_hooks,
     tensor_attributes,
 )
-from stageline.model.passed import GIVE, PARAMETER, Passed, check_arguments, key_of, on_meta
+from stageline.model.history import History, Unchanged, versions
+from stageline.model.passed import GIVE, INPUT, PARAMETER, Passed, check_arguments, key_of, on_meta
 from stageline.model.sharing import Watch
 from stageline.runtime.randomness import draws, generator_alone
 from stageline.runtime.tree import learn
@@ -113,6 +115,8 @@ class Needs:
     """Nothing could be found out, so all values cross all cuts."""
     inside: set[str] = field(default_factory=set)
     """Values that units of this stage change in place, and its frame does not."""
+    unseen: set[int] = field(default_factory=set)
+    """Calls of which it is not known what they change in place."""
 
     def after(self, position: int) -> Keys:
         """The values that calls from here on, and the output, are computed from."""
@@ -180,6 +184,11 @@ class Replay:
         if fresh:
             before = self.counters.now()
             self._needs[form] = self._look(frame, arrived)
+            moved = self.counters.moved(before)
+            if moved:  # once, or in every forward
+                between = self.counters.now()
+                self._look(frame, arrived)
+                self.counters.refuse(moved & self.counters.moved(between))
             self.counters.put_back(before)
         needs = self._needs.get(form, Needs())
         arrived.changed = needs.changed
@@ -258,6 +267,8 @@ class Replay:
         if self.watch is not None:
             self.watch.before(name)
         moved = now.passed.moved(now.arrived) if now.fresh else {}
+        unseen = now.fresh and not self.last and position in now.needs.unseen
+        unchanged = Unchanged(name, (args, kwargs), now.held()) if unseen else None
         now.inside = True
         if self.foreign is not None:
             real = partial(self.foreign.call, name, real)
@@ -268,7 +279,9 @@ class Replay:
         if self.watch is not None:
             self.watch.after(name, (args, kwargs), found)
         if effects is not None:
-            effects.check()
+            effects.check(found)
+            if unchanged is not None:
+                unchanged.check()
             now.note_changes(moved)
         if not self.last:
             now.passed.keep(position, name, (found, huggingface.since(before)), now.needs.changed)
@@ -300,11 +313,14 @@ class Replay:
 
     def _look(self, frame: nn.Module, arrived: Passed) -> Needs:
         needs = Needs()
-        self._now = _Now(arrived, needs, dry=needs)
         args, kwargs = arrived.inputs(absent=True)
+        writes = Writes()
+        self._now = _Now(arrived, needs, dry=needs, history=writes.history)
         try:
-            with torch.no_grad(), _no_draws(), writes_allowed() as writes:
-                needs.of_output = keys_of(frame(*args, **kwargs)) | writes.into_others
+            with torch.no_grad(), _no_draws(), writes_allowed(writes):
+                found = frame(*args, **kwargs)
+                writes.history.use(len(self.calls.names), found)
+                needs.of_output = keys_of(found) | writes.into_others
                 needs.changed = frozenset(writes.changed)
                 needs.everything = self.everything
         except CallsError:
@@ -316,8 +332,10 @@ class Replay:
                 stacklevel=2,
             )
             needs.everything = True
+            needs.unseen.update(range(len(self.calls.names)))
         finally:
             self._now = None
+        writes.history.check(self.calls.names, (self.start, self.stop), writes.changed)
         return needs
 
     def order(self, frame: nn.Module, value: Any) -> tuple[list[str], Needs]:
@@ -344,7 +362,9 @@ class Replay:
         now.dry.of_call[position] = keys_of((args, kwargs))
         lists = huggingface.collected()
         before = huggingface.lengths(lists)
-        found = self._shape_of(name, args, kwargs)
+        if now.history is not None:
+            now.history.use(position, (args, kwargs))
+        found = self._shape_of(name, position, now, args, kwargs)
         learn(found)
         leaves, spec = pytree.tree_flatten((found, huggingface.since(before)))
         for kind, size in before.items():
@@ -360,20 +380,25 @@ class Replay:
         huggingface.collect(more)
         return found
 
-    def _shape_of(self, name: str, args: Any, kwargs: Any) -> Any:
+    def _shape_of(self, name: str, position: int, now: _Now, args: Any, kwargs: Any) -> Any:
         """What a unit gives, on the meta device; for one that cannot run there, something like its first argument."""
-        given = pytree.tree_map(lambda leaf: on_meta(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        # Each with a version of its own, so that a change of one is not taken for a change of another.
+        given = pytree.tree_map(lambda leaf: on_meta(leaf).data if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        metas = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
         try:
             if name not in self._metas:
                 self._metas[name] = meta_twin(self.modules[name].module)
             twin = self._metas[name]
-            before = tensor_attributes(twin)
-            found = twin(*given[0], **given[1])
+            before, unchanged = tensor_attributes(twin), versions(metas)
+            with _disable_current_modes():
+                found = twin(*given[0], **given[1])
+            now.note_meta_changes(position, (args, kwargs), unchanged, versions(metas))
             self.kept[name] = self.kept.get(name, frozenset()).union(fresh_attributes(before, twin))
             return found
         except Exception as error:
             if any(words in str(error) for words in _MISFITS):
                 raise
+            now.needs.unseen.add(position)
             first = next((leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)), None)
             if first is None:
                 raise
@@ -392,6 +417,8 @@ class _Now:
     inside: bool = False
     """Whether a unit runs."""
     grad: bool = field(default_factory=torch.is_grad_enabled)
+    history: History | None = None
+    """What units change in place, where the forward is looked at."""
     seen: list[str] | None = None
     """The calls so far, where their order is not known yet."""
     times: dict[str, int] = field(default_factory=dict)
@@ -402,6 +429,20 @@ class _Now:
 
     def __post_init__(self) -> None:
         self.passed = Passed(self.arrived.tree, self.arrived.leaves, dict(self.arrived.values), list(self.arrived.told))
+
+    def held(self) -> list[Tensor]:
+        """What passes from stage to stage as it is then."""
+        return [leaf for leaf in (*self.passed.values.values(), *self.arrived.leaves) if isinstance(leaf, Tensor)]
+
+    def note_meta_changes(self, position: int, given: Any, before: Sequence[int], after: Sequence[int]) -> None:
+        """After a unit ran on the meta device: the tensors that it changed in place."""
+        if self.history is None or before == after:
+            return
+        inputs = {id(leaf): f"{INPUT}.{index}" for index, leaf in enumerate(self.arrived.leaves)}
+        tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+        for tensor, old, new in zip(tensors, before, after, strict=True):
+            if old != new:
+                self.history.change(tensor, position, inputs.get(id(tensor)))
 
     def note_changes(self, before: Mapping[str, int]) -> None:
         """After a unit: the values that it changed in place, where the frame had not."""

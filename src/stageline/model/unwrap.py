@@ -32,12 +32,26 @@ def unwrapped(model: Any) -> Any:
     ...     unwrapped(torch.compile(linear, backend="eager")) is linear
     True
     """
-    if not is_wrapped(model):
+    held = _of_function(model)
+    if held is None and not is_wrapped(model):
         return model
+    model = model if held is None else held
     while is_wrapped(model):
         model = model._modules[_WRAPPED]
     _warn(f"torch.compile({type(model).__name__})")
     return model
+
+
+def _of_function(model: Any) -> nn.Module | None:
+    """The module in a function: torch.compile gives one for a module that it was given before."""
+    if not hasattr(model, "_torchdynamo_orig_callable") or isinstance(model, nn.Module):
+        return None
+    while model is not None:
+        owner = getattr(model, "__self__", None)
+        if isinstance(owner, nn.Module):
+            return owner
+        model = getattr(model, "__wrapped__", None)
+    return None
 
 
 def _warn(what: str) -> None:
