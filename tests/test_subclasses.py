@@ -69,7 +69,7 @@ def same_as_a_loop(model: nn.Module, x: Tensor, **options: Any) -> None:
     losses = []
     for part, target in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
         loss = functional.mse_loss(plain(part), target) / 4
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.item())
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=2, microbatches=4, **options)
     assert pipe.step(x, y).loss == sum(losses)

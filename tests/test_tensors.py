@@ -156,7 +156,7 @@ class Sparse(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.inner(x)
-        return hidden.to_sparse_csr() if self.csr else hidden.to_sparse()
+        return torch.as_tensor(hidden.to_sparse_csr() if self.csr else hidden.to_sparse())
 
 
 class LooksUp(nn.Module):

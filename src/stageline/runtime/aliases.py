@@ -56,7 +56,7 @@ def address_of(tensor: Tensor) -> int:
 
 
 def _geometry(tensor: Tensor) -> _Geometry:
-    return tensor.element_size(), tensor.shape, tensor.stride(), tensor.storage_offset()
+    return tensor.element_size(), tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
 
 @lru_cache(maxsize=1024)
