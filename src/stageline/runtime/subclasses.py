@@ -28,8 +28,8 @@ def detached(tensor: Tensor, wants: bool = False) -> Tensor:
     >>> class Named(Tensor):
     ...     pass
     >>> tensor = torch.ones(2).as_subclass(Named)
-    >>> tensor.name = "weights"
-    >>> type(detached(tensor)).__name__, detached(tensor).name
+    >>> tensor.label = "weights"
+    >>> type(detached(tensor)).__name__, detached(tensor).label
     ('Named', 'weights')
     """
     if type(tensor) in _PLAIN:
