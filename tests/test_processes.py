@@ -265,7 +265,7 @@ class Changing(nn.Linear):
     def forward(self, x: Tensor) -> Any:
         y = super().forward(x)
         if self.change in STRUCTURES:
-            return {"a pair": (y, y), "a list": [y], "a dict": {"h": y}, "nothing": None}[self.change]
+            return {"a pair": (y, y + 0), "a list": [y], "a dict": {"h": y}, "nothing": None}[self.change]
         if self.change == "type":
             return y.double()
         return torch.cat([y, y[..., :1]], -1) if self.change == "shape" else y
