@@ -553,8 +553,8 @@ class Takes(Layer):
 
 def left(case: str) -> nn.Sequential:
     kept: Any = {
-        "array in place": np.zeros(4, np.float32), "counts": np.zeros(1, np.int64), "weak": weakref.WeakValueDictionary(),
-        "log": "", "history": [0.0],
+        "array in place": np.zeros(4, np.float32), "counts": np.zeros(1, np.int64),
+        "weak": weakref.WeakValueDictionary(), "log": "", "history": [0.0],
     }.get(case)  # fmt: skip
     box = (case, SimpleNamespace(kept=kept))
     return nn.Sequential(Layer(), Leaves(box), Layer(), Takes(box))
@@ -563,7 +563,8 @@ def left(case: str) -> nn.Sequential:
 @pytest.mark.parametrize(
     "case",
     [
-        "array", "array in place", "list of floats", "tuple of floats", "text", "function", "setattr", "library", "weak",
+        "array", "array in place", "list of floats", "tuple of floats", "text", "function", "setattr", "library",
+        "weak",
     ],
 )  # fmt: skip
 def test_data_that_a_layer_leaves_for_another_stage_is_refused(case: str) -> None:
