@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -489,3 +491,92 @@ def test_a_counter_of_the_forward_in_a_container_is_refused(case: str) -> None:
 @pytest.mark.parametrize("case", ["longest", "in units"])
 def test_numbers_of_the_forward_that_settle_and_counters_of_units_are_fine(case: str) -> None:
     same_as_a_loop(Counting(case))
+
+
+# Data that is no tensor, and other places to leave it.
+
+
+def helper() -> None:
+    """Has an attribute set from outside."""
+
+
+class Leaves(Layer):
+    """Leaves what it computed, as its case says."""
+
+    def forward(self, x: Tensor) -> Any:
+        case, box = self.box
+        h = super().forward(x)
+        mean = h.detach().mean(0)
+        if case == "array":
+            box.kept = mean.numpy().copy()
+        elif case == "array in place":
+            box.kept[:] = mean.numpy()
+        elif case == "list of floats":
+            box.kept = mean.tolist()
+        elif case == "tuple of floats":
+            box.kept = tuple(mean.tolist())
+        elif case == "text":
+            box.kept = str(mean.sum().item())
+        elif case == "function":
+            helper.kept = mean  # type: ignore[attr-defined]
+        elif case == "setattr":
+            setattr(helper, case, mean)
+        elif case == "library":
+            functional._kept = mean  # type: ignore[attr-defined]
+        elif case == "weak":
+            box.strong = mean
+            box.kept["h"] = mean
+        elif case == "name":
+            box.kept = type(self).__name__
+        elif case == "sizes":
+            box.kept = tuple(x.shape)
+        elif case == "log":
+            box.kept += f"{mean.sum().item()} "
+        elif case == "history":
+            box.kept = [*box.kept, mean.sum().item()]
+        elif case == "counts":
+            box.kept[0] += 1
+        return h
+
+
+class Takes(Layer):
+    def forward(self, x: Tensor) -> Any:
+        case, box = self.box
+        if case == "function":
+            return super().forward(x) + helper.kept  # type: ignore[attr-defined]
+        if case == "setattr":
+            return super().forward(x) + getattr(helper, case)
+        if case == "library":
+            return super().forward(x) + functional._kept  # type: ignore[attr-defined]
+        return super().forward(x) + (0.0 if box.kept is None else float(len(str(type(box.kept)))))
+
+
+def left(case: str) -> nn.Sequential:
+    kept: Any = {
+        "array in place": np.zeros(4, np.float32), "counts": np.zeros(1, np.int64),
+        "weak": weakref.WeakValueDictionary(), "log": "", "history": [0.0],
+    }.get(case)  # fmt: skip
+    box = (case, SimpleNamespace(kept=kept))
+    return nn.Sequential(Layer(), Leaves(box), Layer(), Takes(box))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "array", "array in place", "list of floats", "tuple of floats", "text", "function", "setattr", "library",
+        "weak",
+    ],
+)  # fmt: skip
+def test_data_that_a_layer_leaves_for_another_stage_is_refused(case: str) -> None:
+    pipe = sl.Pipeline(left(case), loss_fn=functional.mse_loss, ranks=2, microbatches=2)
+    try:
+        with pytest.raises(sl.PipelineError, match=r"1 of stage 0 leaves an? .* which stage 1 can reach too"):
+            pipe.step(*batch())
+    finally:
+        vars(functional).pop("_kept", None)
+        vars(helper).clear()
+
+
+@pytest.mark.parametrize("case", ["name", "sizes", "log", "history", "counts"])
+def test_names_sizes_logs_and_counts_may_be_left(case: str) -> None:
+    same_as_a_loop(left(case))

@@ -63,8 +63,10 @@ def slots_of(value: Any) -> dict[Any, Any]:
     >>> slots_of([3, 4]), slots_of({"a": 1})
     ({0: 3, 1: 4}, {'a': 1})
     """
-    if isinstance(value, dict):
+    if isinstance(value, dict | weakref.WeakValueDictionary | weakref.WeakKeyDictionary):
         return dict(value)
+    if isinstance(value, types.FunctionType):
+        return dict(vars(value))
     if isinstance(value, Name):
         return {value.name: value.values[value.name]} if value.name in value.values else {}
     if isinstance(value, types.CellType):
@@ -74,7 +76,7 @@ def slots_of(value: Any) -> dict[Any, Any]:
             return {}
     if isinstance(value, list | tuple | deque | set | frozenset):
         return dict(enumerate(value))
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) or is_array(value):
         return {"": value}
     if isinstance(value, type | types.ModuleType):
         found = {name: each for name, each in vars(value).items() if not name.startswith("__")}
@@ -88,6 +90,11 @@ def slots_of(value: Any) -> dict[Any, Any]:
         if isinstance(name, str) and hasattr(value, name):
             found[name] = getattr(value, name)
     return found
+
+
+def is_array(value: Any) -> bool:
+    """Whether something is an array of NumPy's."""
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
 def reach(layers: Sequence[tuple[str, nn.Module]]) -> dict[Any, Holder]:
@@ -153,7 +160,8 @@ class _Walk:
                 self._visit(value, path)
         self.gave_up = bool(self._queue)
         for holder in self.seen.values():
-            holder.is_set = holder.is_set or (self.sets_classes and isinstance(holder.value, type))
+            kinds = (type, types.FunctionType)
+            holder.is_set = holder.is_set or (self.sets_classes and isinstance(holder.value, kinds))
         return self.seen
 
     def _visit(self, value: Any, path: str) -> None:
@@ -161,7 +169,7 @@ class _Walk:
             self._module(value, path)
         elif isinstance(value, nn.Parameter):
             self.parameters.append(value)
-        elif isinstance(value, Tensor | dict | list | set | deque | types.CellType):
+        elif isinstance(value, _HELD) or is_array(value):
             self._hold(value, path)
         elif isinstance(value, tuple | frozenset):
             self._queue.extend((each, path) for each in value)
@@ -169,16 +177,16 @@ class _Walk:
             self._queue.append((value(), path))
         elif isinstance(value, partial):
             self._queue.extend((each, path) for each in (value.func, value.args, value.keywords))
+        elif isinstance(value, types.BuiltinMethodType):  # append of a list
+            self._queue.append((value.__self__, path))
         elif isinstance(value, types.MethodType):
             self._queue.extend([(value.__self__, path), (value.__func__, path)])
-        elif isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, Tensor):
-            self._queue.append((value.__self__, path))
         elif isinstance(value, types.FunctionType):
             self._function(value, path)
         elif isinstance(value, type):
             self._class(value, path)
         elif isinstance(value, types.ModuleType):
-            if _is_users(value.__name__):
+            if is_users(value.__name__):
                 self._hold(value, value.__name__)
         elif has_state(type(value)):
             self._hold(value, path)
@@ -189,7 +197,7 @@ class _Walk:
     def _hold(self, value: Any, path: str) -> None:
         holder = Holder(value, path)
         self.seen.setdefault(holder.key, holder)
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) and not is_array(value):
             self._queue.extend((each, _joined(path, value, key)) for key, each in holder.slots().items())
 
     def _module(self, module: nn.Module, path: str) -> None:
@@ -204,7 +212,7 @@ class _Walk:
     def _class(self, kind: type, path: str) -> None:
         """What the class of an object holds for all of its objects, and what its methods use."""
         for each in kind.__mro__:
-            if each is object or id(each) in self._classes or not _is_users(each.__module__):
+            if each is object or id(each) in self._classes or not is_users(each.__module__):
                 continue
             self._classes.add(id(each))
             self._hold(each, each.__qualname__)
@@ -218,6 +226,8 @@ class _Walk:
             if self._through_libraries:
                 self._queue.extend((cell, path) for cell in function.__closure__ or ())
             return
+        self._hold(function, function.__qualname__)
+        self._libraries(function)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__":
                 self._queue.append((cell, name))
@@ -232,6 +242,19 @@ class _Walk:
             self._hold(Name(function.__globals__, name), name)
             if is_set:
                 self.seen[id(function.__globals__), name].is_set = True
+
+    def _libraries(self, function: types.FunctionType) -> None:
+        """The modules of libraries that a function names, and whether it sets something there."""
+        for names, is_set in _chains(function.__code__):
+            value = function.__globals__.get(names[0])
+            modules = [value]
+            for name in names[1:]:
+                value = getattr(value, name, None) if isinstance(value, types.ModuleType) else None
+                modules.append(value)
+            for index, module in enumerate(modules):
+                if isinstance(module, types.ModuleType) and not is_users(module.__name__):
+                    holder = self.seen.setdefault(id(module), Holder(module, module.__name__))
+                    holder.is_set = holder.is_set or (is_set and index == len(modules) - 1)
 
 
 def _joined(path: str, value: Any, key: Any) -> str:
@@ -256,8 +279,31 @@ def _global_names(code: types.CodeType) -> dict[str, bool]:
 
 
 @lru_cache(maxsize=4096)
+def _chains(code: types.CodeType) -> tuple[tuple[tuple[str, ...], bool], ...]:
+    """The global names that code uses with the attributes behind them, and whether it sets an attribute there."""
+    found: list[tuple[tuple[str, ...], bool]] = []
+    names: tuple[str, ...] = ()
+    sets = "setattr" in code.co_names
+    for each in dis.get_instructions(code):
+        if each.opname == "LOAD_GLOBAL":
+            names = (each.argval,)
+            found.append((names, sets))
+        elif names and each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            names = (*names, each.argval)
+            found.append((names, sets))
+        elif each.opname == "STORE_ATTR" and names:
+            found.append((names, True))
+        elif each.opname not in ("CACHE", "EXTENDED_ARG", "PRECALL"):
+            names = ()
+    inside = (_chains(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return tuple(dict.fromkeys((*found, *(chain for chains in inside for chain in chains))))
+
+
+@lru_cache(maxsize=4096)
 def _may_set_classes(code: types.CodeType) -> bool:
     """Whether code sets attributes of something that is no local variable, as `self` is: perhaps of a class."""
+    if "setattr" in code.co_names:
+        return True
     before = ""
     for each in dis.get_instructions(code):
         if each.opname == "STORE_ATTR" and not before.startswith("LOAD_FAST"):
@@ -281,7 +327,7 @@ def _in_users_code(file: str) -> bool:
     return not file.startswith((*_LIBRARIES, _OURS))
 
 
-def _is_users(module: str) -> bool:
+def is_users(module: str) -> bool:
     """Whether a module, by its name, is no library's: one without a file was typed in."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return module not in sys.stdlib_module_names and (file is None or _in_users_code(file))
@@ -295,5 +341,8 @@ def has_state(kind: type) -> bool:
     )
 
 
+_HELD = (
+    Tensor, dict, list, set, deque, types.CellType, weakref.WeakValueDictionary, weakref.WeakKeyDictionary,
+)  # fmt: skip
 _CODE = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, property)
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis))

@@ -8,6 +8,7 @@ refused. What depends on shapes alone, such as a table that is made once, may be
 
 from __future__ import annotations
 
+import types
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from stageline.errors import StagelineError
-from stageline.model.reach import Holder, Name, reach
+from stageline.model.plain import Left
+from stageline.model.reach import Holder, Name, is_array, is_users, reach
 
 Layers = Sequence[tuple[str, nn.Module]]
 Twins = Mapping[int, Any]
@@ -101,7 +103,9 @@ def _can_change(holder: Holder, is_set: bool) -> bool:
     """Leave out what a forward cannot put a value of its own into."""
     if isinstance(holder.value, Name):
         return is_set
-    if isinstance(holder.value, type):
+    if isinstance(holder.value, types.ModuleType) and not is_users(holder.value.__name__):
+        return is_set
+    if isinstance(holder.value, type | types.FunctionType):
         return is_set or bool(holder.slots())
     return not (isinstance(holder.value, Tensor) and holder.value.is_meta)
 
@@ -127,7 +131,7 @@ class _Probe:
         self.slots = shared.holder.slots()
         self.tensors = self._find()
         self.versions: list[int] = []
-        self.copy: Tensor | None = None
+        self.copy: Any = None
 
     def _find(self) -> list[Tensor]:
         return [value for value in self.slots.values() if isinstance(value, Tensor)]
@@ -140,13 +144,15 @@ class _Probe:
         held = self.shared.holder.value
         # The kernels of some norms change their buffers without a new version.
         self.copy = held.detach().clone() if copies and isinstance(held, Tensor) else None
+        if copies and is_array(held):
+            self.copy = held.copy()
 
     def after(self) -> list[tuple[Any, Any, Any, bool]]:
         """For each slot that changed: its key, its old and its new value, and whether this is the same tensor."""
         slots = self.shared.holder.slots()
         same = _same_slots(slots, self.slots)
         moved = self.tensors and [tensor._version for tensor in self.tensors] != self.versions
-        if same and not moved and (self.copy is None or torch.equal(self.copy, self.shared.holder.value)):
+        if same and not moved and (self.copy is None or _equal(self.copy, self.shared.holder.value)):
             return []
         versions = {id(tensor): version for tensor, version in zip(self.tensors, self.versions, strict=True)}
         found = []
@@ -154,10 +160,18 @@ class _Probe:
             old = self.slots.get(key)
             if old is not value or key not in self.slots:
                 found.append((key, old, value, False))
+            elif self.copy is not None and is_array(value):
+                found.append((key, self.copy, value, True))
             elif isinstance(value, Tensor) and (versions.get(id(value)) != value._version or self.copy is not None):
                 found.append((key, old, value, True))
         self.slots, self.tensors = slots, [value for value in slots.values() if isinstance(value, Tensor)]
         return found
+
+
+def _equal(one: Any, two: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, two)
+    return bool(one.shape == two.shape and (one == two).all())
 
 
 def _same_slots(one: dict[Any, Any], two: dict[Any, Any]) -> bool:
@@ -177,6 +191,7 @@ class Watch:
         self._calls: dict[str, set[Any]] = {}
         """The shapes that each layer was called with: what depends on shapes alone is there by then."""
         self._counts: Counter[str] = Counter()
+        self._left = Left()
         self._forwards = 0
 
     def closely(self) -> bool:
@@ -198,6 +213,9 @@ class Watch:
         for probe in self._probes:
             for key, old, value, same in probe.after():
                 if _is_of_microbatch(old, value, same, shapes in known, (given, output)):
+                    self._refuse(name, probe.shared, key, value)
+                place = (name, shapes, id(probe), key)
+                if not same and self._left.differs(place, probe.shared.holder.value, old, value, shapes):
                     self._refuse(name, probe.shared, key, value)
         known.add(shapes)
 
@@ -242,6 +260,8 @@ def _is_of_microbatch(old: Any, value: Any, same: bool, again: bool, seen: Any) 
 
     `same` is a tensor that was changed in place; `again` says that the layer was called with these shapes before.
     """
+    if same and not isinstance(value, Tensor):  # an array; counts in one only grow
+        return not (value.dtype.kind in "iu" and bool((value >= old).all()))
     tensors = _tensors(value)
     if any(tensor.requires_grad and not isinstance(tensor, nn.Parameter) for tensor in tensors):
         return True

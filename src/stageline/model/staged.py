@@ -153,6 +153,7 @@ def split(
     `everything=True` passes the outputs of all units on, for forwards whose way depends on more than the form of their
     inputs.
     """
+    model = unwrapped(model)
     if not isinstance(model, nn.Module) and callable(model):
         build = model
         recipe = describe(lambda: cast(nn.Module, unwrapped(build())))
@@ -161,7 +162,6 @@ def split(
             placement=placement, schedule=schedule, memory=memory, pinned=pinned, speed=speed, everything=everything,
         )  # fmt: skip
         return replace(staged, recipe=recipe)
-    model = unwrapped(model)
     if not isinstance(model, nn.Module):
         raise StagelineError(f"split takes a model, an nn.Module, got {shorten(model)}")
     refuse_arrays(example, "the example")
@@ -213,11 +213,11 @@ def split_by_units(
     >>> split_by_units(model, ["0", "1", "2"], [2, 1]).names
     [['0', '1'], ['2']]
     """
+    model = cast("nn.Module | Callable[[], nn.Module]", unwrapped(model))
     if not isinstance(model, nn.Module):
         build = model
         recipe = describe(lambda: cast(nn.Module, unwrapped(build())))
         return replace(split_by_units(recipe.model, names, counts, example), recipe=recipe)
-    model = cast(nn.Module, unwrapped(model))
     defined = _units(model, "layers", ())
     known = dict(paths(model))
     missing = [name for name in names if name not in known]
