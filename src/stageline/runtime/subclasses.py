@@ -40,11 +40,24 @@ def detached(tensor: Tensor, wants: bool = False) -> Tensor:
 
 
 def cloned(tensor: Tensor) -> Tensor:
-    """A copy in the same graph, of the same class and with the same attributes."""
+    """A copy in the same graph, of the same class and strides and with the same attributes.
+
+    >>> cloned(torch.ones(4, 4)[:, :2]).stride()
+    (4, 1)
+    """
     if type(tensor) in _PLAIN:
-        return tensor.clone()
+        return _same_strides(tensor)
     with torch._C.DisableTorchFunctionSubclass():
-        return _like(tensor.clone(), tensor)
+        return _like(_same_strides(tensor), tensor)
+
+
+def _same_strides(tensor: Tensor) -> Tensor:
+    """Clone a tensor; one with gaps keeps them, since kernels may add in another order where there are none."""
+    copy = tensor.clone()
+    if tensor.layout != torch.strided or copy.stride() == tensor.stride() or 0 in tensor.stride():
+        return copy
+    spaced = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return spaced.copy_(tensor)
 
 
 def data_of(tensor: Tensor) -> Tensor:
