@@ -424,10 +424,14 @@ JUNK = [
 def challenged(address: Address) -> tuple[socket.socket, str]:
     """A connection to the referee, and what it wants to see in a proof."""
     link = socket.create_connection((address.host, address.port), timeout=PATIENCE)
+    return link, challenge_on(link)
+
+
+def challenge_on(link: socket.socket) -> str:
     line = b""
     while not line.endswith(b"\n"):
         line += link.recv(1)
-    return link, str(json.loads(line)["challenge"])
+    return str(json.loads(line)["challenge"])
 
 
 def hello(token: str, rank: int, challenge: str, proven_rank: int | None = None) -> bytes:
@@ -498,14 +502,15 @@ def test_idle_connections_do_not_keep_a_rank_out_though_files_are_few() -> None:
     address = Address("127.0.0.1", listener.getsockname()[1], "secret")
     server = Server(listener, address.token, Judge(1, LONG, LONG, time.monotonic()))
     strangers = [socket.create_connection((address.host, address.port)) for _ in range(150)]
+    # Opened before the limit: here the rank and the server share the files of one process.
+    link = socket.create_connection((address.host, address.port), timeout=PATIENCE)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(int(name) for name in os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 12, limits[1]))
     thread = threading.Thread(target=server.serve)
     try:
         thread.start()
-        link, challenge = challenged(address)
-        link.sendall(hello(address.token, 0, challenge))
+        link.sendall(hello(address.token, 0, challenge_on(link)))
         assert "welcome" in json.loads(link.makefile().readline())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
