@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stageline.model.build import describe
+from stageline.model.build.build import describe
 from stageline.testing import run_ranks
 
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from stageline.train.config import Config
-from stageline.train.logs import read_metrics
+from stageline.train.config.config import Config
+from stageline.train.events import read_metrics
 from stageline.train.trainer import Trainer
 from turns import Job, Turn, Turns, in_turns
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from stageline.errors import StagelineError
-from stageline.model.cuts import Floats
-from stageline.model.partition import evaluate, partition, uniform
+from stageline.common.errors import StagelineError
+from stageline.model.partition.cuts import Floats
+from stageline.model.partition.partition import evaluate, partition, uniform
 
 SIZES = [(16, 4), (80, 8), (200, 16), (1000, 64)]
 SHAPES = [(1, "loop"), (2, "v"), (2, "loop"), (4, "loop")]

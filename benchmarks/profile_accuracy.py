@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 import stageline as sl
 from runtime_speed import BLOCKS, SIZES, VOCABULARY, loss_fn, model
-from stageline.model.profile import Profile, profile_layers
-from stageline.model.staged import even_sizes
+from stageline.model.profile.profile import Profile, profile_layers
+from stageline.model.split import even_sizes
 from stageline.model.units import layers_of
 from stageline.testing import run_ranks
-from stageline.transport.links import Links
 from stageline.transport.protocol import Header, Message
-from stageline.transport.sockets import SocketTransport
+from stageline.transport.tcp.links import Links
+from stageline.transport.tcp.transport import SocketTransport
 
 WIDTH, LENGTH, BATCH = SIZES["middle"]
 FAMILIES = ["1f1b", "zb-h1", "interleaved-zb"]

@@ -37,9 +37,9 @@ PARTS = ("python", "imports", "processes", "data", "choice", "pipeline", "find",
 
 def work(notes: str, *arguments: str) -> None:
     from stageline.cli import main
-    from stageline.train import saving
+    from stageline.train import checkpoint_state as saving
+    from stageline.train.output import Show
     from stageline.train.setup import Setup
-    from stageline.train.show import Show
     from stageline.train.trainer import Trainer
 
     times = {"python": BORN, "imports": time.time()}

@@ -31,9 +31,9 @@ from torch import nn
 
 import stageline as sl
 from stageline.testing import SleepStage, run_ranks
-from stageline.transport.links import Links
 from stageline.transport.protocol import Header, Message, Transport
-from stageline.transport.sockets import SocketTransport
+from stageline.transport.tcp.links import Links
+from stageline.transport.tcp.transport import SocketTransport
 from stageline.transport.threads import ThreadHub
 
 TORCH = {

@@ -94,7 +94,7 @@ def sum_of_losses(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def run_stageline(rank: int, folder: Path, schedule: str, turns: Turns) -> None:
-    from stageline.train.config import Config
+    from stageline.train.config.config import Config
     from stageline.train.trainer import Trainer
 
     class Paced(Trainer):
@@ -196,8 +196,8 @@ def work(job: str, folder: str, steps: str, rank: str, tell: str) -> None:
 
 def prepare(folder: Path, steps: int) -> None:
     """Weights, tokens and batches, as this job would draw them."""
-    from stageline.model.build import build
-    from stageline.train.config import Config
+    from stageline.model.build.build import build
+    from stageline.train.config.config import Config
     from stageline.train.data import Loader, open_data
 
     np.save(folder / "tokens.npy", open_data(Config()).train.array[:2_000_000])  # type: ignore[union-attr]

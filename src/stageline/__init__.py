@@ -19,37 +19,37 @@ TYPE_CHECKING = False  # as in `typing`, whose import takes longer than all of t
 if TYPE_CHECKING:
     from typing import Any
 
-    from stageline.errors import CostError, ScheduleError, StagelineError
-    from stageline.model.build import build
+    from stageline.common.errors import CostError, ScheduleError, StagelineError
+    from stageline.distributed.rank_host import PipelineError
+    from stageline.model.build.build import build
+    from stageline.model.build.weights import load_weights
     from stageline.model.huggingface import own_loss
-    from stageline.model.load import load_weights
-    from stageline.model.partition import partition
-    from stageline.model.profile import Profile, read_profile
+    from stageline.model.partition.partition import partition
+    from stageline.model.profile.profile import Profile, read_profile
     from stageline.model.skips import pop, skippable, stash
-    from stageline.model.staged import Staged, profile, split
+    from stageline.model.split import Staged, profile, split
     from stageline.planning.advice import NothingFits
-    from stageline.planning.files import read_plan
+    from stageline.planning.io import read_plan
     from stageline.planning.plan import Plan, plan
     from stageline.runtime.check import Report, check
     from stageline.runtime.pipeline import Pipeline
-    from stageline.runtime.stats import Evaluation, StepStats
-    from stageline.runtime.worlds import PipelineError
+    from stageline.runtime.step_stats import Evaluation, StepStats
     from stageline.schedules.action import Action, Overlap
-    from stageline.schedules.certificate import Certificate, verify
     from stageline.schedules.channels import Channel
-    from stageline.schedules.files import read_schedule
+    from stageline.schedules.io import read_schedule
     from stageline.schedules.placement import Placement
     from stageline.schedules.registry import Family, families, family, schedule
     from stageline.schedules.schedule import Program, Schedule
+    from stageline.schedules.verify import Certificate, verify
     from stageline.synthesis.problem import MemoryCapError
     from stageline.synthesis.synthesize import Synthesis, synthesize
     from stageline.timeline.compare import Comparison, compare
     from stageline.timeline.costs import Costs
     from stageline.timeline.explain import Explanation, explain
-    from stageline.timeline.files import read_timeline
+    from stageline.timeline.io import read_timeline
     from stageline.timeline.simulate import simulate
     from stageline.timeline.timeline import Timeline
-    from stageline.train.config import Config
+    from stageline.train.config.config import Config
     from stageline.train.trainer import Trainer
 
 __all__ = [
@@ -108,15 +108,15 @@ __all__ = [
 ]
 
 _LATER = {
-    "CostError": "stageline.errors",
-    "ScheduleError": "stageline.errors",
-    "StagelineError": "stageline.errors",
+    "CostError": "stageline.common.errors",
+    "ScheduleError": "stageline.common.errors",
+    "StagelineError": "stageline.common.errors",
     "Action": "stageline.schedules.action",
     "Overlap": "stageline.schedules.action",
-    "Certificate": "stageline.schedules.certificate",
-    "verify": "stageline.schedules.certificate",
+    "Certificate": "stageline.schedules.verify",
+    "verify": "stageline.schedules.verify",
     "Channel": "stageline.schedules.channels",
-    "read_schedule": "stageline.schedules.files",
+    "read_schedule": "stageline.schedules.io",
     "Placement": "stageline.schedules.placement",
     "Family": "stageline.schedules.registry",
     "families": "stageline.schedules.registry",
@@ -129,36 +129,36 @@ _LATER = {
     "Costs": "stageline.timeline.costs",
     "Explanation": "stageline.timeline.explain",
     "explain": "stageline.timeline.explain",
-    "read_timeline": "stageline.timeline.files",
+    "read_timeline": "stageline.timeline.io",
     "simulate": "stageline.timeline.simulate",
     "Timeline": "stageline.timeline.timeline",
-    "Evaluation": "stageline.runtime.stats",
-    "Staged": "stageline.model.staged",
+    "Evaluation": "stageline.runtime.step_stats",
+    "Staged": "stageline.model.split",
     "pop": "stageline.model.skips",
     "skippable": "stageline.model.skips",
     "stash": "stageline.model.skips",
-    "build": "stageline.model.build",
-    "load_weights": "stageline.model.load",
+    "build": "stageline.model.build.build",
+    "load_weights": "stageline.model.build.weights",
     "Report": "stageline.runtime.check",
     "check": "stageline.runtime.check",
     "own_loss": "stageline.model.huggingface",
-    "Profile": "stageline.model.profile",
+    "Profile": "stageline.model.profile.profile",
     "NothingFits": "stageline.planning.advice",
     "Plan": "stageline.planning.plan",
     "plan": "stageline.planning.plan",
-    "read_plan": "stageline.planning.files",
-    "partition": "stageline.model.partition",
-    "profile": "stageline.model.staged",
-    "read_profile": "stageline.model.profile",
-    "split": "stageline.model.staged",
+    "read_plan": "stageline.planning.io",
+    "partition": "stageline.model.partition.partition",
+    "profile": "stageline.model.split",
+    "read_profile": "stageline.model.profile.profile",
+    "split": "stageline.model.split",
     "Pipeline": "stageline.runtime.pipeline",
-    "PipelineError": "stageline.runtime.worlds",
-    "StepStats": "stageline.runtime.stats",
+    "PipelineError": "stageline.distributed.rank_host",
+    "StepStats": "stageline.runtime.step_stats",
     "MemoryCapError": "stageline.synthesis.problem",
     "Synthesis": "stageline.synthesis.synthesize",
     "synthesize": "stageline.synthesis.synthesize",
     "Trainer": "stageline.train.trainer",
-    "Config": "stageline.train.config",
+    "Config": "stageline.train.config.config",
 }
 
 _PACKAGES = ("errors", "schedules", "timeline")

@@ -1,4 +1,7 @@
-"""The `stageline` command: one file a verb."""
+"""The `stageline` command: one file per verb.
+
+A verb parses, calls the library and prints. Nothing else imports this package.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import sys
 def main() -> None:
     """Run the command; what a user got wrong is one line on stderr and exit code 2, never a traceback."""
     try:
-        from stageline import _interrupts as interrupts
+        from stageline.common import interrupts
 
         interrupts.install()
     except KeyboardInterrupt:  # in the milliseconds until Ctrl-C is ours

@@ -27,7 +27,7 @@ from stageline.cli import (
     train,
     verify,
 )
-from stageline.errors import ScheduleError, StagelineError, in_flags
+from stageline.common.errors import ScheduleError, StagelineError, in_flags
 
 ABOUT = "Pipeline-parallel training: train models; make, prove, simulate and draw schedules; explain what was measured."
 

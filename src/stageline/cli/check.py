@@ -9,7 +9,7 @@ import typer
 from stageline.cli.models import Length, Model, Samples, Traceback, find_model, of_the_user
 from stageline.cli.options import Json
 from stageline.cli.output import console, print_json
-from stageline.errors import StagelineError
+from stageline.common.errors import StagelineError
 
 _FORMS = (
     "(model, inputs, targets, loss_fn), or, where the model's output has a loss, (model, inputs) or "

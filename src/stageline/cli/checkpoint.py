@@ -13,7 +13,7 @@ import typer
 
 from stageline.cli.options import Json
 from stageline.cli.output import console, print_json
-from stageline.errors import StagelineError, shorten
+from stageline.common.errors import StagelineError, shorten
 
 if TYPE_CHECKING:
     from stageline.train.checkpoint import Checkpoint, Damage

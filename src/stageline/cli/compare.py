@@ -10,7 +10,7 @@ import typer
 
 from stageline.cli.options import Html, Json, Prices, Sizes, Svg, Width, takes
 from stageline.cli.output import console, print_json, print_segments, save
-from stageline.errors import ScheduleError
+from stageline.common.errors import ScheduleError
 from stageline.schedules.registry import Family, families, schedule, whole
 from stageline.timeline import draw
 from stageline.timeline.costs import Costs

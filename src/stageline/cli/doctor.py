@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from stageline.runtime.diagnosis import Diagnosis, Row, Underway
+    from stageline.faults.diagnosis import Diagnosis, Row, Underway
 
 MOST_RANKS = 64
 
@@ -35,8 +35,8 @@ def command(
     stageline doctor outputs/flight
     stageline doctor stageline-flight-1a2b3c4d-rank0.json --json
     """
-    from stageline.runtime.diagnosis import diagnose
-    from stageline.runtime.flight import find_flights, merge, read_flight
+    from stageline.faults.diagnosis import diagnose
+    from stageline.faults.flight_recorder import find_flights, merge, read_flight
 
     records, left_out = merge(map(read_flight, find_flights(files)))
     found = diagnose(records)
@@ -88,7 +88,7 @@ def _table(rows: tuple[Row, ...]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from stageline.runtime.control import EVERYONE
+    from stageline.faults.monitor import EVERYONE
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("rank", "state", "last finished", "was in", "waited for", "for", "heard"):

@@ -30,7 +30,7 @@ def command(
     stageline inspect mypackage.models:make --stages 4
     stageline inspect config.json --stages 8 --by parameters
     """
-    from stageline.model.staged import split
+    from stageline.model.split import split
 
     named = find_model(model, samples, length, whole=traceback)
     with of_the_user(f"looking at {model} failed", traceback):

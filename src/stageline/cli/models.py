@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stageline.errors import StagelineError, place_of
-from stageline.model.configured import config_file, read_config
-from stageline.model.named import find_function
+from stageline.common.errors import StagelineError, place_of
+from stageline.model.huggingface_config import config_file, read_config
+from stageline.model.imports import find_function
 
 if TYPE_CHECKING:
     from torch import nn

@@ -15,8 +15,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from stageline.errors import CostError, ScheduleError, shorten
-from stageline.schedules.files import read_schedule
+from stageline.common.errors import CostError, ScheduleError, shorten
+from stageline.schedules.io import read_schedule
 from stageline.schedules.registry import find_family, schedule
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Costs

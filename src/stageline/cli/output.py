@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from stageline.errors import StagelineError
+from stageline.common.errors import StagelineError
 from stageline.timeline.draw.palette import LOOKS
 from stageline.timeline.draw.terminal import Segment
 

@@ -12,7 +12,7 @@ import typer
 from stageline.cli.models import Length, Model, Samples, find_model
 from stageline.cli.options import Html, Json, Svg, Width
 from stageline.cli.output import console, print_json, print_segments, save
-from stageline.errors import StagelineError
+from stageline.common.errors import StagelineError
 from stageline.timeline import draw
 from stageline.timeline.draw.terminal import chart, legend
 
@@ -111,7 +111,7 @@ def _given(model: str, samples: int, length: int, threads: int | None, several: 
     """A profile, or a model and what it is run on."""
     path = Path(model)
     if path.suffix == ".json" and path.is_file() and "stageline-profile" in path.read_text("utf-8", "replace")[:200]:
-        from stageline.model.profile import read_profile
+        from stageline.model.profile.profile import read_profile
 
         return {"profile": read_profile(path), "samples": samples if several else None}
     import torch

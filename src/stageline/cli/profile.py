@@ -10,7 +10,7 @@ import typer
 from stageline.cli.models import Length, Model, Samples, Traceback, find_model, of_the_user
 from stageline.cli.options import Json
 from stageline.cli.output import console
-from stageline.errors import StagelineError
+from stageline.common.errors import StagelineError
 
 
 def command(
@@ -34,8 +34,8 @@ def command(
     """
     import torch
 
-    from stageline.model.partition import evaluate, partition
-    from stageline.model.staged import even_sizes, profile
+    from stageline.model.partition.partition import evaluate, partition
+    from stageline.model.split import even_sizes, profile
 
     if threads is not None:
         torch.set_num_threads(threads)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stageline import _interrupts as interrupts
 from stageline.cli.options import Html, Json, Prices, Svg, Width, takes
 from stageline.cli.output import console, print_json, print_segments, save
+from stageline.common import interrupts
 from stageline.timeline import draw
 from stageline.timeline.draw.palette import number
 from stageline.timeline.draw.terminal import chart, figures, legend

@@ -13,7 +13,7 @@ from stageline.timeline import draw
 from stageline.timeline.draw.palette import number
 from stageline.timeline.draw.terminal import chart, legend
 from stageline.timeline.explain import MEANINGS, Explanation, Parts, explain, typical_costs
-from stageline.timeline.files import read_timeline
+from stageline.timeline.io import read_timeline
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import NOT_ALIGNED, Timeline, shown_bubble
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 if TYPE_CHECKING:
-    from stageline.train.config import Parallelism
+    from stageline.train.config.config import Parallelism
 
 # What knows the options of a config is imported where it is needed: the other verbs need not wait for it.
 
@@ -47,7 +47,7 @@ def command(words: Annotated[list[str] | None, typer.Argument()] = None) -> None
     earlier ones.
     """
     from stageline.cli.words import understand
-    from stageline.train.settings import complain, gather
+    from stageline.train.config.read import complain, gather
 
     asked = understand(words or [])
     config, errors = gather(asked.path, asked.sets)
@@ -56,7 +56,7 @@ def command(words: Annotated[list[str] | None, typer.Argument()] = None) -> None
     if printing:
         typer.echo(config.to_toml(), nl=False)
     if checking or not printing:
-        from stageline.train.validate import known_without_torch, validate
+        from stageline.train.config.validate import known_without_torch, validate
 
         validate(config)
     if checking and not known_without_torch(config):

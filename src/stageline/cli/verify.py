@@ -6,8 +6,8 @@ import typer
 
 from stageline.cli.options import Json, Sizes, Target, takes
 from stageline.cli.output import console, print_json
-from stageline.errors import ScheduleError
-from stageline.schedules.certificate import verify
+from stageline.common.errors import ScheduleError
+from stageline.schedules.verify import verify
 
 
 @takes(sizes=Sizes)

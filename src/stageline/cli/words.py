@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from stageline.errors import shorten
-from stageline.train.options import Option, did_you_mean, options
-from stageline.train.settings import argument
+from stageline.common.errors import shorten
+from stageline.train.config.options import Option, did_you_mean, options
+from stageline.train.config.read import argument
 
 SWITCHES = {
     "--print-config": "Print the whole config that these words make, as TOML with comments, and exit.",

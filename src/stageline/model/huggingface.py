@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stageline.errors import StagelineError
+from stageline.common.errors import StagelineError
 
 
 def pretrained(model: nn.Module) -> nn.Module | None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from stageline.errors import StagelineError, shorten
+from stageline.common.errors import StagelineError, shorten
 
 Kind = TypeVar("Kind", bound=type[nn.Module])
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from stageline.errors import StagelineError, nearest
+from stageline.common.errors import StagelineError, nearest
 
 
 class NoStack(StagelineError):
@@ -39,7 +39,7 @@ def refuse_lazy(model: nn.Module, prefix: str = "") -> None:
     >>> refuse_lazy(nn.Sequential(nn.LazyLinear(2)))
     Traceback (most recent call last):
     ...
-    stageline.errors.StagelineError: the parameter 0.weight has no shape yet, as in all lazy modules before their first
+    stageline.StagelineError: the parameter 0.weight has no shape yet, as in all lazy modules before their first
     batch; run one through the model (model(inputs)) on every process, and then make the Pipeline
     """
     named = (("parameter", model.named_parameters()), ("buffer", model.named_buffers()))

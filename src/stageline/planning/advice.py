@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from stageline._sizes import enough
-from stageline.errors import StagelineError
+from stageline.common.errors import StagelineError
+from stageline.common.sizes import enough
 from stageline.planning.search import Search
-from stageline.planning.tried import Asked, Found
+from stageline.planning.trial import Asked, Found
 
 PATIENCE = 1.0
 """Seconds that one change is tried for."""

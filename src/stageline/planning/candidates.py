@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from stageline.errors import ScheduleError, StagelineError
-from stageline.model.partition import partition
-from stageline.model.profile import Profile
-from stageline.model.staged import even_sizes
-from stageline.planning.stages import spans_of
+from stageline.common.errors import ScheduleError, StagelineError
+from stageline.model.partition.partition import partition
+from stageline.model.profile.profile import Profile
+from stageline.model.split import even_sizes
+from stageline.planning.stage_costs import spans_of
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import families, schedule
 from stageline.schedules.schedule import Schedule

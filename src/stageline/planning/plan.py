@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from stageline._sizes import Size, read_size
-from stageline.model.profile import Profile
+from stageline.common.sizes import Size, read_size
+from stageline.model.profile.profile import Profile
 from stageline.planning.advice import nothing_fits
-from stageline.planning.asked import (
+from stageline.planning.memory import RankMemory
+from stageline.planning.request import (
     SYNTHESIZED,
     again_of,
     bytes_of,
@@ -25,19 +26,18 @@ from stageline.planning.asked import (
     splits_of,
     states_of,
 )
-from stageline.planning.memory import RankMemory
 from stageline.planning.search import Search
-from stageline.planning.stages import Again, Links
-from stageline.planning.tried import Asked, Found, place_of
-from stageline.schedules.certificate import verify
+from stageline.planning.stage_costs import Again, Links
+from stageline.planning.trial import Asked, Found, place_of
 from stageline.schedules.registry import schedule, whole
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.verify import verify
 from stageline.timeline.costs import Costs, PerPair
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline, share_above
 
 if TYPE_CHECKING:
-    from stageline.model.staged import Staged
+    from stageline.model.split import Staged
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Plan:
 
         `example` is needed where the forward uses weights of a unit outside of it.
         """
-        from stageline.model.staged import split, split_by_units
+        from stageline.model.split import split, split_by_units
 
         if not self.names:
             return split(model, self.schedule.stages, layers_per_stage=self.layers_per_stage, example=example)
@@ -156,19 +156,19 @@ class Plan:
 
     def explain(self, rows: int = 12) -> str:
         """Say why this and not the next best: what it takes, and a table of the alternatives."""
-        from stageline.planning.table import explain
+        from stageline.planning.explain import explain
 
         return explain(self, rows)
 
     def write(self, path: str | Path) -> None:
         """Write it as JSON, for `sl.read_plan`."""
-        from stageline.planning.files import write_plan
+        from stageline.planning.io import write_plan
 
         write_plan(self, path)
 
     def to_json(self) -> dict[str, Any]:
         """Turn it into plain data: what `write` writes."""
-        from stageline.planning.files import to_json
+        from stageline.planning.io import to_json
 
         return to_json(self)
 
@@ -230,7 +230,7 @@ def plan(
     (True, 16)
     >>> sl.plan(ranks=4, batch=8)
     Traceback (most recent call last):
-    stageline.errors.StagelineError: plan needs a model and an example, one microbatch to run it on, or profile=
+    stageline.StagelineError: plan needs a model and an example, one microbatch to run it on, or profile=
     """
     ranks = whole("plan", "ranks", ranks)
     tell = progress or (lambda text: None)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from stageline.errors import StagelineError
+from stageline.common.errors import StagelineError
 from stageline.schedules import action as kinds
-from stageline.schedules.build import PAIRED
 from stageline.schedules.placement import Placement
+from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
 from stageline.synthesis.synthesize import synthesize
 from stageline.timeline.costs import Costs

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from stageline.errors import StagelineError
-from stageline.planning.asked import SYNTHESIZED
+from stageline.common.errors import StagelineError
 from stageline.planning.candidates import Cuts, Kind, Shape, kinds_of, shape_of
+from stageline.planning.evaluate import SLACK, Prices
 from stageline.planning.memory import RankMemory
-from stageline.planning.prices import SLACK, Prices
-from stageline.planning.tried import Asked, Found, Place, one_by_one, place_of
-from stageline.schedules.certificate import verify
+from stageline.planning.request import SYNTHESIZED
+from stageline.planning.trial import Asked, Found, Place, one_by_one, place_of
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.verify import verify
 from stageline.synthesis.synthesize import synthesize
 from stageline.timeline.memory import peaks_of
 from stageline.timeline.simulate import simulate

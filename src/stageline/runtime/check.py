@@ -12,22 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from stageline.errors import StagelineError, shorten
-from stageline.model.asked import whole
+from stageline.common.errors import StagelineError, shorten
+from stageline.model.compiled_models import unwrapped
 from stageline.model.huggingface import own_loss
-from stageline.model.passed import arguments
-from stageline.model.unwrap import unwrapped
-from stageline.runtime.batch import input_parts, look_at, target_parts
-from stageline.runtime.chunks import ChunkSpecs
+from stageline.model.split_request import whole
+from stageline.model.stage_module.boundary import arguments
+from stageline.runtime.batches.chunk_specs import ChunkSpecs
+from stageline.runtime.microbatches import input_parts, look_at, target_parts
 from stageline.runtime.penalty import add_gradients, terms_of
 from stageline.runtime.pipeline import Pipeline
-from stageline.runtime.randomness import Generators
+from stageline.runtime.reference import Difference, differences
 from stageline.runtime.rounding import FINE, Reasons, Reordered, Summands, differentiable, within
-from stageline.runtime.runner import Batch
 from stageline.runtime.stage import Stage
-from stageline.runtime.subclasses import cloned, detached, is_plain_tensor
+from stageline.runtime.step import Batch
 from stageline.schedules.schedule import Schedule
-from stageline.testing.reference import Difference, differences
+from stageline.tensors.random_numbers import Generators
+from stageline.tensors.subclasses import cloned, detached, is_plain_tensor
 
 Verdict: TypeAlias = Literal["equal", "reordered", "different"]
 

@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from stageline.errors import StagelineError
-from stageline.runtime.aliases import noted, read_pairs, sharing
-from stageline.runtime.blockmask import is_mask
-from stageline.runtime.changed_outputs import Outputs
+from stageline.common.errors import StagelineError
+from stageline.faults.flight_recorder import Flight, worth_writing
+from stageline.faults.monitor.verdict import Verdict, describe
+from stageline.faults.progress import Notes, Progress
+from stageline.runtime.batches.block_mask import is_mask
 from stageline.runtime.clock import Clock, DeviceClock, HostClock
-from stageline.runtime.control.verdict import Verdict, describe
-from stageline.runtime.finite import FiniteWatch
-from stageline.runtime.flight import Flight, worth_writing
-from stageline.runtime.progress import Notes, Progress
+from stageline.runtime.guards.changed_outputs import Outputs
+from stageline.runtime.guards.non_finite import FiniteWatch
 from stageline.runtime.stage import Stage
-from stageline.runtime.subclasses import data_of, detached
-from stageline.runtime.tree import flatten, refuse_layout, unflatten
 from stageline.schedules import action as kinds
-from stageline.schedules.build import PAIRED
+from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
-from stageline.transport.protocol import Header, Leaf, Message, PeerFailed, Traffic, Transport
+from stageline.tensors.aliases import noted, read_pairs, sharing
+from stageline.tensors.pytree import Leaf, flatten, refuse_layout, unflatten
+from stageline.tensors.subclasses import data_of, detached
+from stageline.transport.protocol import Header, Message, PeerFailed, Traffic, Transport
 
 
 @dataclass(frozen=True)

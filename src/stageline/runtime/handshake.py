@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from stageline._version import __version__
-from stageline.errors import StagelineError, shorten
-from stageline.runtime.batch import digest
-from stageline.runtime.worlds import World
+from stageline.common.errors import StagelineError, shorten
+from stageline.distributed.rank_host import World
+from stageline.runtime.microbatches import digest
 from stageline.schedules.schedule import Schedule
 
 

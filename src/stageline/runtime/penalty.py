@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stageline.errors import StagelineError, shorten
-from stageline.runtime.loss_reads import ReadWatch, Tensors, leaves_below, listed, storage_of
-from stageline.runtime.surroundings import plain_precision
-from stageline.runtime.worlds import Floats
+from stageline.common.errors import StagelineError, shorten
+from stageline.distributed.rank_host import Floats
+from stageline.runtime.guards.loss_reads import ReadWatch, Tensors, leaves_below, listed, storage_of
+from stageline.tensors.thread_context import plain_precision
 
 Penalty: TypeAlias = Callable[[str, nn.Parameter], Any]
 """Of a parameter's name in the whole model and the parameter: one number as a tensor; None or 0 for no penalty."""

@@ -12,16 +12,31 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from stageline.errors import StagelineError, shorten
-from stageline.model.sharing import Sharing
-from stageline.model.staged import Staged
-from stageline.model.unwrap import any_compiled
-from stageline.runtime.automatic import Automatic, automatic
-from stageline.runtime.batch import Keywords, Reduction, check_reduction, input_parts
-from stageline.runtime.chunks import ChunkSpecs
-from stageline.runtime.clip import clip_factor, norm_dtype, norms_of, owners_of, total_norm
-from stageline.runtime.compiled import Compile, compile_units
-from stageline.runtime.cut import (
+from stageline.autograd.recompute import Choice, Policy, mark, understand
+from stageline.common.errors import StagelineError, shorten
+from stageline.distributed.layout import mesh_of, ranks_of
+from stageline.distributed.process_host import find_world
+from stageline.distributed.rank_host import Crew, Floats, PipelineError
+from stageline.model.compiled_models import any_compiled
+from stageline.model.split import Staged
+from stageline.model.stage_module.shared_state import Sharing
+from stageline.runtime.automatic_plan import Automatic, automatic
+from stageline.runtime.batches.chunk_specs import ChunkSpecs
+from stageline.runtime.compile import Compile, compile_units
+from stageline.runtime.continuous.rollback import Make
+from stageline.runtime.continuous.run import Rates, Run
+from stageline.runtime.grad_norm import clip_factor, norm_dtype, norms_of, owners_of, total_norm
+from stageline.runtime.grad_reduce import check_buckets
+from stageline.runtime.guards.foreign_reads import holders_of, readers
+from stageline.runtime.guards.loss_reads import Tensors, listed
+from stageline.runtime.handshake import common_seed, facts_of, find_deadline, function_fact
+from stageline.runtime.microbatches import Keywords, Reduction, check_reduction, input_parts
+from stageline.runtime.penalty import Penalty, check_penalty
+from stageline.runtime.replan import Replan, watch_for
+from stageline.runtime.replicas import Replicas, replica_seed
+from stageline.runtime.shared_parameters import Placed, place
+from stageline.runtime.stage import StageOptions, watched_layers
+from stageline.runtime.stages import (
     check_options,
     count_layers,
     cut_by_batch,
@@ -32,29 +47,14 @@ from stageline.runtime.cut import (
     refuse_second,
     whole_model,
 )
-from stageline.runtime.foreign_reads import holders_of, readers
-from stageline.runtime.handshake import common_seed, facts_of, find_deadline, function_fact
-from stageline.runtime.interlock import Rates, Run
-from stageline.runtime.layout import mesh_of, ranks_of
-from stageline.runtime.loss_reads import Tensors, listed
-from stageline.runtime.outcome import Measured, joined, lengths_of, times_of
-from stageline.runtime.penalty import Penalty, check_penalty
-from stageline.runtime.processes import find_world
-from stageline.runtime.recompute import Choice, Policy, mark, understand
-from stageline.runtime.reduce import check_buckets
-from stageline.runtime.replan import Replan, watch_for
-from stageline.runtime.replicas import Replicas, replica_seed
-from stageline.runtime.rollback import Make
-from stageline.runtime.runner import Batch, Runner
-from stageline.runtime.shadows import Placed, place
-from stageline.runtime.stage import StageOptions, watched_layers
-from stageline.runtime.state import check_state, gather_state, watched
-from stageline.runtime.stats import Evaluation, StepStats
+from stageline.runtime.state_dict import check_state, gather_state, watched
+from stageline.runtime.step import Batch, Runner
+from stageline.runtime.step_report import Measured, joined, lengths_of, times_of
+from stageline.runtime.step_stats import Evaluation, StepStats
 from stageline.runtime.summary import described_in_words
-from stageline.runtime.tree import refuse_arrays
-from stageline.runtime.worlds import Crew, Floats, PipelineError
-from stageline.schedules.certificate import verify
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.verify import verify
+from stageline.tensors.pytree import refuse_arrays
 from stageline.timeline.costs import Costs
 from stageline.timeline.stragglers import Stragglers
 from stageline.timeline.timeline import Timeline

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from stageline.errors import StagelineError, nearest, shorten
+from stageline.common.errors import StagelineError, nearest, shorten
 from stageline.planning.reorder import reorder, splits
-from stageline.schedules.files import parse_json, schedule_from, schedule_lines
+from stageline.schedules.io import parse_json, schedule_from, schedule_lines
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Costs, Floats
 from stageline.timeline.drift import Drift, deviations, drift_of, typical_of
@@ -23,8 +23,8 @@ from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
+    from stageline.distributed.rank_host import World
     from stageline.planning.plan import Plan
-    from stageline.runtime.worlds import World
 
 Replan = Literal["off", "warn", "auto"]
 MODES = ("off", "warn", "auto")

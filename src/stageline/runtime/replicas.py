@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from stageline.runtime.batch import NAMES, SCALE, Given, digest, disagreement
-from stageline.runtime.buffers import Taken
-from stageline.runtime.collectives import Column
-from stageline.runtime.outcome import Outcome
-from stageline.runtime.reduce import Reducer
-from stageline.runtime.shadows import Placed
-from stageline.runtime.worlds import Floats, PipelineError, World
+from stageline.distributed.collectives import Column
+from stageline.distributed.rank_host import Floats, PipelineError, World
+from stageline.runtime.grad_reduce import Reducer
+from stageline.runtime.microbatches import NAMES, SCALE, Given, digest, disagreement
+from stageline.runtime.shared_parameters import Placed
+from stageline.runtime.step_report import Outcome
 from stageline.schedules import action as kinds
-from stageline.schedules.build import PAIRED
+from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
+from stageline.tensors.buffers import Taken
 
 MODE, COUNT, ELEMENTS, REFUSED = range(len(NAMES), len(NAMES) + 4)
 """Columns of what a process tells at the start of a step, after those of its batch."""

@@ -11,28 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stageline.errors import StagelineError, shorten
-from stageline.model.frame import StagePart
-from stageline.model.sharing import Watch
+from stageline.autograd import engine, hooks
+from stageline.autograd.graph_plan import Plan, checkpointed
+from stageline.autograd.recompute import Recompute, training
+from stageline.autograd.split_backward import Arriving, SplitBackward
+from stageline.common.errors import StagelineError, shorten
 from stageline.model.skips import SkipPart, carried
+from stageline.model.stage_module.shared_state import Watch
+from stageline.model.stage_module.stage_module import StagePart
 from stageline.model.units import layers_of
-from stageline.runtime import engine, hooks
-from stageline.runtime.aliases import Pairs, Shared
-from stageline.runtime.buffers import Buffers, Snapshot
-from stageline.runtime.foreign_reads import ForeignReads
-from stageline.runtime.graphless import refuse_loss
-from stageline.runtime.inner_backward import Dropping
-from stageline.runtime.loss_reads import LossReads
-from stageline.runtime.plan import Plan, checkpointed
-from stageline.runtime.randomness import Generators, draws, generator_alone, random_numbers
-from stageline.runtime.recompute import Recompute, training
-from stageline.runtime.split import Arriving, SplitBackward
-from stageline.runtime.subclasses import cloned, detached
-from stageline.runtime.surroundings import plain_precision
-from stageline.runtime.takes import Takes
-from stageline.runtime.tree import flatten, tensors_of, unflatten
-from stageline.runtime.wrappers import wrapper_in
-from stageline.transport.protocol import Leaf, TransportError
+from stageline.runtime.guards.foreign_reads import ForeignReads
+from stageline.runtime.guards.inner_backward import Dropping
+from stageline.runtime.guards.loss_graph import refuse_loss
+from stageline.runtime.guards.loss_reads import LossReads
+from stageline.runtime.guards.wrappers import wrapper_in
+from stageline.runtime.stage_inputs import Takes
+from stageline.tensors.aliases import Pairs, Shared
+from stageline.tensors.buffers import Buffers, Snapshot
+from stageline.tensors.pytree import Leaf, flatten, tensors_of, unflatten
+from stageline.tensors.random_numbers import Generators, draws, generator_alone, random_numbers
+from stageline.tensors.subclasses import cloned, detached
+from stageline.tensors.thread_context import plain_precision
+from stageline.transport.protocol import TransportError
 
 Loss = Callable[[Any, Any], Any]
 """Of output and target: one number as a tensor, or that and a dict of metrics."""

@@ -1,1 +1,8 @@
-"""What runs where, in which order: actions, placements, families, rules and formats. No torch in here."""
+"""What runs where, in which order.
+
+A schedule is data: this package makes, transforms, verifies, reads and writes it. It knows nothing about time (see
+`timeline`), and never imports torch.
+
+Read in order: `action`, `placement`, `schedule`, then `runs` and one file of `families/`, `registry`, `dependencies`,
+`channels`, `rules`, `verify` and `io`.
+"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple, TypeAlias, cast
 
-from stageline.errors import ScheduleError, shorten
+from stageline.common.errors import ScheduleError, shorten
 
 Kind: TypeAlias = Literal["F", "B", "I", "W"]
 

@@ -23,11 +23,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from stageline.errors import ScheduleError
+from stageline.common.errors import ScheduleError
 from stageline.schedules import action as kinds
 from stageline.schedules.action import Action
-from stageline.schedules.build import PAIRED
-from stageline.schedules.graph import Indices, Ints
+from stageline.schedules.dependencies import Indices, Ints
+from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
 
 Traffic = Literal["forward", "backward"]

@@ -8,7 +8,7 @@ from typing import SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from stageline.errors import ScheduleError
+from stageline.common.errors import ScheduleError
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from operator import index
 from pkgutil import iter_modules
 from typing import Any, SupportsIndex, TypeAlias
 
-from stageline.errors import ScheduleError, StagelineError, nearest, shorten
+from stageline.common.errors import ScheduleError, StagelineError, nearest, shorten
 from stageline.schedules.schedule import Schedule
 
 Maker: TypeAlias = Callable[..., Schedule | Sequence[Sequence[Any]]]

@@ -12,12 +12,12 @@ from typing import NoReturn, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stageline.errors import ScheduleError
+from stageline.common.errors import ScheduleError
 from stageline.schedules import action as kinds
 from stageline.schedules.action import KINDS
-from stageline.schedules.build import PAIRED
 from stageline.schedules.channels import check_channels
-from stageline.schedules.graph import Ints
+from stageline.schedules.dependencies import Ints
+from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
 
 Rule: TypeAlias = Callable[[Schedule], None]

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from stageline.errors import ScheduleError, shorten
+from stageline.common.errors import ScheduleError, shorten
 from stageline.schedules.action import KINDS, LARGEST_INDEX, Action, Entry, Overlap, parse_entry
-from stageline.schedules.build import PAIRED, Run
 from stageline.schedules.placement import Placement
+from stageline.schedules.runs import PAIRED, Run
 
 if TYPE_CHECKING:
     from stageline.schedules.channels import Channels
-    from stageline.schedules.graph import Graph
+    from stageline.schedules.dependencies import Graph
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -117,7 +117,7 @@ class Schedule:
         name: str = "custom",
         options: Mapping[str, Any] | None = None,
     ) -> Schedule:
-        """Make a schedule from one run of actions per rank (see `stageline.schedules.build`)."""
+        """Make a schedule from one run of actions per rank (see `stageline.schedules.runs`)."""
         sizes = [len(run) for run in runs]
         kinds = np.empty(sum(sizes), dtype=np.uint8)
         stages = np.empty(sum(sizes), dtype=np.int32)
@@ -235,7 +235,7 @@ class Schedule:
     @cached_property
     def graph(self) -> Graph:
         """What waits for what; made once, from a complete schedule."""
-        from stageline.schedules.graph import graph_of
+        from stageline.schedules.dependencies import graph_of
 
         return graph_of(self)
 
@@ -252,7 +252,7 @@ class Schedule:
 
     def write(self, path: str | Path) -> None:
         """Write it as JSON or as torch's compute-only CSV, by the ending of the name."""
-        from stageline.schedules.files import write_schedule
+        from stageline.schedules.io import write_schedule
 
         write_schedule(self, path)
 

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stageline.errors import StagelineError
+from stageline.common.errors import StagelineError
 from stageline.schedules import action as kinds
-from stageline.schedules.build import PAIRED
-from stageline.schedules.certificate import ensure_progress
 from stageline.schedules.channels import check_channels
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import Family, families
 from stageline.schedules.registry import schedule as build_schedule
+from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.verify import ensure_progress
 from stageline.synthesis.list_scheduling import Plan, Programs, schedule_of
 from stageline.synthesis.problem import SLACK, Problem
 from stageline.timeline.simulate import simulate

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stageline.errors import StagelineError
+from stageline.common.errors import StagelineError
 from stageline.schedules import action as kinds
 from stageline.synthesis.bounds import heads_of, tails_of
 from stageline.synthesis.list_scheduling import Board, Programs

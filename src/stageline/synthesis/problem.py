@@ -14,8 +14,8 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from stageline._sizes import Size, read_sizes
-from stageline.errors import CostError, StagelineError, shorten
+from stageline.common.errors import CostError, StagelineError, shorten
+from stageline.common.sizes import Size, read_sizes
 from stageline.schedules import action as kinds
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import LARGEST_SCHEDULE, whole

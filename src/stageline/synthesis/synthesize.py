@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stageline._sizes import Size
-from stageline.errors import StagelineError, shorten
+from stageline.common.errors import StagelineError, shorten
+from stageline.common.sizes import Size
 from stageline.schedules import action as kinds
-from stageline.schedules.certificate import verify
 from stageline.schedules.channels import check_channels
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.verify import verify
 from stageline.synthesis.baselines import objective_of
 from stageline.synthesis.fast_simulate import end_times, objective_value, peak_memory_of
 from stageline.synthesis.list_scheduling import Board, Plan, Programs, schedule_of

@@ -1,10 +1,10 @@
-"""Public helpers for tests: ranks as processes, the step of one process, transports put to the test, faults, sleeps."""
+"""Public test helpers: run ranks in a test, compare bits with one process, exercise transports, inject faults."""
 
+from stageline.runtime.reference import Difference, assert_same_bits, differences, one_process_step
 from stageline.testing.conformance import FaultyTransport, exercise
 from stageline.testing.faults import FaultyStage
-from stageline.testing.nursery import Child, Nursery
+from stageline.testing.fork_server import Child, Nursery
 from stageline.testing.ranks import run_ranks
-from stageline.testing.reference import Difference, assert_same_bits, differences, one_process_step
 from stageline.testing.sleep import SleepStage, Slept
 
 __all__ = [

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stageline.transport.protocol import Header, Leaf, Message, PeerFailed, Traffic, Transport, TransportError
+from stageline.tensors.pytree import Leaf
+from stageline.transport.protocol import Header, Message, PeerFailed, Traffic, Transport, TransportError
 
 Counts = Mapping[tuple[int, Traffic], int]
 """How many messages go over the channel with a rank, by traffic."""

@@ -1,1 +1,8 @@
-"""When it ran or will run: costs, simulation, memory, comparison and drawings. No torch in here."""
+"""When every action runs, or ran.
+
+A simulated step and a measured step are the same type, `Timeline`. This package computes, compares, explains, draws and
+stores timelines. It never imports torch.
+
+Read in order: `costs`, `simulate`, `timeline`, then `idle`, `memory` and `critical_path` (what a timeline shows),
+`compare`, `explain` and `drift` (planned against measured), `io`, and `draw/`.
+"""

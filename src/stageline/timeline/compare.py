@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stageline.errors import ScheduleError
+from stageline.common.errors import ScheduleError
 from stageline.schedules.action import KINDS, Action
-from stageline.schedules.build import PAIRED
-from stageline.schedules.graph import Ints
+from stageline.schedules.dependencies import Ints
+from stageline.schedules.runs import PAIRED
 from stageline.timeline.costs import Floats
 from stageline.timeline.timeline import Timeline, share_above
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stageline.errors import CostError, nearest, shorten
+from stageline.common.errors import CostError, nearest, shorten
 from stageline.schedules.action import KINDS
 
 Floats: TypeAlias = NDArray[np.float64]

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stageline.errors import CostError
+from stageline.common.errors import CostError
 from stageline.schedules import action as kinds
-from stageline.schedules.build import PAIRED
+from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Costs, Floats
 from stageline.timeline.simulate import simulate

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stageline.errors import ScheduleError
+from stageline.common.errors import ScheduleError
 from stageline.schedules.action import KINDS
-from stageline.schedules.build import PAIRED
-from stageline.schedules.graph import Ints
+from stageline.schedules.dependencies import Ints
+from stageline.schedules.runs import PAIRED
 from stageline.timeline.costs import LARGEST_COST, Costs, Floats
 from stageline.timeline.idle import entry_times, leads_of, waits_of
 from stageline.timeline.simulate import simulate

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from stageline.schedules.graph import Ints
+from stageline.schedules.dependencies import Ints
 from stageline.timeline.costs import Floats
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from stageline.schedules import action as kinds
-from stageline.schedules.build import PAIRED
+from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Costs, Floats, per_stage
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from stageline.errors import CostError, shorten
-from stageline.schedules.build import PAIRED
-from stageline.schedules.certificate import ensure_progress
-from stageline.schedules.graph import Graph
+from stageline.common.errors import CostError, shorten
+from stageline.schedules.dependencies import Graph
+from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.verify import ensure_progress
 from stageline.timeline.costs import Costs, Floats, per_stage
 from stageline.timeline.timeline import Timeline, Transfers
 

@@ -16,19 +16,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stageline.schedules import action as kinds
-from stageline.schedules.build import PAIRED
+from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Floats
 
 WARM_UP = 2
 """Steps at the beginning that tell nothing: memory is allocated, kernels are chosen."""
-WINDOW = 6
+WINDOW = 7
 """Steps in a row that have to be slow."""
 LEAST_PAST = 4
 """Steps before them that are needed to know what is normal."""
 PAST = 60
 """Steps before them that are compared with, at most."""
-SLOWER = (math.log(1.4), math.log(1.6))
+SLOWER = (math.log(1.6), math.log(1.8))
 """How much slower a stage has to be, forward and backward together, or forward alone; as logarithms."""
 GLANCE = math.log(1.25)
 """How far apart a stage has to be to be looked at closely."""
@@ -71,7 +71,7 @@ class Stragglers:
     >>> steps = [watch.add([[3.0, 3.0], [1.0, 1.0]]) for _ in range(20)]
     >>> steps += [watch.add([[3.0, 6.0], [1.0, 2.0]]) for _ in range(20)]
     >>> [(step, stragglers[0].stage) for step, stragglers in enumerate(steps) if stragglers]
-    [(25, 1)]
+    [(26, 1)]
     """
 
     def __init__(self, schedule: Schedule) -> None:

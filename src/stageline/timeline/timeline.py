@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stageline.errors import ScheduleError
+from stageline.common.errors import ScheduleError
 from stageline.schedules.action import Action
-from stageline.schedules.build import PAIRED
-from stageline.schedules.graph import Ints
+from stageline.schedules.dependencies import Ints
+from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Costs, Floats
 from stageline.timeline.idle import Idle, idle_of
@@ -199,14 +199,14 @@ class Timeline:
     @cached_property
     def critical_path(self) -> tuple[TimedAction, ...]:
         """The chain of actions that makes the step as long as it is: each starts when the one before lets it."""
-        from stageline.timeline.critical import critical_path
+        from stageline.timeline.critical_path import critical_path
 
         self.require_one_clock("critical path")
         return critical_path(self)
 
     def write(self, path: str | Path) -> None:
         """Write it as JSON, for `stageline.read_timeline` and `stageline trace`."""
-        from stageline.timeline.files import write_timeline
+        from stageline.timeline.io import write_timeline
 
         write_timeline(self, path)
 

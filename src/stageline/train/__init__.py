@@ -1,1 +1,5 @@
-"""The training job: configuration, data, optimizer, precision, checkpoints, and what it shows of itself."""
+"""The training job: from a configuration to a checkpoint you can resume from.
+
+Read in order: `trainer`, `setup`, `task`, `optimizers`, `optimizer_step`, `validation`, `checkpoint_state`,
+`run_folder`, `output`; then the subpackages `config/`, `data/`, `checkpoint/`, `events/` and `report/`.
+"""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from stageline.errors import StagelineError
-from stageline.runtime.groups import check_environment
-from stageline.train.config import Config
+from stageline.common.errors import StagelineError
+from stageline.distributed.process_groups import check_environment
+from stageline.train.config.config import Config
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stageline.errors import StagelineError, nearest
+from stageline.common.errors import StagelineError, nearest
 from stageline.model.huggingface import own_loss
-from stageline.runtime.batch import Reduction
+from stageline.runtime.microbatches import Reduction
 
 IGNORED = -100
 """The target that is ignored, as in torch and transformers."""
@@ -76,7 +76,7 @@ def find_loss(name: str, weights: tuple[float, ...] = (), model_loss: Any = None
     if name == "own":
         return Loss(own_loss, "mean")
     if ":" in name:
-        from stageline.model.named import find_function
+        from stageline.model.imports import find_function
 
         return Loss(find_function(name), "mean")
     known = ["cross_entropy", "weighted_cross_entropy", "mse", "own"]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stageline.errors import StagelineError
-from stageline.train.config import Config, LRScheduler
-from stageline.train.config import Optimizer as OptimizerConfig
+from stageline.common.errors import StagelineError
+from stageline.train.config.config import Config, LRScheduler
+from stageline.train.config.config import Optimizer as OptimizerConfig
 
 _FUSED = ("AdamW", "Adam", "SGD")
 

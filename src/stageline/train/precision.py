@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stageline.errors import StagelineError
+from stageline.common.errors import StagelineError
 
 
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:

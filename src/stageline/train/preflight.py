@@ -10,18 +10,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stageline.errors import StagelineError
-from stageline.model.build import describe
-from stageline.model.staged import split
-from stageline.runtime.groups import check_environment
-from stageline.runtime.recompute import understand
+from stageline.autograd.recompute import understand
+from stageline.common.errors import StagelineError
+from stageline.distributed.process_groups import check_environment
+from stageline.model.build.build import describe
+from stageline.model.split import split
 from stageline.train.checkpoint.reader import at_step
-from stageline.train.config import Config
+from stageline.train.config.config import Config
+from stageline.train.config.read import complain
+from stageline.train.config.validate import too_few_units
 from stageline.train.layout import Layout, find_layout
-from stageline.train.runs import RunFolder
-from stageline.train.settings import complain
+from stageline.train.run_folder import RunFolder
 from stageline.train.setup import Setup
-from stageline.train.validate import too_few_units
 
 
 def preflight(config: Config) -> None:
@@ -31,7 +31,7 @@ def preflight(config: Config) -> None:
     >>> preflight(Config.read(None, "model.vocab_size=100"))
     Traceback (most recent call last):
     ...
-    stageline.errors.StagelineError: model.vocab_size is 100, but the tokenizer bytes has 256 tokens; use 0 for
+    stageline.StagelineError: model.vocab_size is 100, but the tokenizer bytes has 256 tokens; use 0 for
     that size
     """
     setup = Setup(config, _layout(config), RunFolder(config.job.dump_folder), None, None, None)

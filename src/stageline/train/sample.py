@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stageline.runtime.pipeline import Pipeline
 from stageline.train.losses import logits_of
-from stageline.train.tasks import evaluating
+from stageline.train.task import evaluating
 
 
 def generate(

@@ -16,29 +16,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from stageline.errors import StagelineError
-from stageline.model.build import build, describe
-from stageline.model.profile import Profile
-from stageline.model.staged import Staged, profile, split
-from stageline.planning.asked import device_memory
-from stageline.planning.files import parse_plan, to_text
+from stageline.common.errors import StagelineError
+from stageline.distributed.process_host import job_world
+from stageline.distributed.rank_host import World
+from stageline.model.build.build import build, describe
+from stageline.model.profile.profile import Profile
+from stageline.model.split import Staged, profile, split
+from stageline.planning.batch_sizes import by_calls
+from stageline.planning.io import parse_plan, to_text
 from stageline.planning.plan import Plan
-from stageline.planning.sizes import by_calls
-from stageline.runtime.compiled import Compile
+from stageline.planning.request import device_memory
+from stageline.runtime.compile import Compile
 from stageline.runtime.pipeline import Pipeline
-from stageline.runtime.processes import job_world
-from stageline.runtime.worlds import World
-from stageline.train.causal import looks_ahead
 from stageline.train.checkpoint import leave_mark, remove_mark, sees_mark
-from stageline.train.choice import choose, keep, kept
-from stageline.train.config import Config
+from stageline.train.config.config import Config
 from stageline.train.data import Data, Loader, Tokens, data_of, open_data
 from stageline.train.layout import Layout
 from stageline.train.optimizers import warm_up_note
 from stageline.train.precision import disable_broken_bfloat16
-from stageline.train.runs import RunFolder
+from stageline.train.run_folder import RunFolder
+from stageline.train.schedule_choice import choose, keep, kept
 from stageline.train.signals import ended_by_sigterm
-from stageline.train.tasks import Task, make_task
+from stageline.train.task import Task, make_task
+from stageline.train.task_check import looks_ahead
 
 
 class Setup:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from stageline import _interrupts as interrupts
+from stageline.common import interrupts
 
 
 class StopSignals:

@@ -17,25 +17,25 @@ import numpy as np
 import torch
 from torch import nn
 
-from stageline.errors import StagelineError
-from stageline.runtime.flight import flights_into
-from stageline.train import saving
+from stageline.common.errors import StagelineError
+from stageline.faults.flight_recorder import flights_into
+from stageline.train import checkpoint_state as saving
 from stageline.train.checkpoint import Checkpoint, CheckpointError, Writer
-from stageline.train.config import Config
+from stageline.train.config.config import Config
+from stageline.train.config.read import read_config, to_dict
+from stageline.train.config.validate import validate
 from stageline.train.data import Data, Loader, Prefetch
-from stageline.train.held import HeldBack
+from stageline.train.events import Logs, read_metrics
+from stageline.train.events.screen import put
 from stageline.train.layout import Layout, find_layout
-from stageline.train.logs import Logs, read_metrics
-from stageline.train.logs.screen import put
+from stageline.train.optimizer_step import Stepper
 from stageline.train.optimizers import Optimizer, outer_parameters, rate
+from stageline.train.output import Show
 from stageline.train.precision import LossScale
-from stageline.train.runs import FLIGHT, METRICS, RunFolder
-from stageline.train.settings import read_config, to_dict
+from stageline.train.run_folder import FLIGHT, METRICS, RunFolder
 from stageline.train.setup import Setup
-from stageline.train.show import Show
 from stageline.train.signals import StopSignals
-from stageline.train.steps import Stepper
-from stageline.train.validate import validate
+from stageline.train.validation import HeldBack
 
 
 @contextmanager

@@ -1,1 +1,7 @@
-"""Moving values between ranks: a small protocol, and its implementations. Transports know no schedule."""
+"""Moving tensors between ranks.
+
+Transports move typed messages: a small header that is checked on arrival, then the bytes. They know no schedule, and
+nothing is pickled.
+
+Read in order: `protocol`, `threads`, `wire` (a message as bytes), `tcp/` (ranks as processes), `gpu/`.
+"""

@@ -10,11 +10,10 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from stageline.errors import StagelineError
+from stageline.common.errors import StagelineError
+from stageline.tensors.pytree import Leaf
 
 Traffic: TypeAlias = Literal["forward", "backward"]
-Leaf: TypeAlias = Tensor | int | float | str | bool | None
-"""What a message may hold; trees are flattened before they are sent."""
 
 
 @dataclass(frozen=True)

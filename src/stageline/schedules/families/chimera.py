@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from stageline.schedules.build import backward, by_slot, forward
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import ask_even, family
+from stageline.schedules.runs import backward, by_slot, forward
 from stageline.schedules.schedule import Schedule
 
 

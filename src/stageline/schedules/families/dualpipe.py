@@ -34,9 +34,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stageline.schedules import action as kinds
-from stageline.schedules.build import PAIRED, Run
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import ask, ask_even, family
+from stageline.schedules.runs import PAIRED, Run
 from stageline.schedules.schedule import Schedule
 
 

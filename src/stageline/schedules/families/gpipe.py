@@ -10,9 +10,9 @@ microbatches, not reversed, so that gradients accumulate as in one process.
 
 from __future__ import annotations
 
-from stageline.schedules.build import backward, forward, join
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import family
+from stageline.schedules.runs import backward, forward, join
 from stageline.schedules.schedule import Schedule
 
 

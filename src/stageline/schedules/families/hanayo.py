@@ -24,11 +24,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from stageline.schedules.build import Run, backward, by_slot, forward
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import family
+from stageline.schedules.runs import Run, backward, by_slot, forward
 from stageline.schedules.schedule import Schedule
-from stageline.schedules.vee import B0, B1, F0, F1, list_vee
+from stageline.schedules.v_scheduling import B0, B1, F0, F1, list_vee
 
 
 @family("hanayo", "waves: stages snake down and up over the ranks 2·waves times", constraints="any waves ≥ 1")

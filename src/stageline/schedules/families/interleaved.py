@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stageline.schedules.build import Run, backward, backward_input, backward_weight, forward, weave
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import ask, family
+from stageline.schedules.runs import Run, backward, backward_input, backward_weight, forward, weave
 from stageline.schedules.schedule import Schedule
 
 

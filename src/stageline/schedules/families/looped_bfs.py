@@ -6,9 +6,9 @@ rank 1 ..F0F1F2f0f1f2b0b1b2B0B1B2..      so weights that are gathered for a chun
 
 from __future__ import annotations
 
-from stageline.schedules.build import backward, forward, join
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import family
+from stageline.schedules.runs import backward, forward, join
 from stageline.schedules.schedule import Schedule
 
 

@@ -11,9 +11,9 @@ twice as many ahead: that hides the transfers, at twice the memory.
 
 from __future__ import annotations
 
-from stageline.schedules.build import backward, forward, weave
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import family
+from stageline.schedules.runs import backward, forward, weave
 from stageline.schedules.schedule import Schedule
 
 

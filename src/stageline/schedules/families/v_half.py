@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import family
 from stageline.schedules.schedule import Schedule
-from stageline.schedules.vee import B0, B1, F0, F1, list_vee
+from stageline.schedules.v_scheduling import B0, B1, F0, F1, list_vee
 
 PERIOD = 6
 

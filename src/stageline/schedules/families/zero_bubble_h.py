@@ -10,9 +10,9 @@ H1 holds as many microbatches as 1f1b; H2 about twice as many, and its span has 
 
 from __future__ import annotations
 
-from stageline.schedules.build import backward_input, backward_weight, forward, weave
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import family
+from stageline.schedules.runs import backward_input, backward_weight, forward, weave
 from stageline.schedules.schedule import Schedule
 
 

@@ -10,7 +10,9 @@ backward starts at once. It has zb-h2's bubble (none in the span when F = I = W)
 
 from __future__ import annotations
 
-from stageline.schedules.build import (
+from stageline.schedules.placement import Placement
+from stageline.schedules.registry import family
+from stageline.schedules.runs import (
     Run,
     backward_input,
     backward_weight,
@@ -19,8 +21,6 @@ from stageline.schedules.build import (
     keep_microbatches,
     take_turns,
 )
-from stageline.schedules.placement import Placement
-from stageline.schedules.registry import family
 from stageline.schedules.schedule import Schedule
 
 

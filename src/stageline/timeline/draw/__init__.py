@@ -1,4 +1,7 @@
-"""Render timelines: as text, as SVG, as a page with hover and zoom, and as a Chrome/Perfetto trace."""
+"""Drawings of timelines: terminal, SVG, HTML page, Perfetto trace.
+
+All renderers share the colours of `palette`. They read a `Timeline` and compute nothing of their own.
+"""
 
 from stageline.timeline.draw.page import html
 from stageline.timeline.draw.svg import svg

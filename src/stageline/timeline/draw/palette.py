@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stageline.schedules.build import PAIRED
+from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
 
 

@@ -7,7 +7,7 @@ from html import escape
 
 import numpy as np
 
-from stageline.schedules.graph import Ints
+from stageline.schedules.dependencies import Ints
 from stageline.timeline.costs import Floats
 from stageline.timeline.draw.palette import IDLE, LOOKS, Boxes, boxes_of, label_of, number, summary
 from stageline.timeline.timeline import Timeline, shown_bubble

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stageline.schedules.graph import Ints
+from stageline.schedules.dependencies import Ints
 from stageline.timeline.draw.palette import LOOKS, Boxes, boxes_of, label_of, number, summary
 from stageline.timeline.timeline import Timeline, shown_bubble
 

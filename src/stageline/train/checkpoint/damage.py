@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from stageline.errors import StagelineError
+from stageline.common.errors import StagelineError
 
 
 class CheckpointError(StagelineError):

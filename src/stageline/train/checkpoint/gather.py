@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from stageline.errors import shorten
+from stageline.common.errors import shorten
 from stageline.train.checkpoint.damage import CheckpointError, reason
 from stageline.train.checkpoint.disk import rename, sync_folder, write_file
 from stageline.train.checkpoint.manifest import INDEX, File, Held, Wrong, plain_name, read_file, read_held, table, text

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stageline.errors import shorten
+from stageline.common.errors import shorten
 from stageline.train.checkpoint.damage import CheckpointError
 
 FORMAT = "stageline-checkpoint"

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from stageline.errors import nearest, shorten
+from stageline.common.errors import nearest, shorten
 from stageline.train.checkpoint.damage import CheckpointError, Damage, reason
 from stageline.train.checkpoint.disk import regular, sum_file
 from stageline.train.checkpoint.folder import hold, published, step_name, step_of

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stageline.errors import shorten
+from stageline.common.errors import shorten
 from stageline.train.checkpoint.damage import CheckpointError
 from stageline.train.checkpoint.disk import Stream
 from stageline.train.checkpoint.manifest import DTYPES, File, Held

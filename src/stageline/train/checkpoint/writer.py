@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from stageline._version import __version__
-from stageline.errors import shorten
-from stageline.runtime.groups import lost_rank
+from stageline.common.errors import shorten
+from stageline.distributed.process_groups import lost_rank
 from stageline.train.checkpoint.damage import CheckpointError, reason
 from stageline.train.checkpoint.disk import make_folder, remove_tree, replace_file, side_by_side, write_file
 from stageline.train.checkpoint.folder import (

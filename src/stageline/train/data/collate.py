@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stageline.errors import StagelineError, shorten
+from stageline.common.errors import StagelineError, shorten
 
 Batch = tuple[Any, Any]
 """Inputs and targets: tensors with samples along the first dimension, or pytrees of them.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from stageline.errors import StagelineError, nearest
+from stageline.common.errors import StagelineError, nearest
 from stageline.train.data.documents import Documents, digest_files, find_files, read_text
 from stageline.train.data.source import digest
 from stageline.train.data.tokenizer import require

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stageline.errors import StagelineError, shorten
+from stageline.common.errors import StagelineError, shorten
 from stageline.train.data.source import Tokens, digest
 from stageline.train.data.tokenizer import Tokenizer, encode_documents, smallest
 

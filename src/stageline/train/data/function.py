@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from stageline.errors import StagelineError, shorten
-from stageline.model.named import find_function
-from stageline.train.config import Config
+from stageline.common.errors import StagelineError, shorten
+from stageline.model.imports import find_function
+from stageline.train.config.config import Config
 from stageline.train.data.source import Indexed, Items, Tokens
 from stageline.train.data.stream import Stream, print_note
 
@@ -39,7 +39,7 @@ def function_data(name: str, config: Config, *, note: Callable[[str], None] = pr
 
     >>> function_data("string:Template.delimiter", Config())
     Traceback (most recent call last):
-    stageline.errors.StagelineError: string has no function 'Template.delimiter' (did you mean 'Template'?)
+    stageline.StagelineError: string has no function 'Template.delimiter' (did you mean 'Template'?)
     """
     function = find_function(name)
     takes_config = bool(_required_parameters(function))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stageline.errors import StagelineError, shorten
+from stageline.common.errors import StagelineError, shorten
 from stageline.train.data.collate import Batch
 from stageline.train.data.permutation import shuffled
 from stageline.train.data.source import Indexed, check_same

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stageline.errors import StagelineError
+from stageline.common.errors import StagelineError
 from stageline.train.data.documents import find_files
 from stageline.train.data.source import Tokens, digest
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from stageline.errors import StagelineError, nearest
-from stageline.train.config import Config
+from stageline.common.errors import StagelineError, nearest
+from stageline.train.config.config import Config
 from stageline.train.data.dataset import dataset_documents, splits
 from stageline.train.data.documents import document_tokens, python_documents, text_documents
 from stageline.train.data.function import function_data, source_of

@@ -7,8 +7,8 @@ import time
 from collections import deque
 from types import TracebackType
 
-from stageline.errors import StagelineError
-from stageline.runtime.groups import lost_rank
+from stageline.common.errors import StagelineError
+from stageline.distributed.process_groups import lost_rank
 from stageline.train.data.collate import Batch
 from stageline.train.data.loader import Loader
 

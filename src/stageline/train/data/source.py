@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stageline.errors import StagelineError, shorten
+from stageline.common.errors import StagelineError, shorten
 from stageline.train.data.collate import Batch, check_tokens, collate
 
 
@@ -252,7 +252,7 @@ def check_same(saved: Mapping[str, Any], source: Source) -> None:
     >>> check_same(saved, Tokens(np.arange(100), seq_len=10, name="moved"))
     >>> check_same(saved, Tokens(np.arange(90), seq_len=10, name="mine"))
     Traceback (most recent call last):
-    stageline.errors.StagelineError: mine is not the data of the checkpoint: it had 100 tokens and has 90 now...
+    stageline.StagelineError: mine is not the data of the checkpoint: it had 100 tokens and has 90 now...
     """
     if not isinstance(saved, Mapping) or "fingerprint" not in saved or "kind" not in saved:
         raise StagelineError(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
-from stageline.errors import StagelineError, shorten
+from stageline.common.errors import StagelineError, shorten
 from stageline.train.data.collate import Batch, collate
 from stageline.train.data.source import digest, own_fingerprint
 

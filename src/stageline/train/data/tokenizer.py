@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stageline.errors import StagelineError
+from stageline.common.errors import StagelineError
 
 MAX_CHARACTERS = 4_000_000
 """Characters passed to a tokenizer file at once; a longer document is split at line ends."""
@@ -194,7 +194,7 @@ def require(library: str, what: str, install: str = "") -> Any:
 
     >>> require("no_such_library", "this data")
     Traceback (most recent call last):
-    stageline.errors.StagelineError: this data needs no_such_library, which ...: pip install no_such_library
+    stageline.StagelineError: this data needs no_such_library, which ...: pip install no_such_library
     """
     try:
         return import_module(library)

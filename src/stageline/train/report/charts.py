@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from stageline.train.logs import figures
+from stageline.train.events import figures
 from stageline.train.report.axis import Axis, axis_of
 from stageline.train.report.series import Series
 

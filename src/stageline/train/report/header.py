@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 from html import escape
 
-from stageline.train.logs import figures
-from stageline.train.logs.figures import number_of
+from stageline.train.events import figures
+from stageline.train.events.figures import number_of
 from stageline.train.report.run import Run
 from stageline.train.report.series import Series
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from stageline.errors import StagelineError
-from stageline.schedules.files import write_aside
-from stageline.train.logs import figures
-from stageline.train.logs.figures import number_of
+from stageline.common.errors import StagelineError
+from stageline.schedules.io import write_aside
+from stageline.train.events import figures
+from stageline.train.events.figures import number_of
 from stageline.train.report.axis import step_axis
 from stageline.train.report.charts import Chart, Line, draw
 from stageline.train.report.header import header
@@ -30,8 +30,8 @@ def make_report(run_folder: str | Path, out: str | Path | None = None) -> Path:
 
     The page is `report.html` in the run's folder, or `out`. The run may still be running, or may have been killed.
 
-    >>> from stageline.train.config import Config
-    >>> from stageline.train.logs import Logs
+    >>> from stageline.train.config.config import Config
+    >>> from stageline.train.events import Logs
     >>> with Logs(Config(), "outputs", main=True, total_steps=1) as logs:
     ...     logs.event("step", step=1, loss=2.5, time=1.0)
     1/1  loss 2.5000  took 0:00

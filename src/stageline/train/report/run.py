@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stageline.errors import StagelineError, shorten
-from stageline.timeline.files import read_timeline
+from stageline.common.errors import StagelineError, shorten
+from stageline.timeline.io import read_timeline
 from stageline.timeline.timeline import NOT_ALIGNED, Timeline
-from stageline.train.logs.logs import FILE
-from stageline.train.logs.metrics import History, Row, read_metrics
+from stageline.train.events.events import FILE
+from stageline.train.events.metrics_file import History, Row, read_metrics
 
 CONFIG, ENVIRONMENT, SAMPLE = "config.toml", "environment.json", "sample.txt"
 TIMELINES, PLANNED = "timeline", "planned.json"
@@ -59,8 +59,8 @@ class Run:
 def read_run(folder: str | Path) -> Run:
     """Read the folder of a run that is running, has ended or was killed; missing files are left out.
 
-    >>> from stageline.train.config import Config
-    >>> from stageline.train.logs import Logs
+    >>> from stageline.train.config.config import Config
+    >>> from stageline.train.events import Logs
     >>> with Logs(Config(), "outputs", main=True, total_steps=1) as logs:
     ...     logs.event("step", step=1, loss=2.5, time=1.0)
     1/1  loss 2.5000  took 0:00

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stageline.train.logs.figures import number_of
-from stageline.train.logs.metrics import Row
+from stageline.train.events.figures import number_of
+from stageline.train.events.metrics_file import Row
 
 MAX_FINITE = 1e30
 """Larger values count as infinite."""

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from html import escape
 from typing import Any
 
-from stageline.train.config import Config
+from stageline.train.config.config import Config
 from stageline.train.report.run import Run
 
 MAX_LENGTH = 2000

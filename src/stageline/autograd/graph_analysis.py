@@ -1,0 +1,253 @@
+"""How a recorded graph is split: which nodes lead to the inputs, where weights branch off, and which can be put off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+from stageline.autograd.graph_plan import CHECKPOINT, Fork, Plan, hooked_by, saved_names
+from stageline.autograd.graph_walk import Edge
+from stageline.autograd.weight_gradients import HALVES, Half, Wanted
+
+VIEWS = frozenset(
+    ["TBackward0", "ToCopyBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "AliasBackward0"]
+)
+"""Nodes between a parameter and its use that compute nothing worth putting off."""
+
+
+def make_plan(
+    roots: Sequence[tuple[Node, int]], ends: Sequence[Node], at_once: bool = False
+) -> tuple[Plan, list[Node]]:
+    """Walk a graph, and find out how to split its backward; `at_once` says that I computes all gradients."""
+    numbers: dict[Node, int] = {}
+    nodes: list[Node] = []
+
+    def number_of(node: Node) -> int:
+        if node not in numbers:
+            numbers[node] = len(nodes)
+            nodes.append(node)
+        return numbers[node]
+
+    starts = [(number_of(node), output) for node, output in roots]
+    children: list[tuple[Edge | None, ...]] = []
+    while len(children) < len(nodes):
+        found = nodes[len(children)].next_functions
+        children.append(tuple(None if child is None else (number_of(child), output) for child, output in found))
+    inputs = [numbers.get(end, -1) for end in ends]
+    found_leaves: list[tuple[int, Any]] = [
+        (number, node.variable)
+        for number, node in enumerate(nodes)
+        if hasattr(node, "variable") and number not in inputs
+    ]
+    leaves = {number: leaf.numel() for number, leaf in found_leaves}
+    parameters = {number: leaf for number, leaf in found_leaves if isinstance(leaf, nn.Parameter)}
+    plan = Plan([(type(node), node.name()) for node in nodes], children, starts, inputs, leaves, parameters)
+    plan.at_once = at_once
+    _Analysis(plan, nodes).decide()
+    return plan, nodes
+
+
+class _Analysis:
+    """Which nodes lead to ends and which to parameters, and what follows from it."""
+
+    def __init__(self, plan: Plan, nodes: Sequence[Node]) -> None:
+        self.plan, self.nodes = plan, nodes
+        self.names = [node.name() for node in nodes]
+        self.order = list(_children_first(plan))
+        self.stops = {number for number in plan.inputs if number >= 0}
+
+    def below(self, number: int) -> Iterator[int]:
+        return (edge[0] for edge in self.plan.children[number] if edge is not None)
+
+    def decide(self) -> None:
+        plan = self.plan
+        plan.whole = any(name == "CheckpointFunctionBackward" for name in self.names)
+        if plan.whole:
+            return
+        if plan.at_once:
+            plan.together, plan.onward = sorted(plan.leaves), list(range(len(plan.roots)))
+            return
+        if not self.stops:
+            entries = self._entries()
+            savers = [(number, name) for number in entries for name in saved_names(self.nodes[number])[:1]]
+            # What torch's checkpointing holds it gives out once in every run, so I and W cannot both have of it.
+            self.stops = set() if CHECKPOINT in hooked_by(self.nodes, savers) else entries
+            plan.ends = sorted({edge for edges in plan.children for edge in edges if edge and edge[0] in self.stops})
+            plan.ends += sorted({root for root in plan.roots if root[0] in self.stops} - set(plan.ends))
+        self._spread()
+        plan.onward = [index for index, (number, _) in enumerate(plan.roots) if self.leads_on[number]]
+        plan.rest = [index for index, (number, _) in enumerate(plan.roots) if not self.leads_on[number]]
+        self._find_forks()
+        if self.outside & set(plan.together):
+            if plan.ends:  # then W runs all of it
+                plan.ends, plan.forks, plan.together, plan.onward = [], [], [], []
+                plan.rest = list(range(len(plan.roots)))
+            else:
+                plan.whole = True
+
+    def _entries(self) -> set[int]:
+        """Where the data enters a graph without inputs: the last nodes on the way from the outputs, weights aside."""
+        plain: set[int] = set()  # parameters, and mere views of them
+        for number in self.order:
+            below = list(self.below(number))
+            if number in self.plan.leaves or (self.names[number] in VIEWS and all(child in plain for child in below)):
+                plain.add(number)
+        entries: set[int] = set()
+        seen: set[int] = set()
+        waiting = [number for number, _ in self.plan.roots if number not in plain]
+        while waiting:
+            number = waiting.pop()
+            if number in seen:
+                continue
+            seen.add(number)
+            half = HALVES.get(self.names[number])
+            onward = [
+                edge[0]
+                for index, edge in enumerate(self.plan.children[number])
+                if edge is not None and edge[0] not in plain and (half is None or index in half.data)
+            ]
+            waiting += onward
+            if not onward:
+                entries.add(number)
+        # An entry behind which lies another one could not be run by W alone.
+        behind = {child for entry in entries for child in self._all_below(entry)}
+        return set() if entries & behind else entries
+
+    def _all_below(self, number: int) -> set[int]:
+        found: set[int] = set()
+        waiting = list(self.below(number))
+        while waiting:
+            child = waiting.pop()
+            if child not in found:
+                found.add(child)
+                waiting += self.below(child)
+        return found
+
+    def _spread(self) -> None:
+        """For every node: whether it leads to an end, and which parameters lie behind it that do not."""
+        self.leads_on: dict[int, bool] = {}
+        self.behind: dict[int, frozenset[int]] = {}
+        for number in self.order:
+            below = list(self.below(number))
+            self.leads_on[number] = number in self.stops or any(self.leads_on[child] for child in below)
+            if number in self.plan.leaves:
+                self.behind[number] = frozenset([number])
+            else:
+                sides = [self.behind[child] for child in below if not self.leads_on[child]]
+                self.behind[number] = frozenset().union(*sides)
+
+    def _find_forks(self) -> None:
+        plan = self.plan
+        found: list[Fork] = []
+        savers: list[tuple[int, str]] = []
+        for number in self.order:
+            if not self.leads_on[number] or number in self.stops:
+                continue
+            sides = [
+                (index, edge)
+                for index, edge in enumerate(plan.children[number])
+                if edge is not None and not self.leads_on[edge[0]] and self.behind[edge[0]]
+            ]
+            if not sides:
+                continue
+            leaves = tuple(dict.fromkeys(leaf for _, (child, _) in sides for leaf in sorted(self.behind[child])))
+            edges = tuple(index for index, _ in sides)
+            half = HALVES.get(self.names[number])
+            names = [f"_raw_saved_{name}" for name in half.tensors] if half else saved_names(self.nodes[number])
+            savers += [(number, name) for name in names[:1]]
+            if half is not None and not self._by_hand(half, number, edges, leaves):
+                half = None
+            children = tuple(edge for _, edge in sides)
+            found.append(Fork(number, leaves, half, edges, children, (), (), True))
+        plan.savers, plan.hooked = savers, hooked_by(self.nodes, savers)
+        self._settle(found)
+
+    def _by_hand(self, half: Half, number: int, edges: Sequence[int], leaves: Sequence[int]) -> bool:
+        leads_to_complex = any(self.nodes[leaf].variable.is_complex() for leaf in leaves)  # type: ignore[attr-defined]
+        usual = not (leads_to_complex or self.nodes[number]._input_metadata[0].dtype.is_complex)
+        apart = half.data == {0, 1} or not half.data & set(edges)
+        return usual and apart and half.fits(self.nodes[number])
+
+    def _settle(self, found: list[Fork]) -> None:
+        """Say which parameters come with I, and which forks share one."""
+        plan = self.plan
+        uses: dict[int, list[Fork]] = {}
+        for fork in found:
+            for leaf in fork.leaves:
+                uses.setdefault(leaf, []).append(fork)
+        outside = {leaf for index in plan.rest for leaf in self.behind[plan.roots[index][0]]}
+        outside |= {leaf for stop in self.stops for leaf in self._all_below(stop) if leaf in plan.leaves}
+        self.outside = outside
+        held = dict(zip((number for number, _ in plan.savers), plan.hooked, strict=True))
+        together: set[int] = set()
+        for fork in found:
+            if held.get(fork.node) == CHECKPOINT or BackwardCFunction in type(self.nodes[fork.node]).__mro__:
+                together.update(fork.leaves)
+        for leaf, forks in uses.items():
+            # Parts of one gradient are added in the order of a whole backward only if W computes them all in one go.
+            by_hand = all(fork.half is not None and self._directly(fork, leaf) for fork in forks)
+            if (len(forks) > 1 and not by_hand) or (leaf in outside and not (by_hand and len(forks) == 1)):
+                together.add(leaf)
+        before = -1
+        while len(together) != before:  # what lies behind one edge comes with I as a whole, or with W
+            before = len(together)
+            for fork in found:
+                for child, _ in fork.children:
+                    if self.behind[child] & together:
+                        together |= self.behind[child]
+        plan.together = sorted(together)
+        for fork in sorted(found, key=lambda fork: -self.nodes[fork.node]._sequence_nr()):
+            kept = [
+                (edge, child)
+                for edge, child in zip(fork.edges, fork.children, strict=True)
+                if not self.behind[child[0]] & together
+            ]
+            leaves = tuple(leaf for leaf in fork.leaves if leaf not in together)
+            if leaves:
+                alone = all(len(uses[leaf]) == 1 and leaf not in outside for leaf in leaves)
+                alone = alone and sum(len(self.behind[child]) for _, (child, _) in kept) == len(leaves)
+                edges, children = zip(*kept, strict=True)
+                targets, turned = zip(*(self._target(child) for child, _ in children), strict=True)
+                wanted = None
+                if alone and all(target is not None for target in targets):
+                    each = zip(edges, targets, turned, strict=True)
+                    wanted = tuple(Wanted(edge, target.shape, target.dtype, turn) for edge, target, turn in each)
+                plan.forks.append(Fork(fork.node, leaves, fork.half, edges, children, targets, turned, alone, wanted))
+
+    def _directly(self, fork: Fork, leaf: int) -> bool:
+        """Whether a fork leads to a leaf by one edge, and through a transposition at most."""
+        ways = [child for child, _ in fork.children if leaf in self.behind[child]]
+        first = ways[0]
+        through = [first, *self.below(first)] if self.names[first] == "TBackward0" else [first]
+        return len(ways) == 1 and leaf in through
+
+    def _target(self, child: int) -> tuple[Any, bool]:
+        """The plain parameter that an edge leads to, and whether through a transposition."""
+        turned = self.names[child] == "TBackward0"
+        leaf = next(self.below(child), child) if turned else child
+        parameter = self.plan.parameters.get(leaf)
+        plain = type(parameter) is nn.Parameter
+        return (parameter, turned) if plain else (None, False)
+
+
+def _children_first(plan: Plan) -> Iterator[int]:
+    """All nodes, each after the nodes it leads to."""
+    entered: set[int] = set()
+    left: set[int] = set()
+    for root, _ in plan.roots:
+        waiting = [root]
+        while waiting:
+            number = waiting[-1]
+            if number in left:
+                waiting.pop()
+            elif number in entered:
+                left.add(number)
+                waiting.pop()
+                yield number
+            else:
+                entered.add(number)
+                waiting += [edge[0] for edge in plan.children[number] if edge is not None and edge[0] not in entered]

@@ -1,0 +1,230 @@
+"""How the ranks of a job know each other: a secret that only they can read, and proofs of knowing it.
+
+On one machine, the secret is in a file that only its owner can read. torch's store, which anybody who reaches it can
+read, holds no more than the file's name. A rank never sends the secret: it sends a keyed digest of what both ends chose
+for this one connection, so what a stranger recorded is of no use to him. Needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import stat
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from stageline.common import interrupts
+from stageline.common.errors import StagelineError, shorten
+
+_PREFIX = "stageline-secret-"
+_LONGEST = 4096
+_warned = False
+
+
+class TrustError(StagelineError, RuntimeError):
+    """A rank could not get the secret of its job, or what it got is not to be trusted."""
+
+
+class Store(Protocol):
+    """What is needed of a torch.distributed store."""
+
+    def set(self, key: str, value: str, /) -> object:
+        """Keep a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Wait for a value."""
+
+
+def new_nonce() -> str:
+    """Random text that is used once.
+
+    >>> len(new_nonce()), new_nonce() == new_nonce()
+    (32, False)
+    """
+    return secrets.token_hex(16)
+
+
+def proof(secret: str, *facts: object) -> str:
+    """What only somebody who knows the secret can say about these facts, as 64 hexadecimal digits.
+
+    The facts hold what both ends chose for this connection, and who is which end, so that a proof serves nowhere else.
+
+    >>> proof("secret", "rank", 1) == proof("secret", "rank", 1), proof("secret", "rank", 1) == proof("secret", "rank1")
+    (True, False)
+    """
+    parts = [str(fact).encode() for fact in facts]
+    text = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    return hmac.digest(secret.encode(), text, "sha256").hex()
+
+
+def proves(claimed: object, secret: str, *facts: object) -> bool:
+    """Whether a claimed proof is the right one, found out in constant time.
+
+    >>> proves(proof("secret", 1), "secret", 1), proves("0" * 64, "secret", 1), proves(None, "secret", 1)
+    (True, False, False)
+    """
+    return hmac.compare_digest(str(claimed).encode(), proof(secret, *facts).encode())
+
+
+class SecretFile:
+    """A file that only its owner can read, in a new folder that only its owner can enter.
+
+    >>> file = SecretFile("what the ranks share")
+    >>> read_secret(file.path)
+    'what the ranks share'
+    >>> file.remove()
+    """
+
+    def __init__(self, text: str) -> None:
+        """Write it; `remove` it as soon as everybody has read it."""
+        import tempfile  # a referee, which writes none, is there sooner without it
+
+        _sweep(tempfile.gettempdir())
+        try:
+            self._folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")  # new, and nobody else's: mode 0700
+            self.path = os.path.join(self._folder, "secret")
+            self._owner = os.getpid()
+            self._forget = interrupts.at_end(self.remove)
+            handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise TrustError(
+                f"rank 0 cannot write the secret of this job to {tempfile.gettempdir()}: {error}; set TMPDIR to a "
+                "folder that it can write to"
+            ) from error
+
+    def remove(self) -> None:
+        """Remove the file and its folder; does nothing where that was done, or in a forked child."""
+        if os.getpid() != self._owner:
+            return
+        self._forget()
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+        with contextlib.suppress(OSError):
+            os.rmdir(self._folder)
+
+
+def _sweep(place: str) -> None:
+    """Remove what processes of this user left that were killed before all ranks had read it."""
+    with contextlib.suppress(OSError):
+        for folder in Path(place).glob(f"{_PREFIX}*"):
+            number = folder.name.removeprefix(_PREFIX).partition("-")[0]
+            with contextlib.suppress(OSError):
+                if folder.lstat().st_uid != os.geteuid() or not number.isdecimal():
+                    continue
+                try:
+                    os.kill(int(number), 0)
+                except ProcessLookupError:
+                    (folder / "secret").unlink(missing_ok=True)
+                    folder.rmdir()
+
+
+def read_secret(path: str) -> str:
+    """Read a secret, if nobody but this user can have written it or read it."""
+    try:
+        folder = os.lstat(os.path.dirname(path))
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise _unreadable(path, str(error)) from error
+    with os.fdopen(handle, "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or not stat.S_ISDIR(folder.st_mode):
+            raise _unreadable(path, "it is no file in a folder")
+        if {found.st_uid, folder.st_uid} != {os.geteuid()}:
+            raise _unreadable(path, f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}")
+        if (found.st_mode | folder.st_mode) & 0o077:
+            raise _unreadable(path, "others can read it or its folder")
+        return file.read(_LONGEST).decode(errors="replace")
+
+
+def _unreadable(path: str, why: str) -> TrustError:
+    return TrustError(
+        f"the secret of this job is in {shorten(path, 100)} and cannot be taken from there: {why}; the ranks of a "
+        "machine must run as one user and see the same files. If they are on several machines, set LOCAL_WORLD_SIZE, "
+        "as torchrun does, to the number of ranks on each"
+    )
+
+
+def one_machine(ranks: int, environment: Mapping[str, str] | None = None) -> bool:
+    """Whether all ranks are on this machine, by what the launcher says and not by what the store says.
+
+    >>> one_machine(4, {"LOCAL_WORLD_SIZE": "4"}), one_machine(4, {"LOCAL_WORLD_SIZE": "2"})
+    (True, False)
+    >>> one_machine(4, {"MASTER_ADDR": "127.0.0.1"}), one_machine(4, {"MASTER_ADDR": "10.0.0.5"})
+    (True, False)
+    """
+    known = os.environ if environment is None else environment
+    here, machines = known.get("LOCAL_WORLD_SIZE", ""), known.get("SLURM_NNODES", "")
+    if here.isdecimal():
+        return int(here) >= ranks
+    if machines.isdecimal():
+        return int(machines) == 1
+    addresses = [known.get(name, "") for name in ("STAGELINE_CONTROL_HOST", "STAGELINE_HOST", "MASTER_ADDR")]
+    return all(address in ("", "localhost", "::1") or address.startswith("127.") for address in addresses)
+
+
+class Sharing:
+    """Gives a text of rank 0 to all ranks of a job, and on one machine to nobody else.
+
+    >>> class Known(dict):
+    ...     set = dict.__setitem__
+    ...     get = lambda self, key: self[key].encode()
+    >>> store = Known()
+    >>> first, second = (Sharing(store, "key", rank, here=True) for rank in range(2))
+    >>> first("a secret"), second(""), "a secret" in str(store)
+    ('a secret', 'a secret', False)
+    >>> first.done()
+    """
+
+    def __init__(self, store: Store, key: str, rank: int, *, here: bool) -> None:
+        """Share by a key of the store. `here` says that all ranks are on this machine."""
+        self._store, self._key, self._rank, self._here = store, key, rank, here
+        self._file: SecretFile | None = None
+
+    def __call__(self, text: str) -> str:
+        """Give rank 0's text to all; no rank but 0 has to be there."""
+        if self._rank == 0:
+            self._store.set(self._key, self._offer(text))
+            return text
+        kind, _, value = self._store.get(self._key).decode(errors="replace").partition(" ")
+        if kind == "file":
+            return read_secret(value)
+        if kind == "none":  # an empty value cannot be stored: a get would wait for ever
+            return ""
+        if kind == "text" and not self._here:
+            return value
+        raise TrustError(
+            f"rank {self._rank} found {shorten(kind, 20)} under {self._key} in the store, where rank 0 of a job on "
+            "one machine leaves the name of a file; someone else wrote to the store, or the ranks were started with "
+            "different values of LOCAL_WORLD_SIZE"
+        )
+
+    def _offer(self, text: str) -> str:
+        if not text:
+            return "none"
+        if self._here:
+            self._file = SecretFile(text)
+            return f"file {self._file.path}"
+        _warn()
+        return f"text {text}"
+
+    def done(self) -> None:
+        """All ranks have the text, or the job ends: remove the file."""
+        if self._file is not None:
+            self._file.remove()
+
+
+def _warn() -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            "the ranks are on several machines, so their secret is in torch's store: their connections trust whoever "
+            "reaches it; use a network that you trust",
+            stacklevel=2,
+        )

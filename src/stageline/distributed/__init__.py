@@ -1,0 +1,8 @@
+"""Where ranks live: threads of this process, or processes of a job.
+
+Layout and mesh, process groups, collectives, and the hosts that run one step of the ranks of this process. This package
+runs programs that it is handed; it knows no stage and no autograd.
+
+Read in order: `layout`, `rank_host` (the protocols, and ranks as threads), `process_groups`, `collectives`,
+`process_host` (ranks as processes).
+"""

@@ -1,0 +1,253 @@
+"""What the ranks are told of a failure: who failed first, how, in what, and what the others were doing."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, TypeAlias, get_args
+
+from stageline.faults.monitor.blame import EVERYONE
+
+Kind: TypeAlias = Literal["died", "frozen", "raised", "absent", "left"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+LONGEST_TRACEBACK = 32_000
+"""Characters of a traceback that travel; its end says most, so the beginning is cut."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank tells of its own failure; `secondary` where another rank's failure may be the cause of it.
+
+    >>> try:
+    ...     1 / 0
+    ... except ZeroDivisionError as error:
+    ...     failure = Failure.of(error, "F of stage 1, microbatch 3")
+    >>> failure.text, failure.secondary, failure.traceback.splitlines()[-1]
+    ('ZeroDivisionError: division by zero', False, 'ZeroDivisionError: division by zero')
+    """
+
+    text: str
+    doing: str = ""
+    traceback: str = ""
+    action: str | None = None
+    stage: int | None = None
+    microbatch: int | None = None
+    secondary: bool = False
+    origin: int | None = None
+    """The rank whose failure this one follows from, where that is known."""
+    final: bool = False
+    """Whether the rank leaves the job by it, as by a KeyboardInterrupt."""
+
+    @classmethod
+    def of(cls, error: BaseException, doing: object = "", *, secondary: bool = False) -> Failure:
+        """Describe an exception that was raised in an action, given as text or as (letter, stage, microbatch)."""
+        said = str(error)
+        place: dict[str, Any] = {}
+        if isinstance(doing, tuple) and len(doing) == 3:
+            place = {"action": str(doing[0]), "stage": int(doing[1]), "microbatch": int(doing[2])}
+        text = f"{type(error).__name__}: {said}" if said else type(error).__name__
+        trace = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
+        return cls(text[:4000], describe(doing), trace, secondary=secondary, **place)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+
+def describe(doing: object) -> str:
+    """Say what a rank is doing; an action may be given as (letter, stage, microbatch), which costs no text to make.
+
+    >>> describe(("F", 1, 3)), describe("saving a checkpoint"), describe(None)
+    ('F of stage 1, microbatch 3', 'saving a checkpoint', '')
+    """
+    if isinstance(doing, tuple) and len(doing) == 3:
+        return f"{doing[0]} of stage {doing[1]}, microbatch {doing[2]}"
+    return "" if doing is None else str(doing)[:400]
+
+
+def located(doing: str) -> object:
+    """From what `describe` said back to (letter, stage, microbatch), where it was that.
+
+    >>> located("F of stage 1, microbatch 3"), located("saving a checkpoint")
+    (('F', 1, 3), 'saving a checkpoint')
+    """
+    found = re.fullmatch(r"([FBIW]) of stage (\d+), microbatch (\d+)", doing)
+    return doing if found is None else (found[1], int(found[2]), int(found[3]))
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What was known of one rank when the verdict was given."""
+
+    rank: int
+    state: str
+    """`absent`, `here`, `left` or `died`."""
+    doing: str
+    waits: int | None
+    """The rank it waited for; `EVERYONE` where it waited for all; None where it waited for nobody."""
+    silence: float
+    """Seconds since it was last heard."""
+    done: int
+    """Actions that it had finished."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which rank failed first, and how; as a string, the sentence that a user sees.
+
+    >>> print(Verdict(culprit=2, kind="died", doing="B of stage 2, microbatch 5", silence=0.1))
+    rank 2 died (its process ended without a word) while it was in B of stage 2, microbatch 5 (heard 0.1 s before)
+    """
+
+    culprit: int
+    kind: Kind
+    where: str = ""
+    """Its process and its machine."""
+    doing: str = ""
+    text: str = ""
+    traceback: str = ""
+    silence: float = 0.0
+    deadline: float = 0.0
+    round: int = 0
+    final: bool = True
+    """Whether the job cannot go on; False for an exception after which the next step may be tried."""
+    waiter: int | None = None
+    """A rank that waited for the one that left."""
+    action: str | None = None
+    stage: int | None = None
+    microbatch: int | None = None
+    ranks: tuple[Standing, ...] = ()
+    """What was known of the ranks; of many, those nearest to the culprit."""
+    replica: int | None = None
+    """The replica of the culprit, where there are several."""
+
+    @property
+    def explained(self) -> bool:
+        """Whether the error says it all: code on that rank raised, and neither a rank nor a message was lost.
+
+        >>> Verdict(1, "raised", text="ValueError: no", final=False).explained
+        True
+        """
+        transport = self.text.partition(":")[0] in ("TransportError", "PeerFailed")
+        return self.kind == "raised" and not self.final and bool(self.text) and not transport
+
+    def __str__(self) -> str:
+        """The sentence."""
+        return _SENTENCES[self.kind](self)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Verdict:
+        """Read what `to_json` gave; raises ValueError for anything else.
+
+        >>> verdict = Verdict(1, "left", text="exit", ranks=(Standing(0, "here", "", 1, 0.0, 3),))
+        >>> Verdict.from_json(verdict.to_json()) == verdict
+        True
+        """
+        try:
+            given = _fitting(cls, data)
+            found = cls(**{**given, "ranks": tuple(Standing(**_fitting(Standing, each)) for each in given["ranks"])})
+            if found.kind not in KINDS:
+                raise ValueError(f"its kind is {found.kind!r}")
+        except (TypeError, AttributeError, KeyError, ValueError) as error:
+            raise ValueError(f"this is no verdict: {error}") from None
+        return found
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "Kind": (str,),
+    "int": (int,),
+    "bool": (bool,),
+    "float": (int, float),
+    "int | None": (int, type(None)),
+    "str | None": (str, type(None)),
+    "tuple[Standing, ...]": (list, tuple),
+}
+
+
+def _fitting(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a class, refusing values of other types; what is not there has its default."""
+    given: dict[str, Any] = {"ranks": ()} if cls is Verdict else {}
+    given |= {field.name: data[field.name] for field in fields(cls) if field.name in data}
+    for field in fields(cls):
+        if field.name not in given:
+            continue
+        value = given[field.name]
+        if not isinstance(value, _TYPES[str(field.type)]) or (type(value) is bool and field.type != "bool"):
+            raise TypeError(f"{field.name} is {value!r:.60}, expected {field.type}")
+    return given
+
+
+def waiting(ranks: tuple[Standing, ...]) -> str:
+    """Say who waits for whom.
+
+    >>> waiting((Standing(0, "here", "", 1, 0.0, 3), Standing(1, "here", "", -1, 0.0, 3)))
+    'rank 0 waits for rank 1, rank 1 waits for all ranks'
+    """
+    told = [
+        f"rank {each.rank} waits for {'all ranks' if each.waits == EVERYONE else f'rank {each.waits}'}"
+        for each in ranks
+        if each.waits is not None and each.state == "here"
+    ]
+    return ", ".join(told[:8]) + (f" and {len(told) - 8} more" if len(told) > 8 else "")
+
+
+def place(doing: str) -> str:
+    """What a rank was doing, as a part of a sentence.
+
+    >>> place("F of stage 1, microbatch 3"), place("after its last action")
+    ('in F of stage 1, microbatch 3', 'after its last action')
+    """
+    return doing if doing.startswith(("before its", "after its", "starting")) else f"in {doing}"
+
+
+def _who(verdict: Verdict) -> str:
+    return f"rank {verdict.culprit}" + ("" if verdict.replica is None else f" (replica {verdict.replica})")
+
+
+def _where(verdict: Verdict) -> str:
+    return f" while it was {place(verdict.doing)}" if verdict.doing else ""
+
+
+def _died(verdict: Verdict) -> str:
+    heard = f" (heard {verdict.silence:.1f} s before)" if verdict.doing else ""
+    return f"{_who(verdict)} died (its process ended without a word){_where(verdict)}{heard}"
+
+
+def _frozen(verdict: Verdict) -> str:
+    waits = waiting(verdict.ranks)
+    return (
+        f"{_who(verdict)} froze: no sign of life for {verdict.silence:.1f} s (the deadline is "
+        f"{verdict.deadline:g} s){_where(verdict)}{'; ' + waits if waits else ''}"
+    )
+
+
+def _raised(verdict: Verdict) -> str:
+    where = f" {place(verdict.doing)}" if verdict.doing else ""
+    return f"{_who(verdict)} failed{where}: {verdict.text}"
+
+
+def _absent(verdict: Verdict) -> str:
+    missing = [each.rank for each in verdict.ranks if each.state == "absent" and each.rank != verdict.culprit]
+    also = f" (nor did {_list(missing)})" if missing else ""
+    return f"{_who(verdict)} never started: it did not come within {verdict.deadline:g} s{also}"
+
+
+def _left(verdict: Verdict) -> str:
+    waiter = "" if verdict.waiter is None else f" while rank {verdict.waiter} waits for it"
+    return f"{_who(verdict)} left ({verdict.text or 'its script ended'}){waiter}"
+
+
+def _list(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+_SENTENCES = {"died": _died, "frozen": _frozen, "raised": _raised, "absent": _absent, "left": _left}

@@ -1,0 +1,40 @@
+"""Functions that a configuration names as package.module:function."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from stageline.common.errors import StagelineError, nearest
+
+
+def find_function(name: str) -> Callable[..., Any]:
+    """Import the function with this name; the current directory is also searched for its module.
+
+    >>> find_function("math:sqrt")(4.0)
+    2.0
+    >>> find_function("math:sqrrt")
+    Traceback (most recent call last):
+        ...
+    stageline.StagelineError: math has no function 'sqrrt' (did you mean 'sqrt'?)
+    """
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise StagelineError(f"{name!r} is not a function name; write package.module:function")
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise StagelineError(
+            f"cannot import {module_name}: {error}; make sure that Python can import it here"
+        ) from error
+    finally:
+        sys.path.remove(os.getcwd())
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        near = nearest(function_name, [attribute for attribute in dir(module) if not attribute.startswith("_")])
+        raise StagelineError(f"{module_name} has no function {function_name!r}{near}")
+    return function  # type: ignore[no-any-return]

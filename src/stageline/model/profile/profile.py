@@ -1,0 +1,424 @@
+"""The costs of a model's layers, measured in seconds and bytes: as a table, a file, and costs of stages."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stageline.common.errors import CostError, StagelineError, shorten
+from stageline.model.profile.capture import LayerTrace, capture, state_storages, storages_of
+from stageline.model.profile.measure import CallBenchmark, Timer, preserved_state, run_round
+from stageline.model.units import layers_of
+from stageline.schedules.io import check_format, parse_json, read_text, write_aside
+from stageline.schedules.io import field as read_field
+from stageline.timeline.costs import LARGEST_COST, Costs, PerPair
+
+FORMAT = "stageline-profile"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The cost of one layer for one microbatch: times in seconds, memory in bytes."""
+
+    name: str
+    kind: str
+    """Its class name."""
+    forward: float
+    """F, with autograd."""
+    backward_input: float
+    """I, alone."""
+    backward_weight: float
+    """W, alone."""
+    backward: float
+    """B: both at once."""
+    activation: int
+    """Held from F to B: what it saves for the backward and no earlier layer saved."""
+    residue: int
+    """Held from I to W."""
+    parameters: int
+    """Its parameters; shared ones count in every layer that has them."""
+    tied: int
+    """Those of its parameters that an earlier layer also has."""
+    message: int
+    """Its output."""
+    arriving: int
+    """Its input, if not part of `activation`; a stage that starts here holds it too."""
+    leaving: int
+    """Its output, if not part of `activation`; a stage that ends here holds it too."""
+    calls: int
+    """Number of calls per forward; times and memory are totals of all calls."""
+
+    @property
+    def seconds(self) -> float:
+        """Total time of F, I and W."""
+        return self.forward + self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The costs of a model's layers, in the order in which data passes through them."""
+
+    layers: tuple[Layer, ...]
+    machine: str
+    device: str
+    torch: str
+    """The version of torch."""
+    threads: int
+    """Number of torch threads, for CPU."""
+    repeats: int
+    """Number of measurements; times are medians."""
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Total time of F, I and W of each layer."""
+        return tuple(layer.seconds for layer in self.layers)
+
+    @property
+    def parameters(self) -> int:
+        """Bytes of all parameters; shared ones count once."""
+        return sum(layer.parameters - layer.tied for layer in self.layers)
+
+    def costs(
+        self, stages: Sequence[tuple[int, int]], *, transfer: PerPair = 0.0, bandwidth: PerPair | None = None
+    ) -> Costs:
+        """Return the costs of stages, given as (start, stop) of their layers, in seconds and bytes.
+
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> costs = profile_model(model, torch.randn(3, 4), repeats=1).costs([(0, 2), (2, 3)])
+        >>> costs.activation, costs.message     # F keeps 3 × 4 and 3 × 8 numbers, then 3 × 8
+        ([144.0, 96.0], [96.0, 24.0])
+        """
+        self._check_stages(stages)
+        parts = [self.layers[start:stop] for start, stop in stages]
+
+        def total(name: str) -> list[float]:
+            return [float(sum(getattr(layer, name) for layer in part)) for part in parts]
+
+        activation = [
+            size
+            + part[0].arriving
+            + (0 if part is parts[-1] else part[-1].leaving)  # the loss consumes the last output
+            for size, part in zip(total("activation"), parts, strict=True)
+        ]
+        return Costs(
+            forward=total("forward"),
+            backward_input=total("backward_input"),
+            backward_weight=total("backward_weight"),
+            backward=total("backward"),
+            activation=activation,
+            residue=total("residue"),
+            message=[float(part[-1].message) for part in parts],
+            transfer=transfer,
+            bandwidth=bandwidth,
+        )
+
+    def _check_stages(self, stages: Sequence[tuple[int, int]]) -> None:
+        expected = 0
+        for stage, span in enumerate(stages):
+            is_pair = isinstance(span, Sequence) and len(span) == 2 and all(isinstance(end, int) for end in span)
+            if not is_pair or span[0] != expected or not expected < span[1] <= len(self.layers):
+                raise CostError(
+                    f"stage {stage} is {shorten(span)}; give (first layer, layer after the last), with at least one "
+                    f"layer; this stage starts at {expected}, and there are {len(self.layers)} layers"
+                )
+            expected = span[1]
+        if expected != len(self.layers):
+            raise CostError(f"the stages end at layer {expected}, but the profile has {len(self.layers)} layers")
+
+    def __str__(self) -> str:
+        header = ("layer", "kind", "F", "I", "W", "B", "activation", "residue", "parameters", "output")
+        times = ("forward", "backward_input", "backward_weight", "backward")
+        sizes = ("activation", "residue")
+        rows = [
+            [
+                layer.name if layer.calls == 1 else f"{layer.name} ×{layer.calls}",
+                layer.kind,
+                *(_time(getattr(layer, name)) for name in times),
+                *(_bytes(getattr(layer, name)) for name in (*sizes, "parameters", "message")),
+            ]
+            for layer in self.layers
+        ]
+        sums = [_time(sum(getattr(layer, name) for layer in self.layers)) for name in times]
+        sums += [_bytes(sum(getattr(layer, name) for layer in self.layers)) for name in sizes]
+        rows.append(["total", "", *sums, _bytes(self.parameters), ""])
+        table = [list(header), *rows]
+        widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if column < 2 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in table
+        ]
+        tied = sum(layer.tied for layer in self.layers)
+        notes = (
+            [f"tied parameters, {_bytes(tied)}, count in every layer that has them and once in the total"]
+            if tied
+            else []
+        )
+        environment = (
+            f"{self.machine}, {self.device}, torch {self.torch}, {self.threads} threads, medians of {self.repeats}"
+        )
+        return "\n".join([*lines, *notes, environment])
+
+    def write(self, path: str | Path) -> None:
+        """Write the profile as JSON. An existing file is replaced atomically.
+
+        >>> profile = profile_model(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), repeats=1)
+        >>> profile.write("profile.json")
+        >>> read_profile("profile.json") == profile
+        True
+        """
+        target = Path(path)
+        if target.suffix.lower() != ".json":
+            raise CostError(f"profiles are written as JSON; the file name must end in .json, got {target.name!r}")
+        write_aside(target, self._lines())
+
+    def to_text(self) -> str:
+        """Return the JSON that `write` writes."""
+        return "".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        """Yield the JSON, with one line per layer."""
+        header = {"format": FORMAT, "version": VERSION}
+        header |= {name: getattr(self, name) for name in ("machine", "device", "torch", "threads", "repeats")}
+        yield "{\n" + "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in header.items())
+        yield '  "layers": [\n    ' + ",\n    ".join(json.dumps(asdict(layer)) for layer in self.layers) + "\n  ]\n}\n"
+
+
+def read_profile(path: str | Path) -> Profile:
+    """Read a profile that `Profile.write` wrote.
+
+    >>> profile_model(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), repeats=1).write("profile.json")
+    >>> read_profile("profile.json").layers[0].parameters
+    80
+    """
+    source = Path(path)
+    return parse_profile(read_text(source, "profile"), str(source))
+
+
+def parse_profile(text: str, source: str) -> Profile:
+    """Parse the JSON of a profile; errors name `source`.
+
+    >>> profile = profile_model(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), repeats=1)
+    >>> parse_profile(profile.to_text(), "another rank") == profile
+    True
+    """
+    try:
+        data = check_format(parse_json(text), FORMAT, VERSION, "profile")
+        layers = [_layer(row, index) for index, row in enumerate(read_field(data, "layers", list))]
+        if not layers:
+            raise CostError("'layers' is empty; a profile has at least one")
+        strings = {name: read_field(data, name, str) for name in ("machine", "device", "torch")}
+        counts = {name: read_field(data, name, int) for name in ("threads", "repeats")}
+        for name, count in counts.items():
+            if count < 1:
+                raise CostError(f"{name!r} must be 1 or more, got {shorten(count)}")
+    except StagelineError as error:
+        raise CostError(f"{source}: {error}") from None
+    return Profile(layers=tuple(layers), **strings, **counts)
+
+
+def _layer(row: object, index: int) -> Layer:
+    if not isinstance(row, Mapping):
+        raise CostError(f"layer {index} must be an object, got {shorten(row)}")
+    names = [field.name for field in fields(Layer)]
+    if set(row) != set(names):
+        name = sorted(set(map(str, row)) ^ set(names))[0]
+        verb = "lacks" if name in names else "has an unknown"
+        raise CostError(f"layer {index} {verb} {shorten(name)}; a layer has: {', '.join(names)}")
+    for field in fields(Layer):
+        value = row[field.name]
+        if field.type == "str":
+            is_valid, expected = isinstance(value, str), "a string"
+        else:
+            kinds = int if field.type == "int" else int | float
+            minimum = 1 if field.name == "calls" else 0
+            is_valid = isinstance(value, kinds) and not isinstance(value, bool) and minimum <= value <= LARGEST_COST
+            expected = f"{'an integer' if field.type == 'int' else 'a number'} >= {minimum}"
+        if not is_valid:
+            raise CostError(f"{field.name!r} of layer {index} must be {expected}, got {shorten(value)}")
+    values: dict[str, Any] = {name: float(row[name]) if name in _TIMES else row[name] for name in names}
+    return Layer(**values)
+
+
+_TIMES = frozenset(field.name for field in fields(Layer) if field.type == "float")
+
+
+def profile_layers(
+    layers: Sequence[tuple[str, nn.Module]],
+    run: Callable[[], Any],
+    *,
+    repeats: int = 5,
+    warmup: int = 2,
+    device: torch.device | str | None = None,
+) -> Profile:
+    """Measure layers, given by name in the order in which data passes through them.
+
+    `run` runs the forward of the whole model once, to observe the inputs of every layer; then each layer is run alone
+    with those inputs. Gradients, buffers, random state and modes are left unchanged. Raises `StagelineError` if an
+    argument is invalid or a layer fails.
+
+    >>> body, head = nn.Linear(4, 8), nn.Linear(8, 2)
+    >>> x = torch.randn(3, 4)
+    >>> profile = profile_layers([("body", body), ("head", head)], lambda: head(body(x).relu()), repeats=1)
+    >>> [(layer.name, layer.parameters, layer.message) for layer in profile.layers]
+    [('body', 160, 96), ('head', 72, 24)]
+    """
+    layers = _check_layers(layers)
+    for name, value, minimum in (("repeats", repeats, 1), ("warmup", warmup, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise StagelineError(f"{name} must be an integer >= {minimum}, got {shorten(value)}")
+    modules = list(dict.fromkeys(module for _, module in layers))
+    with preserved_state(modules):
+        traces = capture(layers, run)
+        compute_device = torch.device(device) if device is not None else _device_of(traces)
+        timer, state = Timer(compute_device), state_storages(modules)
+        benchmarks = [[CallBenchmark(trace, call, timer) for call in trace.calls] for trace in traces]
+        residues = [sum(call.residue(state) for call in calls) for calls in benchmarks]
+        all_calls = [call for calls in benchmarks for call in calls]
+        for round_index in range(warmup + repeats):
+            run_round(all_calls, keep=round_index >= warmup)
+    measured: list[Layer] = []
+    earlier_weights: set[Any] = set()
+    for trace, calls, residue in zip(traces, benchmarks, residues, strict=True):
+        weights = storages_of(list(trace.module.parameters()))
+        measured.append(_measured_layer(trace, calls, residue, weights, earlier_weights))
+        earlier_weights |= set(weights)
+    return Profile(
+        tuple(measured),
+        _machine(compute_device),
+        str(compute_device),
+        torch.__version__,
+        torch.get_num_threads(),
+        repeats,
+    )
+
+
+def _measured_layer(
+    trace: LayerTrace,
+    calls: Sequence[CallBenchmark],
+    residue: int,
+    weights: Mapping[Any, int],
+    earlier_weights: set[Any],
+) -> Layer:
+    def outside(storages: Mapping[Any, int]) -> int:
+        return sum(size for key, size in storages.items() if key not in trace.saved and key not in weights)
+
+    return Layer(
+        name=trace.name,
+        kind=type(trace.module).__name__,
+        forward=sum(call.median("F") for call in calls),
+        backward_input=sum(call.median("I") for call in calls),
+        backward_weight=sum(call.median("W") for call in calls),
+        backward=sum(call.median("B") for call in calls),
+        activation=sum(trace.saved.values()),
+        residue=residue,
+        parameters=sum(weights.values()),
+        tied=sum(size for key, size in weights.items() if key in earlier_weights),
+        message=trace.message,
+        arriving=outside(trace.inputs),
+        leaving=outside(trace.outputs),
+        calls=len(calls),
+    )
+
+
+def profile_model(
+    model: nn.Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    layers: Sequence[tuple[str, nn.Module]] | None = None,
+    repeats: int = 5,
+    warmup: int = 2,
+    device: torch.device | str | None = None,
+) -> Profile:
+    """Measure the layers of a model that is called as `model(*args, **kwargs)`.
+
+    `layers` are (name, module) pairs, by default the children of an `nn.Sequential`. `args` is a tuple, or a single
+    argument.
+
+    >>> model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))
+    >>> profile = profile_model(model, torch.tensor([[1, 2, 3]]), repeats=1)
+    >>> [layer.kind for layer in profile.layers], profile.parameters
+    (['Embedding', 'Linear'], 360)
+    """
+    if layers is None:
+        if not isinstance(model, nn.Sequential):
+            raise StagelineError(
+                f"cannot infer the layers of a {type(model).__name__}; give layers=[(name, module), …] in the order "
+                "in which data passes through them"
+            )
+        layers = layers_of(model)
+    arguments = args if isinstance(args, tuple) else (args,)
+    return profile_layers(
+        layers, lambda: model(*arguments, **(kwargs or {})), repeats=repeats, warmup=warmup, device=device
+    )
+
+
+def _check_layers(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Return the layers as a list; raise `StagelineError` if they are invalid or would be counted twice."""
+    pairs = list(layers)
+    for pair in pairs:
+        is_pair = isinstance(pair, tuple) and len(pair) == 2
+        if not is_pair or not isinstance(pair[0], str) or not isinstance(pair[1], nn.Module):
+            raise StagelineError(f"layers must be (name, module) pairs, got {shorten(pair)}")
+    if not pairs:
+        raise StagelineError("layers is empty; give at least one (name, module) pair")
+    names = [name for name, _ in pairs]
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        raise StagelineError(f"two layers are named {repeated[0]!r}; names must be unique")
+    by_module = {module: name for name, module in pairs}
+    for name, module in pairs:
+        for inner in module.modules():
+            if inner is not module and inner in by_module:
+                raise StagelineError(f"layer {by_module[inner]!r} is inside layer {name!r}; list only one of them")
+    return pairs
+
+
+def _device_of(traces: Sequence[LayerTrace]) -> torch.device:
+    """Return the device of the layers: a GPU if any tensor is on one."""
+    tensors: list[Tensor] = [tensor for trace in traces for tensor in trace.module.parameters()]
+    tensors += [leaf for trace in traces for call in trace.calls for leaf in call.leaves if isinstance(leaf, Tensor)]
+    devices = [tensor.device for tensor in tensors]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{platform.machine()}, {os.cpu_count()} processors"
+
+
+def _time(seconds: float) -> str:
+    """Format a duration in readable units.
+
+    >>> _time(0.00123), _time(2.5), _time(0.0)
+    ('1.23 ms', '2.5 s', '0')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs" if seconds else "0"
+
+
+def _bytes(size: int) -> str:
+    """Format a size in readable units.
+
+    >>> _bytes(1536), _bytes(0), _bytes(3 * 2**30)
+    ('1.5 KiB', '0', '3 GiB')
+    """
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >= 2**power:
+            return f"{size / 2**power:.4g} {unit}"
+    return f"{size} B" if size else "0"

@@ -1,0 +1,198 @@
+"""A pipeline that plans itself: rank 0 measures the model and plans, and all ranks do as it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from stageline.autograd.recompute import Choice, understand
+from stageline.common.errors import StagelineError, shorten
+from stageline.distributed.process_groups import several_processes
+from stageline.distributed.process_host import find_world
+from stageline.distributed.rank_host import World
+from stageline.model.build.build import Description, build
+from stageline.model.split import Staged, split
+from stageline.model.units import NoStack, find_units
+from stageline.tensors.pytree import batch_size
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from stageline.planning.plan import Plan
+
+TIME_LIMIT = 2.0
+"""Seconds that the search may take."""
+
+
+def ranks_for(ranks: int | None, replicas: int | None, deadline: float) -> int:
+    """The ranks that were asked for, or as many as there are processes."""
+    if ranks is not None:
+        return ranks
+    if several_processes(deadline):
+        return max(1, dist.get_world_size() // (replicas or 1))
+    raise StagelineError("schedule='auto' needs ranks=, how many ranks the pipeline has")
+
+
+@dataclass(frozen=True)
+class Automatic:
+    """What a pipeline is made of once it has been planned."""
+
+    world: World
+    plan: Plan
+    staged: Staged
+    recompute: Choice
+
+
+def automatic(
+    stages: Any,
+    given: Any,
+    recipe: Description[Any] | None,
+    *,
+    ranks: int | None,
+    replicas: int | None,
+    mesh: DeviceMesh | None,
+    deadline: float,
+    microbatches: int | None,
+    example: Any,
+    recompute: Choice,
+    device: torch.device | str,
+    options: Mapping[str, Any],
+) -> Automatic:
+    """Plan together with all ranks, and cut the model as planned."""
+    ranks = ranks_for(ranks, replicas, deadline)
+    world = find_world(ranks, deadline, replicas, mesh)
+    found = plan_together(
+        world,
+        given,
+        None if recipe is None else factory_of(stages),
+        ranks=ranks,
+        microbatches=microbatches,
+        example=example,
+        recompute=recompute,
+        device=device,
+        options=options,
+    )
+    chosen = found.recompute if isinstance(recompute, str) and recompute == "auto" else recompute
+    return Automatic(world, found, staged_as(found, given, recipe, example), chosen)
+
+
+def factory_of(stages: Any) -> Callable[[], nn.Module] | None:
+    """What builds the model, where a function or functions of its layers were given."""
+    if isinstance(stages, nn.Module | Staged):
+        return None
+    if callable(stages):
+        made: Callable[[], nn.Module] = stages
+        return made
+    if isinstance(stages, Sequence) and stages and all(callable(each) for each in stages):
+        return lambda: nn.Sequential(*(make() for make in stages))
+    return None
+
+
+def plan_together(
+    world: World,
+    given: Any,
+    factory: Callable[[], nn.Module] | None,
+    *,
+    ranks: int,
+    microbatches: int | None,
+    example: Any,
+    recompute: Choice,
+    device: torch.device | str,
+    options: Mapping[str, Any],
+) -> Plan:
+    """The plan of rank 0, known to all; what is wrong there is wrong everywhere."""
+    from stageline.planning.io import parse_plan, to_text
+
+    _check(given, example)
+    said = {"plan": "", "error": ""}
+    if world.replica == 0 and 0 in world.here:
+        try:
+            model = given if factory is None else build(factory, device=device, otherwise="construct")
+            shared = len(world.here)  # ranks that are threads of one process share its GPU
+            said["plan"] = to_text(_plan(model, ranks, microbatches, example, recompute, shared, options.get("chunks")))
+        except Exception as error:
+            if world.layout.replicas * ranks == len(world.here):
+                raise
+            kind = "" if isinstance(error, StagelineError) else f"{type(error).__name__}: "
+            said["error"] = f"{kind}{error}"
+    said = json.loads(world.tell_all(json.dumps(said), world.layout.rows[0][0]))
+    if said["error"]:
+        raise StagelineError(said["error"])
+    return parse_plan(said["plan"], "the plan of rank 0")
+
+
+def _check(given: Any, example: Any) -> None:
+    if not isinstance(given, nn.Module):
+        raise StagelineError(
+            "schedule='auto' cuts the model itself: give the model, or a function that builds it, not its stages; or "
+            "name a schedule"
+        )
+    if example is None:
+        raise StagelineError(
+            "schedule='auto' measures the model, and needs example=, a batch of inputs as a step is given them; or "
+            "name a schedule"
+        )
+
+
+def _plan(
+    model: nn.Module, ranks: int, microbatches: int | None, example: Any, recompute: Choice, shared: int, chunks: Any
+) -> Plan:
+    """Measure a part of the batch, as large as a microbatch, and plan."""
+    from stageline.planning.batch_sizes import first_samples
+    from stageline.planning.plan import plan
+    from stageline.planning.request import device_memory
+
+    whole = batch_size(example, "the example")
+    if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
+        raise StagelineError(f"microbatches is a whole number from 1, got {shorten(microbatches)}")
+    size = max(1, -(-whole // (microbatches or ranks)))
+    room = device_memory(model)
+    return plan(
+        model,
+        _beside(first_samples(example, size), model),
+        ranks=ranks,
+        batch=whole if microbatches is None else None,
+        microbatches=microbatches,
+        memory=None if room is None else room / shared,
+        recompute=_units(model, recompute),
+        chunks=chunks,
+        time_limit=TIME_LIMIT,
+    )
+
+
+def _beside(example: Any, model: nn.Module) -> Any:
+    """The example where the model is."""
+    here = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return pytree.tree_map(lambda leaf: leaf.to(here) if isinstance(leaf, Tensor) else leaf, example)
+
+
+def _units(model: nn.Module, recompute: Choice) -> Any:
+    """What is computed once more, as a plan knows it: units as a whole."""
+    if isinstance(recompute, str) and recompute in ("auto", "none", "stage"):
+        return recompute
+    chosen = understand(recompute, None).chosen
+    try:
+        units = find_units(model) if not isinstance(model, nn.Sequential) else split(model, 1).units
+    except NoStack:
+        return "none"
+    return tuple(unit.name for unit in units if chosen is not None and chosen(unit.name, unit.module)) or "none"
+
+
+def staged_as(found: Plan, model: nn.Module, recipe: Description[Any] | None, example: Any) -> Staged:
+    """The model cut as planned; one without memory cannot always be run on the example."""
+    for shown in (example, None) if recipe is not None else (example,):
+        try:
+            staged = found.split(model, shown)
+        except StagelineError:
+            if shown is None or recipe is None:
+                raise
+            continue
+        return replace(staged, recipe=recipe)
+    raise AssertionError("the last one returns or raises")

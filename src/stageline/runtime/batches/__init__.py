@@ -1,0 +1,5 @@
+"""Parts of a batch that need more than cutting along the first dimension.
+
+Read in order: `chunk_specs` (along which dimension to cut, how to merge outputs), `block_mask` (flex attention),
+`opaque_objects` (objects that cannot be cut, refused by name), `input_gradients`.
+"""

@@ -1,0 +1,347 @@
+"""Chunk specs: along which dimension each value of a batch is cut into microbatches, and how outputs are merged.
+
+The specs are those of `torch.distributed.pipelining`: a tree of `TensorChunkSpec(dim)`, and None (or torch's
+`_Replicate`) for what every microbatch is given whole. A spec may stand for a whole subtree. What has no spec is cut
+along its first dimension.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from stageline.common.errors import StagelineError, shorten
+from stageline.runtime.batches.block_mask import cut_mask, is_mask, mask_samples
+from stageline.runtime.batches.opaque_objects import refuse_opaque
+from stageline.tensors.pytree import learn
+
+
+class Rule(Enum):
+    """What is done with a leaf that has no dimension of its own."""
+
+    DEFAULT = "cut along the first dimension, if it has one"
+    REPLICATE = "whole to every microbatch"
+
+
+How: TypeAlias = Rule | int
+"""What is done with a leaf; a number is the dimension that it is cut along."""
+KNOWN = "TensorChunkSpec(dim) of torch.distributed.pipelining, or None for what every microbatch gets whole"
+
+
+@dataclass(frozen=True)
+class ChunkSpecs:
+    """The specs of a pipeline, as they were given; None where all is cut along the first dimension."""
+
+    args: Any = None
+    kwargs: Any = None
+    targets: Any = None
+    output: Any = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is no spec, before the first step."""
+        for name, spec in self._named():
+            check_spec(spec, name)
+        if self.kwargs is not None and not isinstance(self.kwargs, Mapping):
+            raise StagelineError(f"kwargs_chunk_spec is a dict of specs by keyword, got {shorten(self.kwargs)}")
+
+    def _named(self) -> list[tuple[str, Any]]:
+        names = ("args_chunk_spec", "kwargs_chunk_spec", "targets_chunk_spec", "output_merge_spec")
+        specs = (self.args, self.kwargs, self.targets, self.output)
+        return [(name, spec) for name, spec in zip(names, specs, strict=True) if spec is not None]
+
+    def __bool__(self) -> bool:
+        """Whether any was given."""
+        return bool(self._named())
+
+    def __str__(self) -> str:
+        """The same text on every rank that was given the same."""
+        return ", ".join(f"{name}={_text(spec)}" for name, spec in self._named())
+
+    def refuse_unknown(self, inputs: Any, keywords: Mapping[Any, Mapping[str, Any]] | None) -> None:
+        """Refuse a keyword of `kwargs_chunk_spec` that the batch does not have: it may be a misspelt one."""
+        names = set(inputs) if isinstance(inputs, Mapping) else set[str]()
+        for part in (keywords or {}).values():
+            names |= set(part)
+        for name in self.kwargs or {}:
+            if name not in names:
+                raise StagelineError(
+                    f"kwargs_chunk_spec has {name!r}, and neither the inputs nor stage_kwargs have a keyword of that "
+                    f"name; they have {', '.join(sorted(map(str, names))) or 'none'}"
+                )
+
+    def of_inputs(self, inputs: Any) -> Any:
+        """The spec of the inputs: a tuple is positional arguments, a dict keywords, all else the only argument."""
+        spec = self.args
+        single = spec[0] if isinstance(spec, tuple | list) and len(spec) == 1 else None
+        if isinstance(inputs, Mapping) and not isinstance(single, Mapping) and (self.kwargs is not None or spec == ()):
+            return Partly(self.kwargs or {})
+        if isinstance(spec, tuple | list) and len(spec) == 1 and not (isinstance(inputs, tuple) and len(inputs) == 1):
+            return Rule.REPLICATE if single is None else single
+        return Rule.DEFAULT if spec is None else spec
+
+    def of_keyword(self, name: str) -> Any:
+        """The spec of one keyword input of a stage."""
+        return Rule.DEFAULT if self.kwargs is None or name not in self.kwargs else self.kwargs[name]
+
+    def of_targets(self, targets: Any) -> Any:
+        """The spec of the targets; a tuple of one spec is that of a single value."""
+        spec = self.targets
+        if isinstance(spec, tuple | list) and len(spec) == 1 and not isinstance(targets, tuple | list):
+            return Rule.REPLICATE if spec[0] is None else spec[0]
+        return Rule.DEFAULT if spec is None else spec
+
+    def refuse_merge(self) -> None:
+        """Refuse to guess how outputs are merged where inputs are not cut along the first dimension."""
+        if self.output is None and any(dim != 0 for spec in (self.args, self.kwargs) for dim in _dims(spec)):
+            raise StagelineError(
+                "the inputs are cut along another dimension than the first, and nothing says along which the outputs "
+                "are put together; give the Pipeline output_merge_spec=, such as TensorChunkSpec(1)"
+            )
+
+
+class Partly(dict[str, Any]):
+    """Specs by keyword, for a dict that may have more keywords than those."""
+
+
+def _is_dim(spec: Any) -> bool:
+    return type(spec).__name__ == "TensorChunkSpec" and hasattr(spec, "split_dim")
+
+
+def _is_replicate(spec: Any) -> bool:
+    return spec is None or getattr(spec if isinstance(spec, type) else type(spec), "__name__", "") == "_Replicate"
+
+
+def _is_reducer(spec: Any) -> bool:
+    return callable(getattr(spec, "reduce_fn", None)) and hasattr(spec, "init_value")
+
+
+def _leaf_specs(spec: Any) -> list[Any]:
+    if isinstance(spec, Mapping):
+        return [leaf for part in spec.values() for leaf in _leaf_specs(part)]
+    if isinstance(spec, tuple | list):
+        return [leaf for part in spec for leaf in _leaf_specs(part)]
+    return [spec]
+
+
+def _dims(spec: Any) -> list[int]:
+    return [] if spec is None else [leaf.split_dim for leaf in _leaf_specs(spec) if _is_dim(leaf)]
+
+
+def check_spec(spec: Any, name: str) -> None:
+    """Refuse a tree with anything in it that is no spec.
+
+    >>> check_spec((1, None), "args_chunk_spec")
+    Traceback (most recent call last):
+    ...
+    stageline.StagelineError: args_chunk_spec has 1; give TensorChunkSpec(dim) of torch.distributed.pipelining,
+    or None for what every microbatch gets whole
+    """
+    for leaf in _leaf_specs(spec):
+        number = _is_dim(leaf) and isinstance(leaf.split_dim, int) and not isinstance(leaf.split_dim, bool)
+        reducer = name == "output_merge_spec" and _is_reducer(leaf)
+        if not (number or reducer or _is_replicate(leaf)):
+            raise StagelineError(f"{name} has {shorten(leaf)}; give {KNOWN}")
+
+
+def _text(spec: Any) -> str:
+    if isinstance(spec, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_text(part)}" for key, part in spec.items()) + "}"
+    if isinstance(spec, tuple | list):
+        return "(" + ", ".join(map(_text, spec)) + ")"
+    return str(spec.split_dim) if _is_dim(spec) else "reduced" if _is_reducer(spec) else "whole"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A value of a batch, and how each of its leaves is cut."""
+
+    leaves: list[Any]
+    tree: pytree.TreeSpec
+    how: list[How]
+    where: list[str]
+    """What each leaf is called in errors."""
+
+    def sizes(self) -> list[tuple[int, str]]:
+        """How many samples each leaf has that is cut."""
+        found: list[tuple[int, str]] = []
+        for leaf, how, where in zip(self.leaves, self.how, self.where, strict=True):
+            if isinstance(how, int):
+                if isinstance(leaf, Tensor) and leaf.is_nested:
+                    raise StagelineError(
+                        f"{where} hold a nested tensor, which cannot be cut into microbatches; give a padded tensor "
+                        "and a mask, or build it in the first stage"
+                    )
+                size = mask_samples(leaf) if is_mask(leaf) else int(leaf.shape[how])
+                if size is not None:
+                    found.append((size, where))
+        return found
+
+    def parts(self, parts: int, filled: int) -> list[Any]:
+        """The first `filled` of so many microbatches: sizes differ by at most one, larger first."""
+        columns: list[Sequence[Any]] = []
+        for leaf, how in zip(self.leaves, self.how, strict=True):
+            if not isinstance(how, int):
+                columns.append([leaf] * filled)
+            elif is_mask(leaf):
+                columns.append(cut_mask(leaf, parts, filled))
+            else:
+                columns.append(torch.tensor_split(leaf, parts, how))
+        return [pytree.tree_unflatten([column[part] for column in columns], self.tree) for part in range(filled)]
+
+
+def cut_of(value: Any, spec: Any, what: str, option: str, refuse: bool = True) -> Cut:
+    """Find out how each leaf of a value is cut.
+
+    `what` names the value in errors, and `option` what says that it is replicated. `refuse=False` leaves out the look
+    into objects, where it was done before.
+
+    >>> cut_of((torch.zeros(3, 4), 2), Rule.DEFAULT, "the inputs", "").how
+    [0, <Rule.REPLICATE: 'whole to every microbatch'>]
+    """
+    if issubclass(type(value), Tensor) and spec is Rule.DEFAULT and value.dim() and _dense(value):  # no weak proxy
+        return Cut([value], _ONE, [0], [what])
+    learn(value)
+    leaves, tree = pytree.tree_flatten(value, is_leaf=is_mask)
+    specs = _spread(value, spec, what)
+    where = _places(value, what, len(leaves)) if refuse else [what] * len(leaves)
+    how = [_how(leaf, spec, at) for leaf, spec, at in zip(leaves, specs, where, strict=True)]
+    if refuse:
+        for leaf, spec, at in zip(leaves, specs, where, strict=True):
+            if not _is_replicate(spec) and spec is not Rule.REPLICATE:
+                refuse_opaque(leaf, at, option)
+    return Cut(leaves, tree, how, where)
+
+
+_ONE = pytree.tree_structure(torch.zeros(0))
+
+
+def _places(value: Any, what: str, count: int) -> list[str]:
+    """What the leaves of a value are called."""
+    try:
+        return [what + pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path(value, is_leaf=is_mask)]
+    except ValueError:  # a class in it was registered without names of its parts
+        return [what] * count
+
+
+def _dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _how(leaf: Any, spec: Any, where: str) -> How:
+    """How one leaf is cut."""
+    if spec is Rule.REPLICATE or _is_replicate(spec):
+        return Rule.REPLICATE
+    if isinstance(leaf, Tensor) and not _dense(leaf):
+        kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+        verb = "hold" if where in ("the inputs", "the targets") else "is"
+        raise StagelineError(
+            f"{where} {verb} a {kind} tensor, which cannot be cut into microbatches; give a dense one, with padding "
+            "and a mask if need be, or say by a chunk spec that every microbatch gets all of it (None)"
+        )
+    if spec is Rule.DEFAULT:
+        return 0 if is_mask(leaf) or (isinstance(leaf, Tensor) and leaf.dim() > 0) else Rule.REPLICATE
+    dim = int(spec.split_dim)
+    if leaf is None:
+        return Rule.REPLICATE
+    if is_mask(leaf):
+        if dim != 0:
+            raise StagelineError(f"{where} is a BlockMask, which is cut along dimension 0 alone; its spec says {dim}")
+        return 0
+    if not isinstance(leaf, Tensor):
+        raise StagelineError(
+            f"{where} is {shorten(leaf)}, and its chunk spec says to cut it along dimension {dim}; only tensors can be "
+            "cut: give None as its spec"
+        )
+    if not -leaf.dim() <= dim < leaf.dim():
+        raise StagelineError(
+            f"{where} has shape {tuple(leaf.shape)}, and its chunk spec says to cut it along dimension {dim}; give a "
+            "dimension that it has, or None for what every microbatch gets whole"
+        )
+    return dim % leaf.dim()
+
+
+def _spread(value: Any, spec: Any, where: str) -> list[Any]:
+    """The spec of every leaf of a value, in their order; a spec may stand for all leaves below it."""
+    if not isinstance(spec, tuple | list | Mapping):
+        return [spec] * len(pytree.tree_leaves(value, is_leaf=is_mask))
+    parts = _children(value)
+    if parts is None or is_mask(value) or (isinstance(value, Mapping) and not isinstance(spec, Mapping)):
+        kind = type(value).__name__
+        raise StagelineError(
+            f"the chunk spec of {where} is a {type(spec).__name__}, and the value is a {kind}; give a tuple of specs "
+            "for a tuple, a dict for a dict (kwargs_chunk_spec for inputs by keyword), and one spec for one value"
+        )
+    keys = list(parts)
+    if isinstance(spec, Mapping):
+        strange = next((key for key in spec if key not in parts), None)
+        if strange is not None and not isinstance(spec, Partly):
+            raise StagelineError(
+                f"the chunk spec of {where} has {strange!r}, and the value has {', '.join(map(str, keys)) or 'nothing'}"
+            )
+        specs = {key: spec.get(key, Rule.DEFAULT) for key in keys}
+    else:
+        if len(spec) != len(keys):
+            raise StagelineError(
+                f"the chunk spec of {where} has {len(spec)} parts, and the value has {len(keys)}; give one for each, "
+                "or one spec for all of them"
+            )
+        specs = dict(zip(keys, spec, strict=True))
+    return [leaf for key in keys for leaf in _spread(parts[key], specs[key], f"{where}[{key!r}]")]
+
+
+def _children(value: Any) -> dict[Any, Any] | None:
+    """The parts of a container in the order of its leaves; None for what is none."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return dict(zip(value._fields, value, strict=True))
+    if isinstance(value, tuple | list):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return None
+
+
+def merge(outputs: Sequence[Any], spec: Any, join: Callable[[Sequence[Any]], Any]) -> Any:
+    """The outputs of all microbatches put together as the spec says; by `join` where there is none."""
+    if spec is None:
+        return join(outputs)
+    learn(outputs[0])
+    flat = [pytree.tree_flatten(output) for output in outputs]
+    specs = _spread(outputs[0], spec, "the outputs")
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    merged = [_merge_leaf(column, spec, join) for column, spec in zip(columns, specs, strict=True)]
+    return pytree.tree_unflatten(merged, flat[0][1])
+
+
+def _merge_leaf(column: Sequence[Any], spec: Any, join: Callable[[Sequence[Any]], Any]) -> Any:
+    first = column[0]
+    if spec is Rule.DEFAULT:
+        return join(column)
+    if _is_dim(spec):
+        if not (isinstance(first, Tensor) and -first.dim() <= spec.split_dim < first.dim()):
+            shape = f"of shape {tuple(first.shape)}" if isinstance(first, Tensor) else shorten(first)
+            raise StagelineError(
+                f"output_merge_spec says dimension {spec.split_dim}, and an output is {shape}; give a dimension it has"
+            )
+        return torch.cat(list(column), dim=spec.split_dim)
+    if _is_reducer(spec):
+        total = spec.init_value
+        for value in column:
+            total = spec.reduce_fn(total, value)
+        return total
+    for number, value in enumerate(column[1:], 1):
+        same = torch.equal(first, value) if isinstance(first, Tensor) and isinstance(value, Tensor) else first == value
+        if not same:
+            raise StagelineError(
+                f"output_merge_spec says None for an output, the same from every microbatch, and microbatches 0 and "
+                f"{number} differ in it"
+            )
+    return first

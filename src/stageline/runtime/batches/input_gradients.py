@@ -1,0 +1,170 @@
+"""Gradients of the inputs of a step: the pipeline as the tail of a larger model, or an input that is learned.
+
+Stage 0 gathers them microbatch by microbatch. When the step is over, leaves get theirs in `.grad`, one microbatch after
+the other as in one process, and the graph that other inputs came from runs its backward once, for the whole batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from stageline.common.errors import StagelineError
+from stageline.distributed.rank_host import PipelineError, World
+from stageline.runtime.microbatches import Keywords
+from stageline.tensors.pytree import learn, tensors_of
+from stageline.tensors.subclasses import detached
+from stageline.tensors.thread_context import plain_precision
+
+Gradients = Mapping[int, Sequence[Tensor | None]]
+"""For each microbatch, the gradient of every tensor among its inputs."""
+
+
+def wanted(inputs: Any) -> list[bool]:
+    """For every tensor of the inputs, whether it requires a gradient; empty if none does.
+
+    >>> wanted({"a": torch.ones(2), "b": torch.ones(2, requires_grad=True)})
+    [False, True]
+    >>> wanted(torch.ones(2))
+    []
+    """
+    learn(inputs)
+    flags = [tensor.requires_grad for tensor in tensors_of(pytree.tree_leaves(inputs))]
+    return flags if any(flags) else []
+
+
+def refuse_graphs(inputs: Any, replicas: int) -> None:
+    """Refuse inputs with a graph where there are replicas: nobody would add up what lies behind the graph."""
+    if replicas > 1 and any(tensor.grad_fn is not None for tensor in tensors_of(pytree.tree_leaves(inputs))):
+        raise StagelineError(
+            f"the inputs come from a graph, and there are {replicas} replicas: the gradients of what computed them "
+            "would not be added up over replicas; give step a leaf, z = front(x).detach().requires_grad_(), run "
+            "front's backward from z.grad yourself, and add up its gradients"
+        )
+
+
+def refuse_keywords(keywords: Keywords | None) -> None:
+    """Refuse keyword inputs whose gradients would be computed twice, or by several stages at once."""
+    users: dict[int, list[str]] = {}
+    for stage, values in (keywords or {}).items():
+        for name, value in values.items():
+            for tensor in tensors_of(pytree.tree_leaves(value)):
+                if not tensor.requires_grad:
+                    continue
+                place = f"stage_kwargs[{stage!r}][{name!r}]"
+                users.setdefault(id(tensor), []).append(place)
+                if tensor.grad_fn is not None or stage == "all" or len(users[id(tensor)]) > 1:
+                    why = (
+                        "comes from a graph, which each microbatch would run backwards once more"
+                        if tensor.grad_fn is not None
+                        else "is given to several stages, which would add to its gradient at once"
+                    )
+                    raise StagelineError(
+                        f"{' and '.join(users[id(tensor)])} requires grad and {why}; give it among the inputs and let "
+                        "the stages pass it on, or detach it"
+                    )
+
+
+def refuse_target_graphs(targets: Any) -> None:
+    """Refuse targets that come from a graph, which each microbatch would run backwards once more.
+
+    >>> refuse_target_graphs(torch.ones(2, requires_grad=True) * 3)
+    Traceback (most recent call last):
+    stageline.StagelineError: the targets come from a graph (MulBackward0), which each microbatch would run
+    backwards once more; detach them (targets.detach()), or give them among the inputs
+    """
+    for tensor in tensors_of(pytree.tree_leaves(targets)):
+        if tensor.grad_fn is not None:
+            raise StagelineError(
+                f"the targets come from a graph ({type(tensor.grad_fn).__name__}), which each microbatch would run "
+                "backwards once more; detach them (targets.detach()), or give them among the inputs"
+            )
+
+
+def exchange(world: World, owners: Sequence[int], wants: Sequence[bool], own: Gradients) -> Gradients:
+    """Give all processes the gradients of all ranks that run stage 0; all processes call this together."""
+    gathered: dict[int, Sequence[Tensor | None]] = {}
+    said: dict[int, Any] = {}
+    for owner in owners:
+        mine = owner in world.here
+        shapes = {microbatch: [_describe(grad) for grad in grads] for microbatch, grads in own.items()} if mine else {}
+        told = json.loads(world.tell(json.dumps({"wants": list(wants), "shapes": shapes}) if mine else "{}", owner))
+        said[owner] = told["wants"]
+        for text, described in told["shapes"].items():
+            grads: list[Tensor | None] = []
+            for index, shape in enumerate(described):
+                if shape is None:
+                    grads.append(None)
+                    continue
+                grad = own[int(text)][index] if mine else None
+                sent = torch.empty(shape[0], dtype=getattr(torch, shape[1])) if grad is None else grad.detach()
+                world.share(sent, owner)
+                grads.append(sent)
+            gathered[int(text)] = grads
+    first = owners[0]
+    for owner in owners[1:]:
+        if said[owner] != said[first]:
+            raise PipelineError(
+                f"ranks {first} and {owner} both run stage 0, and only one of them was given inputs that require grad; "
+                "give both the same"
+            )
+    return gathered
+
+
+def _describe(grad: Tensor | None) -> tuple[list[int], str] | None:
+    return None if grad is None else (list(grad.shape), str(grad.dtype).removeprefix("torch."))
+
+
+Roots = Sequence[tuple[Tensor, Tensor]]
+"""Inputs that come from a graph, and the leaves that are cut into microbatches in their place."""
+
+
+def with_leaves(inputs: Any) -> tuple[Any, Roots]:
+    """The inputs with a leaf in place of every tensor that comes from a graph.
+
+    >>> z = torch.ones(2, requires_grad=True) * 3
+    >>> tree, ((root, leaf),) = with_leaves({"z": z})
+    >>> root is z, tree["z"] is leaf, leaf.is_leaf
+    (True, True, True)
+    """
+    learn(inputs)
+    leaves: dict[int, Tensor] = {}
+    roots: list[tuple[Tensor, Tensor]] = []
+
+    def replace(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.grad_fn is None:
+            return value
+        if id(value) not in leaves:
+            leaves[id(value)] = detached(value, True)
+            roots.append((value, leaves[id(value)]))
+        return leaves[id(value)]
+
+    return pytree.tree_map(replace, inputs), roots
+
+
+def give_gradients(parts: Sequence[Any], roots: Roots, gradients: Gradients) -> None:
+    """Add to the `.grad` of the inputs that are leaves, and run the graph of the others backwards, once.
+
+    >>> leaf = torch.zeros(2, requires_grad=True)
+    >>> give_gradients(leaf.tensor_split(2), [], {0: [torch.ones(1)], 1: [torch.full((1,), 2.0)]})
+    >>> leaf.grad
+    tensor([1., 2.])
+    """
+    with plain_precision():
+        for microbatch in sorted(gradients):
+            pieces = tensors_of(pytree.tree_leaves(parts[microbatch]))
+            arrived = [
+                (piece, grad.to(piece.device))
+                for piece, grad in zip(pieces, gradients[microbatch], strict=True)
+                if piece.requires_grad and grad is not None
+            ]
+            if arrived:
+                torch.autograd.backward([piece for piece, _ in arrived], [grad for _, grad in arrived])
+        reached = [(root, leaf.grad) for root, leaf in roots if leaf.grad is not None]
+        if reached:
+            torch.autograd.backward([root for root, _ in reached], [grad for _, grad in reached])

@@ -1,0 +1,217 @@
+"""A rank's own part of an optimizer, and the way back: what a step of it changed, as it was before."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from stageline.common.errors import StagelineError, shorten
+
+Options: TypeAlias = list[dict[str, Any]]
+"""What the groups of an optimizer say beside their parameters: rates, momenta, decays."""
+Make: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+def find_optimizer(given: Optimizer | Make, parameters: Sequence[nn.Parameter]) -> Optimizer:
+    """The optimizer that was given, or what the function gives that was given; of these parameters alone.
+
+    >>> linear = nn.Linear(2, 2)
+    >>> type(find_optimizer(torch.optim.SGD, list(linear.parameters()))).__name__
+    'SGD'
+    """
+    made = given if isinstance(given, Optimizer) else given(parameters) if callable(given) else None
+    if not isinstance(made, Optimizer):
+        raise StagelineError(
+            f"optimizer= is an optimizer of torch, or a function from parameters to one; got "
+            f"{shorten(given) if made is None else f'a function that gives {shorten(made)}'}"
+        )
+    known = set(parameters)
+    strange = [each for group in made.param_groups for each in group["params"] if each not in known]
+    if strange:
+        raise StagelineError(
+            f"the optimizer has {len(strange)} parameters that are not of this pipeline, the first of shape "
+            f"{tuple(strange[0].shape)}; give it those of pipe.parameters()"
+        )
+    return made
+
+
+def options_of(optimizer: Optimizer) -> Options:
+    """What its groups say now."""
+    return [
+        {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+class Part:
+    """The part of an optimizer that steps the parameters of one rank; state and options are the optimizer's own.
+
+    >>> first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    >>> whole = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.5, momentum=0.9)
+    >>> part = Part(whole, list(first.parameters()))
+    >>> first(torch.ones(1, 2)).sum().backward()
+    >>> part.step()
+    >>> len(whole.state)
+    2
+    """
+
+    def __init__(self, whole: Optimizer, mine: Sequence[nn.Parameter]) -> None:
+        """Of the optimizer of all parameters, those that are mine."""
+        own = set(mine)
+        groups = [[each for each in group["params"] if each in own] for group in whole.param_groups]
+        self._numbers = [number for number, group in enumerate(groups) if group]
+        self.parameters = [parameter for group in groups for parameter in group]
+        self._whole = len(self.parameters) == sum(len(group["params"]) for group in whole.param_groups)
+        self._all = whole
+        self.optimizer = whole if self._whole else self._restricted(whole, groups)
+
+    def _restricted(self, whole: Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
+        # A schedule of rates puts a method of its own over `step`, which would step the whole.
+        made: Optimizer = object.__new__(type(whole))
+        made.__dict__.update({name: value for name, value in whole.__dict__.items() if name != "step"})
+        made.param_groups = [{**whole.param_groups[number], "params": groups[number]} for number in self._numbers]
+        return made
+
+    def step(self) -> None:
+        """Step the parameters of this rank, by the options that the whole optimizer has now."""
+        if self._whole:
+            self.optimizer.step()
+            return
+        mine = [options_of(self._all)[number] for number in self._numbers]
+        for group, values in zip(self.optimizer.param_groups, mine, strict=True):
+            group.update(values)
+        if mine:
+            self.optimizer.step()
+        self._all._opt_called = True  # type: ignore[attr-defined]  # what schedules of rates look for
+        for group, values in zip(self.optimizer.param_groups, mine, strict=True):
+            changed = next((name for name, value in values.items() if group[name] is not value), None)
+            if changed is not None:
+                raise StagelineError(
+                    f"{type(self.optimizer).__name__} changes {changed!r} of its groups when it steps, so it cannot "
+                    "step the parameters of one rank alone; use pipe.step and optimizer.step()"
+                )
+
+
+class Snapshot:
+    """Parameters and optimizer state as they were when it was taken; the memory is used again for the next one.
+
+    >>> linear = nn.Linear(2, 2)
+    >>> part = Part(torch.optim.Adam(linear.parameters()), list(linear.parameters()))
+    >>> snapshot, before = Snapshot(part), linear.weight.detach().clone()
+    >>> snapshot.take()
+    >>> linear(torch.ones(1, 2)).sum().backward()
+    >>> part.step()
+    >>> snapshot.restore()
+    >>> torch.equal(linear.weight, before), len(part.optimizer.state), snapshot.bytes
+    (True, 0, 24)
+    """
+
+    def __init__(self, part: Part) -> None:
+        """Of nothing yet."""
+        self._part = part
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        """By the id of a tensor: it, and what it was."""
+        self._states: dict[nn.Parameter, tuple[list[Any], Any]] = {}
+        self._options: Options = []
+
+    def take(self) -> None:
+        """Copy everything."""
+        before, self._copies = self._copies, {}
+        state: Mapping[Any, Any] = self._part.optimizer.state
+        for parameter in self._part.parameters:
+            self._save(parameter, before)
+        self._states = {}
+        for parameter in self._part.parameters:
+            if parameter in state:
+                leaves, tree = pytree.tree_flatten(dict(state[parameter]))
+                self._states[parameter] = ([self._save(leaf, before) for leaf in leaves], tree)
+        self._options = options_of(self._part.optimizer)
+
+    def _save(self, leaf: Any, before: Mapping[int, tuple[Tensor, Tensor]]) -> Any:
+        if not isinstance(leaf, Tensor):
+            return copy.deepcopy(leaf)
+        if id(leaf) not in self._copies:
+            _, room = before.get(id(leaf), (None, None))
+            fits = room is not None and room.shape == leaf.shape and room.dtype == leaf.dtype
+            kept = room if room is not None and fits else torch.empty_like(leaf, requires_grad=False)
+            self._copies[id(leaf)] = (leaf, kept.copy_(leaf.detach()))
+        return leaf
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Make everything what it was, as often as wanted."""
+        for tensor, was in self._copies.values():
+            tensor.copy_(was)
+        state: Any = self._part.optimizer.state
+        for parameter in self._part.parameters:
+            if parameter in self._states:
+                leaves, tree = self._states[parameter]
+                state[parameter] = pytree.tree_unflatten(
+                    [leaf if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves], tree
+                )
+            else:
+                state.pop(parameter, None)
+        for group, values in zip(self._part.optimizer.param_groups, self._options, strict=True):
+            group.update(values)
+
+    @property
+    def bytes(self) -> int:
+        """How much memory the copies take."""
+        return sum(was.nbytes for _, was in self._copies.values())
+
+
+class Gradients:
+    """The gradients of a step that may have to be made once more, set aside from the parameters."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Of these parameters."""
+        self._parameters = parameters
+        self._kept: list[tuple[nn.Parameter, Tensor]] = []
+        self._versions: list[int] = []
+        self._copied = True
+        """Whether copies are kept, because the optimizer changes gradients as it steps; at first it is not known."""
+
+    def before(self) -> None:
+        """Keep them, before the optimizer steps."""
+        own = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        self._versions = [grad._version for _, grad in own]
+        self._kept = [(parameter, grad.clone() if self._copied else grad) for parameter, grad in own]
+
+    def after(self) -> None:
+        """Take them from the parameters, after it has."""
+        found = [parameter.grad for parameter, _ in self._kept]
+        changed = any(
+            grad is None or grad._version != version for grad, version in zip(found, self._versions, strict=True)
+        )
+        if changed and not self._copied:
+            raise StagelineError(
+                "the optimizer changed gradients in place, and did not in its first step; give pipe.run one that "
+                "does the same in every step, or use pipe.step and optimizer.step()"
+            )
+        self._copied = changed
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def put_back(self, factor: Tensor) -> None:
+        """Give them back to the parameters, multiplied as clipping does."""
+        for parameter, grad in self._kept:
+            parameter.grad = grad.mul_(factor.to(grad.dtype))
+
+    def forget(self) -> None:
+        """Let go of them."""
+        self._kept = []
+
+    @property
+    def bytes(self) -> int:
+        """How much memory they take."""
+        return sum(grad.nbytes for _, grad in self._kept)

@@ -1,0 +1,239 @@
+"""What loss_fn may read of the model: the parameters of the last stage alone.
+
+A stage changes its own parameters. What loss_fn sees of another stage is stale or absent where ranks are processes, and
+where they are threads, two of them would add into one gradient at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from stageline.common.errors import StagelineError
+from stageline.model.reachability import reached_tensors
+
+_VALUES = frozenset({"data", "grad", "T", "mT", "H", "mH", "real", "imag"})
+"""The attributes of a tensor that give its values; all others tell of its form."""
+_SHAPES = [
+    "__hash__", "__len__", "__repr__", "__format__", "size", "dim", "ndimension", "numel", "nelement", "stride",
+    "element_size", "is_floating_point", "is_complex", "is_contiguous", "get_device", "type", "data_ptr",
+    "is_same_size", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+    "randint_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
+]  # fmt: skip
+_FORM = frozenset(_SHAPES)
+"""Functions that look at the form of their arguments, and not at their values."""
+_AS = frozenset({"to", "type_as", "view_as", "reshape_as", "expand_as"})
+"""Functions that look at the values of their first argument alone."""
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """What tells the memory of a tensor from that of others; None where it has none of its own."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+class Tensors:
+    """Tensors by name, recognised by themselves and by their memory."""
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Keep them: a number that stands for a tensor holds only while the tensor lives."""
+        self.named = list(named)
+        self._by_id = {id(tensor): name for name, tensor in reversed(self.named)}
+        self._by_storage = {storage_of(tensor): name for name, tensor in reversed(self.named)}
+        self._by_storage.pop(None, None)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        """Whether it is one of them or shares memory with one."""
+        return id(tensor) in self._by_id or storage_of(tensor) in self._by_storage
+
+    def name(self, tensor: Tensor) -> str | None:
+        """What it is called, or what it is a view of."""
+        return self._by_id.get(id(tensor)) or self._by_storage.get(storage_of(tensor))
+
+    def exactly(self, tensor: Tensor) -> str | None:
+        """What it is called, if it is one of them."""
+        return self._by_id.get(id(tensor))
+
+
+class ReadWatch(TorchFunctionMode):
+    """Notes the tensors whose values are read while it is on."""
+
+    def __init__(self, name: Callable[[Tensor], str | None], unless: type[Tensor] | None = None) -> None:
+        """`name` gives the name of a tensor to note; calls with a tensor of the class `unless` do not count."""
+        super().__init__()
+        self._name, self._unless = name, unless
+        self.names: dict[str, None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # the graph of what is compiled tells of its parameters
+            return func(*args, **kwargs)
+        called = getattr(func, "__name__", "")
+        reads = called not in _FORM
+        if called == "__get__":
+            reads = getattr(getattr(func, "__self__", None), "__name__", "") in _VALUES
+        if reads:
+            tensors = list(_tensors((args[:1] if called in _AS else args, {} if called in _AS else kwargs)))
+            if self._unless is not None and any(isinstance(tensor, self._unless) for tensor in tensors):
+                tensors = []
+            for tensor in tensors:
+                name = self._name(tensor)
+                if name is not None:
+                    self.names[name] = None
+        return func(*args, **kwargs)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def leaves_below(root: Tensor, ends: Iterable[Any] = ()) -> Iterator[Tensor]:
+    """The tensors that a backward from here adds gradients to, but for what lies below the nodes that are `ends`.
+
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> [leaf is weight for leaf in leaves_below((weight * 3).sum())]
+    [True]
+    """
+    if root.grad_fn is None:
+        if root.requires_grad:
+            yield root
+        return
+    seen, waiting = {root.grad_fn, *ends}, [root.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable  # type: ignore[attr-defined]
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                waiting.append(below)
+
+
+class LossReads:
+    """Calls loss_fn, and refuses what it reads of other stages.
+
+    The first step is looked at by all means. So are all later ones, if loss_fn can reach what it may not read;
+    otherwise the graph of one microbatch of each step is looked at.
+    """
+
+    def __init__(
+        self, loss_fn: Callable[[Any, Any], Any], model: Tensors, own: Iterable[Tensor], *, alone: bool
+    ) -> None:
+        """`model` are the model's tensors, `own` those that only the last stage uses.
+
+        `alone` says that one rank runs the last stage, of all ranks in this process: a loss_fn with parameters of its
+        own then trains them as the plain loop does.
+        """
+        self._loss_fn, self._model, self._alone = loss_fn, model, alone
+        self._own = Tensors((model.name(tensor) or "", tensor) for tensor in own)
+        self._seen: set[int] = set()
+        self._first = True
+        self._always = reaches(loss_fn, model, self._own)
+        self._step = -1
+
+    def __call__(self, output: Any, target: Any, step: int, microbatch: int) -> Any:
+        """Call loss_fn, and look at what it reads where that was not seen yet."""
+        if self._first and microbatch in self._seen:
+            self._first = self._always
+        self._seen.add(microbatch)
+        if not self._first and step == self._step:
+            return self._loss_fn(output, target)
+        self._step = step
+        given = [leaf for leaf in pytree.tree_leaves((output, target)) if isinstance(leaf, Tensor)]
+        ends = [leaf.grad_fn for leaf in given if leaf.grad_fn is not None]
+        names: dict[str, None] = {}
+        loss = self._watched(output, target, given, names) if self._first else self._loss_fn(output, target)
+        root = loss[0] if isinstance(loss, tuple) and loss else loss
+        if isinstance(root, Tensor):
+            self._look(root, ends, given, names)
+        return loss
+
+    def _watched(self, output: Any, target: Any, given: list[Tensor], names: dict[str, None]) -> Any:
+        passed = {storage_of(leaf) for leaf in given} - {None}
+
+        def name(tensor: Tensor) -> str | None:
+            known = self._model.exactly(tensor)
+            if known is None and storage_of(tensor) not in passed:
+                known = self._model.name(tensor)
+            return None if known is None or tensor in self._own else known
+
+        watch = ReadWatch(name)
+        try:
+            with watch:
+                loss = self._loss_fn(output, target)
+        except Exception as error:
+            if watch.names:  # absent weights are why it failed
+                raise _refusal(list(watch.names)) from error
+            raise
+        names.update(watch.names)
+        return loss
+
+    def _look(self, root: Tensor, ends: list[Any], given: list[Tensor], names: dict[str, None]) -> None:
+        """Refuse a loss whose backward would reach parameters of other stages."""
+        strange: list[Tensor] = []
+        passed = set(map(id, given))
+        for leaf in leaves_below(root, ends):
+            known = self._model.exactly(leaf)
+            if known is not None and leaf not in self._own:
+                names[known] = None
+            elif known is None and leaf not in self._own and id(leaf) not in passed:
+                strange.append(leaf)
+        if names:
+            raise _refusal(list(names))
+        if strange and not self._alone:
+            raise _refusal_of_own(self._loss_fn, strange)
+
+
+def reaches(function: Any, model: Tensors, own: Tensors | None = None) -> bool:
+    """Whether a function can reach tensors of the model, by a closure, a global or an object, but for its own.
+
+    >>> layer, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    >>> model = Tensors(layer.named_parameters())
+    >>> reaches(lambda x: layer(x), model), reaches(lambda x: other(x), model)
+    (True, False)
+    """
+    tensors = reached_tensors([("", function)])
+    return tensors is None or any(each in model and (own is None or each not in own) for each in tensors)
+
+
+def listed(names: list[str], most: int = 4) -> str:
+    """The first of many names.
+
+    >>> listed(["a", "b", "c"], most=2)
+    'a, b, … (3 in all)'
+    """
+    return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])}, … ({len(names)} in all)"
+
+
+def _refusal(names: list[str]) -> StagelineError:
+    many = f"{len(names)} parameters or buffers" if len(names) > 1 else "a parameter or buffer"
+    return StagelineError(
+        f"loss_fn reads {many} of the model that the last stage does not hold alone: {listed(names)}; every stage "
+        "changes its own, so loss_fn would see stale values and lose their gradients. For a penalty on parameters give "
+        "Pipeline(…, penalty=lambda name, parameter: 0.1 * parameter.pow(2).sum()), which each rank applies to its "
+        "own; compute what else needs a weight in the stage that holds it"
+    )
+
+
+def _refusal_of_own(loss_fn: Any, strange: list[Tensor]) -> StagelineError:
+    known = {id(each): name for name, each in loss_fn.named_parameters()} if isinstance(loss_fn, nn.Module) else {}
+    names = [known.get(id(each), f"one of shape {tuple(each.shape)}") for each in strange]
+    return StagelineError(
+        f"loss_fn trains {len(names)} parameters that are not in the model: {listed(names)}; only a rank that runs the "
+        "last stage would give them gradients. Put them into the last layer of the model and give it the targets among "
+        "the inputs, or freeze them (requires_grad_(False)) if they are not trained"
+    )

@@ -1,0 +1,98 @@
+"""List scheduling on a V: every rank takes, slot by slot, one of the actions that are ready.
+
+Rank r holds stages r (on the way down) and 2P−1−r (on the way up). Each microbatch passes four points of a rank,
+in this order, and every point has one predecessor:
+
+    F0  forward on the way down      after F0 of the rank before
+    F1  forward on the way up        after F1 of the rank behind (on the last rank: after its own F0)
+    B1  backward of the way up       after B1 of the rank before (on the first rank: after its own F1)
+    B0  backward of the way down     after B0 of the rank behind (on the last rank: after its own B1)
+
+With a split backward, B1 and B0 are the gradients of the input, and the weight gradients fill the slots in
+which nothing else may run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from stageline.schedules import action as kinds
+from stageline.schedules.runs import Run
+
+F0, F1, B1, B0 = range(4)
+
+Priority = Callable[[int, int, int], float]
+"""Of (point, rank, microbatch): the smallest goes first."""
+
+Limit = Callable[[int, int, int, int], bool]
+"""Whether a forward may start, by (point, rank, activations held of the way down, of the way up)."""
+
+
+def list_vee(
+    ranks: int, microbatches: int, priority: Priority, may_start: Limit, *, split: bool, overtake: bool
+) -> list[Run]:
+    """Let every rank take the ready action of the smallest priority in every slot.
+
+    Without `overtake` a rank waits for the action of the smallest priority even while another one is ready, and
+    only weight gradients fill the wait.
+    """
+    done = [[0] * ranks for _ in range(4)]  # how many microbatches have passed each point, up to the last slot
+    freed = [[0, 0] for _ in range(ranks)]  # how many activations of each way have been given back
+    owed: list[deque[tuple[int, int]]] = [deque() for _ in range(ranks)]  # weight gradients put off
+    programs: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
+    backward = kinds.I if split else kinds.B
+    codes = (kinds.F, kinds.F, backward, backward)
+    left = microbatches * ranks * (6 if split else 4)
+
+    def is_ready(point: int, rank: int, microbatch: int) -> bool:
+        if point == F0:
+            return rank == 0 or done[F0][rank - 1] > microbatch
+        if point == B1:
+            return done[B1][rank - 1] > microbatch if rank else done[F1][0] > microbatch
+        if rank < ranks - 1:
+            return done[point][rank + 1] > microbatch
+        return done[F0 if point == F1 else B1][rank] > microbatch
+
+    def choose(rank: int) -> int | None:
+        order = sorted(
+            (priority(point, rank, done[point][rank]), point)
+            for point in (F0, F1, B1, B0)
+            if done[point][rank] < microbatches
+        )
+        held = (done[F0][rank] - freed[rank][0], done[F1][rank] - freed[rank][1])
+        for _, point in order:
+            allowed = point in (B1, B0) or may_start(point, rank, *held)
+            if allowed and is_ready(point, rank, done[point][rank]):
+                return point
+            if not overtake:
+                return None
+        return None
+
+    def stage(point: int, rank: int) -> int:
+        return rank if point in (F0, B0) else 2 * ranks - 1 - rank
+
+    while left:
+        passed = []
+        for rank in range(ranks):
+            point = choose(rank)
+            if point is not None:
+                microbatch = done[point][rank]
+                programs[rank].append((codes[point], stage(point, rank), microbatch))
+                passed.append((point, rank))
+            elif owed[rank]:
+                point, microbatch = owed[rank].popleft()
+                programs[rank].append((kinds.W, stage(point, rank), microbatch))
+                freed[rank][point == B1] += 1
+                left -= 1
+        for point, rank in passed:
+            if point in (B1, B0):
+                if split:
+                    owed[rank].append((point, done[point][rank]))
+                else:
+                    freed[rank][point == B1] += 1
+            done[point][rank] += 1
+        left -= len(passed)
+    return [np.array(program, dtype=np.int32).reshape(-1, 3) for program in programs]

@@ -1,0 +1,312 @@
+"""What stages pass to each other: any tree of tensors, numbers, strings and None, flat on the wire."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from threading import Lock
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from stageline.common.errors import StagelineError, shorten
+from stageline.tensors.subclasses import graph_attribute
+
+Leaf: TypeAlias = Tensor | int | float | str | bool | None
+"""What a message may hold; trees are flattened before they are sent."""
+
+TENSOR = "tensor"
+"""The text of the commonest shape of all: one tensor and nothing around it."""
+
+
+_learning = Lock()
+
+
+def flatten(tree: Any, where: str) -> tuple[list[Leaf], str]:
+    """Turn a tree into its leaves and the text of its shape; refuse a leaf that no message can hold."""
+    if isinstance(tree, Tensor):
+        _refuse_odd(tree, where)
+        return [tree], TENSOR
+    leaves, spec = pytree.tree_flatten(tree)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            _refuse_odd(leaf, where)
+    try:
+        if all(map(_can_pass, leaves)):
+            return leaves, _text_of(spec)
+    except NotImplementedError:
+        pass
+    learn(tree)  # there is a class in it that was not seen before
+    leaves, spec = pytree.tree_flatten(tree)
+    for leaf in leaves:
+        if not _can_pass(leaf):
+            raise StagelineError(
+                f"{where} passes on a {type(leaf).__name__}, {shorten(leaf)}; stages can pass tensors, numbers, "
+                f"strings and None, in tuples, lists, dicts, named tuples and dataclasses{why_not(leaf)}"
+            )
+    try:
+        return leaves, _text_of(spec)
+    except NotImplementedError as error:
+        raise StagelineError(
+            f"{where} passes on a {type(tree).__name__} or something in it that cannot be told to another process; "
+            "stages can pass tuples, lists, dicts, named tuples and dataclasses"
+        ) from error
+
+
+def odd_class(tensor: Tensor) -> str:
+    """What a tensor is that is more than one block of numbers; empty for plain ones.
+
+    >>> odd_class(torch.ones(2)), odd_class(torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged))
+    ('', 'nested tensor')
+    """
+    if tensor.is_nested:
+        return "nested tensor"
+    wraps = type(tensor) not in (Tensor, nn.Parameter) and bool(is_traceable_wrapper_subclass(tensor))
+    return type(tensor).__name__ if wraps else ""
+
+
+def _refuse_odd(tensor: Tensor, where: str) -> None:
+    if (type(tensor) is not Tensor or tensor.is_nested) and odd_class(tensor):
+        said = "its values and offsets" if tensor.is_nested else "the plain tensors that it is made of"
+        raise StagelineError(
+            f"{where} passes on a {odd_class(tensor)}, and stages can pass plain tensors; pass {said}, and build it "
+            "again in the stage that needs it"
+        )
+    if type(tensor) is not Tensor and (attribute := graph_attribute(tensor)):
+        raise StagelineError(
+            f"{where} passes on a {type(tensor).__name__} whose attribute {attribute} requires grad, and no gradient "
+            "of an attribute comes back from another stage; pass the attribute as a tensor of its own, or detach it"
+        )
+
+
+def refuse_layout(tensor: Tensor, stage: int, microbatch: int, *, forward: bool) -> None:
+    """Refuse to pass on a sparse tensor, or another that is not strided."""
+    layout = str(tensor.layout).removeprefix("torch.")
+    if forward:
+        raise StagelineError(
+            f"stage {stage} passes on a sparse tensor, of layout {layout}, in microbatch {microbatch}, and stages can "
+            "pass dense ones; pass x.to_dense(), or its indices and values, and build it again in the stage that "
+            "needs it"
+        )
+    raise StagelineError(
+        f"the gradient of an input of stage {stage} is sparse, of layout {layout}, in microbatch {microbatch}, and "
+        "stages can pass dense ones; use sparse=False where that input is looked up"
+    )
+
+
+def _can_pass(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, (Tensor, int, float, str))
+
+
+def unflatten(leaves: Sequence[Any], text: str) -> Any:
+    """Build the tree again."""
+    if text == TENSOR:
+        return leaves[0]
+    return pytree.tree_unflatten(list(leaves), _spec_of(text))
+
+
+def learn(tree: Any) -> None:
+    """Let the named tuples and dataclasses in a tree be parts of trees, by the names of their classes.
+
+    >>> @dataclasses.dataclass
+    ... class Hidden:
+    ...     states: Tensor
+    >>> learn([Hidden(torch.zeros(2))])
+    >>> pytree.tree_leaves(Hidden(torch.zeros(2)))
+    [tensor([0., 0.])]
+    """
+    if isinstance(tree, Tensor):
+        return
+    for each in pytree.tree_leaves(tree, is_leaf=_unknown):
+        if _unknown(each):
+            _learn_kind(type(each))
+            learn(each)
+
+
+def _unknown(each: Any) -> bool:
+    kind = type(each)
+    if isinstance(each, tuple):
+        return (hasattr(kind, "_fields") or _is_return_type(kind)) and not _has_name(kind)
+    return dataclasses.is_dataclass(each) and kind not in pytree.SUPPORTED_NODES and not why_not(each)
+
+
+def _has_name(kind: type) -> bool:
+    """Whether trees with it can be told to another process."""
+    known = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
+    return known is not None and known.serialized_type_name != pytree.NO_SERIALIZED_TYPE_NAME_FOUND
+
+
+def _is_return_type(kind: type) -> bool:
+    """Whether it is one of torch.return_types, as max, topk and sort give them."""
+    return issubclass(kind, tuple) and kind.__module__ == "torch.return_types"
+
+
+def why_not(each: Any) -> str:
+    """Why a dataclass is no part of a tree: it could not be built again from the values of its fields."""
+    if not dataclasses.is_dataclass(each) or isinstance(each, type):
+        return ""
+    fields = dataclasses.fields(each)
+    odd = [field.name for field in fields if not field.init]
+    if odd:
+        return f"; {odd[0]} of it is no argument of its constructor: make it one"
+    known = {field.name for field in fields}
+    kinds = type(each).__dataclass_fields__
+    lost = [name for name, field in kinds.items() if name not in known and "ClassVar" not in str(field.type)]
+    if lost:
+        return f"; {lost[0]} of it is an InitVar, whose value it does not keep: make it a field"
+    return _changed_by_constructor(each, list(known)) if hasattr(each, "__post_init__") else ""
+
+
+def _changed_by_constructor(each: Any, names: Sequence[str]) -> str:
+    values = {name: getattr(each, name) for name in names}
+    try:
+        again = type(each)(**values)
+        moved = [name for name in names if not _same(getattr(again, name), values[name])]
+    except Exception as error:
+        return f"; its constructor refuses the values of its fields, {type(error).__name__}: {error}"
+    return f"; its __post_init__ changes {moved[0]} each time: let it keep what it is given" if moved else ""
+
+
+def _same(one: Any, two: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(two, Tensor):
+        return one is two or (one.shape == two.shape and one.dtype == two.dtype and torch.equal(one, two))
+    return one is two or (type(one) is type(two) and bool(one == two))
+
+
+def _learn_kind(kind: type) -> None:
+    """Name a class as another process names it: by where it is, and by its number where several are called so."""
+    with _learning:
+        if _has_name(kind):
+            return
+        name, number = f"{kind.__module__}.{kind.__qualname__}", 1
+        while (name if number == 1 else f"{name}#{number}") in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
+            number += 1
+        name = name if number == 1 else f"{name}#{number}"
+        if _is_return_type(kind):  # a part of trees already, which only lacks a name
+            known = pytree.SUPPORTED_SERIALIZED_TYPES[kind]
+            pytree.SUPPORTED_SERIALIZED_TYPES[kind] = known._replace(serialized_type_name=name)
+            pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[name] = kind
+        elif issubclass(kind, tuple):
+            pytree._register_namedtuple(kind, serialized_type_name=name)
+        else:
+            pytree.register_dataclass(kind, serialized_type_name=name)
+
+
+@lru_cache(maxsize=1024)
+def _text_of(spec: pytree.TreeSpec) -> str:
+    return pytree.treespec_dumps(spec)
+
+
+@lru_cache(maxsize=1024)
+def _spec_of(text: str) -> pytree.TreeSpec:
+    for _ in range(100):
+        try:
+            return pytree.treespec_loads(text)
+        except NotImplementedError as error:
+            name = re.sub(r"^.*?(?:Deserializing|namedtuple class) (\S+) (?:in pytree|because).*$", r"\1", str(error))
+            kind = _kind_of(name)
+            if kind is None or _has_name(kind):
+                raise StagelineError(
+                    f"a stage passed on a {name}, a class that this process has not seen; define it in a module that "
+                    "all processes import, or let the stage pass on tuples, lists and dicts"
+                ) from error
+            _learn_kind(kind)
+    raise StagelineError(f"a stage passed on what cannot be read: {shorten(text)}")
+
+
+def _kind_of(name: str) -> type | None:
+    """A named tuple or dataclass of a module that is loaded."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:end]))
+        for part in parts[end:]:
+            found = getattr(found, part, None)
+        known = isinstance(found, type) and (dataclasses.is_dataclass(found) or hasattr(found, "_fields"))
+        if known or (isinstance(found, type) and _is_return_type(found)):
+            return found  # type: ignore[no-any-return]
+    return None
+
+
+def plain(batch: Any) -> Any:
+    """A batch as a tree: what is like a dict and is no part of trees, such as a tokenizer's output, becomes one.
+
+    >>> from collections import UserDict
+    >>> plain(UserDict(ids=[1, 2]))
+    {'ids': [1, 2]}
+    """
+    if isinstance(batch, Mapping) and type(batch) not in pytree.SUPPORTED_NODES:
+        return dict(batch)
+    return batch
+
+
+def tensors_of(leaves: Sequence[Any]) -> list[Tensor]:
+    """The leaves that are tensors."""
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def refuse_arrays(tree: Any, what: str) -> None:
+    """Refuse numpy arrays in a batch that a model is to run on.
+
+    >>> refuse_arrays(np.zeros(3), "the example")
+    Traceback (most recent call last):
+    stageline.StagelineError: the example holds a numpy array of shape (3,); a batch holds tensors: give
+    torch.from_numpy(array)
+    """
+    learn(tree)
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, np.ndarray) and leaf.ndim:
+            raise StagelineError(
+                f"{what} holds a numpy array of shape {leaf.shape}; a batch holds tensors: give torch.from_numpy(array)"
+            )
+
+
+def batch_size(tree: Any, what: str) -> int:
+    """How many samples a batch has: the first dimension of its tensors, which must agree."""
+    learn(tree)
+    if any(tensor.is_nested for tensor in tensors_of(pytree.tree_leaves(tree))):
+        raise StagelineError(
+            f"{what} hold a nested tensor, which cannot be cut into microbatches; give a padded tensor and a mask, or "
+            "build it in the first stage"
+        )
+    sizes = {int(tensor.shape[0]) for tensor in tensors_of(pytree.tree_leaves(tree)) if tensor.dim() > 0}
+    if len(sizes) != 1:
+        found = ", ".join(map(str, sorted(sizes))) or "no tensor with a first dimension"
+        raise StagelineError(f"{what} must have tensors with one common first dimension, the samples; found {found}")
+    return sizes.pop()
+
+
+def split_batch(tree: Any, parts: int) -> list[Any]:
+    """Cut every tensor along its first dimension, sizes differing by at most one, larger first.
+
+    >>> [part.tolist() for part in split_batch(torch.arange(5), 2)]
+    [[0, 1, 2], [3, 4]]
+    """
+    learn(tree)
+    leaves, spec = pytree.tree_flatten(tree)
+    cut = [
+        list(torch.tensor_split(leaf, parts)) if isinstance(leaf, Tensor) and leaf.dim() > 0 else [leaf] * parts
+        for leaf in leaves
+    ]
+    return [pytree.tree_unflatten([column[part] for column in cut], spec) for part in range(parts)]
+
+
+def join_batch(parts: Sequence[Any]) -> Any:
+    """Put microbatches together again along the first dimension; what has none becomes a list.
+
+    >>> join_batch([torch.tensor([0, 1, 2]), torch.tensor([3, 4])]).tolist()
+    [0, 1, 2, 3, 4]
+    """
+    learn(parts[0] if parts else None)
+    columns = [pytree.tree_flatten(part) for part in parts]
+    joined = [
+        torch.cat(list(leaves)) if isinstance(leaves[0], Tensor) and leaves[0].dim() > 0 else list(leaves)
+        for leaves in zip(*(leaves for leaves, _ in columns), strict=True)
+    ]
+    return pytree.tree_unflatten(joined, columns[0][1])

@@ -1,0 +1,207 @@
+"""Processes that are there at once: one process imports torch and forks the others from it.
+
+A test that kills ranks needs new ones for every kill, and importing torch takes seconds. The forked processes are as
+real as any: each has its own sockets, threads and signals, ends as an interpreter does, and can be killed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+
+class Child:
+    """A process of the nursery."""
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        """Runs from now on."""
+        self.pid = pid
+        self.code: int | None = None
+        """How it ended, as in `subprocess`: below 0 for a signal; None while it runs."""
+        self._nursery = nursery
+
+    def poll(self) -> int | None:
+        """How it ended, if it has."""
+        self._nursery._listen(0.0)
+        return self.code
+
+    def wait(self, timeout: float) -> int:
+        """Wait for its end, at most so many seconds."""
+        end = time.monotonic() + timeout
+        while self.code is None:
+            if time.monotonic() > end:
+                raise TimeoutError(f"process {self.pid} did not end within {timeout:g} s")
+            self._nursery._listen(0.05)
+        return self.code
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class Nursery:
+    """Starts functions of a script as processes of their own, in milliseconds.
+
+    >>> _ = Path("job.py").write_text("import sys\\ndef work(code): sys.exit(code)")
+    >>> with Nursery() as nursery:
+    ...     child = nursery.start("job.py", "work", [3], log="job.log")
+    ...     child.wait(timeout=60)
+    3
+    """
+
+    def __init__(self) -> None:
+        """Start the process that imports torch; it ends with this one, and all its children with it."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from stageline.testing.fork_server import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._children: dict[int, Child] = {}
+        self._started: list[int] = []
+        self._buffer = b""
+
+    def start(
+        self,
+        script: str | Path,
+        function: str,
+        arguments: Sequence[Any] = (),
+        *,
+        log: str | Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Call a function of a script in a new process; what it writes goes to the log."""
+        order = {
+            "script": str(Path(script).resolve()),
+            "function": function,
+            "arguments": list(arguments),
+            "environment": dict(environment or {}),
+            "log": str(Path(log).resolve()),
+            "folder": os.getcwd(),
+        }
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        self._process.stdin.flush()
+        end = time.monotonic() + 60
+        while not self._started:
+            if time.monotonic() > end:
+                raise TimeoutError("the nursery did not start a process within 60 s")
+            self._listen(0.1)
+        return self._children[self._started.pop(0)]
+
+    def close(self) -> None:
+        """Kill what still runs, and end."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+
+    def __enter__(self) -> Self:
+        """Close at the end of the block."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Leave no process."""
+        self.close()
+
+    def _listen(self, timeout: float) -> None:
+        assert self._process.stdout is not None
+        while select.select([self._process.stdout], [], [], timeout)[0]:
+            found = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not found:
+                raise RuntimeError(f"the nursery ended by itself, with code {self._process.wait()}")
+            *lines, self._buffer = (self._buffer + found).split(b"\n")
+            for line in lines:
+                pid, code = json.loads(line)
+                if code is None:
+                    self._children[pid] = Child(self, pid)
+                    self._started.append(pid)
+                else:
+                    self._children[pid].code = code
+            timeout = 0.0
+
+
+def main() -> None:
+    """Serve: a line for every process to start; a line back when it has started and when it has ended."""
+    importlib.import_module("stageline.runtime.pipeline")  # what every rank will need
+    ear, rope = socket.socketpair()
+    rope.setblocking(False)
+    ear.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(rope.fileno())
+    running: set[int] = set()
+    functions: dict[str, Any] = {}
+    buffer = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(0, selectors.EVENT_READ)
+        selector.register(ear, selectors.EVENT_READ)
+        while True:
+            ready = {key.fd for key, _ in selector.select()}
+            if ear.fileno() in ready:
+                ear.recv(4096)
+                _reap(running)
+            if 0 not in ready:
+                continue
+            found = os.read(0, 1 << 16)
+            if not found:
+                break
+            *lines, buffer = (buffer + found).split(b"\n")
+            for line in lines:
+                work = _fork(json.loads(line), running, functions)
+                if work is not None:
+                    selector.close()
+                    return work()  # and end as an interpreter does
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return None
+
+
+def _reap(running: set[int]) -> None:
+    for pid in list(running):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            running.discard(pid)
+            _say(pid, os.waitstatus_to_exitcode(status))
+
+
+def _say(pid: int, code: int | None) -> None:
+    os.write(1, json.dumps([pid, code]).encode() + b"\n")
+
+
+def _fork(order: dict[str, Any], running: set[int], functions: dict[str, Any]) -> Callable[[], None] | None:
+    """In the nursery, None; in the child, what is to be done."""
+    script = order["script"]
+    if script not in functions:
+        spec = importlib.util.spec_from_file_location(Path(script).stem, script)
+        assert spec is not None and spec.loader is not None
+        functions[script] = sys.modules[Path(script).stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(functions[script])
+    pid = os.fork()
+    if pid:
+        running.add(pid)
+        _say(pid, None)
+        return None
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.update(order["environment"])
+    os.chdir(order["folder"])
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.close(nothing)
+    os.close(log)
+    return lambda: getattr(functions[script], order["function"])(*order["arguments"])

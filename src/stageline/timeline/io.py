@@ -1,0 +1,162 @@
+"""Timelines on disk: a schedule, and the times of its actions and messages. See `docs/formats.md`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stageline.common.errors import CostError, ScheduleError, shorten
+from stageline.schedules.dependencies import Ints
+from stageline.schedules.io import (
+    check_format,
+    field,
+    parse_json,
+    read_text,
+    schedule_from,
+    schedule_lines,
+    write_aside,
+)
+from stageline.schedules.schedule import Schedule
+from stageline.schedules.verify import ensure_progress
+from stageline.timeline.costs import LARGEST_SUM, Costs, Floats
+from stageline.timeline.idle import entry_times
+from stageline.timeline.timeline import Timeline, Transfers
+
+FORMAT = "stageline-timeline"
+VERSION = 1
+
+OUT_OF_ORDER = 0.1
+"""How early an action may seem to begin before its input was made, as a share of the longest rank's time, in a file
+that says nothing of clocks."""
+
+
+def write_timeline(timeline: Timeline, path: str | Path) -> None:
+    """Write a timeline as JSON; an existing file is replaced only when done."""
+    target = Path(path)
+    if target.suffix.lower() != ".json":
+        raise ScheduleError(f"a timeline is written as JSON: end the name in .json, not {target.name!r}", rule="format")
+    write_aside(target, _lines(timeline))
+
+
+def read_timeline(path: str | Path) -> Timeline:
+    """Read a timeline that `Timeline.write` wrote.
+
+    >>> import stageline as sl
+    >>> sl.simulate(sl.schedule("zb-v", ranks=4, microbatches=8)).write("run.json")
+    >>> sl.read_timeline("run.json").makespan
+    51.0
+    """
+    source = Path(path)
+    text = read_text(source, "timeline")
+    try:
+        return _timeline(check_format(parse_json(text), FORMAT, VERSION, "timeline"))
+    except (ScheduleError, CostError) as error:
+        raise ScheduleError(f"{source}: {error}", rule=getattr(error, "rule", "format")) from None
+
+
+def _lines(timeline: Timeline) -> Iterator[str]:
+    """The times of a rank on one line, in the order of its program."""
+    schedule, moved = timeline.schedule, timeline.transfers
+    costs = None if timeline.costs is None else timeline.costs.to_json()
+    yield f'{{\n  "format": {json.dumps(FORMAT)},\n  "version": {VERSION},\n  "costs": {json.dumps(costs)},\n'
+    yield f'  "uncertainty": {json.dumps(timeline.uncertainty)},\n'
+    yield '  "schedule": '
+    yield "".join(schedule_lines(schedule)).rstrip().replace("\n", "\n  ") + ",\n"
+    cuts = np.searchsorted(moved.receivers, schedule.bounds)
+    rows = {
+        "start": [timeline.start[mine] for mine in schedule.slices()],
+        "end": [timeline.end[mine] for mine in schedule.slices()],
+        "sent": np.split(moved.sent, cuts[1:-1]),
+        "arrived": np.split(moved.arrived, cuts[1:-1]),
+    }
+    for name, by_rank in rows.items():
+        inner = ",\n    ".join(json.dumps(row.tolist(), separators=(",", ":")) for row in by_rank)
+        yield f'  "{name}": [\n    {inner}\n  ]{"" if name == "arrived" else ","}\n'
+    yield "}\n"
+
+
+def _timeline(data: Mapping[str, Any]) -> Timeline:
+    schedule = schedule_from(data.get("schedule"))
+    ensure_progress(schedule)
+    graph = schedule.graph
+    receivers = np.flatnonzero((graph.source >= 0) & (graph.rank != graph.rank[graph.source]))
+    per_rank = np.diff(schedule.bounds)
+    messages = np.bincount(graph.rank[receivers], minlength=schedule.ranks)
+    start, end = (_times(data, name, per_rank, "actions") for name in ("start", "end"))
+    sent, arrived = (_times(data, name, messages, "messages from other ranks") for name in ("sent", "arrived"))
+    if "costs" not in data:
+        raise ScheduleError("'costs' is missing; it is null where a step was measured", rule="format")
+    costs = None if data["costs"] is None else Costs.from_json(data["costs"])
+    if costs is not None:
+        costs.check_lengths(schedule.stages, schedule.microbatches)
+    moved = Transfers(receivers, sent, arrived)
+    timeline = Timeline(schedule, start, end, moved, costs, _uncertainty(data, schedule, start, moved))
+    _check_order(schedule, timeline)
+    return timeline
+
+
+def _uncertainty(data: Mapping[str, Any], schedule: Schedule, start: Floats, moved: Transfers) -> float | None:
+    """What the file says of the clocks; what its times say where it is of a time when files did not.
+
+    Where an action begins long before its input was made, the times of the two ranks are not of one clock.
+    """
+    if "uncertainty" in data:
+        value = data["uncertainty"]
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and 0 <= value <= LARGEST_SUM):
+            raise ScheduleError(
+                "'uncertainty' must be a time from 0 upwards, or null where the clocks of ranks were not aligned, got "
+                f"{shorten(value)}",
+                rule="format",
+            )
+        return None if value is None else float(value)
+    early = float((moved.sent - start[moved.receivers]).max(initial=0.0))
+    spans = [float(np.ptp(start[mine])) for mine in schedule.slices() if mine.stop > mine.start]
+    return None if early > OUT_OF_ORDER * max(spans, default=0.0) else 0.0
+
+
+def _times(data: Mapping[str, Any], name: str, expected: Ints, what: str) -> Floats:
+    """One list of times per rank, each as long as the schedule says."""
+    rows = field(data, name, list)
+    if len(rows) != len(expected):
+        raise ScheduleError(f"{name!r} has {len(rows)} lists of times for {len(expected)} ranks", rule="format")
+    for rank, (row, count) in enumerate(zip(rows, expected.tolist(), strict=True)):
+        if not isinstance(row, list) or len(row) != count:
+            found = f"{len(row)} times" if isinstance(row, list) else shorten(row)
+            raise ScheduleError(f"{name!r} of rank {rank} has {found} for its {count} {what}", rule="format", rank=rank)
+        for at, value in enumerate(row):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not -LARGEST_SUM <= value <= LARGEST_SUM:
+                raise ScheduleError(
+                    f"{name!r} of rank {rank}, position {at}, must be a time, got {shorten(value)}",
+                    rule="format",
+                    rank=rank,
+                    position=at,
+                )
+    return np.array([value for row in rows for value in row], dtype=np.float64)
+
+
+def _check_order(schedule: Schedule, timeline: Timeline) -> None:
+    """No action ends before it starts, and a rank does one thing after the other."""
+    backwards = np.flatnonzero(timeline.end < timeline.start)
+    if len(backwards):
+        rank, position = schedule.where(int(backwards[0]))
+        action = schedule.action(int(backwards[0]))
+        raise ScheduleError(f"rank {rank}, position {position}: {action} ends before it starts", rule="format")
+    start, end = entry_times(timeline)
+    overlaps = start[1:] < end[:-1]
+    first = schedule.graph.first[1:-1] - 1
+    overlaps[first[(first >= 0) & (first < len(overlaps))]] = False  # from the last entry of a rank to the next rank
+    if overlaps.any():
+        entry = int(np.argmax(overlaps)) + 1
+        rank = int(np.searchsorted(schedule.graph.first, entry, side="right")) - 1
+        position = entry - int(schedule.graph.first[rank])
+        raise ScheduleError(
+            f"rank {rank}, position {position}: starts at {start[entry]:g}, before position {position - 1} ends at "
+            f"{end[entry - 1]:g}",
+            rule="format",
+        )

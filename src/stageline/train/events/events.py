@@ -1,0 +1,167 @@
+"""Events of a job, each told once: to the file, to people, to TensorBoard."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stageline.common.errors import StagelineError, shorten
+from stageline.train.config.config import Config
+from stageline.train.events import figures
+from stageline.train.events.figures import number_of
+from stageline.train.events.metrics_file import MetricsFile, Row, checked
+from stageline.train.events.progress_line import Pace, parts_of
+from stageline.train.events.screen import Screen, open_screen
+from stageline.train.events.tensorboard import TensorBoard
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FILE = "metrics.jsonl"
+
+
+class Logs:
+    """What a job shows and keeps of itself; one rank of it (`main`) does, and the others' calls do nothing.
+
+    The first event is the start, which says the step that the job begins or goes on from: lines of later steps, from an
+    earlier life, are cut off the file. See `docs/report.md` for the events.
+
+    >>> from stageline.train.config.config import Config
+    >>> with Logs(Config(), "outputs", main=True, total_steps=2) as logs:
+    ...     logs.event("start", step=0, resumed=False, time=1.0)
+    ...     logs.event("step", step=1, loss=2.5, tokens_per_s=15234.0, bubble=0.21, planned_bubble=0.18, time=6.0)
+    ...     logs.event("step", step=2, loss=2.25, tokens_per_s=15310.0, bubble=0.2, planned_bubble=0.18, time=10.0)
+    ...     logs.event("end", step=2, why="finished")
+    started: 2 steps
+    1/2  loss 2.5000  15.2k tok/s  bubble 21% (plan 18%)
+    2/2  loss 2.2500  15.3k tok/s  bubble 20% (plan 18%)  took 0:09
+    finished: 2 of 2 steps
+    >>> Path("outputs/metrics.jsonl").read_text().count("\\n")
+    4
+    """
+
+    def __init__(
+        self, config: Config, folder: str | Path, *, main: bool, total_steps: int, console: Console | None = None
+    ) -> None:
+        """Get ready; nothing is written before the first event."""
+        self.folder = Path(folder)
+        self.total_steps = total_steps
+        self._main = main
+        self._every = max(1, config.metrics.log_freq)
+        self._lock = threading.Lock()  # a checkpoint may report from a thread of its own
+        self._file: MetricsFile | None = None
+        self._board: TensorBoard | None = None
+        self._closed = False
+        self._pace = Pace()
+        self._begun: float | None = None
+        self._last: Row | None = None
+        self._told: int | None = None
+        if not main:
+            return
+        self._screen: Screen = open_screen(console, colour=not config.metrics.disable_color_printing)
+        if config.metrics.enable_tensorboard:
+            self._board = TensorBoard(self.folder / config.metrics.save_tb_folder)
+
+    def event(self, event: str, **row: Any) -> None:
+        """Tell of an event: its kind, its `step`, and whatever belongs to it."""
+        if not self._main:
+            return
+        full = checked({"event": event, **row, "time": row.get("time", time.time())})
+        with self._lock:
+            if self._closed:
+                raise StagelineError(f"the logs of {self.folder} are closed, and {shorten(full)} comes too late")
+            if self._file is None:
+                self._file = MetricsFile(self.folder / FILE, full["step"] if event == "start" else None)
+            self._file.write(full)
+            self._tell(full)
+            if self._board is not None:
+                self._board.write(full)
+
+    def close(self) -> None:
+        """Close the files and leave the terminal as it was; a second time does nothing."""
+        with self._lock:
+            if self._closed or not self._main:
+                return
+            self._closed = True
+            self._finish_steps()
+            self._screen.close()
+            if self._file is not None:
+                self._file.close()
+            if self._board is not None:
+                self._board.close()
+
+    def __enter__(self) -> Logs:
+        """Give itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def _tell(self, row: Row) -> None:
+        """Print what people want to know; other events are for the file alone."""
+        match row["event"]:
+            case "step":
+                self._step(row)
+            case "start":
+                self._begin(row)
+                step, total = row["step"], self.total_steps
+                again = f"resumed from step {step}: {max(0, total - step)} of {_steps(total)} to go"
+                self._screen.say(again if row.get("resumed") else f"started: {_steps(total)}", "bold")
+            case "validation":
+                self._screen.say(f"validation at step {row['step']}: {_validation(row)}", "magenta")
+            case "checkpoint":
+                self._screen.say(f"checkpoint of step {row['step']}{_checkpoint(row)}", "blue")
+            case "end":
+                self._finish_steps()
+                why = str(row.get("why") or "ended")
+                style = "bold red" if why.startswith("failed") else "bold green" if why == "finished" else "bold yellow"
+                where = f"{row['step']} of {_steps(self.total_steps)}"
+                self._screen.say(f"finished: {where}" if why == "finished" else f"ended after {where}: {why}", style)
+
+    def _begin(self, row: Row) -> None:
+        self._begun = number_of(row["time"]) if self._begun is None else self._begun
+
+    def _step(self, row: Row) -> None:
+        self._begin(row)
+        self._pace.add(row)
+        first, last = self._last is None, row["step"] >= self.total_steps
+        self._last = row
+        if self._screen.updates or first or last or row["step"] % self._every == 0:
+            self._show(now=first or last)
+
+    def _finish_steps(self) -> None:
+        """See to it that the last step is shown, whichever it is."""
+        if self._last is not None and self._told != self._last["step"]:
+            self._show(now=True)
+
+    def _show(self, *, now: bool) -> None:
+        assert self._last is not None
+        row, total = self._last, self.total_steps
+        now_is, taken = number_of(row["time"]), None
+        if row["step"] >= total and now_is is not None and self._begun is not None:
+            taken = now_is - self._begun
+        left = self._pace.left(row["step"], total)
+        self._screen.show(parts_of(row, total, left, taken), row["step"] / max(1, total), now=now)
+        self._told = row["step"]
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" if count == 1 else f"{count} steps"
+
+
+def _validation(row: Row) -> str:
+    loss, samples, seconds = (number_of(row.get(name)) for name in ("loss", "samples", "seconds"))
+    said = "no loss" if loss is None else f"loss {figures.loss(loss)}"
+    said += "" if samples is None else f" on {samples:,.0f} sample{'s' * (samples != 1)}"
+    return said if seconds is None else f"{said}, {figures.moment(seconds)}"
+
+
+def _checkpoint(row: Row) -> str:
+    size, seconds, blocked = (number_of(row.get(name)) for name in ("bytes", "seconds", "blocked"))
+    said = [] if size is None else [figures.size(size)]
+    said += [] if seconds is None else [f"written in {figures.moment(seconds)}"]
+    said += [] if blocked is None else [f"training waited {figures.moment(blocked)}"]
+    return f": {', '.join(said)}" if said else ""

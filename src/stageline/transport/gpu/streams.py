@@ -1,0 +1,41 @@
+"""Tensors that go from one stream or GPU to another: the reader waits for the writer, and the host for neither."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stageline.tensors.pytree import Leaf
+
+
+def written(leaves: Sequence[Leaf]) -> Any:
+    """An event after which the leaves of this rank's stream are there; None where there is nothing to wait for."""
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.is_cuda:
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(leaf.device))
+            return event
+    return None
+
+
+def read(leaves: Sequence[Leaf], event: Any) -> list[Leaf]:
+    """Let this rank's stream wait for the event, and bring the leaves to its GPU."""
+    if event is None:
+        return list(leaves)
+    here = torch.cuda.current_device()
+    mine = torch.cuda.current_stream(here)
+    mine.wait_event(event)
+    found: list[Leaf] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.is_cuda:
+            theirs = torch.cuda.current_stream(leaf.device)
+            if leaf.device.index != here:  # a copy between GPUs runs in both their streams
+                theirs.wait_event(event)
+            leaf.record_stream(theirs)  # its memory is not given away before this rank has read it
+            found.append(leaf if leaf.device.index == here else leaf.to(f"cuda:{here}", non_blocking=True))
+        else:
+            found.append(leaf)
+    return found

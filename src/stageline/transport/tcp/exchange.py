@@ -1,0 +1,140 @@
+"""What several ranks tell each other at the end of a step: a row of numbers from each, known to all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stageline.transport import wire
+from stageline.transport.clock_alignment import TRIPS, Alignment, Reading, aligned, clock_number, offset_of
+from stageline.transport.protocol import TransportError
+from stageline.transport.tcp.links import Links
+from stageline.transport.tcp.outbox import Outbox
+
+TURNS = 1 << 20
+"""A turn of a transport is its number and so many times its steps."""
+
+
+FAN = 16
+"""How many ranks tell one at most. A few messages after each other cost less than waking all ranks once more."""
+
+
+class Exchange:
+    """One rank's end. The ranks are a tree; what is known goes up to its root, and from there down to all:
+
+                 0                rows go up as soon as they are known, so those of ranks that come to their end early
+         ╭────┬──┴─┬────╮         are there when the last one comes: from then on it takes two messages after each
+         1    2    …    16        other, up and down, for every level that the tree has
+       ╭─┴─╮
+       17  …
+
+    >>> from stageline.transport.tcp.links import Links
+    >>> links = Links(0, 1)
+    >>> Exchange(links, Outbox(), [0]).gather(np.array([2.0, 3.0]), check=lambda: None)
+    array([[2., 3.]])
+    >>> links.close()
+    """
+
+    def __init__(self, links: Links, outbox: Outbox, ranks: Sequence[int], number: int = 0) -> None:
+        """Between these ranks, of which this is one; `number` tells the pipelines apart that share connections."""
+        self._links, self._outbox = links, outbox
+        self._ranks = list(ranks)
+        size, place = len(self._ranks), self._ranks.index(links.rank)
+        self._above = None if place == 0 else self._ranks[(place - 1) // FAN]
+        below = range(FAN * place + 1, min(FAN * place + FAN, size - 1) + 1)
+        self._below = [(self._ranks[child], len(_subtree(child, size))) for child in below]
+        """The ranks right below this one, and of how many each tells."""
+        self._order = np.argsort(_subtree(0, size)) if place == 0 else None
+        self._rounds = number
+
+    def gather(self, row: NDArray[np.float64], check: Callable[[], None]) -> NDArray[np.float64]:
+        """The rows of all ranks, in order; `check` is called now and then while one is waited for, and may raise."""
+        self._rounds += TURNS
+        known = np.ascontiguousarray(row, dtype=np.float64)[None]
+        width = known.shape[1]
+        for child, ranks in self._below:
+            known = np.concatenate([known, self._hear(child, ranks * width, check).reshape(ranks, width)])
+        if self._above is not None:
+            self._tell(self._above, known)
+            known = self._hear(self._above, len(self._ranks) * width, check).reshape(-1, width)
+        else:
+            known = known[self._order]
+        for child, _ in self._below:
+            self._tell(child, known)
+        return known
+
+    def align(self, check: Callable[[], None]) -> Alignment:
+        """Find out how far the clocks of all ranks are apart, all together; `check` is called as in `gather`."""
+        self._rounds += TURNS
+        mine = Reading(0.0, 0.0)
+        if self._above is not None:
+            mine = self._ask(self._above, check)
+        for child, _ in self._below:
+            for _ in range(TRIPS):
+                self._hear(child, 1, check)
+                heard = time.perf_counter()
+                self._tell(child, np.array([*mine, heard, time.perf_counter()]))
+        row = np.array([*mine, clock_number()])
+        return aligned(self.gather(row, check), time.perf_counter())
+
+    def _ask(self, above: int, check: Callable[[], None]) -> Reading:
+        """The clock of the first rank, by that of the rank above."""
+        readings = []
+        for _ in range(TRIPS):
+            asked = time.perf_counter()
+            self._tell(above, np.array([asked]))
+            offset, uncertainty, heard, answered = self._hear(above, 4, check).tolist()
+            step = offset_of(asked, heard, answered, time.perf_counter())
+            readings.append(Reading(offset + step.offset, uncertainty + step.uncertainty))
+        return min(readings, key=lambda reading: reading.uncertainty)
+
+    def _tell(self, target: int, rows: NDArray[np.float64]) -> None:
+        head = wire.write_head(self._rounds, b"-", rows.nbytes)
+        pieces = [memoryview(head), memoryview(rows.tobytes())]
+        self._outbox.send(self._links.outbound(target, "exchange"), pieces)
+
+    def _hear(self, source: int, count: int, check: Callable[[], None]) -> NDArray[np.float64]:
+        inbound = self._links.inbound(source, "exchange")
+
+        def open_it(prefix: wire.Prefix, text: bytes) -> tuple[NDArray[np.float64], list[memoryview]]:
+            if prefix.turn != self._rounds or prefix.payload % 8:
+                raise TransportError(f"rank {source}: {other_turn(prefix.turn, self._rounds)}")
+            room = np.empty(prefix.payload // 8)
+            return room, [memoryview(room).cast("B")]  # type: ignore[arg-type]
+
+        while (found := inbound.pull(open_it)) is None:
+            self._links.wait(inbound, 0.05, wakeful=False)
+            check()
+        if len(found) != count:
+            raise TransportError(
+                f"rank {source} tells {len(found)} numbers at the end of a step and rank {self._links.rank} expects "
+                f"{count}: one of them evaluates while the other trains, or they run different schedules"
+            )
+        return found
+
+
+def _subtree(place: int, size: int) -> list[int]:
+    """A place of the tree and all below it, in the order in which their rows are told.
+
+    >>> _subtree(1, 19)
+    [1, 17, 18]
+    """
+    below = range(FAN * place + 1, min(FAN * place + FAN, size - 1) + 1)
+    return [place, *(each for child in below for each in _subtree(child, size))]
+
+
+def other_turn(came: int, expected: int) -> str:
+    """Say what is wrong with a message of another step or pipeline.
+
+    >>> other_turn(3 * TURNS + 1, 2 * TURNS + 1)
+    'a message of step 3 came in step 2'
+    """
+    if came % TURNS != expected % TURNS:
+        return (
+            f"a message of pipeline {came % TURNS} came to pipeline {expected % TURNS}: the ranks run their pipelines "
+            "in different orders"
+        )
+    return f"a message of step {came // TURNS} came in step {expected // TURNS}"

@@ -1,0 +1,182 @@
+"""What a process has to send and the network did not take at once: sent by a thread, in order, and kept till then."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from stageline.transport.protocol import TransportError
+from stageline.transport.tcp.links import Outbound
+
+Ready = Callable[[], object]
+"""Waits until a GPU has written what is to be sent."""
+
+
+class Outbox:
+    """Sends in order, for the time of a step.
+
+    What the network takes at once is written by the rank's own thread, so a small message costs no other thread. What
+    it does not take, and what must first come from a GPU, is left to a thread that ends with the step. It writes to
+    whichever receiver takes something: none stands in line behind another.
+
+    Sends of tensors on groups of their own are asked whether they are done whenever another message is sent.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing sent."""
+        self._changed = threading.Condition()
+        self._waiting: dict[Outbound, deque[tuple[list[memoryview], Ready | None, object]]] = {}
+        """For each receiver: what is left of a message, what it waits for, and what its memory belongs to."""
+        self._apart: deque[tuple[Any, object]] = deque()
+        self._thread: threading.Thread | None = None
+        self._ears: tuple[socket.socket, socket.socket] | None = None
+        """As long as there is a thread: what it is woken by, and what it listens to."""
+        self._ending = False
+        self._failure: tuple[int, BaseException] | None = None
+        self._gone: set[int] = set()
+        """Ranks that a message could not be sent to; the others still get theirs."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether something could not be sent."""
+        return self._failure is not None
+
+    @property
+    def kept(self) -> int:
+        """How many pieces are on their way."""
+        with self._changed:
+            return sum(map(len, self._waiting.values())) + len(self._apart)
+
+    def send(self, link: Outbound, pieces: list[memoryview], ready: Ready | None = None, owner: object = None) -> None:
+        """Send in the order of the calls, each after its `ready` has returned; what has to wait for that is not copied.
+
+        `owner` is what the memory belongs to, which is kept as long as it is needed.
+        """
+        if link.target in self._gone:
+            raise TransportError(f"an earlier message could not be sent: {self._said()}")
+        with self._changed:
+            idle = not self._waiting.get(link)
+        if idle and ready is None:
+            try:
+                pieces = link.write(pieces)
+            except OSError as error:
+                self._fail(link.target, error)
+                raise TransportError(f"a message could not be sent: {self._said()}") from error
+            if not pieces:
+                return
+        if ready is None:
+            # The memory is the model's, which may change it; what waits is a copy.
+            pieces, owner = [memoryview(bytes(piece)) for piece in pieces], None
+        with self._changed:
+            self._waiting.setdefault(link, deque()).append((pieces, ready, owner))
+            if self._thread is None or self._ending:
+                self._end_late()
+                self._ending, self._ears = False, socket.socketpair()
+                for ear in self._ears:
+                    ear.setblocking(False)
+                self._thread = threading.Thread(
+                    target=self._send_all, args=(self._ears[1],), name="stageline sender", daemon=True
+                )
+                self._thread.start()
+        self._ring()
+
+    def keep(self, sent: tuple[Any, object]) -> None:
+        """Keep what a group of its own is sending."""
+        self._apart.append(sent)
+        self._drop_done()
+
+    def flush(self, end: float) -> None:
+        """Wait, at most until that moment of `time.monotonic`, until nothing is on its way; leave no thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(self._waiting.values()), max(0.0, end - time.monotonic()))
+            late = sum(map(len, self._waiting.values()))
+        while self._apart and self._failure is None and time.monotonic() < end:
+            self._drop_done()
+            time.sleep(0.0002)
+        if self._failure is not None:
+            raise TransportError(f"a message could not be sent: {self._said()}") from self._failure[1]
+        if late or self._apart:
+            raise TransportError(f"{late + len(self._apart)} messages were not taken by their receivers")
+        self.close(max(0.1, end - time.monotonic()))
+
+    def close(self, patience: float) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._ending = True
+            self._ring()
+            self._thread.join(patience)
+            if not self._thread.is_alive():
+                self._thread = None
+                for ear in self._ears or ():
+                    ear.close()
+                self._ears = None
+
+    def _end_late(self) -> None:
+        """A thread that was told to end, and had no time to yet, ends before another one starts."""
+        if self._thread is not None:
+            self._ring()
+            self._thread.join()
+            self._thread = None
+            for ear in self._ears or ():
+                ear.close()
+
+    def _ring(self) -> None:
+        if self._ears is not None:
+            with contextlib.suppress(OSError):
+                self._ears[0].send(b"!")
+
+    def _said(self) -> str:
+        target, error = self._failure or (-1, None)
+        return f"to rank {target}: {error}"
+
+    def _drop_done(self) -> None:
+        while self._apart and self._apart[0][0].is_completed():
+            self._apart.popleft()
+
+    def _send_all(self, ear: socket.socket) -> None:
+        while not self._ending:
+            with self._changed:
+                links = {link.link.fileno(): link for link, jobs in self._waiting.items() if jobs}
+            poll = select.poll()
+            poll.register(ear, select.POLLIN)
+            for number in links:
+                poll.register(number, select.POLLOUT)
+            for number, _ in poll.poll():
+                if number in links:
+                    self._send_some(links[number])
+            with contextlib.suppress(BlockingIOError):
+                while ear.recv(4096):
+                    pass
+
+    def _send_some(self, link: Outbound) -> None:
+        """Write what a receiver takes of the first message that waits for it."""
+        jobs = self._waiting[link]
+        pieces, ready, owner = jobs[0]
+        try:
+            if ready is not None:
+                ready()
+            pieces = link.write(pieces)
+        except BaseException as error:
+            self._fail(link.target, error)
+            return
+        with self._changed:
+            if pieces:
+                jobs[0] = (pieces, None, owner)
+            else:
+                jobs.popleft()
+                self._changed.notify_all()
+
+    def _fail(self, target: int, error: BaseException) -> None:
+        with self._changed:
+            self._gone.add(target)
+            self._failure = self._failure or (target, error)
+            for link, jobs in self._waiting.items():
+                if link.target == target:
+                    jobs.clear()
+            self._changed.notify_all()

@@ -1,0 +1,463 @@
+"""Ranks as processes, on connections of their own: each message is a typed header and then the bytes of its tensors.
+
+A rank writes its messages itself, as far as the network takes them at once, and reads what it waits for itself: a small
+message wakes one thread, the one that needs it. Where messages are large, or of a GPU, a thread for the time of the
+step takes them in while the rank computes.
+
+Every step, each channel carries just as many messages as both ends were told: one more is refused by the sender, and in
+place of those that it cannot send it sends notes. So a step that failed leaves nothing on the way.
+
+```text
+ tensors of the host   header and bytes, over TCP
+ tensors of a GPU      the same, through pinned memory (cuda.py); or only the header, and the tensors over NCCL
+                       (payloads.py)
+```
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stageline.transport import wire
+from stageline.transport.gpu.host_staging import Staging, pinned
+from stageline.transport.gpu.payloads import PayloadGroups
+from stageline.transport.protocol import Header, Message, PeerFailed, Traffic, TransportError, check_message
+from stageline.transport.tcp.exchange import TURNS, Exchange, other_turn
+from stageline.transport.tcp.links import Inbound, Links
+from stageline.transport.tcp.outbox import Outbox
+from stageline.transport.threads import Arrive, ThreadHub, stopped_waiting, waited_in_vain
+from stageline.transport.wire import Described, Letter
+
+FAILED = -1
+"""The stage that a note of failure is from."""
+
+GRACE = 10.0
+"""Seconds that the end of a step is waited for at least: ranks whose deadline is short still have to hear of it."""
+
+LARGE = 1 << 18
+"""Bytes from which on a channel's messages are taken in by a thread: the network does not hold many of them."""
+
+Channel = tuple[int, Traffic]
+"""The rank at the other end, and the traffic."""
+
+Found = tuple[Message | TransportError, Arrive]
+"""A message, or why it cannot be read, and what is to be done when it is taken."""
+
+
+class SocketTransport:
+    """One process's end. `begin` is told how many messages each channel will bring in this step."""
+
+    def __init__(self, links: Links, payloads: PayloadGroups | None = None, number: int = 0) -> None:
+        """Send over these connections; `payloads` carry tensors apart from the headers.
+
+        `number` tells the transports of several pipelines apart that share connections.
+        """
+        self._number = number
+        self.rank = links.rank
+        self.ranks = links.ranks
+        self._links = links
+        self._payloads = payloads
+        self._inbox = ThreadHub(self.ranks)
+        self._outbox = Outbox()
+        self._owed: dict[Channel, int] | None = None
+        self._inline: dict[Channel, Inbound] = {}
+        """The channels that the rank reads itself in this step."""
+        self._large: set[Channel] = set()
+        """The channels whose messages are large."""
+        self._before: dict[Channel, tuple[bytes, wire.Contents]] = {}
+        """What the last message of each channel was, as its header told it."""
+        self._threads: list[threading.Thread] = []
+        self._turn = number
+        self._broken = self._lost = ""
+        self._device: torch.device | None = None
+        self._staging: Staging | None = None
+        self.arrived = 0.0
+
+    def begin(
+        self,
+        expected: Mapping[Channel, int],
+        owed: Mapping[Channel, int] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Begin a step; `owed` is how many messages each channel from here will carry.
+
+        `device` is where tensors that left a GPU are to arrive, unless this rank sends some of its own.
+        """
+        if self._broken:
+            raise TransportError(
+                f"rank {self.rank} lost touch in an earlier step: {self._broken}; start the processes again"
+            )
+        self._turn += TURNS
+        self._owed = None if owed is None else dict(owed)
+        self._device = device if device is not None and device.type == "cuda" else self._device
+        self._inbox.reset()
+        self._links.reset()
+        self._inline, self._threads = {}, []
+        for (source, traffic), count in expected.items():
+            inbound = self._links.inbound(source, traffic)
+            inbound.left = count
+            if self._device is None and self._payloads is None and (source, traffic) not in self._large:
+                self._inline[(source, traffic)] = inbound
+            else:
+                name = f"stageline {traffic} from {source}"
+                self._threads.append(
+                    threading.Thread(target=self._receive_all, args=(inbound,), name=name, daemon=True)
+                )
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self, deadline: float) -> None:
+        """Wait until everything is sent and received; a message that was announced and not sent is a failure."""
+        missing = TransportError(f"rank {self.rank} ended its step without sending it")
+        self._send_notes(self.rank, f"rank {self.rank} has no more to send", missing)
+        try:
+            end = time.monotonic() + max(deadline, GRACE)
+            while (late := self._late(time.monotonic() + 0.1)) is not None:
+                if self._outbox.failed:
+                    raise late
+                if self._lost:
+                    raise TransportError(self._lost)
+                if time.monotonic() > end:
+                    if not any(self.patience(rank) for rank in range(self.ranks) if rank != self.rank):
+                        raise late
+                    end = time.monotonic() + max(deadline, GRACE)  # a rank that is slow, and lives
+            if self._broken:
+                raise TransportError(self._broken)
+        except TransportError as error:
+            self._broken = self._broken or str(error)
+            raise TransportError(f"rank {self.rank} could not end its step: {error}") from error
+        self._threads = []
+
+    def _late(self, end: float) -> TransportError | None:
+        """What is not sent or not received at that moment; None if everything is, or never will be."""
+        try:
+            self._outbox.flush(end)
+        except TransportError as error:
+            return error
+        for (source, traffic), inbound in self._inline.items():
+            while inbound.left and not self._broken:
+                if self._take(inbound) is None and inbound.left and not self._broken:
+                    if time.monotonic() > end:
+                        return TransportError(f"{traffic} from {source}, messages did not come")
+                    self._links.wait(inbound, max(0.0, end - time.monotonic()), wakeful=False)
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+            if thread.is_alive():
+                return TransportError(f"{thread.name.removeprefix('stageline ')}, messages did not come")
+        return None
+
+    @property
+    def kept(self) -> int:
+        """How many messages are kept because the network did not take them yet."""
+        return self._outbox.kept
+
+    def send(self, message: Message) -> None:
+        """Send what the network takes; the rest is kept until it is gone."""
+        head = message.header
+        if head.traffic == "forward":
+            wire.refuse_classes(message)
+        channel: Channel = (head.target, head.traffic)
+        if head.traffic not in wire.TRAFFIC or not 0 <= head.target < self.ranks or head.target == self.rank:
+            raise TransportError(f"rank {self.rank} cannot send {head} to rank {head.target}: there is no such channel")
+        if self._owed is not None:
+            if self._owed.get(channel, 0) <= 0:
+                raise TransportError(
+                    f"rank {self.rank} has sent all {head.traffic} messages that rank {head.target} expects in this "
+                    f"step, and would send one more: {head}"
+                )
+            self._owed[channel] -= 1
+        self._send(message, channel)
+
+    def receive(self, header: Header, deadline: float) -> Message:
+        """Wait for the next message of the channel."""
+        inbound = self._inline.get((header.source, header.traffic))
+        if inbound is None:
+            message, self.arrived = self._inbox.take(header, deadline)
+            return message
+        found, arrive = self._await(inbound, header, deadline)
+        self.arrived = time.perf_counter()
+        if isinstance(found, TransportError):
+            raise TransportError(f"rank {header.target} expected {header}: {found}") from found
+        if arrive is not _as_expected:
+            arrive()
+            check_message(found, header)
+        return found
+
+    def _await(self, inbound: Inbound, header: Header, deadline: float) -> Found:
+        end = time.monotonic() + deadline
+        while True:
+            found = self._take(inbound)
+            if found is not None:
+                return found
+            if self._inbox.failure is not None:
+                raise stopped_waiting(header, self._inbox.failure)
+            if time.monotonic() < end:
+                self._expect(inbound, header)
+                self._links.wait(inbound, end - time.monotonic())
+            elif self.patience(header.source):
+                end = time.monotonic() + deadline
+            else:
+                raise waited_in_vain(header, deadline)
+
+    def _expect(self, inbound: Inbound, header: Header) -> None:
+        """Prepare for a message like the one before it on its channel, while there is nothing else to do."""
+        before = self._before.get((header.source, header.traffic))
+        if before is not None:
+            told, contents = before
+            tensors = [wire.room_for(each) for each in contents.described]
+            message = Letter(header, contents).message(_expanded(tensors, contents.described))
+            head = wire.write_head(self._turn, wire.write_fields(header) + told, contents.size)
+            room = [wire.memory_of(tensor) for tensor in tensors if tensor.numel()]
+            inbound.expect(head, _Opened(message, contents.size, None, _EMPTY), room)
+
+    def interrupt(self, culprit: int, text: str, *, final: bool = False) -> None:
+        """Wake this rank if it waits for a message: another one failed. May be called from any thread.
+
+        If that one is lost, the end of the step, which all ranks come to together otherwise, is not waited for.
+        """
+        if final:
+            self._lost = text
+        self._inbox.set_failure(culprit, TransportError(text), f"rank {culprit} failed")
+        self._links.wake()
+
+    @property
+    def patience(self) -> Callable[[int], bool]:
+        """Asked when a deadline has passed: whether there is reason to go on waiting for that rank."""
+        return self._inbox.patience
+
+    @patience.setter
+    def patience(self, ask: Callable[[int], bool]) -> None:
+        self._inbox.patience = ask
+
+    def fail(self, error: BaseException, where: str) -> None:
+        """Stop this rank's own waits, and send a note of failure in place of every message that it still owes.
+
+        So every receive comes to its end, the news travels from rank to rank, and no message is left on the way that
+        the next step could take for its own.
+        """
+        self._inbox.set_failure(self.rank, error, where)
+        self._send_notes(error.origin if isinstance(error, PeerFailed) else self.rank, where, error)
+
+    def close(self, patience: float = 0.1) -> None:
+        """After a rank was lost: end the connections, and with them the threads. Between steps there is none."""
+        end = time.monotonic() + patience
+        self._links.hang_up()
+        self._outbox.close(patience)
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def exchange(self, ranks: Sequence[int]) -> Exchange:
+        """A way for some of the ranks, this one among them, to tell each other numbers; all of them make it."""
+        return Exchange(self._links, self._outbox, ranks, self._number)
+
+    # Sending.
+
+    def _send_notes(self, origin: int, where: str, error: BaseException) -> None:
+        owed, self._owed = self._owed or {}, {}
+        for (target, traffic), count in owed.items():
+            for _ in range(count):
+                header = Header(self.rank, target, traffic, FAILED, FAILED, FAILED)
+                note = Message(header, [origin, where, f"{type(error).__name__}: {error}"], "", [False] * 3)
+                try:
+                    self._send(note, (target, traffic))
+                except (TransportError, RuntimeError) as lost:  # a rank that is gone; the others must hear of it
+                    self._broken = self._broken or f"nothing can be sent to rank {target}: {lost}"
+                    break
+
+    def _send(self, message: Message, channel: Channel) -> None:
+        apart = self._payloads.carries if self._payloads is not None else _never
+        tensors = [wire.base_of(leaf) for leaf in message.leaves if isinstance(leaf, Tensor)]
+        own = [tensor for tensor in tensors if not apart(tensor)]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in own)
+        text = wire.write_text(message, apart)
+        pieces, ready = [memoryview(wire.write_head(self._turn, text, size))], None
+        kept: list[Tensor] = []
+        if any(tensor.is_cuda for tensor in own):
+            kept = [pinned(size)]
+            ready = self._fill(kept[0], own)
+            pieces.append(wire.memory_of(kept[0]))
+        else:
+            for tensor in own:
+                if tensor.numel():
+                    held, memory = wire.pieces_of(tensor.cpu())
+                    kept.append(held)
+                    pieces.append(memory)
+        self._outbox.send(self._links.outbound(*channel), pieces, ready, kept)
+        if self._payloads is not None:
+            for tensor in (each for each in tensors if apart(each)):
+                self._outbox.keep(self._payloads.send(tensor, self.rank, *channel))
+
+    def _fill(self, payload: Tensor, tensors: Sequence[Tensor]) -> Callable[[], object] | None:
+        """Copy the bytes of tensors one after the other; where some are of a GPU, say how to wait for them."""
+        places = wire.cut(payload, [tensor.numel() * tensor.element_size() for tensor in tensors])
+        from_device: list[tuple[Tensor, Tensor]] = []
+        for tensor, place in zip(tensors, places, strict=True):
+            if tensor.is_cuda and tensor.numel():
+                from_device.append((tensor, place))
+            else:
+                place.copy_(wire.bytes_of(tensor.cpu()))
+        if not from_device:
+            return None
+        staging = self._stage(from_device[0][0].device)
+        event = staging.to_host([tensor for tensor, _ in from_device], [place for _, place in from_device])
+        return event.synchronize
+
+    def _stage(self, device: torch.device | None = None) -> Staging:
+        """The streams beside the compute stream, made when the first tensor of a GPU is sent or received."""
+        if self._staging is None:
+            self._device = device or self._device or torch.device("cuda", torch.cuda.current_device())
+            self._staging = Staging(self._device)
+        return self._staging
+
+    # Receiving.
+
+    def _receive_all(self, inbound: Inbound) -> None:
+        """On a thread of its own: take all messages of a step."""
+        channel = (inbound.source, self.rank, inbound.lane)
+        while inbound.left and not self._broken:
+            found = self._take(inbound)
+            if found is not None:
+                self._inbox.put(channel, *found)  # type: ignore[arg-type]
+            elif inbound.left:
+                self._links.wait(inbound, 1.0, wakeful=False)
+
+    def _take(self, inbound: Inbound) -> Found | None:
+        """The next message, if it is there and no note of failure; a channel that is broken brings no more."""
+        try:
+            while inbound.left:
+                opened = inbound.pull(self._open)
+                if opened is None:
+                    return None
+                inbound.left -= 1
+                found = self._read(inbound, opened)
+                if found is not None:
+                    return found
+        except Exception as error:
+            self._broken = self._broken or f"receiving from rank {inbound.source} failed: {error}"
+            self._inbox.set_failure(inbound.source, error, f"receiving from rank {inbound.source} failed")
+            self._links.wake()
+        return None
+
+    def _open(self, prefix: wire.Prefix, text: bytes) -> tuple[_Opened, list[memoryview]]:
+        """Find out what comes, and make room for it."""
+        if prefix.turn != self._turn:
+            raise TransportError(other_turn(prefix.turn, self._turn))
+        letter = _read(text, prefix)
+        if not prefix.payload:
+            return _Opened(letter, prefix.payload, None, _EMPTY), []
+        contents = None if isinstance(letter, TransportError) else letter.contents
+        if contents is not None and contents.size != prefix.payload:
+            raise TransportError(
+                f"{prefix.payload} bytes came, and the header tells of {contents.size}: {contents.described}"
+            )
+        if contents is not None and contents.simple:
+            tensors = [wire.room_for(each) for each in contents.described]
+            header = letter.header  # type: ignore[union-attr]
+            if len(text) < wire.ROOM and contents.kinds is None:
+                self._before[(header.source, header.traffic)] = (text[text.index(b"\n") :], contents)
+            return _Opened(letter, prefix.payload, tensors, _EMPTY), [
+                wire.memory_of(tensor) for tensor in tensors if tensor.numel()
+            ]
+        staged = contents is not None and any(each.device == "cuda" and not each.apart for each in contents.described)
+        payload = pinned(prefix.payload) if staged else torch.empty(prefix.payload, dtype=torch.uint8)
+        return _Opened(letter, prefix.payload, None, payload), [wire.memory_of(payload)]
+
+    def _read(self, inbound: Inbound, opened: _Opened) -> Found | None:
+        letter = opened.letter
+        if isinstance(letter, Message):
+            return letter, _as_expected
+        if isinstance(letter, TransportError):
+            if self._payloads is not None:
+                raise letter  # what travels apart cannot be taken off the wire without it
+            return letter, _nothing
+        if letter.header.stage == FAILED:
+            origin, where, said = letter.contents.leaves
+            self._inbox.set_failure(int(str(origin)), RuntimeError(str(said)), str(where))
+            self._links.wake()
+            return None
+        traffic: Traffic = "forward" if inbound.lane == "forward" else "backward"
+        if opened.size > LARGE:
+            self._large.add((inbound.source, traffic))
+        if opened.tensors is not None:
+            return letter.message(_expanded(opened.tensors, letter.contents.described)), _nothing
+        tensors, arrive = self._tensors(letter, opened.payload, inbound.source, traffic)
+        return letter.message(tensors), arrive
+
+    def _tensors(self, letter: Letter, payload: Tensor, source: int, traffic: Traffic) -> tuple[list[Tensor], Arrive]:
+        """The tensors of a message, and what is to be done when it is taken."""
+        described = letter.contents.described
+        own = [each for each in described if not each.apart]
+        found: dict[int, Tensor] = {}
+        arrivals: list[Arrive] = []
+        staged: list[tuple[int, Tensor, Described]] = []
+        pieces = iter(wire.cut(payload, [each.size for each in own]))
+        for index, each in enumerate(described):
+            if each.apart:
+                assert self._payloads is not None
+                staging = self._stage() if each.device == "cuda" else None
+                found[index], arrive = self._payloads.receive(each, source, self.rank, traffic, staging)
+                arrivals += [] if arrive is None else [arrive]
+            elif each.device == "cuda":
+                staged.append((index, next(pieces), each))
+            else:
+                tensor = wire.fill(wire.room_for(each), next(pieces))
+                found[index] = tensor if each.device == "cpu" else tensor.to(each.device)
+        if staged:
+            copies, landed = self._stage().to_device([place for _, place, _ in staged], [each for _, _, each in staged])
+            found.update(zip((index for index, _, _ in staged), copies, strict=True))
+            arrivals.append(landed)
+
+        def arrive_all() -> None:
+            for arrive in arrivals:
+                arrive()
+
+        return _expanded([found[index] for index in range(len(described))], described), arrive_all
+
+
+class _Opened(NamedTuple):
+    """A message whose header has come: what it tells, and the memory that its tensors are read into."""
+
+    letter: Letter | Message | TransportError
+    """What was read, or why it could not be; or the whole message, where it is the one that was expected."""
+    size: int
+    tensors: list[Tensor] | None
+    """The tensors themselves, where their bytes go straight into them."""
+    payload: Tensor
+    """The bytes of all tensors, where they do not."""
+
+
+_EMPTY = torch.empty(0, dtype=torch.uint8)
+
+
+def _expanded(tensors: list[Tensor], described: list[Described]) -> list[Tensor]:
+    return [
+        tensor if each.expanded is None else tensor.expand(each.expanded)
+        for tensor, each in zip(tensors, described, strict=True)
+    ]
+
+
+def _read(text: bytes, prefix: wire.Prefix) -> Letter | TransportError:
+    try:
+        wire.check_text(text, prefix)
+        return wire.read_text(text)
+    except TransportError as error:
+        return error
+
+
+def _never(tensor: Tensor) -> bool:
+    """Whether a tensor travels apart, where none does."""
+    return False
+
+
+def _as_expected() -> None:
+    """A message that is just what was expected needs no other check."""
+
+
+def _nothing() -> None:
+    """A message that cannot be read is not waited for."""

@@ -1,0 +1,239 @@
+"""`stageline train` as people use it: its flags, its help, its errors, and what it hands on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stageline.cli.app import run
+from stageline.cli.words import understand
+from stageline.train.config.config import Config
+from stageline.train.config.options import Option, options
+from stageline.train.config.read import argument, read_config
+from stageline.train.config.validate import GPT_UNITS
+
+pytestmark = pytest.mark.timeout(600)
+
+Capture = pytest.CaptureFixture[str]
+
+
+class Trainers:
+    """Stands where the training job is; keeps what it is given, and ends with a code."""
+
+    def __init__(self) -> None:
+        self.configs: list[Config] = []
+        self.code = 0
+
+    def __call__(self, config: Config) -> Trainers:
+        self.configs.append(config)
+        return self
+
+    def run(self) -> int:
+        return self.code
+
+
+@pytest.fixture
+def trainers(monkeypatch: pytest.MonkeyPatch) -> Trainers:
+    found, module = Trainers(), ModuleType("stageline.train.trainer")
+    module.Trainer = found  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "stageline.train.trainer", module)
+    return found
+
+
+def train(*words: str) -> int:
+    return run(["train", *words])
+
+
+def refused(capsys: Capture, *words: str) -> list[str]:
+    """The lines of what is said when a command line is refused."""
+    assert train(*words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err.splitlines()
+
+
+def test_a_job_is_made_of_file_settings_and_flags_in_the_order_given(trainers: Trainers, capsys: Capture) -> None:
+    Path("job.toml").write_text("[training]\nsteps = 7\nseed = 3\n")
+    words = "--training.steps 8 --set training.steps=9 job.toml --model.dim=64 --checkpoint.load_step -1"
+    assert train(*words.split(), "--sample.prompt", "def ", "--compile.enable", "--no-checkpoint.enable") == 0
+    (config,) = trainers.configs
+    assert config == Config.read(
+        "job.toml", "training.steps=9", "model.dim=64", "compile.enable=true", "checkpoint.enable=false"
+    )
+    assert capsys.readouterr() == ("", "")
+    assert train("--set=training.steps=9", "--training.steps", "8") == 0
+    assert trainers.configs[-1].training.steps == 8
+    assert train() == 0
+    assert trainers.configs[-1] == Config()
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("--compile.enable", True),
+        ("--compile.enable=true", True),
+        ("--compile.enable true", True),
+        ("--compile.enable=false", False),
+        ("--compile.enable false", False),
+        ("--compile.enable --no-compile.enable", False),
+        ("--no-compile.enable --compile.enable job.toml", True),
+    ],
+)
+def test_switches(words: str, value: bool, trainers: Trainers) -> None:
+    Path("job.toml").write_text("")
+    assert train(*words.split()) == 0
+    assert trainers.configs[-1].compile.enable is value
+
+
+@pytest.mark.parametrize("option", options().values(), ids=lambda option: option.key)
+def test_every_option_is_a_flag_in_three_spellings(option: Option) -> None:
+    text = argument(option.sample)
+    wanted = read_config(None, [f"{option.key}={text}"])
+    for words in ([f"--{option.key}", text], [f"--{option.key}={text}"], [f"--{option.key.replace('_', '-')}", text]):
+        asked = understand(words)
+        assert (asked.errors, asked.path) == ([], None)
+        assert read_config(None, asked.sets) == wanted
+
+
+@settings(deadline=None)
+@given(st.lists(st.text() | st.sampled_from([f"--{key}" for key in options()]) | st.text().map("--".__add__)))
+def test_no_words_are_lost(words: list[str]) -> None:
+    """Whatever is typed is a file, a setting, or an error."""
+    asked = understand(words)
+    assert bool(words) == bool(asked.path or asked.sets or asked.errors or asked.switches)
+
+
+def test_all_mistakes_of_words_and_file_are_said_at_once(trainers: Trainers, capsys: Capture) -> None:
+    Path("job.toml").write_text("[training]\nsteps = 0\n")
+    words = "--trainig.seed 4 job.toml model.dim=3 --no-training.seed --chek --training.steps --job.description"
+    lines = refused(capsys, *words.split(), "--model.dim=x", "--qqqqqq", "7", "-p", "second.toml")
+    assert lines == [
+        "error: 11 mistakes in the config:",
+        "  there is no option --trainig.seed; did you mean --training.seed?",
+        "  'model.dim=3' is neither an option nor a .toml file; did you mean --set model.dim=3?",
+        "  --no-training.seed is no option: only true or false can be turned off; write --training.seed 0",
+        "  there is no option --chek; did you mean --check?",
+        "  --training.steps needs a value, like --training.steps 200",
+        "  --job.description needs a value, like --job.description 'the first run'",
+        "  there is no option --qqqqqq",
+        "  there is no option -p",
+        "  there are two config files, job.toml and second.toml; give one",
+        "  job.toml: training.steps is 0; it takes a whole number from 1 upwards, like steps = 200",
+        "  model.dim is x; it takes a whole number from 1 upwards, like model.dim=128",
+    ]
+    assert trainers.configs == []
+
+
+def test_the_printed_config_is_the_one_of_the_words(trainers: Trainers, capsys: Capture) -> None:
+    assert train("--print-config", "--training.steps", "7", "--job.description", 'say "hi"\n') == 0
+    Path("printed.toml").write_text(capsys.readouterr().out)
+    assert Config.read("printed.toml") == Config.read(None, "training.steps=7", 'job.description=say "hi"\n')
+    assert trainers.configs == []
+
+
+def test_a_check_says_what_does_not_go_together_and_trains_nothing(trainers: Trainers, capsys: Capture) -> None:
+    assert train("--check") == 0
+    assert capsys.readouterr().out == "the config is fine\n"
+    assert train("--check", "--parallelism.data_parallel_replicate_degree", "2") == 0
+    assert "is 2, and replicas are processes: start 8 with torchrun --nproc-per-node 8" in capsys.readouterr().out
+    (line,) = refused(capsys, "--check", "--model.n_heads", "3")
+    assert line.startswith("error: model.dim is 128 and model.n_heads is 3, which does not divide it; take 126 or 129")
+    assert refused(capsys, "--model.n_heads", "3") == [line]
+    assert train("--check", "--print-config") == 0
+    assert capsys.readouterr().err == "the config is fine\n"
+    assert trainers.configs == []
+
+
+def test_a_check_finds_what_the_run_would_refuse(capsys: Capture) -> None:
+    """Without torch for the built-in model, and with it for what only it knows."""
+    Path("mine.py").write_text(
+        "import torch\n\ndef make():\n    return torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(8)))\n"
+    )
+    Path("full").mkdir()
+    Path("full/file").touch()
+    many = ("--parallelism.pipeline_parallel_degree", "40")
+    (line,) = refused(capsys, "--check", *many)
+    assert line.startswith("error: parallelism.pipeline_parallel_degree is 40, which makes 40 stages")
+    assert "model.n_layers 8 makes 12; take up to 12 ranks" in line
+    assert refused(capsys, *many) == [line]  # the run says the same
+    for words, expected in (
+        ("--parallelism.pipeline_parallel_degree 8 --parallelism.pipeline_parallel_schedule zb-v", "makes 16 stages"),
+        ("--parallelism.pipeline_parallel_degree 8 --parallelism.pipeline_parallel_chunks 2", "makes 16 stages"),
+        ("--model.name mine:make --parallelism.pipeline_parallel_degree 40 --training.loss mse", "mine:make has 8"),
+        ("--model.name module_that_is_not_there:make", "cannot import module_that_is_not_there"),
+        ("--training.loss module_that_is_not_there:loss", "cannot import module_that_is_not_there"),
+        ("--model.vocab_size 100", "model.vocab_size is 100"),
+        ("--activation_checkpoint.mode selective --activation_checkpoint.modules foo", "none of the model's modules"),
+        ("--checkpoint.load_step 5", "has no checkpoint of step 5"),
+        ("--checkpoint.initial_load_path nowhere", "there is no such file or folder"),
+        ("--job.dump_folder full", "holds other files and no run"),
+    ):
+        assert expected in "\n".join(refused(capsys, "--check", *words.split())), words
+    for words in (
+        "--parallelism.pipeline_parallel_degree 12",
+        "--parallelism.data_parallel_replicate_degree 2",
+        "--activation_checkpoint.mode selective --activation_checkpoint.modules blocks.*",
+    ):
+        assert train("--check", *words.split()) == 0, words
+    assert not Path("outputs").exists()  # nothing is written
+
+
+def test_the_units_of_the_built_in_model_are_known_without_building_it() -> None:
+    from stageline.model.split import split
+    from stageline.train.gpt import GPT
+
+    for layers in (1, 3):
+        model = GPT(vocab_size=7, length=4, dim=4, layers=layers, heads=2)
+        assert len(split(model, 1).units) == layers + GPT_UNITS
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_help_fits_the_terminal_and_has_every_option(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert train("job.toml", "--help") == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= width
+    for option in options().values():
+        flag = f"--[no-]{option.key}" if option.type is bool else f"--{option.key} <"
+        assert sum(line.startswith(f"│ {flag}") for line in lines) == 1, flag
+    shown = " ".join(out.replace("│", " ").split())
+    for example in ("stageline train job.toml", "--set optimizer.lr=3e-4", "torchrun --nproc-per-node 4"):
+        assert out.index(example) < out.index("╭")
+    assert "--set SECTION.KEY=VALUE" in shown
+    if width < 110:
+        assert all(option.help in shown for option in options().values())
+        assert "Steps of the optimizer. [from 1 upwards; default: 200]" in shown
+
+
+def test_help_check_and_the_printed_config_leave_torch_alone() -> None:
+    code = """
+import sys
+from stageline.cli.app import run
+codes = [run(["train", *words.split()]) for words in ("--help", "--check", "--print-config", "--training.stps 3")]
+import stageline as sl
+sl.Config.read(None, "training.steps=3")
+print(codes, "torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.endswith("[0, 0, 0, 2] False\n"), done.stderr
+
+
+def test_flags_are_completed(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setenv("_STAGELINE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "stageline train job.toml --training.lo")
+    monkeypatch.setenv("COMP_CWORD", "3")
+    run([])
+    assert capsys.readouterr().out.split() == [
+        "--training.local_batch_size",
+        "--training.loss",
+        "--training.loss_weights",
+    ]

@@ -1,0 +1,157 @@
+"""The secret of a job: who can read it, what proves it, and what somebody can do who reads all of the store."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import socket
+import stat
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import stageline as sl
+from stageline.common import trust
+from stageline.common.trust import SecretFile, Sharing, TrustError, proof, read_secret
+from stageline.distributed.process_groups import _watch
+from stageline.testing import assert_same_bits, one_process_step, run_ranks
+
+pytestmark = pytest.mark.timeout(600)
+
+
+class Pinboard:
+    """A store that anybody can read."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, str] = {}
+
+    def set(self, key: str, value: str, /) -> None:
+        self.kept[key] = value
+
+    def get(self, key: str, /) -> bytes:
+        return self.kept[key].encode()
+
+
+def test_only_its_owner_can_read_the_secret_and_nothing_is_left_of_it() -> None:
+    file = SecretFile("hidden")
+    folder = Path(file.path).parent
+    assert stat.S_IMODE(os.stat(file.path).st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert read_secret(file.path) == "hidden"
+    file.remove()
+    file.remove()
+    assert not folder.exists()
+
+
+def test_a_secret_that_others_could_have_seen_or_made_is_refused(tmp_path: Path) -> None:
+    file = SecretFile("hidden")
+    link = Path(file.path).with_name("link")
+    link.symlink_to(file.path)
+    with pytest.raises(TrustError, match=r"cannot be taken from there: .*symbolic links"):
+        read_secret(str(link))
+    link.unlink()
+    os.chmod(file.path, 0o640)
+    with pytest.raises(TrustError, match="others can read it"):
+        read_secret(file.path)
+    os.chmod(file.path, 0o600)
+    Path(file.path).parent.chmod(0o755)
+    with pytest.raises(TrustError, match="others can read it or its folder"):
+        read_secret(file.path)
+    if os.geteuid() == 0:
+        Path(file.path).parent.chmod(0o700)
+        os.chown(file.path, 12345, 12345)
+        with pytest.raises(TrustError, match="it belongs to user 12345, and this is user 0"):
+            read_secret(file.path)
+    file.remove()
+    with pytest.raises(TrustError, match=r"must run as one user and see the same files"):
+        read_secret(file.path)
+
+
+def test_what_a_killed_rank_left_is_removed_by_the_next() -> None:
+    code = (
+        "import os; from stageline.common.trust import SecretFile; print(SecretFile('x').path, flush=True); os._exit(9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
+    path = Path(done.stdout.strip())
+    assert path.is_file(), done.stderr
+    mine = SecretFile("y")
+    assert not path.parent.exists()
+    assert Path(mine.path).is_file()
+    mine.remove()
+
+
+def test_on_one_machine_a_secret_in_the_store_is_not_believed() -> None:
+    store = Pinboard()
+    store.set("key", "text planted")
+    with pytest.raises(
+        TrustError, match=r"rank 1 found 'text' under key in the store.*someone else wrote to the store"
+    ):
+        Sharing(store, "key", 1, here=True)("")
+
+
+def test_on_several_machines_one_warning_says_whom_the_ranks_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trust, "_warned", False)
+    store = Pinboard()
+    with pytest.warns(UserWarning, match="their connections trust whoever reaches it"):
+        Sharing(store, "control", 0, here=False)("known")
+    Sharing(store, "links", 0, here=False)("known")  # warnings are errors here
+    assert Sharing(store, "control", 1, here=False)("") == Sharing(store, "links", 1, here=False)("") == "known"
+
+
+def knock(address: tuple[str, int], said: bytes) -> None:
+    """Say something to a port, whoever listens; what it does with it shows later."""
+    with contextlib.suppress(OSError), socket.create_connection(address, timeout=10) as link:
+        link.sendall(said)
+
+
+def train_beside_a_stranger(rank: int) -> int:
+    """One step, before which somebody who has read the store tries all he can with it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    plain = copy.deepcopy(model)
+    one_process_step(plain, nn.functional.mse_loss, x, y, microbatches=2)
+    pipe = sl.Pipeline(model, loss_fn=nn.functional.mse_loss, schedule="1f1b", microbatches=2)
+    store = dist.distributed_c10d._get_default_store()
+    (watch,) = _watch
+    part = f"stageline/{watch.name}/1/stageline/links/0/1"
+    keys = {"token": f"{part}/token", "0": f"{part}/0", "1": f"{part}/1", "": f"{watch.name}/stageline/control/0/2"}
+    assert store.check(list(keys.values()))
+    known = {name: store.get(key).decode() for name, key in keys.items()}
+    assert known["token"].startswith("file ")
+    assert known[""].startswith("file ")
+    dist.barrier()
+    assert not Path(known["token"][5:]).exists(), "all ranks have read it"
+    words = [word for value in known.values() for word in (value, *value.split("|"), *value.split(" "))]
+    for target in range(2):
+        host, port, nonce, _ = known[str(target)].split("|")
+        for word in words:
+            for lane in range(3):
+                claim = proof(word, "sender", 1 - target, target, lane, f"{host}|{port}|{nonce}", "a" * 32)
+                knock(
+                    (host, int(port)),
+                    struct.pack("<8s32s64sii", b"stagelin", b"a" * 32, claim.encode(), 1 - target, lane),
+                )
+                knock((host, int(port)), struct.pack("<8s32sii", b"stagelin", word.encode()[:32], 1 - target, lane))
+    referee = watch.control._link
+    assert referee is not None
+    for word in words:
+        for other in range(2):
+            knock(referee.getpeername(), json.dumps({"hello": other, "token": word}).encode() + b"\n")
+    assert watch.control.lost is None
+    pipe.step(x, y)
+    mine = dict(pipe.named_gradients())
+    assert_same_bits(mine, {name: value.grad for name, value in plain.named_parameters() if name in mine})
+    return len(words)
+
+
+def test_who_reads_the_whole_store_can_neither_take_a_link_nor_end_the_job() -> None:
+    assert all(count > 8 for count in run_ranks(train_beside_a_stranger, 2, timeout=200))

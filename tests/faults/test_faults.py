@@ -1,0 +1,505 @@
+"""Faults planted for real, at the first, a middle and the last stage: every survivor names the culprit, in seconds.
+
+The bounds on time tell only "seconds" from "the deadline"; how fast it is, `benchmarks/faults.py` measures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from stageline.cli.app import run
+from stageline.faults.monitor.launch import NAME
+from stageline.testing import Child, Nursery
+from support.ports import free_port
+
+RANK = Path(__file__).parents[1] / "support" / "fault_rank.py"
+RANKS = 3
+LONG = 60.0
+"""A deadline that no test waits for: what is told sooner was not learnt by silence."""
+SHORT = 5.0
+PATIENCE = 240.0
+"""Seconds for what takes a few, on a machine that has other things to do."""
+ZEROED = "no parameter was changed, and gradients may hold part of this step"
+Answer = dict[str, Any]
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery() as started:
+        yield started
+
+
+def referees(folder: Path) -> list[int]:
+    """Referees of jobs that wrote their records here."""
+    jobs = {path.name.split("-")[2].encode() for path in folder.glob("flights-*/stageline-flight-*-rank*.json")}
+    found = []
+    for each in Path("/proc").iterdir():
+        if each.name.isdecimal():
+            with contextlib.suppress(OSError):
+                words = set((each / "cmdline").read_bytes().split(b"\0"))
+                if NAME.encode() in words and words & jobs:
+                    found.append(int(each.name))
+    return found
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) == 0
+
+
+class Job:
+    """Three ranks as processes that find each other by the environment, or one process with three threads."""
+
+    def __init__(
+        self,
+        nursery: Nursery,
+        folder: Path,
+        plan: list[Answer],
+        deadline: float = LONG,
+        *,
+        missing: int | None = None,
+        threads: bool = False,
+    ) -> None:
+        self.folder, self.port = folder, free_port()
+        folder.mkdir(exist_ok=True)
+        self.ranks: dict[int, Child] = {}
+        ranks = [rank for rank in range(1 if threads else RANKS) if rank != missing]
+        for rank in ranks:
+            environment = {} if threads else self.environment(rank)
+            given = [rank, str(folder), plan, deadline, 4, ranks]
+            log = folder / f"log-{rank}"
+            self.ranks[rank] = nursery.start(RANK, "main", given, log=log, environment=environment)
+
+    def environment(self, rank: int) -> dict[str, str]:
+        found = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
+        return {**found, "MASTER_PORT": str(self.port), "GLOO_SOCKET_IFNAME": "lo"}
+
+    def answers(self, rank: int) -> list[Answer]:
+        """All but that it is ready."""
+        path = self.folder / f"answers-{rank}"
+        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [each for each in found if "ready" not in each]
+
+    def log(self, rank: int) -> str:
+        return (self.folder / f"log-{rank}").read_text()
+
+    def planted(self) -> Path:
+        """Wait for the fault."""
+        end = time.monotonic() + PATIENCE
+        while not (found := list(self.folder.glob("planted-*"))):
+            assert time.monotonic() < end, [self.log(rank) for rank in self.ranks]
+            time.sleep(0.02)
+        return found[0]
+
+    def wait(self, *lost: int) -> dict[int, Answer]:
+        """Wait for the survivors' ends; the last answer of each."""
+        survivors = [rank for rank in self.ranks if rank not in lost]
+        for rank in survivors:
+            code = self.ranks[rank].wait(PATIENCE)
+            assert code == 0, (rank, code, self.log(rank))
+        return {rank: self.answers(rank)[-1] for rank in survivors}
+
+    def clean(self) -> None:
+        """End what is left, and make sure that nothing else is."""
+        for each in self.ranks.values():
+            each.signal(signal.SIGKILL)
+            each.wait(PATIENCE)
+        end = time.monotonic() + PATIENCE
+        while referees(self.folder) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not referees(self.folder)
+        assert not listens(self.port)
+
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture
+def start(nursery: Nursery, tmp_path: Path) -> Iterator[Start]:
+    """Start jobs; afterwards no process, no referee and no port is left."""
+    jobs: list[Job] = []
+
+    def begin(plan: list[Answer], deadline: float = LONG, **options: Any) -> Job:
+        jobs.append(Job(nursery, tmp_path / f"job{len(jobs)}", plan, deadline, **options))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.clean()
+
+
+def doctor(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """What `stageline doctor FOLDER` says."""
+    capsys.readouterr()
+    assert run(["doctor", str(folder), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def unharmed(answer: Answer) -> None:
+    """A step that failed changed no parameter and no buffer, and says so."""
+    assert answer["error"] == "PipelineError", answer
+    assert ZEROED in answer["text"]
+    assert answer["changed"] == []
+    assert any("stageline doctor" in note for note in answer["notes"]), answer["notes"]
+
+
+# Faults after which the job goes on.
+
+STEP = {"do": "step"}
+FAULTS: dict[str, tuple[Answer, int, str, str]] = {}
+"""Name: what to do, the rank that is named, where, and what is said."""
+for stage in range(RANKS):
+    FAULTS[f"exception in F of stage {stage}"] = (
+        {**STEP, "plant": ["error", stage, "F", 2]}, stage, f"F of stage {stage}, microbatch 2", "planted"
+    )  # fmt: skip
+    FAULTS[f"exception in B of stage {stage}"] = (
+        {**STEP, "plant": ["error", stage, "B", 1]}, stage, f"B of stage {stage}, microbatch 1", "planted"
+    )  # fmt: skip
+    for fault, word in (("nan", "nan"), ("infinity", "inf|nan")):
+        where = "what it was given is finite" if stage == RANKS - 1 else "the first value that is not finite is an? .*"
+        FAULTS[f"{fault} from stage {stage}"] = (
+            {**STEP, "plant": [fault, stage, "F", 1]}, stage, f"F of stage {stage}, microbatch 1",
+            f"the loss of microbatch 1 is ({word}) on stage 2, and {where}",
+        )  # fmt: skip
+for fault, kind in (("shape", r"float32 of shape \(1, 4\)"), ("dtype", r"float64 of shape \(4, 4\)")):
+    for stage in range(RANKS - 1):
+        FAULTS[f"{fault} of the output of stage {stage}"] = (
+            {**STEP, "wire": [fault, "forward", stage]}, stage + 1, f"F of stage {stage + 1}, microbatch 2",
+            rf"the output of stage {stage}, .* of rank {stage} as \[float32 of shape \(4, 4\)\], and got \[{kind}\]",
+        )  # fmt: skip
+        FAULTS[f"{fault} of the gradient of stage {stage + 1}"] = (
+            {**STEP, "wire": [fault, "backward", stage + 1]}, stage, f"B of stage {stage}, microbatch 2",
+            rf"the gradient of stage {stage + 1}, .* of rank {stage + 1} as .* and got \[{kind}\]",
+        )  # fmt: skip
+PLAN = [item for told in FAULTS.values() for item in (told[0], {"do": "right"})]
+
+
+@pytest.fixture(scope="module", params=["threads", "processes"])
+def lived(request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """One job, in which every fault was planted after the other, each followed by a good step."""
+    threads = request.param == "threads"
+    odd = [] if threads else [{"do": "odd_one", "odd": rank, "deadline": LONG} for rank in range(RANKS)]
+    job = Job(
+        nursery, tmp_path_factory.mktemp("lived"), [{"do": "right"}, *PLAN, *odd, {"do": "right"}], threads=threads
+    )
+    try:
+        job.wait()
+        yield job
+    finally:
+        job.clean()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_told_to_all_ranks_and_the_next_step_is_right(
+    lived: Job, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index = list(FAULTS).index(name)
+    _, culprit, place, said = FAULTS[name]
+    for rank in lived.ranks:
+        told, after = lived.answers(rank)[1 + 2 * index : 3 + 2 * index]
+        unharmed(told)
+        assert told["text"].startswith(f"rank {culprit} failed in {place}: "), told["text"]
+        assert re.search(said, told["text"]), told["text"]
+        assert "call zero_grad() before the next one" in told["text"]
+        # The origin's traceback: as the cause on the rank itself, as a note on the others.
+        assert "Traceback (most recent call last)" in told["trace"]
+        assert "ArithmeticError: planted" in told["trace"] or said != "planted"
+        assert told["threads"] == []
+        assert after["right"]
+    found = doctor(lived.folder / f"flights-{index + 1}", capsys)
+    assert found["verdict"]["culprit"] == culprit
+    assert f"{found['verdict']['action']} of stage {found['verdict']['stage']}" in place
+    assert sum(row["wrote"] for row in found["rows"]) == RANKS
+
+
+@pytest.mark.parametrize("odd", range(RANKS))
+def test_a_rank_with_another_schedule_is_named_on_all(lived: Job, odd: int) -> None:
+    if len(lived.ranks) < RANKS:
+        pytest.skip("ranks that are threads have one schedule")
+    for rank in lived.ranks:
+        told = lived.answers(rank)[1 + len(PLAN) + odd]
+        assert told["error"] == "PipelineError"
+        assert told["text"].startswith(f"rank {odd} and rank {0 if odd else 1} differ in the schedule: rank {odd} has")
+        assert lived.answers(rank)[-1]["right"]
+
+
+# Faults that end the job.
+
+
+def lost(job: Job, culprit: int, capsys: pytest.CaptureFixture[str], kind: str, said: str, step: int = 1) -> None:
+    """All survivors name the one that is lost, and so does the doctor, who needs no record of it."""
+    for rank, told in job.wait(culprit).items():
+        unharmed(told)
+        assert told["text"].startswith(f"rank {culprit} {said}"), told["text"]
+        assert "this job cannot go on: start it again" in told["text"]
+        assert f"stageline: rank {rank}: rank {culprit} {said}" in job.log(rank)
+        assert told["threads"] == [] or kind == "frozen", told["threads"]
+    found = doctor(job.folder / f"flights-{step}", capsys)
+    assert (found["verdict"]["culprit"], found["verdict"]["kind"]) == (culprit, kind)
+    assert found["advice"]
+
+
+@pytest.mark.parametrize(("victim", "action", "microbatch"), [(0, "F", 0), (1, "B", 1), (2, "F", 3)])
+def test_a_killed_rank_is_named_by_all_survivors(
+    start: Start, victim: int, action: str, microbatch: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = start([{"do": "right"}, {**STEP, "plant": ["kill", victim, action, microbatch]}])
+    lost(job, victim, capsys, "died", "died (its process ended without a word)")
+    assert job.ranks[victim].wait(PATIENCE) == -signal.SIGKILL
+
+
+def test_frozen_ranks_are_named_within_the_deadline_and_a_slow_one_is_not(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Jobs side by side: most of their time is the deadline's. The end of a step is a place to freeze in, too."""
+    cases = [(0, "F", 1), (1, "F", 2), (2, "B", 3), (0, "B", 3)]
+    hurry = {"do": "hurry", "deadline": SHORT}  # from the second step on: it is not about how fast they start
+    jobs = [start([{"do": "right"}, hurry, {**STEP, "plant": ["stop", *case]}]) for case in cases]
+    for job, (victim, _, _) in zip(jobs, cases, strict=True):
+        job.planted()
+        lost(job, victim, capsys, "frozen", "froze: no sign of life for")
+        assert job.ranks[victim].poll() is None
+    # Alone, and with a deadline that a heartbeat keeps on a busy machine.
+    slow = start([{"do": "right"}, hurry, {**STEP, "plant": ["slow", 1, "B", 1]}])
+    told = [slow.answers(rank)[2] for rank in slow.wait()]
+    assert [each["error"] for each in told] == [""] * RANKS
+    # One that wakes up again learns that it was given up.
+    jobs[1].ranks[1].signal(signal.SIGCONT)
+    told = list(jobs[1].wait(0, 2).values())
+    assert told[0]["error"] == "PipelineError", told
+    assert told[0]["changed"] == []
+
+
+@pytest.mark.parametrize("victim", range(RANKS))
+def test_a_rank_that_never_starts_is_named_by_the_others(
+    start: Start, victim: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = start([], 4.0, missing=victim)
+    for told in job.wait().values():
+        assert told["error"] == "PipelineError"
+        assert told["text"].startswith(f"rank {victim} never started: "), told["text"]
+        assert "start the job again with all ranks" in told["text"]
+    if victim:  # without rank 0, there is no control channel
+        assert doctor(job.folder / "flights-0", capsys)["verdict"]["culprit"] == victim
+
+
+def test_a_rank_that_dies_while_all_start_is_named(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    job = start([{"dies_at_start": 1}])
+    for told in job.wait(1).values():
+        assert told["error"] == "PipelineError"
+        assert told["text"].startswith("rank 1 died (its process ended without a word)"), told["text"]
+    assert doctor(job.folder / "flights-0", capsys)["verdict"]["culprit"] == 1
+
+
+def test_an_interrupted_rank_is_named(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    job = start([{"do": "right"}, {**STEP, "plant": ["interrupt", 1, "F", 2]}])
+    lost(job, 1, capsys, "raised", "failed in F of stage 1, microbatch 2: KeyboardInterrupt")
+    job.ranks[1].wait(PATIENCE)
+    told = job.answers(1)[-1]
+    assert told["error"] == "KeyboardInterrupt"
+    assert told["changed"] == []
+
+
+@pytest.mark.parametrize("action", ["F", "B"])
+def test_an_interrupt_ends_a_step_on_threads_and_the_next_is_right(start: Start, action: str) -> None:
+    plan = [{"do": "right"}, {**STEP, "plant": ["interrupt", 1, action, 2]}, {"do": "right"}]
+    job = start(plan, threads=True)
+    job.wait()
+    _, told, after = job.answers(0)
+    assert told["error"] == "KeyboardInterrupt"
+    assert (told["changed"], told["threads"]) == ([], [])
+    assert after["right"]
+
+
+def test_the_first_to_fail_is_named_though_another_was_heard_first(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a busy machine, news do not travel in the order in which things happened."""
+    job = start([{"do": "right"}, {"do": "unheard"}, {"do": "right"}])
+    for rank, after in job.wait().items():
+        told = job.answers(rank)[1]
+        unharmed(told)
+        assert told["text"].startswith("rank 1 failed in F of stage 1, microbatch 0: ArithmeticError: planted; ")
+        assert "ArithmeticError: planted\n" in told["trace"]
+        assert after["right"]
+    found = doctor(job.folder / "flights-1", capsys)
+    assert found["verdict"]["sentence"] == "rank 1 failed in F of stage 1, microbatch 0: ArithmeticError: planted"
+    assert found["others"] == []
+    assert (found["verdict"]["action"], found["verdict"]["stage"], found["verdict"]["microbatch"]) == ("F", 1, 0)
+    assert f"pid {job.ranks[1].pid} on " in found["verdict"]["where"]
+
+
+def test_a_rank_that_exits_between_steps_is_named(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    job = start([{"do": "right"}, {"do": "leave", "who": 1}])
+    lost(job, 1, capsys, "left", "left (its script ended)")
+    assert job.ranks[1].wait(PATIENCE) == 7
+
+
+def test_a_rank_that_is_ended_from_outside_says_so_and_is_named(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = start([{"do": "right"}, {**STEP, "plant": ["stay", 1, "F", 2]}])
+    job.planted()
+    job.ranks[1].signal(signal.SIGTERM)
+    lost(job, 1, capsys, "left", "left (ended by SIGTERM)")
+    assert job.ranks[1].wait(PATIENCE) == -signal.SIGTERM
+    assert "rank 1: ended by SIGTERM in F of stage 1, microbatch 2; no other rank is known to have failed" in job.log(1)
+
+
+def test_a_ctrl_c_in_the_main_thread_stops_the_ranks_that_are_threads(start: Start) -> None:
+    job = start([{"do": "right"}, {**STEP, "plant": ["held", 1, "B", 0]}, {"do": "right"}], threads=True)
+    job.planted()
+    job.ranks[0].signal(signal.SIGINT)
+    job.wait()
+    _, told, after = job.answers(0)
+    assert told["error"] == "KeyboardInterrupt"
+    assert (told["changed"], told["threads"]) == ([], [])
+    assert after["right"]
+
+
+def test_under_torchrun_the_blame_is_written_before_the_survivors_are_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = [{"do": "right"}, {**STEP, "plant": ["kill", 1, "B", 1]}]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--rdzv-backend", "c10d"]
+    done = subprocess.run(
+        [*torchrun, "--rdzv-endpoint", "127.0.0.1:0", str(RANK), str(tmp_path), json.dumps(plan), str(LONG)],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
+        check=False,
+    )
+    for rank in (0, 2):
+        assert f"stageline: rank {rank}: rank 1 died (its process ended without a word)" in done.stderr, done.stderr
+    assert doctor(tmp_path / "flights-1", capsys)["verdict"]["culprit"] == 1
+    end = time.monotonic() + PATIENCE
+    while referees(tmp_path) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not referees(tmp_path)
+
+
+ENDS = {
+    "number": 3,
+    "text": 1,
+    "thread": 4,
+    "child": 12,
+    "at once": 6,
+    "interrupt": -signal.SIGINT,
+    "uncaught": 1,
+    "normal": 0,
+    "nested": 5,
+    "pytest": 1,
+}
+"""How a script ends after it lost a rank, and its exit code; the last two are started otherwise than by a path."""
+
+
+def test_a_script_that_lost_a_rank_keeps_its_exit_code(nursery: Nursery, tmp_path: Path) -> None:
+    """The collective that it waited in never ends, and neither holds it up nor takes the code away."""
+    script = RANK.with_name("exit_rank.py")
+    common = {"WORLD_SIZE": str(len(ENDS) + 1), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "STAGELINE_FLIGHT_DIR": str(tmp_path / "flights")}
+    common |= {"PYTHONPATH": os.pathsep.join([str(script.parent), os.environ.get("PYTHONPATH", "")])}
+    commands = {
+        "nested": ["exit_rank", "nested"],
+        "pytest": ["pytest", "-q", "-s", "-p", "no:cacheprovider", str(script)],
+    }
+    started: dict[str, Child | subprocess.Popen[bytes]] = {}
+    try:
+        for rank, way in enumerate([*ENDS, "leave"]):
+            environment = {**common, "RANK": str(rank)}
+            if way in commands:
+                with (tmp_path / way).open("wb") as log:
+                    command = [sys.executable, "-m", *commands[way]]
+                    started[way] = subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log)
+            else:
+                started[way] = nursery.start(script, "end", [way], log=tmp_path / way, environment=environment)
+        codes = {way: started[way].wait(PATIENCE) for way in ENDS}
+        said = {way: (tmp_path / way).read_text() for way in ENDS}
+        assert codes == ENDS, said
+        assert all("lost\n" in text and "kept in a buffer" in text for text in said.values()), said
+        assert "the job is over\n" in said["text"]
+        assert "PipelineError: rank 10 failed" in said["uncaught"]
+        assert started["leave"].poll() is None
+    finally:
+        for each in started.values():
+            if each.poll() is None:
+                os.kill(each.pid, signal.SIGKILL)
+            each.wait(PATIENCE)
+
+
+@pytest.mark.parametrize("script_makes_it", [False, True])
+def test_a_new_rendezvous_in_the_same_process_knows_nothing_of_the_one_before(
+    nursery: Nursery, tmp_path: Path, script_makes_it: bool
+) -> None:
+    """A good round, one that a rank left, one in which a rank was killed, and two with a new process in its place."""
+    script = RANK.with_name("rendezvous_rank.py")
+    faults = ["", "leave", "kill", "", ""]
+    rounds = [[number, free_port(), fault] for number, fault in enumerate(faults)]
+    environment = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"STAGELINE_FLIGHT_DIR": str(tmp_path / "flights")}
+
+    def begin(rank: int, first: int) -> Child:
+        given = [rank, str(tmp_path), rounds[first:], script_makes_it]
+        own = {**environment, "RANK": str(rank)}
+        return nursery.start(script, "main", given, log=tmp_path / f"log-{rank}", environment=own)
+
+    started = [begin(rank, 0) for rank in range(RANKS)]
+    try:
+        assert started[-1].wait(PATIENCE) == -signal.SIGKILL, (tmp_path / f"log-{RANKS - 1}").read_text()
+        started[-1] = begin(RANKS - 1, 3)
+        for rank, child in enumerate(started):
+            assert child.wait(PATIENCE) == 0, (tmp_path / f"log-{rank}").read_text()
+    finally:
+        for child in started:
+            child.signal(signal.SIGKILL)
+    for rank in range(RANKS):
+        told = [json.loads(line) for line in (tmp_path / f"rounds-{rank}").read_text().splitlines()]
+        said = {each["round"]: each["said"] for each in told}
+        assert [said.pop(number) for number in (0, 3, 4)] == ["", "", ""]
+        if rank < RANKS - 1:
+            assert said[1].startswith(f"rank {RANKS - 1} failed"), said
+            assert said[2].startswith(f"rank {RANKS - 1} died"), said
+
+
+def test_restarted_ranks_meet_though_the_store_holds_the_addresses_of_those_before(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    """torchrun keeps one store for all attempts."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        plan = [{"do": "right"}, *([{**STEP, "plant": ["kill", attempt, "F", 1]}] if attempt < 2 else [])]
+        environment = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        ranks = {}
+        for rank in range(RANKS):
+            given = [rank, str(folder), plan, LONG, 4, list(range(RANKS))]
+            own = {**environment, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+            ranks[rank] = nursery.start(RANK, "main", given, log=folder / f"log-{rank}", environment=own)
+        try:
+            codes = {rank: child.wait(PATIENCE) for rank, child in ranks.items()}
+        finally:
+            for child in ranks.values():
+                child.signal(signal.SIGKILL)
+        lost_rank = {attempt: -signal.SIGKILL} if attempt < 2 else {}
+        logs = [(folder / f"log-{rank}").read_text() for rank in range(RANKS)]
+        assert codes == {**dict.fromkeys(range(RANKS), 0), **lost_rank}, logs
+        answers = [json.loads(line) for line in (folder / "answers-2").read_text().splitlines()]
+        assert answers[1]["right"]

@@ -1,0 +1,298 @@
+"""The flight record and what `stageline doctor` reads from it."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stageline.cli.app import run
+from stageline.faults.diagnosis import diagnose
+from stageline.faults.flight_recorder import Flight, FlightError, find_flights, flight_folder, merge, read_flight
+from stageline.faults.monitor import EVERYONE, Standing, Verdict
+
+pytestmark = pytest.mark.timeout(600)
+
+Capture = pytest.CaptureFixture[str]
+
+DIED = Verdict(
+    culprit=2,
+    kind="died",
+    where="pid 77 on node7",
+    doing="B of stage 2, microbatch 1",
+    silence=0.1,
+    ranks=tuple(
+        Standing(rank, "died" if rank == 2 else "here", "B of stage 2, microbatch 1" if rank == 2 else "", None, 0.1, 9)
+        for rank in range(4)
+    ),
+)
+
+
+def flights(tmp_path: Path, verdict: Verdict | None = DIED, job: str = "job1") -> list[Path]:
+    """A 1F1B step of four ranks in which rank 2 died in the backward of microbatch 1; it wrote nothing."""
+    now = time.perf_counter()
+    found = []
+    for rank in (0, 1, 3):
+        flight = Flight(rank, 4, job)
+        flight.schedule = {"name": "1f1b", "ranks": 4, "stages": 4, "microbatches": 8}
+        for microbatch in range(3):
+            flight.actions.append(("F", rank, microbatch, 5, now - 9 + microbatch, now - 8.5 + microbatch))
+            if rank < 3:
+                flight.sent.append((rank + 1, "forward", rank, microbatch, 5, now - 8 + microbatch, 4096))
+            if rank > 0:
+                flight.received.append((rank - 1, "forward", rank - 1, microbatch, 5, now - 8.5 + microbatch, 4096))
+        if rank == 3:
+            flight.sent.append((2, "backward", 3, 1, 5, now - 5.0, 4096))
+        if rank == 1:
+            flight.sent.append((2, "forward", 1, 3, 5, now - 4.0, 4096))
+            flight.received.append((2, "backward", 2, 0, 5, now - 4.5, 4096))
+        if rank == 0:
+            flight.sent.append((1, "forward", 0, 3, 5, now - 4.0, 4096))
+        waits = {0: 1, 1: 2, 3: 2}[rank]
+        awaited = f"the {'output' if rank == 3 else 'gradient'} of stage {waits}, microbatch 1"
+        what = ("F" if rank == 3 else "B", rank, 1)
+        found.append(flight.write(tmp_path, verdict=verdict, doing=what, waits=waits, awaited=awaited, since=now - 3.0))
+    return found
+
+
+def call(words: list[str], capsys: Capture, code: int = 0) -> str:
+    assert run(words) == code
+    out, err = capsys.readouterr()
+    assert "Traceback (most" not in err
+    return " ".join((out if code == 0 else err).split())
+
+
+def test_a_ring_keeps_the_last_and_is_written_whole(tmp_path: Path) -> None:
+    flight = Flight(1, 2, "a/b ../c", size=4)
+    start = time.perf_counter()
+    for microbatch in range(10):
+        flight.actions.append(("F", 1, microbatch, 0, start, start + 1.0))
+    before = time.time()
+    path = flight.write(tmp_path, doing=("B", 1, 0))
+    assert path == tmp_path / "stageline-flight-a_b_.._c-rank1.json"
+    assert list(tmp_path.iterdir()) == [path], "nothing is left beside it"
+    record = read_flight(path)
+    assert [done.microbatch for done in record.actions] == [6, 7, 8, 9]
+    assert record.job == "a/b ../c"
+    assert abs(record.actions[0].start - before) < 3600, "times are of the wall clock"
+    assert math.isclose(record.actions[0].end - record.actions[0].start, 1.0, abs_tol=1e-5)
+    assert record.versions["stageline"]
+    assert record.verdict is None
+
+
+def test_a_failed_write_leaves_the_earlier_record(tmp_path: Path) -> None:
+    flight = Flight(0, 1, "job")
+    path = flight.write(tmp_path)
+    text = path.read_text()
+    flight.schedule = {"name": object()}
+    with pytest.raises(TypeError):
+        flight.write(tmp_path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == text
+
+
+def test_a_record_is_written_while_the_rank_goes_on(tmp_path: Path) -> None:
+    """The control thread writes when the main thread may be in the middle of a step."""
+    flight = Flight(0, 1, "job")
+    stop = threading.Event()
+
+    def go_on() -> None:
+        while not stop.is_set():
+            flight.actions.append(("F", 0, 0, 0, 0.0, 0.0))
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        for _ in range(50):
+            assert len(read_flight(flight.write(tmp_path)).actions) <= 256
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_the_folder_is_given_or_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert flight_folder() == Path("stageline-flight")
+    monkeypatch.setenv("STAGELINE_FLIGHT_DIR", str(tmp_path / "flights"))
+    assert Flight(0, 1, "job").write().parent == tmp_path / "flights"
+    assert flight_folder("given") == Path("given")
+
+
+def test_doctor_tells_the_story_without_the_killed_ranks_record(tmp_path: Path, capsys: Capture) -> None:
+    flights(tmp_path)
+    out = call(["doctor", str(tmp_path)], capsys)
+    assert out.startswith("job job1: 1f1b, 4 ranks, 4 stages, 8 microbatches rank 2 died (its process ended")
+    assert "while it was in B of stage 2, microbatch 1" in out
+    assert (
+        "rank 2 wrote no record (a killed process cannot); the last that arrived of it is the gradient of stage 2, mi"
+        in out
+    )
+    assert "microbatch 0, step 5, at rank 1, 4.5 s before" in out
+    chain = "rank 0 waits 3.0 s for the gradient of stage 1, microbatch 1 of rank 1 → rank 1 waits 3.0 s for the"
+    assert f"{chain} gradient of stage 2, microbatch 1 of rank 2 → rank 2 died" in out
+    assert "rank 0 → rank 1, forward: the output of stage 0, microbatch 3, step 5 (1 message, 4,096 bytes)" in out
+    assert "rank 3 → rank 2, backward: the gradient of stage 3, microbatch 1, step 5" in out
+    assert "whether it arrived is not known" in out
+    assert "dmesg" in out
+    assert "pid 77 on node7" in out
+
+
+def test_doctor_as_json_and_from_single_files(tmp_path: Path, capsys: Capture) -> None:
+    paths = flights(tmp_path)
+    assert run(["doctor", *map(str, paths), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"]["culprit"] == 2
+    assert found["verdict"]["sentence"].startswith("rank 2 died")
+    assert [row["wrote"] for row in found["rows"]] == [True, True, False, True]
+    assert found["rows"][2]["state"] == "died"
+    assert found["rows"][0]["last"] == "F of stage 0, microbatch 2, step 5"
+    assert [(each["source"], each["target"], each["known"]) for each in found["underway"]] == [
+        (0, 1, True),
+        (1, 2, False),
+        (3, 2, False),
+    ]
+    assert found["other_jobs"] == []
+
+
+def test_the_newest_job_is_read_and_the_others_named(tmp_path: Path, capsys: Capture) -> None:
+    flights(tmp_path, job="old")
+    flights(tmp_path, job="new")
+    out = call(["doctor", str(tmp_path)], capsys)
+    assert out.startswith("job new:")
+    assert "left out: records of 1 earlier jobs: old" in out
+
+
+@pytest.mark.parametrize(
+    ("verdict", "words"),
+    [
+        (Verdict(2, "frozen", doing="F", silence=61.0, deadline=60.0), ["rank 2 froze", "py-spy", "deadline="]),
+        (
+            Verdict(2, "raised", text="ValueError: [bold]x", traceback="Traceback\n  line 3\nValueError"),
+            ["rank 2 failed: ValueError: [bold]x", "traceback of rank 2", "line 3", "zero_grad()"],
+        ),
+        (Verdict(2, "absent", deadline=30.0), ["rank 2 never started: it did not come within 30 s", "was started"]),
+        (Verdict(2, "left", text="SystemExit: 3", waiter=1), ["rank 2 left (SystemExit: 3)", "same number of steps"]),
+        (None, ["no record says which rank failed", "begin with the ranks that wrote nothing: 2"]),
+    ],
+)
+def test_every_kind_of_failure_gets_its_advice(
+    tmp_path: Path, capsys: Capture, verdict: Verdict | None, words: list[str]
+) -> None:
+    flights(tmp_path, verdict)
+    out = call(["doctor", str(tmp_path)], capsys)
+    for each in words:
+        assert each in out
+
+
+def test_ranks_that_wait_in_a_circle_are_shown_as_one(tmp_path: Path) -> None:
+    paths = [
+        Flight(rank, 3, "job").write(tmp_path, waits=(rank + 1) % 3, awaited=f"news of rank {(rank + 1) % 3}")
+        for rank in range(3)
+    ]
+    found = diagnose({rank: read_flight(path) for rank, path in enumerate(paths)})
+    links = [f"rank {rank} waits for news of rank {(rank + 1) % 3}" for rank in range(3)]
+    chain = " → ".join([*links, "rank 0 again: a circle"])
+    assert found.chains == (chain,)
+    assert any("stageline verify" in advice for advice in found.advice)
+
+
+def test_who_waits_for_all_waits_for_the_culprit(tmp_path: Path) -> None:
+    froze = Verdict(1, "frozen", silence=5.0, deadline=5.0)
+    paths = [Flight(rank, 3, "job").write(tmp_path, verdict=froze, waits=EVERYONE) for rank in (0, 2)]
+    found = diagnose({record.rank: record for record in map(read_flight, paths)})
+    assert set(found.chains) == {f"rank {rank} waits for all ranks → rank 1 froze" for rank in (0, 2)}
+
+
+def test_what_was_taken_is_not_underway_though_the_ring_forgot_it(tmp_path: Path) -> None:
+    sender, receiver = Flight(0, 2, "job", size=8), Flight(1, 2, "job", size=8)
+    for step in range(10):
+        for microbatch in range(4):
+            sender.sent.append((1, "forward", 0, microbatch, step, 0.0, 8))
+            if (step, microbatch) < (9, 2):
+                receiver.received.append((0, "forward", 0, microbatch, step, 0.0, 8))
+    records = {0: read_flight(sender.write(tmp_path)), 1: read_flight(receiver.write(tmp_path))}
+    (found,) = diagnose(records).underway
+    assert found.messages == (
+        "the output of stage 0, microbatch 2, step 9",
+        "the output of stage 0, microbatch 3, step 9",
+    )
+
+
+def test_a_rank_that_was_told_otherwise_is_mentioned(tmp_path: Path, capsys: Capture) -> None:
+    paths = flights(tmp_path)
+    data = json.loads(paths[2].read_text())
+    data["verdict"] = Verdict(3, "raised", text="ValueError: planted", final=False).to_json()
+    paths[2].write_text(json.dumps(data))
+    out = call(["doctor", str(tmp_path)], capsys)
+    assert "but some ranks were told: rank 3 failed: ValueError: planted" in out
+
+
+def damaged(text: str, change: Any) -> str:
+    data = json.loads(text)
+    data.update(change)
+    return json.dumps(data)
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "empty": ("", "it is not JSON"),
+    "binary": (b"\x00\xff\x01", "it is not JSON"),
+    "deep": ("[" * 100_000, "it is not JSON"),
+    "another": ('{"format": "stageline-schedule"}', "its format is 'stageline-schedule', expected 'stageline-flight'"),
+    "a list": ("[]", "its format is 'list'"),
+    "newer": ({"version": 9}, "has version 9 of the format, and this stageline reads 1"),
+    "no such rank": ({"rank": 7}, "rank 7 of 4"),
+    "too many": ({"ranks": 10**9}, "damaged flight record"),
+    "actions": ({"actions": [[1, 2]]}, "damaged flight record"),
+    "sent": ({"sent": [[0, "forward", "x", 0, 0, 0.0, 0]]}, "a whole number was expected, got 'x'"),
+    "time": ({"written": "noon"}, "a number was expected, got 'noon'"),
+    "no time": ({"written": float("nan")}, "a number was expected, got nan"),
+    "verdict": ({"verdict": {"culprit": 1, "kind": "bored"}}, "no verdict"),
+    "list in verdict": ({"verdict": {"culprit": 1, "kind": "died", "action": []}}, "no verdict"),
+    "waits": ({"waits": "rank 2"}, "a whole number was expected"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_get_one_clear_error(tmp_path: Path, capsys: Capture, name: str) -> None:
+    path = flights(tmp_path)[0]
+    content, expected = BAD[name]
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        path.write_text(content if isinstance(content, str) else damaged(path.read_text(), content))
+    assert expected in call(["doctor", str(path)], capsys, code=2)
+
+
+def test_text_from_a_file_steers_no_terminal(tmp_path: Path, capsys: Capture) -> None:
+    flight = Flight(0, 1, "job")
+    flight.write(tmp_path, verdict=Verdict(0, "raised", text="\x1b[2J[red]planted[/red]"), doing="\x1b[31m")
+    assert run(["doctor", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "[red]planted[/red]" in out
+
+
+def test_records_that_cannot_be_of_one_job_are_refused(tmp_path: Path) -> None:
+    first = read_flight(Flight(0, 2, "job").write(tmp_path))
+    with pytest.raises(FlightError, match=r"disagree on its number of ranks: \[2, 3\]"):
+        merge([first, replace(first, rank=1, ranks=3)])
+    with pytest.raises(FlightError, match="no flight record"):
+        merge([])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FlightError, match="has no flight records"):
+        find_flights([tmp_path / "empty"])
+
+
+def test_doctor_leaves_torch_alone(tmp_path: Path) -> None:
+    flights(tmp_path)
+    code = "import sys; from stageline.cli.app import run; print(run(['doctor', sys.argv[1]]), 'torch' in sys.modules)"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.endswith("0 False\n"), done.stderr

@@ -1,0 +1,600 @@
+"""Plans: the fastest that fits, what it holds, what to change where nothing fits; on disk, and in a Pipeline."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+import stageline as sl
+from stageline.cli.app import run
+from stageline.common.sizes import enough, read_size
+from stageline.model.partition.partition import partition
+from stageline.model.profile.profile import Layer
+from stageline.model.split import even_sizes
+from stageline.planning.candidates import shape_of
+from stageline.planning.memory import buffers_of
+from stageline.planning.stage_costs import Links, stage_costs
+from stageline.testing import run_ranks
+
+
+def layer(name: str, forward: float = 1.0, **more: Any) -> Layer:
+    known: dict[str, Any] = {
+        "kind": "Linear",
+        "backward_input": forward,
+        "backward_weight": forward,
+        "backward": 2 * forward,
+        "activation": 100,
+        "residue": 60,
+        "parameters": 40,
+        "tied": 0,
+        "message": 10,
+        "arriving": 0,
+        "leaving": 0,
+        "calls": 1,
+    }
+    return Layer(name=name, forward=forward, **(known | more))
+
+
+def profile_of(*layers: Layer) -> sl.Profile:
+    return sl.Profile(layers, "a machine", "cpu", "2.13.0", 1, 1)
+
+
+def even(units: int, **more: Any) -> sl.Profile:
+    return profile_of(*(layer(f"layers.{unit}", **more) for unit in range(units)))
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> sl.Profile:
+    times = st.floats(0.1, 10.0)
+    sizes = st.integers(0, 1000)
+    found = []
+    for unit in range(draw(st.integers(2, 9))):
+        split = [draw(times), draw(times)]
+        found.append(
+            layer(
+                f"layers.{unit}",
+                draw(times),
+                backward_input=split[0],
+                backward_weight=split[1],
+                backward=sum(split) * draw(st.floats(0.5, 1.0)),
+                **{name: draw(sizes) for name in ("activation", "residue", "parameters", "message")},
+            )
+        )
+    return profile_of(*found)
+
+
+@st.composite
+def of_any_size(draw: st.DrawFn) -> sl.Profile:
+    """Layers whose times and sizes are nothing, tiny, huge or as they come, all of them alike or none."""
+    times = draw(
+        st.sampled_from(
+            [st.just(0.0), st.floats(1e-300, 1e-290), st.floats(1e60, 1e90), st.floats(0.0, 1.0), st.just(0.1)]
+        )
+    )
+    sizes = draw(st.sampled_from([st.just(0), st.integers(0, 9), st.integers(10**30, 10**40)]))
+    names = ("activation", "residue", "parameters", "message", "arriving", "leaving")
+    layers = []
+    for unit in range(draw(st.integers(1, 6))):
+        parts = {name: draw(times) for name in ("backward_input", "backward_weight", "backward")}
+        layers.append(layer(f"layers.{unit}", draw(times), **parts, **{name: draw(sizes) for name in names}))
+    return profile_of(*layers)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    profile=of_any_size(),
+    ranks=st.integers(1, 5),
+    microbatches=st.integers(1, 7),
+    transfer=st.sampled_from([0.0, 0.3, 1e-300, 1e80]),
+    tightness=st.sampled_from([None, 0.3, 0.8, float("inf")]),
+    names=st.sampled_from([["1f1b"], ["gpipe", "zb-h1"], ["1f1b", "interleaved", "synthesized"]]),
+)
+def test_a_plan_of_any_costs_is_read_as_it_was_written(
+    profile: sl.Profile, ranks: int, microbatches: int, transfer: float, tightness: float | None, names: list[str]
+) -> None:
+    """Whatever rounding does to the figures that are derived from them."""
+    request: dict[str, Any] = {
+        "profile": profile,
+        "ranks": min(ranks, len(profile.layers)),
+        "microbatches": microbatches,
+        "transfer": transfer,
+        "schedule": names,
+        "time_limit": 0.05,
+    }
+    found = sl.plan(**request)
+    if tightness is not None:  # what does not fit is among the alternatives
+        room = (max(rank.total for rank in found.memory) or 1.0) * tightness
+        with suppress(sl.StagelineError):
+            found = sl.plan(**request, memory=room)
+    found.write("plan.json")
+    again = sl.read_plan("plan.json")
+    assert again.to_json() == found.to_json()
+    assert 0.0 <= found.bubble <= 1.0
+    assert all(0.0 <= other.bubble <= 1.0 for other in found.alternatives)
+    found.timeline.write("step.json")
+    assert sl.read_timeline("step.json").makespan == found.step_seconds
+
+
+def test_a_plan_of_one_rank_is_read_as_it_was_written() -> None:
+    """A rank that never waits has a bubble of 0; its times, added in another order, would leave less than that."""
+    profile = profile_of(*(layer(f"layers.{unit}", time, parameters=0) for unit, time in enumerate((0.00476, 0.00923))))
+    for memory in (150, 180, 199, None):
+        found = sl.plan(profile=profile, ranks=1, microbatches=12, memory=memory, time_limit=0.3)
+        found.write("plan.json")
+        assert sl.read_plan("plan.json").alternatives == found.alternatives
+        assert min(found.bubble, *(other.bubble for other in found.alternatives), 0.0) == 0.0
+
+
+def cuts_of(profile: sl.Profile, made: sl.Schedule) -> list[list[int]]:
+    found = [even_sizes(len(profile.layers), made.stages)]
+    shape = shape_of(made)
+    if shape.place is not None and shape.chunks <= 2:
+        found.append(partition(profile.seconds, made.ranks, shape.chunks, shape.place).layers_per_stage)
+    return found
+
+
+@settings(max_examples=12, deadline=None)
+@given(profiles(), st.integers(1, 3), st.sampled_from([1, 2, 4]), st.sampled_from([0.0, 0.5]), st.booleans())
+def test_no_family_that_fits_is_faster(
+    profile: sl.Profile, ranks: int, batch: int, transfer: float, capped: bool
+) -> None:
+    ranks = min(ranks, len(profile.layers))
+    memory: float | None = None
+    if capped:  # as much as a middling plan takes
+        plain = sl.plan(
+            profile=profile, ranks=ranks, batch=batch, samples=1, schedule="1f1b", recompute="none", transfer=transfer
+        )
+        memory = max(rank.total for rank in plain.memory) or 1.0
+    found = sl.plan(
+        profile=profile, ranks=ranks, batch=batch, samples=1, transfer=transfer, memory=memory, time_limit=2.0
+    )
+    assert found.bound is not None
+    assert found.bound <= found.step_seconds
+    assert memory is None or max(rank.total for rank in found.memory) <= memory * (1 + 1e-9)
+    assert sl.verify(found.schedule).in_order
+    if found.microbatches != batch:
+        return
+    for name in sl.families():
+        try:
+            made = sl.schedule(name, ranks, batch)
+        except sl.ScheduleError:
+            continue
+        if not made.training or made.placement.directions > 1 or made.stages > len(profile.layers):
+            continue
+        for counts in cuts_of(profile, made):
+            ends = list(pairwise(accumulate(counts, initial=0)))
+            timeline = sl.simulate(made, profile.costs(ends, transfer=transfer))
+            held = [peak + wait for peak, wait in zip(timeline.peak_memory, buffers_of(timeline), strict=True)]
+            rank_of = made.placement.table[0].tolist()
+            for (start, stop), rank in zip(ends, rank_of, strict=True):  # 4 bytes, its gradient, and 8 of AdamW
+                held[rank] += 4 * sum(each.parameters for each in profile.layers[start:stop])
+            if memory is None or max(held) <= memory:
+                assert found.step_seconds <= timeline.makespan * (1 + 1e-9), name
+
+
+def test_the_fastest_of_the_named_families_is_taken() -> None:
+    found = sl.plan(profile=even(8), ranks=4, microbatches=8, schedule=["gpipe", "1f1b", "zb-h1"])
+    assert (found.schedule.name, found.layers_per_stage, found.step_seconds) == ("zb-h1", (2, 2, 2, 2), 54.0)
+    assert [each.schedule for each in found.alternatives] == ["1f1b", "gpipe"]
+    assert "22.2% longer" in found.explain()
+
+
+def test_a_schedule_of_its_own_is_made_where_that_is_faster() -> None:
+    times = zip([7, 12, 9, 11], [8, 13, 10, 12], [4, 9, 6, 8], strict=True)
+    empty = {"parameters": 0, "message": 0, "residue": 50}
+    uneven = profile_of(
+        *(
+            layer(
+                f"layers.{unit}",
+                forward,
+                backward_input=first,
+                backward_weight=second,
+                backward=first + second,
+                **empty,
+            )
+            for unit, (forward, first, second) in enumerate(times)
+        )
+    )
+    asked: dict[str, Any] = {"ranks": 4, "microbatches": 8, "memory": [400, 300, 200, 100], "recompute": "none"}
+    found = sl.plan(profile=uneven, transfer=1.0, **asked)
+    named = sl.plan(profile=uneven, transfer=1.0, schedule=["1f1b", "gpipe", "zb-h1"], **asked)
+    assert (found.schedule.name, named.schedule.name) == ("synthesized", "1f1b")
+    assert found.step_seconds < 0.97 * named.step_seconds
+    assert found.gap is not None
+    assert 0 <= found.gap < 0.1
+
+
+def test_a_schedule_of_its_own_may_be_asked_for_alone() -> None:
+    profile = profile_of(*(layer(f"layers.{unit}", 1.0 + unit % 3) for unit in range(8)))
+    for memory in (None, 4 * 640 + 800):
+        found = sl.plan(profile=profile, ranks=4, microbatches=8, memory=memory, schedule="synthesized", time_limit=0.5)
+        assert found.schedule.name == "synthesized"
+        assert {row.schedule for row in found.alternatives} <= {"synthesized"}
+        best = sl.plan(profile=profile, ranks=4, microbatches=8, memory=memory, time_limit=0.5)
+        assert found.step_seconds <= 1.05 * best.step_seconds
+
+
+def test_an_interrupt_while_an_order_is_made_ends_the_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stageline.synthesis.search.lower_bound", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        sl.plan(profile=even(8), ranks=4, microbatches=8, schedule="synthesized", time_limit=0.5)
+
+
+def test_the_table_says_more_memory_only_of_what_takes_more() -> None:
+    for microbatches, said in ((1, "as fast"), (8, "as fast, more memory")):
+        found = sl.plan(profile=even(8), ranks=4, microbatches=microbatches, schedule=["1f1b", "gpipe"], chunks=1)
+        (line,) = [line for line in found.explain().splitlines() if line.startswith("gpipe")]
+        assert line.endswith(f"B  {said}")
+
+
+def test_the_number_of_microbatches_is_chosen_by_what_small_ones_cost() -> None:
+    """Where a microbatch costs as much however small it is, few are best; where it costs its share, many are."""
+    flat, steep = {1: even(4), 8: even(4)}, {1: even(4), 8: even(4, forward=8.0)}
+    assert sl.plan(profile=flat, ranks=2, batch=8, schedule="1f1b").microbatches == 1
+    assert sl.plan(profile=steep, ranks=2, batch=8, schedule="1f1b").microbatches == 8
+
+
+def test_memory_counts_what_training_holds() -> None:
+    found = sl.plan(profile=even(4), ranks=2, microbatches=4, schedule="1f1b", optimizer_bytes_per_parameter=16)
+    first, second = found.memory
+    assert (first.parameters, first.gradients, first.optimizer) == (80, 80, 320)
+    assert (first.activations, second.activations) == (400, 200)  # two microbatches in flight, and one
+    assert first.total == 880 + first.buffers
+    lean = sl.plan(
+        profile=even(4), ranks=2, microbatches=4, schedule="1f1b", parameter_bytes=2, gradient_bytes_per_parameter=4
+    )
+    assert (lean.memory[0].gradients, lean.memory[0].optimizer) == (160, 320)
+
+
+def test_memory_counts_what_interlocking_steps_keep() -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    asked: dict[str, Any] = {"ranks": 2, "microbatches": 4, "schedule": "1f1b", "repeats": 1}
+    states: dict[str, Any] = {"optimizer_bytes_per_parameter": 4}
+    found = sl.plan(model, torch.ones(2, 16), interlock=True, **asked, **states)
+    plain = sl.plan(model, torch.ones(2, 16), layers_per_stage=found.layers_per_stage, **asked, **states)
+    assert all(rank.snapshot == 0 for rank in plain.memory)
+    more = [one.total - two.total for one, two in zip(found.memory, plain.memory, strict=True)]
+    assert more == [rank.snapshot for rank in found.memory]
+    pipe = sl.Pipeline(found.split(model), loss_fn=functional.mse_loss, schedule=found.schedule)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    kept = 0
+    run = pipe.run([(torch.ones(8, 16), torch.ones(8, 16))] * 4, optimizer=optimizer)
+    for _ in run:
+        kept = max(kept, run.snapshot_bytes)
+    assert kept == sum(rank.snapshot for rank in found.memory)
+    assert "snapshot" in found.explain()
+    least = max(rank.total for rank in found.memory)
+    with pytest.raises(sl.NothingFits, match="snapshot"):
+        sl.plan(model, torch.ones(2, 16), memory=0.6 * least, interlock=True, recompute="none", **asked, **states)
+
+
+def test_units_are_computed_once_more_only_where_memory_asks_for_it() -> None:
+    free = sl.plan(profile=even(8), ranks=4, microbatches=8, schedule="1f1b")
+    need = [rank.total for rank in free.memory]
+    found = sl.plan(profile=even(8), ranks=4, microbatches=8, schedule="1f1b", memory=need[0] - 1)
+    assert found.recompute not in ("none", "stage")
+    assert set(found.recompute) <= {"layers.0", "layers.1"}
+    assert max(rank.total for rank in found.memory) < need[0]
+    assert free.step_seconds < found.step_seconds < sl.plan(
+        profile=even(8), ranks=4, microbatches=8, schedule="1f1b", recompute="stage"
+    ).step_seconds  # fmt: skip
+
+
+def test_recomputing_is_priced_as_a_forward_more_and_activations_less() -> None:
+    profile = profile_of(layer("a", arriving=5), layer("b", 2.0, activation=300, leaving=7), layer("c"))
+    plain, stage, units = (stage_costs(profile, [2, 1], again, Links()) for again in ("none", "stage", ("a", "b", "c")))
+    assert plain.activation == [412.0, 100.0]
+    assert stage.activation == [5 + 10 + 10.0, 10.0]  # some of the batch, at most an output of it; and the output
+    assert units.activation == [5 + 10 + 10 + 10.0, 10.0]  # every unit keeps its input
+    assert stage.backward == units.backward == [9.0, 3.0]
+    assert stage.backward_weight == plain.backward_weight
+    assert stage.transient == {"B": [400.0, 100.0], "I": [400.0, 100.0]}
+    assert units.transient == {"B": [300.0, 100.0], "I": [300.0, 100.0]}
+
+
+@pytest.mark.parametrize("given", [{"memory": 700.0}, {"memory": 500.0}, {"memory": 700.0, "recompute": "none"},
+                                   {"memory": 900.0, "recompute": "none", "schedule": "gpipe"}])  # fmt: skip
+def test_the_advice_fits_where_nothing_did(given: dict[str, Any]) -> None:
+    asked: dict[str, Any] = {
+        "profile": even(8),
+        "ranks": 2,
+        "batch": 8,
+        "microbatches": 4,
+        "samples": 2,
+        "time_limit": 1.0,
+    } | given
+    with pytest.raises(sl.NothingFits, match=r"nothing fits: the closest, .* on rank") as caught:
+        sl.plan(**asked)
+    assert caught.value.needs > given["memory"]
+    assert caught.value.changes
+    for change in caught.value.changes:
+        found = sl.plan(**(asked | change))
+        limit = change.get("memory", given["memory"])
+        assert max(rank.total for rank in found.memory) <= limit * (1 + 1e-9), change
+
+
+def test_sizes_are_taken_as_the_command_takes_them() -> None:
+    asked: dict[str, Any] = {"profile": even(8), "ranks": 2, "microbatches": 4, "time_limit": 0.5}
+    assert sl.plan(**asked, memory="24GiB").caps == (24.0 * 2**30,) * 2
+    assert sl.plan(**asked, memory=["24GiB", 2.0**31]).caps == sl.plan(**asked, memory="24GiB,2GiB").caps
+    assert sl.plan(**asked, memory=np.array([1e9, 2e9])).caps == (1e9, 2e9)  # type: ignore[arg-type]
+    assert sl.plan(**asked, bandwidth="10G").costs.bandwidth == 1e10
+    costs = sl.Costs(activation=2**30)
+    assert max(sl.synthesize(costs, 2, 4, memory="2GiB", time_limit=0.2).timeline.peak_memory) <= 2**31
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    assert len(sl.split(model, 2, by="parameters", memory="1MiB")) == 2
+    with pytest.raises(sl.StagelineError, match=r"memory|fit"):
+        sl.split(model, 2, by="parameters", memory="1KiB")
+    with pytest.raises(sl.StagelineError, match="memory takes a size"):
+        sl.split(model, 2, by="parameters", memory="lots")
+
+
+@given(st.floats(1.0, 1e15))
+def test_a_size_that_is_advised_is_enough_and_little_more(value: float) -> None:
+    assert value <= read_size(enough(value)) * (1 + 1e-9)
+    assert read_size(enough(value)) <= max(value + 1, value * 1.011)
+
+
+def test_a_plan_from_before_there_was_a_snapshot_is_read(tmp_path: Path) -> None:
+    found = sl.plan(profile=even(4), ranks=2, microbatches=4, time_limit=0.5)
+    data = found.to_json()
+    for rank in data["memory"]:
+        del rank["snapshot"]
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    assert sl.read_plan(tmp_path / "plan.json").memory == found.memory
+
+
+def test_a_plan_is_the_same_after_a_round_trip(tmp_path: Path) -> None:
+    found = sl.plan(profile=even(8), ranks=2, batch=8, samples=2, memory=2000.0, bandwidth=1e6, time_limit=1.0)
+    found.write(tmp_path / "plan.json")
+    again = sl.read_plan(tmp_path / "plan.json")
+    assert again.to_json() == found.to_json()
+    assert again.explain() == found.explain()
+    assert again.schedule == found.schedule
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"layers_per_stage": [4]}, "'layers_per_stage' has 1 numbers, and the schedule 2 stages"),
+        ({"layers_per_stage": [4, -1]}, "whole numbers from 1"),
+        ({"recompute": 5}, "'recompute' must be"),
+        ({"memory": [{"parameters": 1}]}, "a row of 'memory' has parameters"),
+        ({"costs": {"forward": [1.0, -2.0]}}, "must be a number from 0"),
+        ({"costs": {"forward": [1.0] * 5}}, "has 5 values"),
+        ({"schedule": {"format": "x"}}, "plan.json: "),
+        ({"caps": ["much", 1]}, "'caps' must be 2 numbers"),
+        ({"names": ["a"]}, "'names' must be the 4 names"),
+        ({"alternatives": [1]}, "an alternative has"),
+        ({"version": 99}, "99"),
+    ],
+)
+def test_a_broken_file_is_refused_with_what_is_wrong(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    found = sl.plan(profile=even(4), ranks=2, microbatches=2, schedule="1f1b")
+    (tmp_path / "plan.json").write_text(json.dumps(found.to_json() | change))
+    with pytest.raises(sl.StagelineError, match=said):
+        sl.read_plan(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"ranks": 0, "batch": 8}, "ranks to be a whole number from 1"),
+        ({"ranks": 2}, "needs microbatches="),
+        ({"ranks": 2, "batch": 8}, "give samples="),
+        ({"ranks": 2, "batch": 8, "samples": 1, "microbatches": 3}, r"do not divide batch=8; .* are \[2, 4\]"),
+        ({"ranks": 9, "microbatches": 2}, "the model has 4 units, and 9 ranks"),
+        ({"ranks": 2, "microbatches": 2, "memory": -1}, "memory is a number of bytes above 0"),
+        ({"ranks": 2, "microbatches": 2, "memory": [1.0]}, "one for each of the 2 ranks"),
+        ({"ranks": 2, "microbatches": 2, "memory": "much"}, "memory takes a size, like 24GiB or 10G; got 'much'"),
+        ({"ranks": 2, "microbatches": 2, "memory": "8GB,9GB,1GB"}, "one for each of the 2 ranks"),
+        ({"ranks": 2, "microbatches": 2, "recompute": "stages"}, r"did you mean 'stage'\?"),
+        ({"ranks": 2, "microbatches": 2, "schedule": "1fb1"}, r"did you mean '1f1b'\?"),
+        ({"ranks": 2, "microbatches": 2, "schedule": "forward-only"}, "is for inference"),
+        ({"ranks": 2, "microbatches": 2, "split": "tim"}, r"did you mean 'time'\?"),
+        ({"ranks": 2, "microbatches": 2, "time_limit": float("nan")}, "number of seconds above 0"),
+        ({"ranks": 2, "microbatches": 2, "layers_per_stage": [1, 1]}, "must add up to 4"),
+        ({"ranks": 2, "microbatches": 2, "optimizer_bytes_per_parameter": -8}, "number of bytes from 0"),
+        ({"ranks": 2, "microbatches": 2, "transfer": -1.0}, "transfer must be a number from 0"),
+        ({"ranks": 3, "microbatches": 2, "schedule": "zb-v"}, "no schedule of zb-v can be made for 4 units on 3 ranks"),
+        ({"ranks": 2, "microbatches": 2, "profile": 5}, "expected a Profile"),
+        ({"ranks": 2, "microbatches": 2, "profile": {0: even(4)}}, "1 or more samples"),
+        ({"ranks": 2, "microbatches": 2, "profile": {1: even(4), 2: even(3)}}, "profiles have different layers"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(sl.StagelineError, match=said):
+        sl.plan(**({"profile": even(4)} | given))
+
+
+def test_a_planned_pipeline_computes_what_the_model_does() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    found = sl.plan(model, torch.randn(4, 8), ranks=2, batch=8, recompute="stage", repeats=1, time_limit=0.5)
+    assert found.samples * found.microbatches == 8
+    pipe = sl.Pipeline(
+        found.split(model), loss_fn=functional.mse_loss, schedule=found.schedule, recompute=found.recompute
+    )
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    pipe.step(x, y)
+    found_grads = gradients(model)
+    model.zero_grad()
+    for part in range(found.microbatches):
+        rows = slice(part * found.samples, (part + 1) * found.samples)
+        torch.autograd.backward(functional.mse_loss(model(x[rows]), y[rows]) * (found.samples / 8))
+    assert all(map(torch.equal, found_grads, gradients(model)))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    found = [parameter.grad for parameter in model.parameters()]
+    return [grad.clone() for grad in found if grad is not None]
+
+
+def test_a_plan_refuses_another_model() -> None:
+    found = sl.plan(profile=even(4), ranks=2, microbatches=2, schedule="1f1b")
+    with pytest.raises(sl.StagelineError, match=r"the plan is for 4 units, layers\.0"):
+        found.split(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))))
+    layers = [nn.Linear(2, 2) for _ in range(6)]
+    smaller = sl.plan(nn.Sequential(*layers[:4]), torch.ones(2, 2), ranks=2, microbatches=2, repeats=1, time_limit=0.5)
+    with pytest.raises(sl.StagelineError, match=r"the plan is for 4 units, 0 … 3, and Sequential has 4 beside them"):
+        smaller.split(nn.Sequential(*layers))
+
+
+def test_a_unit_that_is_called_twice_stands_in_both_places() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for each in (*self.layers, self.layers[0]):
+                x = each(x)
+            return x
+
+    found = sl.plan(Twice(), torch.randn(2, 8), ranks=2, microbatches=2, schedule="1f1b", repeats=1)
+    assert found.names == ("layers.0", "layers.1", "layers.2", "layers.0")
+    assert len(found.split(Twice(), torch.randn(2, 8))) == 2
+
+
+def test_the_command_plans_from_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    even(8).write(tmp_path / "profile.json")
+    words = ["plan", str(tmp_path / "profile.json"), "-p", "2", "--batch", "8", "--schedule", "1f1b,zb-h1"]
+    files = ["-o", str(tmp_path / "plan.json"), "--svg", str(tmp_path / "plan.svg"), "--html", str(tmp_path / "a.html")]
+    assert run([*words, *files, "--memory", "2KiB"]) == 0
+    said = capsys.readouterr().out
+    kept = sl.read_plan(tmp_path / "plan.json")
+    assert kept.caps == (2048.0, 2048.0)
+    assert f"{kept.schedule.name}: 2 ranks" in said
+    assert "chosen" in said
+    assert (tmp_path / "plan.svg").read_text().startswith("<svg")
+    assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
+    assert run([*words, "--json", "--memory", "2KiB"]) == 0
+    assert json.loads(capsys.readouterr().out)["layers_per_stage"] == list(kept.layers_per_stage)
+
+
+def test_the_command_says_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    even(4).write(tmp_path / "profile.json")
+    words = ["plan", str(tmp_path / "profile.json"), "-p", "2", "-m", "4", "--time-limit", "0.5"]
+    assert run([*words, "--memory", "900", "--schedule", "gpipe", "--recompute", "none"]) == 2
+    said = capsys.readouterr().err
+    assert "error: nothing fits" in said
+    advice = re.findall(r"(--[a-z]+) (\S+?)(?: brings|[;\n])", said)
+    assert dict(advice).keys() >= {"--memory", "--ranks"}
+    assert "=" not in said  # no words of Python
+    for flag, value in advice:  # a command that is given what it advises runs
+        fits = [*words, "--memory", "900", "--schedule", "gpipe", "--recompute", "none", flag, value]
+        assert run(fits) == 0, fits
+    capsys.readouterr()
+    assert run([*words[:4], "--memory", "100"]) == 2
+    assert "plan needs --microbatches, how many a step has, or --batch" in capsys.readouterr().err
+    assert run([*words, "--memory", "0"]) == 2
+    assert "--memory is a number of bytes above 0 or a size like 24GiB" in capsys.readouterr().err
+    assert run([*words, "--memory", "much"]) == 2
+    assert "--memory takes a size" in capsys.readouterr().err
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)]
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(8, 8), torch.randn(8, 8)
+
+
+def test_a_pipeline_plans_itself() -> None:
+    x, y = batch()
+    model, plain = nn.Sequential(*layers()), nn.Sequential(*layers())
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="auto", ranks=2, microbatches=4, example=x)
+    assert pipe.plan is not None
+    assert (pipe.schedule, pipe.plan.microbatches, sum(pipe.plan.layers_per_stage)) == (pipe.plan.schedule, 4, 6)
+    pipe.step(x, y)
+    for part in range(4):
+        rows = slice(2 * part, 2 * part + 2)
+        torch.autograd.backward(functional.mse_loss(plain(x[rows]), y[rows]) * 0.25)
+    assert all(map(torch.equal, gradients(model), gradients(plain)))
+
+
+def test_a_pipeline_chooses_its_microbatches_and_builds_only_after_that() -> None:
+    x, y = batch()
+    pipe = sl.Pipeline(
+        lambda: nn.Sequential(*layers()), loss_fn=functional.mse_loss, schedule="auto", ranks=2, example=x,
+        recompute="auto", seed=3,
+    )  # fmt: skip
+    assert pipe.plan is not None
+    assert pipe.schedule.microbatches * pipe.plan.samples == 8
+    assert pipe.plan.recompute == "none"  # nothing is short of memory here
+    assert pipe.step(x, y).microbatches == pipe.schedule.microbatches
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"ranks": 2}, "needs example="),
+        ({"example": torch.ones(4, 8)}, "needs ranks="),
+        (
+            {"ranks": 2, "example": torch.ones(4, 8), "group": 3},
+            "nor schedule='auto' has an option 'group', .* takes chunks",
+        ),
+        ({"ranks": 9, "example": torch.ones(4, 8)}, "the model has 6 units, and 9 ranks"),
+        ({"ranks": 2, "example": torch.ones(4, 8), "microbatches": 0}, "microbatches is a whole number from 1"),
+        ({"ranks": 2, "example": 5}, "the example must have tensors"),
+    ],
+)
+def test_auto_says_what_it_lacks(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(sl.StagelineError, match=said):
+        sl.Pipeline(nn.Sequential(*layers()), loss_fn=functional.mse_loss, schedule="auto", **given)
+
+
+def test_auto_refuses_stages_that_are_cut_already() -> None:
+    with pytest.raises(sl.StagelineError, match="give the model, or a function that builds it, not its stages"):
+        sl.Pipeline(layers(), loss_fn=functional.mse_loss, schedule="auto", ranks=2, example=torch.ones(4, 8))
+
+
+def on_a_process(rank: int) -> tuple[str, list[list[str]], list[torch.Tensor]]:
+    x, y = batch()
+    pipe = sl.Pipeline(
+        nn.Sequential(*layers()), loss_fn=functional.mse_loss, schedule="auto", microbatches=4, example=x, deadline=30
+    )
+    pipe.step(x, y)
+    programs = [[str(entry) for entry in program] for program in pipe.schedule.programs]
+    try:  # what rank 0 finds wrong, all ranks raise
+        sl.Pipeline(
+            nn.Sequential(*layers()),
+            loss_fn=functional.mse_loss,
+            schedule="auto",
+            example=torch.ones(4, 3),
+            deadline=30,
+        )
+    except sl.StagelineError as error:
+        return str(error), programs, gradients(pipe.model)
+    raise AssertionError("a model that cannot run on the example was planned")
+
+
+def test_processes_do_as_rank_0_plans() -> None:
+    first, second = run_ranks(on_a_process, 2)
+    assert first[1] == second[1]
+    assert first[0] == second[0] != ""
+    x, y = batch()
+    plain = nn.Sequential(*layers())
+    for part in range(4):
+        rows = slice(2 * part, 2 * part + 2)
+        torch.autograd.backward(functional.mse_loss(plain(x[rows]), y[rows]) * 0.25)
+    found = {tuple(grad.flatten().tolist()) for each in (first, second) for grad in each[2]}
+    assert found == {tuple(grad.flatten().tolist()) for grad in gradients(plain)}

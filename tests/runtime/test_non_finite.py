@@ -1,0 +1,254 @@
+"""A loss or gradient that is not finite fails the step, with the stage and microbatch where that began."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import stageline as sl
+from stageline.runtime.guards.non_finite import FiniteWatch
+from stageline.testing import assert_same_bits, run_ranks
+from support.pipelines import TRAINING, one_thread
+
+__all__ = ["one_thread"]
+
+pytestmark = pytest.mark.timeout(300)
+
+MARK, AT = 7.5, 2
+"""What the samples of the microbatch hold in which something goes wrong, and which that is."""
+
+
+class Scaled(torch.autograd.Function):
+    """Multiplies; its backward gives the weight a gradient that is not finite for samples that are marked."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, odd: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.odd = odd
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        own = (grad * x).sum(0)
+        return grad * weight, own * float("inf") if ctx.odd else own, None
+
+
+class Layer(nn.Module):
+    """A layer that passes a mark on in the first column, and in which something may go wrong where it is."""
+
+    def __init__(self, fault: str = "") -> None:
+        super().__init__()
+        self.fault = fault
+        self.inner = nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, mask = value
+        odd = bool((mask[:, 0] == MARK).any())
+        y = torch.tanh(self.inner(x))
+        fault = self.fault if odd else ""
+        if fault == "forward":
+            y = y * float("nan")
+        if fault == "backward":
+            y = y + torch.sqrt((x * 0).abs())  # finite, and its gradient is not
+        if fault == "mask":
+            mask = mask.masked_fill(mask != MARK, -float("inf"))
+        scaled: Any = Scaled.apply
+        return torch.as_tensor(scaled(y, self.weight, fault == "weight")), mask
+
+
+class First(Layer):
+    """Makes the pair that layers pass on."""
+
+    def forward(self, value: Any) -> tuple[Tensor, Tensor]:
+        return super().forward((value[:, 1:], value[:, :1]))
+
+
+class Last(Layer):
+    """Ends it."""
+
+    def forward(self, value: Any) -> Any:
+        return super().forward(value)[0]
+
+
+def layers(fault: str, at: int) -> Any:
+    torch.manual_seed(0)
+    kinds = [First, Layer, Layer, Layer, Layer, Layer, Layer, Last]
+    return nn.Sequential(*(kind(fault if index == at else "") for index, kind in enumerate(kinds)))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(8, 5)
+    x[2 * AT : 2 * AT + 2, 0] = MARK
+    return x, torch.randn(8, 4)
+
+
+def pipeline(model: nn.Module, name: str = "1f1b", ranks: int = 2, **given: Any) -> sl.Pipeline:
+    return sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, ranks=ranks, microbatches=4, **given)
+
+
+def fails(pipe: sl.Pipeline, model: nn.Module, call: Callable[[], Any]) -> str:
+    before = copy.deepcopy(dict(model.state_dict()))
+    with pytest.raises(sl.PipelineError) as caught:
+        call()
+    assert_same_bits(before, dict(model.state_dict()))
+    return str(caught.value)
+
+
+def every_fault(name: str, ranks: int = 2) -> None:
+    """Faults in the layer in the middle, which is at the start of a stage or inside of it."""
+    for fault in ("forward", "backward", "weight"):
+        model = layers(fault, 4)
+        pipe = pipeline(model, name, ranks)
+        per_stage = 8 // pipe.schedule.stages
+        stage = 4 // per_stage
+        said = fails(pipe, model, functools.partial(pipe.step, *batch()))
+        assert f"of stage {stage}, microbatch {AT}: ArithmeticError" in said, said
+        assert ("the loss of microbatch 2 is nan" in said) == (fault == "forward"), said
+        assert "no parameter was changed" in said
+        letter = said.partition(" failed in ")[2][0]
+        assert letter in {"forward": "F", "backward": "BI", "weight": "BIW"}[fault], said
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_the_stage_and_microbatch_where_it_began_are_named(name: str) -> None:
+    every_fault(name)
+
+
+def on_processes(rank: int) -> list[str]:
+    for name in ("1f1b", "zb-v", "chimera"):
+        every_fault(name)
+    said = []
+    model = layers("backward", 4)
+    pipe = pipeline(model, check_finite=False)
+    pipe.step(*batch())
+    pipe.check_finite = True
+    said.append(fails(pipe, model, lambda: pipe.clip_grad_norm_(1.0)))
+    model = layers("backward", 4)
+    pipe = pipeline(model)
+    run = pipe.run([batch()] * 3, optimizer=torch.optim.SGD(pipe.parameters(), lr=0.1))
+    said.append(fails(pipe, model, lambda: list(run)))
+    return said
+
+
+def test_processes_name_the_same() -> None:
+    for clipped, ran in run_ranks(on_processes, 2, timeout=200):
+        assert "the norm of the gradients is nan" in clipped or "is inf" in clipped
+        assert "0.inner.weight (stage 0)" in clipped
+        assert "the gradients of step 0 are not finite" in ran
+        assert f"of stage 1, microbatch {AT}" in ran or f"of stage 0, microbatch {AT}" in ran
+
+
+def test_a_mask_that_crosses_stages_fails_no_step_and_is_not_taken_for_the_origin() -> None:
+    model = layers("mask", 1)
+    pipe = pipeline(model, ranks=4)
+    assert pipe.step(*batch()).loss < 10
+    pipe.zero_grad()
+    model[5].fault = "forward"
+    said = fails(pipe, model, lambda: pipe.step(*batch()))
+    assert f"F of stage 2, microbatch {AT}" in said
+
+
+def test_inputs_that_are_not_finite_are_named() -> None:
+    model = layers("", 0)
+    x, y = batch()
+    x[3, 2] = float("nan")
+    said = fails(pipe := pipeline(model), model, lambda: pipe.step(x, y))
+    assert "F of stage 0, microbatch 1" in said
+    assert "the inputs of microbatch 1 are not finite themselves" in said
+
+
+def test_a_run_and_clipping_stop_before_any_parameter_changes() -> None:
+    for name in ("1f1b", "zb-v"):
+        model = layers("backward", 4)
+        pipe = pipeline(model, name)
+        run = pipe.run([batch()] * 3, optimizer=torch.optim.SGD(pipe.parameters(), lr=0.1))
+        assert "the gradients of step 0 are not finite" in fails(pipe, model, run.__next__)
+    model = layers("forward", 4)
+    pipe = pipeline(model, "zb-v")
+    run = pipe.run([batch()] * 3, optimizer=torch.optim.SGD(pipe.parameters(), lr=0.1))
+    assert f"F of stage 2, microbatch {AT}" in fails(pipe, model, lambda: next(run))
+    model = layers("backward", 4)
+    pipe = pipeline(model, check_finite=False)
+    pipe.step(*batch())
+    pipe.check_finite = True
+    grads = [None if each.grad is None else each.grad.clone() for each in pipe.parameters()]
+    said = fails(pipe, model, lambda: pipe.clip_grad_norm_(1.0))
+    assert "0.inner.weight (stage 0)" in said
+    for each, grad in zip(pipe.parameters(), grads, strict=True):
+        assert (each.grad is None) == (grad is None)
+        assert each.grad is None or grad is None or each.grad.equal(grad) or not grad.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:steps do not interlock")
+def test_a_run_whose_steps_do_not_interlock_fails_alike_or_leaves_the_step_out() -> None:
+    for skips in (False, True):
+        model = layers("backward", 4)
+        pipe = pipeline(model, "dualpipe")
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        run = pipe.run([batch()] * 2, optimizer=optimizer, max_norm=1.0, skip_not_finite=skips)
+        before = copy.deepcopy(dict(model.state_dict()))
+        if skips:
+            assert [stats.norm is not None and stats.norm < 1e9 for stats in run] == [False, False]
+        else:
+            assert "the gradients are not finite though the loss" in fails(pipe, model, run.__next__)
+        assert_same_bits(before, dict(model.state_dict()))
+        assert all(each.grad is None for each in model.parameters())
+
+
+def test_gradients_that_were_not_finite_before_the_step_are_not_blamed_on_it() -> None:
+    model = layers("", 0)
+    pipe = pipeline(model)
+    pipe.step(*batch())
+    model[6].weight.grad.fill_(float("nan"))
+    said = fails(pipe, model, lambda: pipe.step(*batch()))
+    assert "in a gradient that stage 1 had before this step: call zero_grad()" in said
+
+
+def test_a_loss_scale_and_the_option_let_gradients_pass() -> None:
+    cases: list[tuple[dict[str, Any], float]] = [({}, 1024.0), ({"check_finite": False}, 1.0)]
+    for given, scale in cases:
+        model = layers("backward", 4)
+        pipe = pipeline(model, **given)
+        assert pipe.step(*batch(), scale=scale).loss < 10
+        assert not pipe.clip_grad_norm_(1.0).isfinite()
+    model = layers("backward", 4)
+    pipe = pipeline(model)
+    assert "not finite though the loss" in fails(pipe, model, lambda: pipe.step(*batch(), scale=0.5))
+
+
+def test_large_stages_are_looked_at_once_a_step() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    pipe = pipeline(model)
+    x = torch.randn(8, 256)
+    pipe.step(x, x)
+    pipe.zero_grad()
+    handle = model[0].weight.register_hook(lambda grad: grad * float("nan"))
+    said = fails(pipe, model, lambda: pipe.step(x, x))
+    handle.remove()
+    assert "of stage 0" in said
+    assert "not finite though the loss" in said
+
+
+def test_on_a_gpu_sums_are_read_only_when_gradients_are_not_finite() -> None:
+    layer = nn.Linear(2, 2)
+    watch = FiniteWatch(2, {1: layer}, gradients=True, on_gpu=True)
+    for microbatch, factor in enumerate((1.0, float("nan"), 1.0)):
+        watch.action(0, 1, microbatch, [torch.ones(2)])
+        grad = torch.ones(2, 2) if layer.weight.grad is None else layer.weight.grad
+        layer.weight.grad = grad * factor
+        watch.action(3, 1, microbatch, None)
+    watch.end()
+    assert not watch.known
+    assert watch.bad() == {1}
+    assert [event.place for event in watch.events()] == [("W", 1, 1)]

@@ -1,0 +1,321 @@
+"""Measured steps against the plan: who drifts is named, another order is taken, and no bit of any gradient changes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+import stageline as sl
+from stageline.distributed.rank_host import ThreadWorld
+from stageline.planning.reorder import Reordered, reorder
+from stageline.runtime import replan
+from stageline.runtime.replan import Watch
+from stageline.testing import run_ranks
+from stageline.timeline.drift import drift_of
+from stageline.timeline.memory import peaks_of
+from stageline.train.events import read_metrics
+
+pytestmark = pytest.mark.timeout(600)
+
+PLANNED = sl.Costs(forward=1, backward_input=1, backward_weight=1, residue=0.5)
+
+
+def slower(stages: int, which: int, times: float = 1.5) -> sl.Costs:
+    """What is measured when one stage is slow."""
+    row = [times if stage == which else 1.0 for stage in range(stages)]
+    return sl.Costs(forward=row, backward_input=row, backward_weight=row)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3)) for _ in range(4)))
+
+
+def gradients(pipe: sl.Pipeline) -> list[Tensor]:
+    return [grad.clone() for _, grad in pipe.named_gradients() if grad is not None]
+
+
+def trained(ranks: int, schedule: str, steps: int = 5, **more: Any) -> tuple[sl.Pipeline, list[list[Tensor]]]:
+    """The gradients of some steps, in each of which all weights change."""
+    pipe = sl.Pipeline(
+        model(),
+        loss_fn=functional.mse_loss,
+        schedule=schedule,
+        ranks=ranks,
+        microbatches=6,
+        seed=1,
+        deadline=30,
+        **more,
+    )
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    torch.manual_seed(pipe.replica + 2)
+    found = []
+    for _ in range(steps):
+        x, y = torch.randn(12, 8), torch.randn(12, 8)
+        pipe.zero_grad()
+        pipe.step(x, y)
+        found.append(gradients(pipe))
+        optimizer.step()
+    return pipe, found
+
+
+def same(first: list[list[Tensor]], second: list[list[Tensor]]) -> bool:
+    return all(len(one) == len(two) and all(map(torch.equal, one, two)) for one, two in zip(first, second, strict=True))
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[sl.Costs], None]:
+    """Lets steps be measured as these costs, whatever they took: no clock decides a test."""
+    return lambda costs: monkeypatch.setattr(replan, "typical_costs", lambda timeline: costs)
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "slow"), [("1f1b", 2, 1), ("hanayo", 2, 1), ("interleaved", 2, 1),
+                                                         ("gpipe", 4, 3)])  # fmt: skip
+def test_another_order_changes_no_bit(
+    schedule: str, ranks: int, slow: int, measured: Callable[[sl.Costs], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    stages = sl.schedule(schedule, ranks, 6).stages
+    measured(slower(stages, slow))
+    with caplog.at_level(logging.WARNING, "stageline"):
+        pipe, found = trained(ranks, schedule, replan="auto", replan_every=2, planned=PLANNED)
+    plain, expected = trained(ranks, schedule)
+    assert same(found, expected)
+    (changed,) = pipe.replans  # it is seen to once, after the second step
+    assert changed.step == 1
+    assert changed.after < changed.before
+    assert pipe.schedule != plain.schedule
+    assert pipe.schedule.placement.table.tolist() == plain.schedule.placement.table.tolist()
+    assert pipe.certificate.in_order
+    assert pipe.timeline.schedule == pipe.schedule
+    assert f"stage {slow} on rank" in caplog.text
+    assert "re-planned" in caplog.text
+
+
+def test_evaluation_and_smaller_batches_go_on_after_another_order(measured: Callable[[sl.Costs], None]) -> None:
+    measured(slower(2, 1))
+    pipe, _ = trained(2, "1f1b", steps=2, replan="auto", replan_every=2, planned=PLANNED)
+    plain, _ = trained(2, "1f1b", steps=2)
+    assert pipe.replans
+    for samples in (12, 3):
+        x, y = torch.ones(samples, 8), torch.zeros(samples, 8)
+        assert pipe.step(x, y).loss == plain.step(x, y).loss
+        assert same([gradients(pipe)], [gradients(plain)])
+        assert pipe.eval().evaluate(x, y).loss == plain.eval().evaluate(x, y).loss
+        pipe.train(), plain.train()
+
+
+def ran(schedule: str, ranks: int, max_norm: float, **more: Any) -> tuple[sl.Pipeline, Any, list[Any]]:
+    """Losses and norms of a run over some batches, then the weights."""
+    pipe = sl.Pipeline(
+        model(),
+        loss_fn=functional.mse_loss,
+        schedule=schedule,
+        ranks=ranks,
+        microbatches=6,
+        seed=1,
+        deadline=30,
+        **more,
+    )
+    torch.manual_seed(2)
+    batches = [(torch.randn(12, 8), torch.randn(12, 8)) for _ in range(6)]
+    run = pipe.run(batches, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.05), max_norm=max_norm)
+    found: list[Any] = [(stats.loss, stats.norm) for stats in run]
+    return pipe, run, [found, [parameter.detach().clone() for parameter in pipe.parameters()]]
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 100.0])  # all steps are clipped, and made once more; or none is
+@pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 2), ("1f1b", 4), ("interleaved", 2)])
+def test_another_order_changes_no_bit_where_steps_interlock(
+    schedule: str, ranks: int, max_norm: float, measured: Callable[[sl.Costs], None]
+) -> None:
+    measured(slower(sl.schedule(schedule, ranks, 6).stages, 1, 3.0))
+    pipe, run, found = ran(schedule, ranks, max_norm, replan="auto", replan_every=2, planned=PLANNED)
+    plain, _, expected = ran(schedule, ranks, max_norm)
+    assert run.interlocks
+    assert found[0] == expected[0]
+    assert same([found[1]], [expected[1]])
+    assert [changed.step for changed in pipe.replans] == [1]
+    assert pipe.timeline.schedule == pipe.schedule != plain.schedule
+
+
+def run_on_a_process(rank: int) -> tuple[list[Any], list[Any], int]:
+    vars(replan)["typical_costs"] = lambda timeline: slower(2, 1, 3.0)
+    pipe, run, found = ran("gpipe", 2, 0.05, replan="auto", replan_every=2, planned=PLANNED)
+    assert run.interlocks
+    return found[0], found[1], len(pipe.replans)
+
+
+def test_processes_that_interlock_change_their_order_together() -> None:
+    results = run_ranks(run_on_a_process, 2)
+    _, _, (figures, weights) = ran("gpipe", 1, 0.05)
+    assert all(each[0] == figures and each[2] == 1 for each in results)
+    assert same([[weight for _, mine, _ in results for weight in mine]], [weights])
+
+
+def on_a_process(rank: int, replicas: int) -> list[tuple[list[list[Tensor]], list[list[str]], int]]:
+    vars(replan)["typical_costs"] = lambda timeline: slower(2, 1)
+    found = []
+    for mode in ("auto", "off"):
+        pipe, grads = trained(
+            2,
+            "1f1b",
+            steps=4,
+            replan=mode,
+            replan_every=2,
+            planned=PLANNED,
+            replicas=replicas if replicas > 1 else None,
+        )
+        programs = [[str(entry) for entry in program] for program in pipe.schedule.programs]
+        found.append((grads, programs, len(pipe.replans)))
+    return found
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_processes_change_their_order_together(replicas: int) -> None:
+    changed, plain = zip(*run_ranks(on_a_process, 2 * replicas, replicas), strict=True)
+    for one, two in zip(changed, plain, strict=True):
+        assert same(one[0], two[0])
+    assert all(each[1] == changed[0][1] for each in changed)
+    assert changed[0][1] != plain[0][1]
+    assert [each[2] for each in changed] == [1] * 2 * replicas
+
+
+def look(watch: Watch, schedule: sl.Schedule, costs: sl.Costs, steps: int) -> list[Any]:
+    """So many steps that are measured as these costs."""
+    world, found = ThreadWorld(schedule.ranks), []
+    for step in range(steps):
+        seen = sl.simulate(schedule, costs) if watch.wants() else None
+        found.append(watch.after(step, seen, schedule, world))
+    return found
+
+
+def test_a_straggler_is_named_with_what_it_costs_and_only_once(caplog: pytest.LogCaptureFixture) -> None:
+    made = sl.schedule("zb-h1", 4, 8)
+    watch = Watch("warn", 4, None, None)
+    with caplog.at_level(logging.WARNING, "stageline"):
+        look(watch, made, sl.Costs(), 4)
+        assert watch.drift is not None
+        assert watch.drift.stages == ()
+        assert not caplog.records  # the first period is what the others are held to
+        assert look(watch, made, slower(4, 2), 4) == [None] * 4
+        (said,) = [record.message for record in caplog.records]
+        look(watch, made, slower(4, 2), 8)
+        assert len(caplog.records) == 1
+    assert "stage 2 on rank 2 takes 1.5 times what was planned (4.5 s instead of 3 s for a microbatch)" in said
+    before, after = (sl.simulate(made, costs).makespan for costs in (sl.Costs(), slower(4, 2)))
+    assert f"({after:.3g} s instead of {before:.3g} s)" in said
+
+
+@settings(deadline=None)
+@given(st.floats(0.3, 5.0), st.sampled_from(["1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v"]))
+def test_what_is_slow_everywhere_is_no_drift(times: float, name: str) -> None:
+    made = sl.schedule(name, 2, 6)
+    row = [times] * made.stages
+    found = drift_of(made, sl.Costs(), sl.Costs(forward=row, backward_input=row, backward_weight=row))
+    assert found.stages == ()
+    assert found.planned == pytest.approx(found.measured)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data(), st.sampled_from([("1f1b", 3), ("zb-h1", 3), ("zb-v", 2), ("interleaved", 2), ("gpipe", 2)]))
+def test_another_order_holds_no_more_on_any_rank_and_is_faster(data: st.DataObject, which: tuple[str, int]) -> None:
+    made = sl.schedule(which[0], which[1], 5)
+    rows = [data.draw(st.lists(st.floats(0.5, 4.0), min_size=made.stages, max_size=made.stages)) for _ in range(4)]
+    costs = sl.Costs(forward=rows[0], backward_input=rows[1], backward_weight=rows[2], activation=rows[3], residue=0.5)
+    found = reorder(made, costs, time_limit=0.2)
+    if found is None:
+        return
+    assert sl.simulate(found.schedule, costs).makespan == pytest.approx(found.after)
+    assert found.after < found.before
+    assert sl.verify(found.schedule).in_order
+    for new, old in zip(peaks_of(found.schedule, costs), peaks_of(made, costs), strict=True):
+        assert new <= old * (1 + 1e-9)
+
+
+def test_an_interrupt_while_an_order_is_looked_for_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stageline.synthesis.search.lower_bound", interrupt)
+    assert sl.synthesize(PLANNED, 2, 4).was_interrupted
+    with pytest.raises(KeyboardInterrupt):
+        reorder(sl.schedule("gpipe", 2, 6), slower(2, 1))
+
+
+def test_halves_that_nobody_measured_are_not_guessed() -> None:
+    """A schedule of whole backwards says nothing of I and W; without a plan its new order has whole ones too."""
+    made = sl.schedule("gpipe", 3, 6)
+    watch = Watch("auto", 3, None, None)
+    look(watch, made, sl.Costs(), 3)
+    found = [each for each in look(watch, made, slower(3, 0, 4.0), 3) if each is not None]
+    assert all("I" not in {action.kind for program in each.schedule.programs for action in program} for each in found)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"replan": "always"}, "replan is 'off', 'warn' or 'auto', got 'always'"),
+        ({"replan": "atuo"}, r"did you mean 'auto'\?"),
+        ({"replan": "warn", "replan_every": 1}, "replan_every is a number of steps from 2 on, got 1"),
+        ({"replan": "warn", "planned": 5}, "planned is sl.Costs"),
+        ({"replan": "warn", "planned": sl.Costs(forward=[1, 2, 3])}, "forward has 3 values and the schedule has 2"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(sl.StagelineError, match=said):
+        sl.Pipeline(model(), loss_fn=functional.mse_loss, ranks=2, microbatches=2, **options)
+
+
+def test_a_job_takes_another_order_and_trains_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def other(made: sl.Schedule, costs: sl.Costs, **asked: Any) -> Reordered:
+        return Reordered(sl.schedule("1f1b", made.ranks, made.microbatches), 2.0, 1.5)
+
+    monkeypatch.setattr(replan, "typical_costs", lambda timeline: slower(2, 1, 1000.0))
+    monkeypatch.setattr(replan, "reorder", other)
+    losses = []
+    for mode in ("auto", "off"):
+        config = sl.Config.read(
+            None, "training.steps=5", "training.seq_len=8", "model.dim=16", "model.n_layers=2", "model.n_heads=2",
+            "parallelism.pipeline_parallel_degree=2", "parallelism.pipeline_parallel_schedule=gpipe",
+            f"parallelism.replan={mode}", "parallelism.replan_freq=2", f"job.dump_folder={tmp_path / mode}",
+            "sample.tokens=0", "validation.enable=false", "checkpoint.enable=false",
+        )  # fmt: skip
+        losses.append(sl.Trainer(config).run().loss)
+    assert losses[0] == losses[1] is not None
+    (told,) = read_metrics(tmp_path / "auto" / "metrics.jsonl").of("replan")
+    assert (told["step"], told["before"], told["after"]) == (2, 2.0, 1.5)
+    assert "re-planned: the step should take 25.0% less" in told["said"]
+    assert told["said"] in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_is_no_drift_and_a_lasting_change_is_told_once(
+    seed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Stages that vary by a fifth from step to step, in 200 steps that are looked at every ten; then one is slow."""
+    draw, factors = np.random.default_rng(seed), np.ones(4)
+
+    def noisy(timeline: sl.Timeline) -> sl.Costs:
+        forward, backward = np.exp(draw.normal(0.0, 0.2, (2, 4))) * factors
+        return sl.Costs(forward=forward.tolist(), backward=(2 * backward).tolist())
+
+    monkeypatch.setattr(replan, "typical_costs", noisy)
+    schedule, world = sl.schedule("1f1b", ranks=4, microbatches=8), ThreadWorld(4)
+    timeline, watch = sl.simulate(schedule, sl.Costs()), Watch("warn", 10, None, None)
+    for step in range(260):
+        factors[2] = 4.0 if step >= 200 else 1.0
+        watch.after(step, timeline if watch.wants() else None, schedule, world)
+    (line,) = caplog.messages
+    assert line.startswith("after step 209, stage 2 on rank 2 takes ")

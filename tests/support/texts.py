@@ -1,0 +1,50 @@
+"""Texts, tokens and tokenizers for tests of data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stageline.train.config.config import Config
+from stageline.train.data import Data, File, Tokens, open_data
+
+
+def job(dataset: str = "text", path: str = "", *, seq_len: int = 4, **more: Any) -> Config:
+    config = Config()
+    config.training.dataset, config.training.dataset_path, config.training.seq_len = dataset, path, seq_len
+    for name, value in more.items():
+        section, _, field = name.partition("__")
+        assert hasattr(getattr(config, section), field)
+        setattr(getattr(config, section), field, value)
+    return config
+
+
+def tokens_of(data: Data) -> list[int]:
+    """All tokens, of what is trained on and of what is held back."""
+    assert isinstance(data.train, Tokens)
+    return [int(each) for each in data.train.array[:]]
+
+
+def text_of(path: str, **more: Any) -> str:
+    data = open_data(job("text", path, **more))
+    assert data.tokenizer is not None
+    return bytes(tokens_of(data)).replace(b"\xff", b"|").decode()
+
+
+def train_tokenizer(path: str = "tokenizer.json", separator: str | None = "<|endoftext|>", words: str = "ab") -> File:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.train_from_iterator(
+        [f"the stage of the {words} line"] * 4,
+        trainers.BpeTrainer(
+            vocab_size=300,
+            show_progress=False,
+            special_tokens=[separator] if separator else [],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    made.enable_truncation(8)
+    made.save(path)
+    return File(path)

@@ -1,0 +1,158 @@
+"""Pictures: they show every action where it runs, fit, and stay small."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stageline as sl
+from stageline.timeline import draw
+from stageline.timeline.draw.palette import LOOKS
+from stageline.timeline.draw.terminal import chart, strip
+from support.instances import examples
+
+NAMES = sorted(sl.families())
+
+
+def timeline(name: str = "zb-v", ranks: int = 4, microbatches: int = 8, **costs: Any) -> sl.Timeline:
+    return sl.simulate(sl.schedule(name, ranks, microbatches), sl.Costs(**costs))
+
+
+def brightness(colour: str) -> float:
+    red, green, blue = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in (red, green, blue)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(first: str, second: str) -> float:
+    low, high = sorted((brightness(first), brightness(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_the_terminal_chart_shows_the_order_of_1f1b() -> None:
+    lines = draw.text(timeline("1f1b", 3, 4, backward=1), width=8 + 2 * 12).splitlines()
+    assert lines[:3] == [
+        "rank 0 F0F1F2....B0F3B1..B2..B3",
+        "rank 1 ..F0F1..B0F2B1F3B2..B3..",
+        "rank 2 ....F0B0F1B1F2B2F3B3....",
+    ]
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(name=st.sampled_from(NAMES), width=st.integers(30, 240), half=st.integers(1, 4), forward=st.floats(0.01, 100))
+def test_the_terminal_chart_never_exceeds_its_width(name: str, width: int, half: int, forward: float) -> None:
+    t = timeline(name, 2 * half, 8 * half, forward=forward)
+    lines = ["".join(segment.text for segment in line) for line in chart(t, width)]
+    assert len(lines) == 2 * half
+    assert max(map(len, lines)) <= width
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_crowded_columns_show_what_a_rank_does_most() -> None:
+    """In the steady state of 1f1b a rank spends twice as long in B as in F, so B fills every column of it."""
+    lines = ["".join(segment.text for segment in line) for line in chart(timeline("1f1b", 8, 256), 60)]
+    assert all(set(line[12:48]) == {"B"} for line in lines)
+
+
+def test_many_ranks_are_shortened_in_the_terminal() -> None:
+    lines = chart(timeline("gpipe", 200, 2), 100, most_ranks=10)
+    assert len(lines) == 11
+    assert "190 ranks not shown" in lines[5][0].text
+
+
+def test_the_strip_is_full_where_all_ranks_compute() -> None:
+    t = timeline("zb-h2", 4, 8)
+    assert strip(t, 27, t.makespan) == "▂▄▆" + "█" * 21 + "▆▄▂"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_svg_has_one_box_for_every_entry(name: str) -> None:
+    t = timeline(name)
+    root = ElementTree.fromstring(draw.svg(t))
+    titles = [element for element in root.iter() if element.tag.endswith("title")]
+    assert len(titles) == sum(len(program) for program in t.schedule.programs)
+
+
+def test_large_svgs_draw_outlines() -> None:
+    t = timeline("1f1b", 16, 200)
+    root = ElementTree.fromstring(draw.svg(t))
+    paths = [element.get("d", "") for element in root.iter() if element.tag.endswith("path")]
+    assert sum(path.count("z") for path in paths) == t.schedule.num_actions
+
+
+def unpack(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    data = json.loads(found.group(1))
+    assert isinstance(data, dict)
+    return data
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_holds_every_start_and_end(name: str) -> None:
+    t = timeline(name, forward=1.37, transfer=0.21)
+    data = unpack(draw.html(t))
+    (panel,) = data["panels"]
+    step = data["step"]
+    for rank, row in enumerate(panel["ranks"]):
+        clock, found = 0, []
+        for gap, time in zip(row["gap"], row["time"], strict=True):
+            found.append((clock + gap, clock + gap + time))
+            clock += gap + time
+        boxes = sorted({(timed.start, timed.end) for timed in t.actions(rank)})
+        assert len(found) == len(t.schedule.programs[rank])
+        for (start, end), (first, last) in zip(found, boxes, strict=True):
+            assert start * step == pytest.approx(first, abs=2 * step)
+            assert end * step == pytest.approx(last, abs=2 * step)
+
+
+def test_a_page_of_ten_thousand_actions_is_small_and_needs_no_network() -> None:
+    t = timeline("zb-v", 16, 104, forward=10.3, backward_input=11.1, backward_weight=7.7, transfer=1.3)
+    assert t.schedule.num_actions > 9900
+    page = draw.html(t)
+    assert len(page.encode()) < 300_000
+    assert not re.search(r"(src|href)\s*=|https?:|@import|url\(", page)
+
+
+def test_a_page_does_not_run_what_a_name_says() -> None:
+    s = sl.Schedule.from_programs([["0F0", "0B0"]], name="</script><img src=x onerror=alert(1)>")
+    page = draw.html(sl.simulate(s))
+    assert "<img" not in page
+    assert page.count("</script>") == 2
+    assert "<img" not in draw.svg(sl.simulate(s))
+
+
+@pytest.mark.parametrize("name", ["zb-v", "dualpipe", "1f1b"])
+def test_the_trace_has_every_action_and_an_arrow_for_every_transfer(name: str) -> None:
+    t = timeline(name, transfer=0.5)
+    events = json.loads(draw.trace(t))["traceEvents"]
+    boxes = [event for event in events if event["ph"] == "X"]
+    assert len(boxes) == t.schedule.num_actions
+    assert {event["tid"] for event in boxes} == set(range(4))
+    tails = {event["id"]: event for event in events if event["ph"] == "s"}
+    heads = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert tails.keys() == heads.keys() == set(range(len(list(t.messages()))))
+    assert all(tail["args"]["arrived"] - tail["args"]["sent"] == pytest.approx(500.0) for tail in tails.values())
+    for key, tail in tails.items():
+        sender, receiver = tail["name"].split(" to ")
+        for arrow, name in ((tail, sender), (heads[key], receiver)):
+            (slice_,) = (box for box in boxes if box["name"] == name)
+            assert arrow["tid"] == slice_["tid"]
+            assert slice_["ts"] < arrow["ts"] < slice_["ts"] + slice_["dur"], "an arrow hangs on the box it belongs to"
+
+
+def test_kinds_differ_in_brightness_and_words_can_be_read() -> None:
+    """In grey print the kinds stay apart, and every label has a contrast of at least 4.5 to 1."""
+    steps = sorted((brightness(look.fill) for letter, look in LOOKS.items() if letter != "&"), reverse=True)
+    assert all((high + 0.05) / (low + 0.05) > 1.35 for high, low in pairwise(steps))
+    assert len({look.line for look in LOOKS.values()}) == len(LOOKS)
+    for look in LOOKS.values():
+        assert contrast(look.fill, look.ink) >= 4.5
+        assert contrast(look.pale, "#000000") >= 4.5

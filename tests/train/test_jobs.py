@@ -1,0 +1,216 @@
+"""Training jobs as real processes: killed, stopped, restarted, spread over ranks; the numbers stay the same."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from stageline.testing import Nursery
+from stageline.train.checkpoint import published
+from stageline.train.config.read import read_config
+from stageline.train.run_folder import RunFolder
+from support.jobs import (
+    PATIENCE,
+    SCRIPT,
+    TINY,
+    ended,
+    losses,
+    said,
+    start,
+    step_of,
+    validations,
+    wait_for,
+    wait_until,
+    weights,
+)
+from support.ports import free_port
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_killed_job_goes_on_as_if_nothing_had_been(nursery: Nursery, tokens: Path, processes: int) -> None:
+    """Dropout and shuffling are on; the threads' whole run is the measure of all."""
+    assert ended(start(nursery, tokens, "whole")) == [0], said(tokens, "whole")
+    draw = random.Random(processes)
+    for _ in range(2):
+        children = start(nursery, tokens, "parts", processes=processes)
+        wait_for(tokens, "parts", min(step_of(tokens, "parts") + draw.randrange(1, 7), 15))
+        for child in children:
+            child.signal(signal.SIGKILL)
+        ended(children)
+    assert ended(start(nursery, tokens, "parts", processes=processes)) == [0] * processes, said(tokens, "parts")
+    assert losses(tokens, "parts") == losses(tokens, "whole")
+    assert len(losses(tokens, "whole")) == 16
+    assert weights(tokens, "parts", 16) == weights(tokens, "whole", 16)
+
+
+@pytest.mark.parametrize(("processes", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
+def test_a_signal_ends_a_job_with_a_checkpoint_and_without_an_error(
+    nursery: Nursery, tokens: Path, processes: int, number: signal.Signals
+) -> None:
+    children = start(nursery, tokens, "run", "--training.steps=5000", processes=processes)
+    wait_for(tokens, "run", 3)
+    children[-1].signal(number)  # one rank alone; the ranks agree
+    assert ended(children) == [0] * processes, said(tokens, "run")
+    last = step_of(tokens, "run")
+    assert (tokens.parent / "run" / "checkpoint" / f"step-{last:08}" / "manifest.json").is_file()
+    assert f"stopped by {number.name}" in said(tokens, "run")
+
+
+def test_a_second_interrupt_ends_at_once(nursery: Nursery, tokens: Path) -> None:
+    """In a step that would never end."""
+    folder = tokens.parent
+    words = [*TINY, f"--training.dataset_path={tokens}", f"--job.dump_folder={folder / 'run'}"]
+    child = nursery.start(SCRIPT, "hang", [words, str(folder)], log=folder / "run.0.log")
+    wait_until(child, lambda: (folder / "inside").exists())
+    child.signal(signal.SIGINT)
+    wait_until(child, lambda: (folder / "heard-1").exists())
+    child.signal(signal.SIGINT)
+    assert child.wait(PATIENCE) == 130
+    assert "ended at once; the last published checkpoint is whole" in said(tokens, "run")
+
+
+def test_a_rank_whose_peer_died_ends_with_an_error_and_saves_nothing(nursery: Nursery, tokens: Path) -> None:
+    children = start(nursery, tokens, "run", "--training.steps=5000", "--checkpoint.interval=100000", processes=2)
+    wait_for(tokens, "run", 3)
+    children[1].signal(signal.SIGKILL)
+    children[0].signal(signal.SIGTERM)
+    assert children[0].wait(PATIENCE) != 0
+    assert "rank 1" in said(tokens, "run")
+    assert not list((tokens.parent / "run" / "checkpoint").glob("step-*"))
+
+
+def test_a_checkpoint_that_one_rank_could_not_write_ends_all_of_them_with_its_error(
+    nursery: Nursery, tokens: Path
+) -> None:
+    more = ("--checkpoint.interval=2", "--parallelism.pipeline_parallel_schedule=1f1b")
+    children = start(nursery, tokens, "run", "--training.steps=5000", *more, processes=2, full=4)
+    assert ended(children) == [2, 2], said(tokens, "run")
+    last = tokens.parent / "run" / "checkpoint" / "step-00000002"
+    for rank in range(2):
+        assert "error: the checkpoint of step 4 is not saved: " in said(tokens, "run", rank)
+        assert f"; the last good one is {last}\n" in said(tokens, "run", rank)
+    assert "error: the checkpoint of step 4 is not saved: No space left on device; " in said(tokens, "run")
+
+
+def test_a_checkpoint_of_processes_goes_on_as_threads_and_back(nursery: Nursery, tokens: Path) -> None:
+    assert ended(start(nursery, tokens, "whole")) == [0]
+    for processes, more in (
+        (2, ["--training.time_limit=0.00001"]),
+        (1, ["--training.time_limit=0.00001", "--parallelism.pipeline_parallel_degree=4"]),
+        (2, ["--parallelism.pipeline_parallel_schedule=zb-v"]),
+    ):
+        assert ended(start(nursery, tokens, "parts", *more, processes=processes)) == [0] * processes, said(
+            tokens, "parts"
+        )
+    assert losses(tokens, "parts") == losses(tokens, "whole")
+
+
+def test_more_ranks_than_processes_is_one_clear_error(nursery: Nursery, tokens: Path) -> None:
+    children = start(nursery, tokens, "run", "--parallelism.pipeline_parallel_degree=4", processes=2)
+    assert ended(children) == [2, 2]
+    assert "need 4 processes, and 2 were started" in said(tokens, "run")
+    assert not (tokens.parent / "run").exists()
+
+
+def test_ranks_without_a_shared_folder_are_found(nursery: Nursery, tokens: Path) -> None:
+    """The second rank works in another folder, where the same relative path leads elsewhere."""
+    elsewhere = tokens.parent / "elsewhere"
+    elsewhere.mkdir()
+    words = [*TINY, f"--training.dataset_path={tokens}", "--job.dump_folder=here"]
+    common = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    before = os.getcwd()
+    children = []
+    for rank, folder in enumerate((tokens.parent, elsewhere)):
+        os.chdir(folder)
+        try:
+            children.append(
+                nursery.start(SCRIPT, "main", [words], log=tokens.parent / f"apart.{rank}.log",
+                              environment=common | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"})
+            )  # fmt: skip
+        finally:
+            os.chdir(before)
+    assert ended(children) == [2, 2], said(tokens, "apart")
+    assert "rank 1 does not see the folder 'here' of rank 0" in said(tokens, "apart")
+
+
+def test_replicas_of_a_pipeline_train_go_on_and_load_elsewhere(nursery: Nursery, tokens: Path) -> None:
+    """2 × 2 processes with a split backward: the same bits in every run of that layout, and nearly so in others."""
+    spread = ["--training.local_batch_size=4", "--training.global_batch_size=16", "--model.dropout=0",
+              "--parallelism.pipeline_parallel_schedule=zb-h1", "--validation.fraction=0.045"]  # fmt: skip
+    assert ended(start(nursery, tokens, "whole", *spread, processes=4)) == [0] * 4, said(tokens, "whole")
+    children = start(nursery, tokens, "parts", *spread, processes=4)
+    wait_for(tokens, "parts", 13)
+    for child in children:
+        child.signal(signal.SIGKILL)
+    ended(children)
+    assert ended(start(nursery, tokens, "parts", *spread, processes=4)) == [0] * 4, said(tokens, "parts")
+    assert losses(tokens, "parts") == losses(tokens, "whole")
+    assert weights(tokens, "parts", 16) == weights(tokens, "whole", 16)
+    assert ended(start(nursery, tokens, "other", *spread, "--training.time_limit=0.00001", processes=4)) == [0] * 4
+    alone = [*spread, "--training.local_batch_size=16", "--parallelism.pipeline_parallel_degree=3"]
+    assert ended(start(nursery, tokens, "other", *alone)) == [0], said(tokens, "other")
+    apart = [abs(losses(tokens, "other")[step][0] - losses(tokens, "whole")[step][0]) for step in range(1, 17)]
+    assert max(apart) < 1e-4, apart
+    (shared,), (whole,) = (validations(tokens, run) for run in ("whole", "other"))
+    assert shared["samples"] == whole["samples"] == 11  # of 16 that are asked for; the last 3 are shared unevenly
+    assert abs(shared["loss"] - whole["loss"]) < 1e-4
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["in the background", "at the end"])
+def test_a_rank_killed_while_saving_is_named_at_once_and_the_folder_is_free(
+    nursery: Nursery, tokens: Path, last: bool
+) -> None:
+    """The first rank waits for what the killed one had to write, and the others for the first."""
+    folder, ranks, step = tokens.parent, 3, 3
+    words = [
+        *TINY,
+        f"--training.dataset_path={tokens}",
+        f"--job.dump_folder={folder / 'run'}",
+        "--checkpoint.interval=3",
+    ]
+    words += [f"--parallelism.pipeline_parallel_degree={ranks}", "--parallelism.pipeline_parallel_schedule=1f1b"]
+    words += [f"--training.steps={step if last else 5000}"]
+    environment = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    children = [
+        nursery.start(
+            SCRIPT,
+            "killed_while_saving",
+            [words, step, str(folder)],
+            log=folder / f"run.{rank}.log",
+            environment={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(ranks)
+    ]
+    codes = ended(children)
+    logs = [said(tokens, "run", rank) for rank in range(ranks)]
+    assert codes == [2, 2, -signal.SIGKILL], logs
+    killed = float((folder / "killed").read_text())
+    for rank in range(ranks - 1):
+        assert f"rank {rank}: rank {ranks - 1} died" in logs[rank]
+        assert f"error: rank {ranks - 1} died" in logs[rank] or f"is not saved: rank {ranks - 1} died" in logs[rank]
+        # Not by the deadline of the writer, which is a minute.
+        assert float((folder / f"ended-{rank}").read_text()) - killed < 30.0
+    assert not published(folder / "run" / "checkpoint")  # what they gave up may stay until the next save
+    free = RunFolder(folder / "run")
+    free.claim(read_config(folder / "run" / "config.toml"))
+    free.release()
+
+
+def test_a_rank_that_waits_for_others_at_the_start_ends_by_sigterm(nursery: Nursery, tokens: Path) -> None:
+    """As when another was killed before they met, and a launcher ends the rest to start all of them again."""
+    folder = tokens.parent
+    words = [*TINY, f"--training.dataset_path={tokens}", f"--job.dump_folder={folder / 'run'}"]
+    environment = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    log = folder / "run.1.log"
+    child = nursery.start(SCRIPT, "noted_when_waiting", [words, str(folder)], log=log, environment=environment)
+    wait_until(child, lambda: (folder / "inside").exists())
+    child.signal(signal.SIGTERM)
+    assert child.wait(PATIENCE) == -signal.SIGTERM, log.read_text()

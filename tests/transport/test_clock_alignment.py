@@ -1,0 +1,252 @@
+"""Clocks of ranks that count from different moments: aligned before the first step, and never compared if not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import stageline as sl
+from stageline.cli.app import app
+from stageline.distributed.rank_host import ThreadWorld
+from stageline.runtime.replan import Watch
+from stageline.timeline import draw
+from stageline.timeline.explain import typical_costs
+from stageline.transport.clock_alignment import Alignment, offset_of
+from stageline.transport.protocol import TransportError
+from stageline.transport.tcp import exchange
+from stageline.transport.tcp.exchange import Exchange
+from stageline.transport.tcp.links import Links
+from stageline.transport.tcp.outbox import Outbox
+from support.ports import free_port
+
+pytestmark = pytest.mark.timeout(600)
+
+RANK = Path(__file__).parents[1] / "support" / "clock_rank.py"
+SHIFTED = ["unshare", "--time", "--monotonic", "100000", "--boottime", "100000"]
+
+
+# ---- the exchange ----
+
+
+@given(
+    apart=st.floats(-1e6, 1e6),
+    there=st.floats(0, 1e-2),
+    work=st.floats(0, 1e-2),
+    back=st.floats(0, 1e-2),
+)
+@settings(max_examples=50, deadline=None)
+def test_the_other_clock_is_within_the_uncertainty(apart: float, there: float, work: float, back: float) -> None:
+    """However unequal the two ways are."""
+    asked = 50.0
+    heard = asked + there + apart
+    reading = offset_of(asked, heard, heard + work, asked + there + work + back)
+    assert abs(reading.offset - apart) <= reading.uncertainty + 1e-9
+    assert reading.uncertainty == pytest.approx((there + back) / 2, abs=1e-9)
+
+
+class ShiftedTime:
+    """The module `time`, with a clock for every thread."""
+
+    def __init__(self, real: Any) -> None:
+        self._real, self._of = real, threading.local()
+
+    def shift(self, seconds: float) -> None:
+        self._of.shift = seconds
+
+    def perf_counter(self) -> float:
+        return float(self._real.perf_counter()) + float(getattr(self._of, "shift", 0.0))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+@pytest.mark.parametrize("fan", [1, 2, 16])
+def test_every_rank_learns_how_far_all_clocks_are_apart(fan: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shifts = [5.0, 100000.0, 5.0, -3000.0, 0.0]
+    clock = ShiftedTime(time)
+    monkeypatch.setattr(exchange, "time", clock)
+    monkeypatch.setattr(exchange, "FAN", fan)
+    ends = [Links(rank, len(shifts)) for rank in range(len(shifts))]
+
+    def call(rank: int) -> Alignment:
+        clock.shift(shifts[rank])
+        return Exchange(ends[rank], Outbox(), range(len(shifts))).align(lambda: None)
+
+    try:
+        for end in ends:
+            end.meet([each.address for each in ends], "0" * 32)
+        with ThreadPoolExecutor(len(shifts)) as pool:
+            results = [result.result(100.0) for result in [pool.submit(call, rank) for rank in range(len(shifts))]]
+    finally:
+        for end in ends:
+            end.close()
+    for found in results:
+        assert (found.offsets, found.uncertainties) == (results[0].offsets, results[0].uncertainties)
+        assert not found.exact
+        for shift, offset, uncertainty in zip(shifts, found.offsets, found.uncertainties, strict=True):
+            assert abs(offset - (shifts[0] - shift)) <= uncertainty + 1e-9
+        # The same clock as the first rank's is known to be the same, and adds nothing.
+        assert found.offsets[2] == found.uncertainties[2] == 0.0
+
+
+def test_a_rank_that_is_lost_meanwhile_ends_the_exchange() -> None:
+    def lost() -> None:
+        raise TransportError("rank 1 is lost")
+
+    ends = [Links(rank, 2) for rank in range(2)]
+    try:
+        for end in ends:
+            end.meet([each.address for each in ends], "0" * 32)
+        with pytest.raises(TransportError, match="rank 1 is lost"):
+            Exchange(ends[0], Outbox(), range(2)).align(lost)
+    finally:
+        for end in ends:
+            end.close()
+
+
+# ---- two hosts ----
+
+
+def measured(folder: Path, second: list[str]) -> dict[str, sl.Timeline]:
+    """What two processes measured, the second of which is started by a command of its own."""
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [*(second if rank else []), sys.executable, str(RANK), str(rank), str(folder)],
+            env={
+                **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=240)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in ranks] == [0, 0], said
+    return {path.stem: sl.read_timeline(path) for path in folder.iterdir()}
+
+
+def test_hosts_with_other_uptimes_give_the_makespan_and_the_bubble_of_one_clock(tmp_path: Path) -> None:
+    allowed = subprocess.run([*SHIFTED, "true"], capture_output=True, check=False)
+    if allowed.returncode:
+        pytest.skip("a time namespace is not allowed here (unshare --time)")
+    timelines = measured(tmp_path, SHIFTED)
+    assert len(timelines) == 4
+    for name, timeline in timelines.items():
+        assert timeline.uncertainty is not None, name
+        assert 0.0 < timeline.uncertainty < 0.05
+        # 20 ms for F and 40 ms for B: 5 times 60 ms where nothing else runs, and more on a busy machine.
+        assert 0.29 < timeline.makespan < 10.0
+        assert timeline.bubble is not None
+        assert 0.1 < timeline.bubble < 0.95
+        moved = timeline.transfers
+        early = float((moved.sent - timeline.start[moved.receivers]).max())
+        assert early <= timeline.uncertainty + 0.01  # no input is taken before it was made
+    assert "±" in repr(timelines["step-0"])
+
+
+# ---- what is said of it ----
+
+ALIGNED = sl.simulate(sl.schedule("1f1b", 2, 4), sl.Costs(forward=0.01, backward=0.02))
+MEASURED = replace(ALIGNED, costs=None, uncertainty=0.002)
+APART = replace(ALIGNED, costs=None, uncertainty=None)
+
+
+def test_a_timeline_tells_its_uncertainty_in_words_pictures_and_files(tmp_path: Path) -> None:
+    assert MEASURED.bubble == ALIGNED.bubble
+    assert MEASURED.bubble_uncertainty == pytest.approx(0.002 / 0.15)
+    assert "(bubble 20.0% ± 1.3%)" in repr(MEASURED)
+    assert "bubble 20.0% ± 1.3%" in draw.text(MEASURED)
+    assert "bubble 20.0% ± 1.3%" in draw.svg(MEASURED)
+    assert '"bubbleUncertainty":0.0133' in draw.html(MEASURED)
+    assert MEASURED.figures()["uncertainty"] == sl.explain(None, MEASURED).to_json()["uncertainty"] == 0.002
+    MEASURED.write(tmp_path / "run.json")
+    assert sl.read_timeline(tmp_path / "run.json").uncertainty == 0.002
+    said = CliRunner().invoke(app, ["trace", str(tmp_path / "run.json")]).output
+    assert "aligned to ± 2 ms" in said
+    assert "±" not in draw.text(ALIGNED)
+
+
+def test_a_timeline_of_clocks_that_were_not_aligned_says_so_and_gives_no_bubble(tmp_path: Path) -> None:
+    assert APART.bubble is None
+    assert APART.bubble_uncertainty is None
+    assert not APART.is_aligned
+    assert "not aligned" in repr(APART)
+    assert (APART.busy, APART.ideal, APART.span) == (ALIGNED.busy, ALIGNED.ideal, ALIGNED.span)
+    for tell in (
+        lambda: APART.makespan, lambda: APART.idle, lambda: APART.critical_path, lambda: draw.text(APART),
+        lambda: draw.svg(APART), lambda: draw.html(APART), lambda: draw.trace(APART),
+        lambda: sl.explain(None, APART), lambda: sl.compare(ALIGNED, APART).makespan,
+    ):  # fmt: skip
+        with pytest.raises(sl.ScheduleError, match="were not aligned"):
+            tell()
+    APART.write(tmp_path / "run.json")
+    assert sl.read_timeline(tmp_path / "run.json").uncertainty is None
+    result = CliRunner().invoke(app, ["trace", str(tmp_path / "run.json")])
+    assert result.exit_code == 0
+    assert "clocks of its ranks not aligned" in result.output
+    figures = json.loads(CliRunner().invoke(app, ["trace", str(tmp_path / "run.json"), "--json"]).output)
+    assert (figures["makespan"], figures["bubble"], figures["uncertainty"]) == (None, None, None)
+
+
+def test_what_actions_took_is_known_without_aligned_clocks_and_transfers_are_not() -> None:
+    costs = typical_costs(APART)
+    assert costs.forward == pytest.approx([0.01, 0.01])
+    assert costs.transfer == 0.0
+
+
+def test_nothing_is_planned_from_a_step_of_clocks_that_were_not_aligned() -> None:
+    watch = Watch("auto", 2, sl.Costs(), None)
+    for step in range(4):
+        assert watch.after(step, APART, APART.schedule, ThreadWorld(2)) is None
+    assert watch.drift is None
+
+
+def without_uncertainty(timeline: sl.Timeline, path: Path) -> sl.Timeline:
+    """As a file reads that was written before there were uncertainties."""
+    timeline.write(path)
+    data = json.loads(path.read_text())
+    del data["uncertainty"]
+    path.write_text(json.dumps(data))
+    return sl.read_timeline(path)
+
+
+def test_a_file_that_says_nothing_of_clocks_is_judged_by_its_messages(tmp_path: Path) -> None:
+    assert without_uncertainty(replace(ALIGNED, costs=None), tmp_path / "old.json").bubble == ALIGNED.bubble
+    start, end = ALIGNED.start.copy(), ALIGNED.end.copy()
+    second = slice(int(ALIGNED.schedule.bounds[1]), None)
+    for shift in (1e5, -1e5):
+        start[second], end[second] = ALIGNED.start[second] + shift, ALIGNED.end[second] + shift
+        moved = ALIGNED.transfers
+        sent = end[ALIGNED.schedule.graph.source[moved.receivers]]
+        apart = replace(ALIGNED, costs=None, start=start, end=end, transfers=replace(moved, sent=sent, arrived=sent))
+        assert without_uncertainty(apart, tmp_path / "old.json").bubble is None
+
+
+@pytest.mark.parametrize("value", [-1.0, "much", True, [0.0], float("inf")])
+def test_an_uncertainty_that_is_none_is_refused(value: object, tmp_path: Path) -> None:
+    ALIGNED.write(tmp_path / "run.json")
+    data = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({**data, "uncertainty": value}))
+    with pytest.raises(sl.ScheduleError, match=r"uncertainty|number"):
+        sl.read_timeline(tmp_path / "run.json")

@@ -1,0 +1,84 @@
+"""What ranks tell each other at the end of a step: every row reaches every rank, whatever the tree looks like."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from stageline.transport.protocol import TransportError
+from stageline.transport.tcp import exchange
+from stageline.transport.tcp.exchange import Exchange
+from stageline.transport.tcp.links import Links
+from stageline.transport.tcp.outbox import Outbox
+
+pytestmark = pytest.mark.timeout(600)
+
+Rows = NDArray[np.float64]
+
+
+def on_all(ranks: int, fan: int, call: Callable[[int, Exchange], Rows], monkeypatch: pytest.MonkeyPatch) -> list[Rows]:
+    """Call something with every rank's end, each on a thread of its own."""
+    monkeypatch.setattr(exchange, "FAN", fan)
+    ends = [Links(rank, ranks) for rank in range(ranks)]
+    try:
+        for end in ends:
+            end.meet([each.address for each in ends], "0" * 32)
+        made = [Exchange(end, Outbox(), range(ranks)) for end in ends]
+        with ThreadPoolExecutor(ranks) as pool:
+            found: list[Future[Rows]] = [pool.submit(call, rank, end) for rank, end in enumerate(made)]
+            return [each.result(100.0) for each in found]
+    finally:
+        for end in ends:
+            end.close()
+
+
+def patient(seconds: float = 60.0) -> Callable[[], None]:
+    end = time.monotonic() + seconds
+
+    def check() -> None:
+        if time.monotonic() > end:
+            raise TransportError("nothing came")
+
+    return check
+
+
+@pytest.mark.parametrize("fan", [1, 2, 3, 16])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 9])
+def test_every_row_reaches_every_rank_in_order(ranks: int, fan: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(rank: int, end: Exchange) -> Rows:
+        draw = random.Random(rank)
+        found = []
+        for number in range(3):
+            time.sleep(draw.choice([0.0, 0.005]))
+            found.append(end.gather(np.array([rank, number, 0.5]), patient()))
+        return np.stack(found)
+
+    expected = np.array([[[rank, number, 0.5] for rank in range(ranks)] for number in range(3)])
+    for found in on_all(ranks, fan, gather, monkeypatch):
+        assert np.array_equal(found, expected)
+
+
+def test_a_rank_that_tells_another_number_of_figures_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = threading.Event()
+
+    def in_vain() -> None:
+        if refused.is_set():
+            raise TransportError("nothing came")
+
+    def gather(rank: int, end: Exchange) -> Rows:
+        try:
+            return end.gather(np.zeros(3 if rank == 2 else 2), in_vain if rank else patient())
+        except TransportError as error:
+            refused.set()
+            return np.array([ord(letter) for letter in str(error)])
+
+    said = ["".join(map(chr, found.astype(int))) for found in on_all(3, 16, gather, monkeypatch)]
+    assert said[0].startswith("rank 2 tells 3 numbers at the end of a step and rank 0 expects 2")
+    assert said[1] == said[2] == "nothing came"
