@@ -1,4 +1,4 @@
-"""Torch helpers that know no pipeline: trees of tensors, random numbers per layer, buffers, thread context, host memory.
+"""Torch helpers that know no pipeline: trees, random numbers per layer, buffers, thread context, host memory.
 
 Nothing here knows what a stage, a rank or a schedule is. Read the file you need.
 """
