@@ -10,13 +10,13 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from stageline.common.errors import StagelineError, shorten
 from stageline.model.compiled_models import unwrapped
 from stageline.model.huggingface import own_loss
 from stageline.model.split_request import whole
 from stageline.model.stage_module.boundary import arguments
+from stageline.runtime._torch_private import pytree
 from stageline.runtime.batches.chunk_specs import ChunkSpecs
 from stageline.runtime.microbatches import input_parts, look_at, target_parts
 from stageline.runtime.penalty import add_gradients, terms_of

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError, shorten
 from stageline.distributed.rank_host import Floats
-from stageline.runtime.guards.loss_reads import ReadWatch, Tensors, leaves_below, listed, storage_of
+from stageline.runtime._torch_private import storage_id
+from stageline.runtime.guards.loss_reads import ReadWatch, Tensors, leaves_below, listed
 from stageline.tensors.thread_context import plain_precision
 
 Penalty: TypeAlias = Callable[[str, nn.Parameter], Any]
@@ -69,10 +70,10 @@ def _value_of(penalty: Penalty, name: str, parameter: nn.Parameter, model: Tenso
     """Call the penalty, and refuse one that reads another parameter of the model."""
     if model is None:
         return penalty(name, parameter)
-    own = storage_of(parameter)
+    own = storage_id(parameter)
 
     def another(tensor: Tensor) -> str | None:
-        if tensor is parameter or (model.exactly(tensor) is None and storage_of(tensor) == own):
+        if tensor is parameter or (model.exactly(tensor) is None and storage_id(tensor) == own):
             return None
         return None if model.exactly(tensor) == name else model.name(tensor)
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from stageline.distributed.collectives import Column
 from stageline.distributed.rank_host import Floats, PipelineError, World
+from stageline.runtime._torch_private import buffer_named
 from stageline.runtime.grad_reduce import Reducer
 from stageline.runtime.microbatches import NAMES, SCALE, Given, digest, disagreement
 from stageline.runtime.shared_parameters import Placed
@@ -189,7 +190,7 @@ class Replicas:
         no new version."""
         for owner, name, _, copy in before:
             if owner in self._owners:
-                now = owner._buffers[name]
+                now = buffer_named(owner, name)
                 size = 0 if now is None else now.nbytes
                 same = now is not None and now.shape == copy.shape and torch.equal(now, copy)
                 yield (owner, name), float(-1 - size if same else 1 + size)
@@ -208,7 +209,7 @@ class Replicas:
                     raise PipelineError(
                         f"the buffer {name} has not one size in all replicas, and cannot be made the same"
                     )
-                buffer = owner._buffers[name]
+                buffer = buffer_named(owner, name)
                 if buffer is not None:
                     self.column.spread(buffer.data)
 

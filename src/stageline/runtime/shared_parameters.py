@@ -9,7 +9,6 @@ question are objects of their own. After the step, their gradients are added to 
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from stageline.autograd import hooks
 from stageline.common.errors import StagelineError
+from stageline.runtime._torch_private import has_accumulate_hooks, has_gradient_hooks, share_gradient_hooks
 from stageline.runtime.guards.wrappers import wrapper_in
 from stageline.schedules.placement import Placement
 
@@ -60,7 +60,8 @@ class Placed:
             for use in uses:
                 if use.own is not None and use.own is not parameter and rank in (None, use.rank):
                     use.own.grad = None
-                    _share_hooks(parameter, use.own)
+                    # Each direction's hooks see the gradients of its own microbatches.
+                    share_gradient_hooks(parameter, use.own)
 
     def refuse_hooks(self, name_of: Callable[[nn.Parameter], str]) -> None:
         """Refuse hooks and wrappers that expect a gradient which no rank has before the end of a step."""
@@ -69,7 +70,7 @@ class Placed:
             for original, _ in self.shadows:
                 refuse_wrapper(original)
         for parameter, stages in self.stages.items():
-            if parameter._post_accumulate_grad_hooks or (parameter._backward_hooks and len(stages) > 1):
+            if has_accumulate_hooks(parameter) or (has_gradient_hooks(parameter) and len(stages) > 1):
                 users = f"stages {', '.join(map(str, stages))}" if len(stages) > 1 else "two ranks, one a direction,"
                 raise StagelineError(
                     f"the parameter {name_of(parameter)} has a hook and is used by {users} that add up its "
@@ -131,12 +132,6 @@ def refuse_wrapper(part: nn.Sequential) -> None:
             "other stages or ranks use as well, so that it needs a copy, and the wrapper cannot be copied; use a "
             "schedule with one direction (1f1b), untie the weights, or give the pipeline replicas= instead"
         )
-
-
-def _share_hooks(parameter: nn.Parameter, alias: nn.Parameter) -> None:
-    """Let an alias call the hooks of its parameter; each direction sees gradients of microbatches of its own."""
-    if parameter._backward_hooks or alias._backward_hooks:
-        alias._backward_hooks = OrderedDict(parameter._backward_hooks or {})
 
 
 def shadow_of(

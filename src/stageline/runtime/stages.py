@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils import _pytree as pytree
 
 from stageline.common.errors import ScheduleError, StagelineError, UnknownOption, nearest, shorten
 from stageline.model.build.build import Description, describe
@@ -18,6 +17,7 @@ from stageline.model.compiled_models import unwrapped
 from stageline.model.skips import parts_of
 from stageline.model.split import Staged, even_sizes, split
 from stageline.model.units import NoStack, find_units, layers_of, refuse_lazy
+from stageline.runtime._torch_private import pytree
 from stageline.runtime.function_layers import with_functions
 from stageline.schedules.io import read_schedule
 from stageline.schedules.placement import Placement

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from stageline.common.errors import StagelineError
 from stageline.model.reachability import reached_tensors
 from stageline.model.stage_module.placeholder import Absent
 from stageline.model.stage_module.stage_module import StagePart
-from stageline.runtime.guards.loss_reads import ReadWatch, Tensors, leaves_below, storage_of
+from stageline.runtime._torch_private import pytree, storage_id
+from stageline.runtime.guards.loss_reads import ReadWatch, Tensors, leaves_below
 
 
 def holders_of(parts: Sequence[nn.Module]) -> dict[nn.Parameter, tuple[str, tuple[int, ...]]]:
@@ -61,17 +61,17 @@ class ForeignReads:
         self._tensors = Tensors((name, each) for name, each, _ in everything)
         self._stages = {name: stages for name, _, stages in everything}
         self._by_name = {name: each for name, each, _ in others}
-        self._own = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())} | {None}
+        self._own = {storage_id(tensor) for tensor in (*module.parameters(), *module.buffers())} | {None}
 
     def call(self, name: str, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a layer, and refuse what it reads of other stages."""
         trains = torch.is_grad_enabled()
         leaves = pytree.tree_leaves((args, kwargs))
-        passed = self._own.union(storage_of(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        passed = self._own.union(storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor))
 
         def name_of(tensor: Tensor) -> str | None:
             known = self._tensors.exactly(tensor)
-            if known is None and storage_of(tensor) not in passed:
+            if known is None and storage_id(tensor) not in passed:
                 known = self._tensors.name(tensor)
             # Threads share their memory, so only what a step trains is in danger there.
             return (
@@ -132,7 +132,7 @@ def readers(
     frozenset({1})
     """
     holders = holders_of(parts)
-    memory = {storage_of(parameter): parameter for parameter in holders}
+    memory = {storage_id(parameter): parameter for parameter in holders}
     memory.pop(None, None)
     stages: list[int] = []
     framed: set[nn.Parameter] | None = None
@@ -144,8 +144,8 @@ def readers(
                 framed = _parameters((), _frames(part), holders, memory)
             seen = seen | framed
         own = set(part.parameters())
-        own_memory = {storage_of(tensor) for tensor in own}
-        if any(each not in own and storage_of(each) not in own_memory for each in seen):
+        own_memory = {storage_id(tensor) for tensor in own}
+        if any(each not in own and storage_id(each) not in own_memory for each in seen):
             stages.append(stage)
     return frozenset(stages)
 
@@ -167,7 +167,7 @@ def _parameters(
         return set(holders)
     known = {id(parameter) for parameter in holders}
     return {
-        each if isinstance(each, nn.Parameter) and id(each) in known else memory[storage_of(each)]
+        each if isinstance(each, nn.Parameter) and id(each) in known else memory[storage_id(each)]
         for each in tensors
-        if id(each) in known or storage_of(each) in memory
+        if id(each) in known or storage_id(each) in memory
     }

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from stageline.common.errors import StagelineError
+from stageline.runtime._torch_private import pytree
 from stageline.tensors.pytree import Leaf, tensors_of
 
 

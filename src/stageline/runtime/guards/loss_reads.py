@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from stageline.common.errors import StagelineError
 from stageline.model.reachability import reached_tensors
+from stageline.runtime._torch_private import pytree, storage_id
 
 _VALUES = frozenset({"data", "grad", "T", "mT", "H", "mH", "real", "imag"})
 """The attributes of a tensor that give its values; all others tell of its form."""
@@ -31,14 +31,6 @@ _AS = frozenset({"to", "type_as", "view_as", "reshape_as", "expand_as"})
 """Functions that look at the values of their first argument alone."""
 
 
-def storage_of(tensor: Tensor) -> int | None:
-    """What tells the memory of a tensor from that of others; None where it has none of its own."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return None
-
-
 class Tensors:
     """Tensors by name, recognised by themselves and by their memory."""
 
@@ -46,16 +38,16 @@ class Tensors:
         """Keep them: a number that stands for a tensor holds only while the tensor lives."""
         self.named = list(named)
         self._by_id = {id(tensor): name for name, tensor in reversed(self.named)}
-        self._by_storage = {storage_of(tensor): name for name, tensor in reversed(self.named)}
+        self._by_storage = {storage_id(tensor): name for name, tensor in reversed(self.named)}
         self._by_storage.pop(None, None)
 
     def __contains__(self, tensor: Tensor) -> bool:
         """Whether it is one of them or shares memory with one."""
-        return id(tensor) in self._by_id or storage_of(tensor) in self._by_storage
+        return id(tensor) in self._by_id or storage_id(tensor) in self._by_storage
 
     def name(self, tensor: Tensor) -> str | None:
         """What it is called, or what it is a view of."""
-        return self._by_id.get(id(tensor)) or self._by_storage.get(storage_of(tensor))
+        return self._by_id.get(id(tensor)) or self._by_storage.get(storage_id(tensor))
 
     def exactly(self, tensor: Tensor) -> str | None:
         """What it is called, if it is one of them."""
@@ -163,11 +155,11 @@ class LossReads:
         return loss
 
     def _watched(self, output: Any, target: Any, given: list[Tensor], names: dict[str, None]) -> Any:
-        passed = {storage_of(leaf) for leaf in given} - {None}
+        passed = {storage_id(leaf) for leaf in given} - {None}
 
         def name(tensor: Tensor) -> str | None:
             known = self._model.exactly(tensor)
-            if known is None and storage_of(tensor) not in passed:
+            if known is None and storage_id(tensor) not in passed:
                 known = self._model.name(tensor)
             return None if known is None or tensor in self._own else known
 

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
-from torch.utils import _pytree as pytree
 
 from stageline.faults.monitor.verdict import describe
+from stageline.runtime._torch_private import flatten_dense, pytree, sparse_values
 from stageline.schedules.schedule import Schedule
 
 Floats = NDArray[np.float64]
@@ -72,14 +71,14 @@ def sum_of(tensor: Tensor) -> Tensor | None:
     if tensor.layout is not torch.strided:
         if tensor.layout is not torch.sparse_coo and not tensor.is_nested:
             return None
-        tensor = tensor.values() if tensor.is_nested else tensor._values()
+        tensor = tensor.values() if tensor.is_nested else sparse_values(tensor)
     return tensor.sum(dtype=torch.float32) if tensor.itemsize < 4 else tensor.sum()
 
 
 def kind_of(tensor: Tensor) -> int | None:
     """Which of `VALUES` a tensor holds; None where all are finite."""
     if tensor.layout is not torch.strided:
-        tensor = tensor.values() if tensor.is_nested else tensor._values()
+        tensor = tensor.values() if tensor.is_nested else sparse_values(tensor)
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     for number, holds in enumerate((torch.isnan, torch.isposinf, torch.isneginf)):
         if bool(holds(plain).any()):
@@ -97,11 +96,7 @@ def _all_finite(small: Sequence[Tensor]) -> bool:
     """Whether the values of small tensors are finite; at once, as a call for each would take longer than they do."""
     if any(tensor.layout is not torch.strided for tensor in small):
         return False
-    return finite(_flat(small))
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.as_tensor(_flatten_dense_tensors(tensors))  # type: ignore[no-untyped-call]
+    return finite(flatten_dense(small))
 
 
 class FiniteWatch:
@@ -154,7 +149,9 @@ class FiniteWatch:
     def _look_at_parameters(self, event: Event) -> None:
         grads = [parameter.grad for parameter in self._parameters[event.stage] if parameter.grad is not None]
         if self._on_gpu:
-            total = sum_of(_flat(grads)) if grads and all(grad.layout is torch.strided for grad in grads) else None
+            total = (
+                sum_of(flatten_dense(grads)) if grads and all(grad.layout is torch.strided for grad in grads) else None
+            )
             self._kept += [] if total is None else [(event, total)]
             return
         if not grads or (event.stage in self._often and _all_finite(grads)):

@@ -12,6 +12,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from stageline.runtime._torch_private import composable_wrappers
+
 
 def wrapper_in(part: nn.Module) -> str:
     """The name of the first wrapper among the modules of a stage; empty if there is none.
@@ -25,10 +27,9 @@ def wrapper_in(part: nn.Module) -> str:
     if sharding is not None:
         kinds[sharding.FullyShardedDataParallel] = "FullyShardedDataParallel"
         kinds[sharding.FSDPModule] = "fully_shard"
-    contract: Any = sys.modules.get("torch.distributed._composable.contract")
     for module in part.modules():
         name = next((name for kind, name in kinds.items() if isinstance(module, kind)), "")
-        if not name and contract is not None and "replicate" in (contract._get_registry(module) or {}):
+        if not name and "replicate" in composable_wrappers(module):
             name = "replicate"
         if name:
             return name

@@ -1,0 +1,75 @@
+"""Torch's private API that this package uses, and nothing else. Tested with torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "buffer_named",
+    "composable_wrappers",
+    "flatten_dense",
+    "has_accumulate_hooks",
+    "has_gradient_hooks",
+    "pytree",
+    "share_gradient_hooks",
+    "sparse_values",
+    "storage_id",
+    "version_of",
+]
+
+version_of = attrgetter("_version")
+"""How often a tensor was changed in place."""
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether `Tensor.register_hook` was called."""
+    return bool(tensor._backward_hooks)
+
+
+def has_accumulate_hooks(tensor: Tensor) -> bool:
+    """Whether `Tensor.register_post_accumulate_grad_hook` was called."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
+def share_gradient_hooks(source: Tensor, target: Tensor) -> None:
+    """Let `target` call the gradient hooks of `source`, and no others."""
+    if source._backward_hooks or target._backward_hooks:
+        target._backward_hooks = OrderedDict(source._backward_hooks or {})
+
+
+def storage_id(tensor: Tensor) -> int | None:
+    """An identifier of the tensor's memory; None where it has none of its own."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def sparse_values(tensor: Tensor) -> Tensor:
+    """The values of a sparse COO tensor, which need not be coalesced."""
+    return tensor._values()
+
+
+def flatten_dense(tensors: Sequence[Tensor]) -> Tensor:
+    """The elements of dense tensors, one after the other, in one copy."""
+    return torch.as_tensor(_flatten_dense_tensors(tensors))  # type: ignore[no-untyped-call]
+
+
+def buffer_named(module: nn.Module, name: str) -> Tensor | None:
+    """A buffer of this very module, which may be None."""
+    return module._buffers[name]
+
+
+def composable_wrappers(module: nn.Module) -> set[str]:
+    """The names of composable wrappers, such as `replicate`, that were applied to a module."""
+    contract: Any = sys.modules.get("torch.distributed._composable.contract")
+    return set() if contract is None else set(contract._get_registry(module) or ())
