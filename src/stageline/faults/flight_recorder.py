@@ -13,7 +13,6 @@ import platform
 import re
 import socket
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from stageline._version import __version__
 from stageline.common.errors import StagelineError, shorten
+from stageline.common.files import atomic_file
 from stageline.faults.monitor.verdict import Verdict, describe
 
 FORMAT = "stageline-flight"
@@ -141,14 +141,8 @@ class Flight:
             "received": [[*each[:5], each[5] + wall, each[6]] for each in _copy(self.received)],
         }
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(data, file)
-            os.replace(aside, target)
-        except BaseException:
-            os.unlink(aside)
-            raise
+        with atomic_file(target) as file:
+            file.write(json.dumps(data).encode())
         return target
 
 

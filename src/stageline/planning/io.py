@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from stageline.common.errors import StagelineError, shorten
+from stageline.common.files import write_text
 from stageline.planning.memory import RankMemory
 from stageline.planning.plan import Alternative, Plan
-from stageline.schedules.io import check_format, parse_json, read_text, schedule_from, schedule_lines, write_aside
+from stageline.schedules.io import check_format, format_error, parse_json, read_text, schedule_from, schedule_lines
 from stageline.schedules.io import field as take
 from stageline.schedules.verify import verify
 from stageline.timeline.costs import LARGEST_SUM, Costs
@@ -49,7 +50,7 @@ def write_plan(plan: Plan, path: str | Path) -> None:
     target = Path(path)
     if target.suffix.lower() != ".json":
         raise StagelineError(f"a plan is written as JSON: end the name in .json, not {target.name!r}")
-    write_aside(target, _lines(to_json(plan)))
+    write_text(target, _lines(to_json(plan)), format_error)
 
 
 def to_text(plan: Plan) -> str:

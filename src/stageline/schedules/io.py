@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from stageline.common.errors import ScheduleError, shorten
+from stageline.common.files import write_text
 from stageline.schedules.placement import Placement
 from stageline.schedules.schedule import Schedule
 
@@ -47,7 +46,7 @@ def write_schedule(schedule: Schedule, path: str | Path) -> None:
         text = (",".join(map(str, program)) + "\n" for program in schedule.programs)
     else:
         raise ScheduleError(f"cannot tell the format of {target.name!r}: end the name in .json or .csv", rule="format")
-    write_aside(target, text)
+    write_text(target, text, format_error)
 
 
 def read_schedule(path: str | Path) -> Schedule:
@@ -108,26 +107,9 @@ def schedule_lines(schedule: Schedule) -> Iterator[str]:
     yield "  ]\n}\n"
 
 
-def write_aside(target: Path, text: Iterator[str]) -> None:
-    """Write into a new file beside the target and rename it, so that a failure leaves what was there."""
-    try:
-        handle, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", text=True)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-                file.writelines(text)
-            os.chmod(aside, 0o666 & ~_umask())
-            os.replace(aside, target)
-        except BaseException:
-            os.unlink(aside)
-            raise
-    except OSError as error:
-        raise ScheduleError(f"cannot write {target}: {error.strerror or error}", rule="format") from None
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def format_error(message: str) -> ScheduleError:
+    """An error about a file."""
+    return ScheduleError(message, rule="format")
 
 
 def _from_csv(text: str, name: str) -> Schedule:

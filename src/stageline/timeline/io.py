@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 
 from stageline.common.errors import CostError, ScheduleError, shorten
+from stageline.common.files import write_text
 from stageline.schedules.dependencies import Ints
 from stageline.schedules.io import (
     check_format,
     field,
+    format_error,
     parse_json,
     read_text,
     schedule_from,
     schedule_lines,
-    write_aside,
 )
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import ensure_progress
@@ -39,7 +40,7 @@ def write_timeline(timeline: Timeline, path: str | Path) -> None:
     target = Path(path)
     if target.suffix.lower() != ".json":
         raise ScheduleError(f"a timeline is written as JSON: end the name in .json, not {target.name!r}", rule="format")
-    write_aside(target, _lines(timeline))
+    write_text(target, _lines(timeline), format_error)
 
 
 def read_timeline(path: str | Path) -> Timeline:

@@ -7,7 +7,6 @@ import os
 import platform
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,6 +14,7 @@ import torch
 
 from stageline._version import __version__
 from stageline.common.errors import StagelineError
+from stageline.common.files import write_text
 from stageline.train.config.config import Config
 from stageline.train.config.read import FIXED, FREE, WARN, differences, read_config
 from stageline.train.config.toml import write_toml
@@ -102,17 +102,9 @@ class RunFolder:
         return path.rename(aside)
 
     def write(self, name: str, text: str) -> Path:
-        """Write a file, aside first, so that it is there as a whole or not at all."""
+        """Write a file atomically."""
         path = self.path / name
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_text(text, encoding="utf-8")
-            aside.replace(path)
-        except OSError as error:
-            with suppress(OSError):
-                aside.unlink(missing_ok=True)
-            raise StagelineError(f"cannot write {path}: {error.strerror or error}") from error
+        write_text(path, text)
         return path
 
 

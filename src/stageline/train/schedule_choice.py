@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from stageline.common.errors import ScheduleError, StagelineError, in_flags
+from stageline.common.files import write_text
 from stageline.model.profile.profile import Profile
 from stageline.planning.advice import NothingFits
 from stageline.planning.io import read_plan
 from stageline.planning.plan import Plan, plan
-from stageline.schedules.io import read_schedule, write_aside
+from stageline.schedules.io import read_schedule
 from stageline.schedules.registry import schedule
 from stageline.schedules.schedule import Schedule
 from stageline.train.config.config import Config, Parallelism
@@ -26,7 +27,7 @@ STATES = {"AdamW": 8.0, "Adam": 8.0, "SGD": 4.0, "Adafactor": 1.0, "Muon": 4.0}
 def keep(found: Plan, folder: Path, asked: dict[str, Any]) -> None:
     """Keep it with what was asked for, so that a run that goes on makes the same choice."""
     found.write(folder / PLAN)
-    write_aside(folder / ASKED, iter([json.dumps({"asked": asked}, indent=1) + "\n"]))
+    write_text(folder / ASKED, json.dumps({"asked": asked}, indent=1) + "\n")
 
 
 def kept(folder: Path, asked: dict[str, Any]) -> Plan | None:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import CostError, StagelineError, shorten
+from stageline.common.files import write_text
 from stageline.model.profile.capture import LayerTrace, capture, state_storages, storages_of
 from stageline.model.profile.measure import CallBenchmark, Timer, preserved_state, run_round
 from stageline.model.units import layers_of
-from stageline.schedules.io import check_format, parse_json, read_text, write_aside
+from stageline.schedules.io import check_format, format_error, parse_json, read_text
 from stageline.schedules.io import field as read_field
 from stageline.timeline.costs import LARGEST_COST, Costs, PerPair
 
@@ -181,7 +182,7 @@ class Profile:
         target = Path(path)
         if target.suffix.lower() != ".json":
             raise CostError(f"profiles are written as JSON; the file name must end in .json, got {target.name!r}")
-        write_aside(target, self._lines())
+        write_text(target, self._lines(), format_error)
 
     def to_text(self) -> str:
         """Return the JSON that `write` writes."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
+from stageline.common import files
 from stageline.train.checkpoint.damage import CheckpointError, reason
 
 CHUNK = 8 * 2**20
@@ -127,11 +128,12 @@ def write_file(path: Path, data: bytes) -> Stream:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a small file so that a reader sees the old one or the new one and nothing between."""
-    aside = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
-    write_file(aside, data)
-    rename(aside, path)
-    sync_folder(path.parent)
+    """Write a small file atomically, synced."""
+    try:
+        with files.atomic_file(path, sync=True) as file:
+            file.write(data)
+    except OSError as error:
+        raise unwritten(path, error) from error
 
 
 def make_folder(path: Path) -> None:
@@ -144,13 +146,9 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Let the names in a folder be on the disk."""
+    """Wait until the names in a folder are on the disk."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        files.sync_folder(path)
     except OSError as error:
         raise unwritten(path, error) from error
 

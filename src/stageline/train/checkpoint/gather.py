@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stageline.common.errors import shorten
 from stageline.train.checkpoint.damage import CheckpointError, reason
-from stageline.train.checkpoint.disk import rename, sync_folder, write_file
+from stageline.train.checkpoint.disk import rename, replace_file, write_file
 from stageline.train.checkpoint.manifest import INDEX, File, Held, Wrong, plain_name, read_file, read_held, table, text
 
 
@@ -27,11 +27,7 @@ class Report:
 
     def write(self, partial: Path, number: int) -> None:
         """Leave it for the first writer, after what it speaks of is on the disk."""
-        path = partial / report_name(number)
-        aside = path.with_suffix(".new")
-        write_file(aside, json.dumps(asdict(self)).encode())
-        rename(aside, path)
-        sync_folder(partial)
+        replace_file(partial / report_name(number), json.dumps(asdict(self)).encode())
 
     @staticmethod
     def read(path: Path) -> Report:

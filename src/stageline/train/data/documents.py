@@ -6,7 +6,6 @@ import hashlib
 import os
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stageline.common.errors import StagelineError, shorten
+from stageline.common.files import atomic_file
 from stageline.train.data.source import Tokens, digest
 from stageline.train.data.tokenizer import Tokenizer, encode_documents, smallest
 
@@ -147,14 +147,8 @@ def _write_atomically(path: Path, array: NDArray[Any]) -> None:
     """Write a file of tokens atomically, because other processes may look for it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.save(file, array, allow_pickle=False)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        with atomic_file(path) as file:
+            np.save(file, array, allow_pickle=False)
     except OSError as error:
         raise StagelineError(
             f"cannot write tokens to {path}: {error.strerror}; free space or use another folder"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stageline.common.errors import StagelineError, shorten
-from stageline.schedules.io import write_aside
+from stageline.common.files import write_text
 
 Row = dict[str, Any]
 
@@ -164,7 +164,7 @@ def _cut(path: Path, step: int) -> None:
             kept.append(line if ended else line + "\n")
         whole = whole and stays and ended
     if not whole:
-        write_aside(path, iter(kept))
+        write_text(path, kept)
 
 
 def _plain(value: Any) -> Any:

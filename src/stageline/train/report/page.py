@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from stageline.common.errors import StagelineError
-from stageline.schedules.io import write_aside
+from stageline.common.files import write_text
 from stageline.train.events import figures
 from stageline.train.events.figures import number_of
 from stageline.train.report.axis import step_axis
@@ -46,7 +46,7 @@ def make_report(run_folder: str | Path, out: str | Path | None = None) -> Path:
             f"cannot write the report to {target}: it is a folder; name a file in it, like report.html"
         )
     text = html(run).encode("utf-8", "replace").decode()
-    write_aside(target, iter([text]))
+    write_text(target, text)
     return target
 
 
