@@ -293,7 +293,7 @@ def stream() -> Iterator[list[int]]:
 
 def test_patience_needs_something_to_wait_for() -> None:
     refused("validation.enable is false", "validation.patience=1", "validation.enable=false")
-    more = ("training.dataset=test_careful:stream", "training.dataset_path=", "validation.patience=1")
+    more = (f"training.dataset={__name__}:stream", "training.dataset_path=", "validation.patience=1")
     refused("nothing is validated on", *more)
     assert not Path("run").exists()
 
@@ -343,7 +343,7 @@ def pictures() -> list[tuple[Tensor, int]]:
 
 
 def test_what_is_no_language_model_writes_nothing() -> None:
-    more = ("training.dataset=test_careful:pictures", "training.dataset_path=")
+    more = (f"training.dataset={__name__}:pictures", "training.dataset_path=")
     result = train(*more, model=lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))))
     assert result.why == "finished"
     assert not Path("run/sample.txt").exists()

@@ -352,7 +352,7 @@ def squares(seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def test_a_model_and_data_of_ones_own(tokens: Path) -> None:
-    more = ("training.loss=mse", "training.dataset=test_trainer:squares", "model.name=test_trainer:Regression",
+    more = ("training.loss=mse", f"training.dataset={__name__}:squares", f"model.name={__name__}:Regression",
             "validation.enable=false", "training.dataset_path=")  # fmt: skip
     train(tokens, *more, "training.steps=20", "optimizer.lr=0.05")
     found = losses(tokens)
