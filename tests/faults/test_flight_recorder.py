@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.nn import functional
 
+import stageline as sl
 from stageline.cli.app import run
 from stageline.faults.diagnosis import diagnose
 from stageline.faults.flight_recorder import Flight, FlightError, find_flights, flight_folder, merge, read_flight
 from stageline.faults.monitor import EVERYONE, Standing, Verdict
+from stageline.testing import SleepStage
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -142,6 +146,18 @@ def test_doctor_tells_the_story_without_the_killed_ranks_record(tmp_path: Path, 
     assert "whether it arrived is not known" in out
     assert "dmesg" in out
     assert "pid 77 on node7" in out
+
+
+def test_doctor_shows_the_schedule_of_a_pipeline_that_failed(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAGELINE_FLIGHT_DIR", str(tmp_path / "flights"))
+    stages = [SleepStage(0.0, 0.0, 0.0, width=2) for _ in range(4)]
+    pipe = sl.Pipeline(stages, loss_fn=functional.mse_loss, ranks=2, schedule="interleaved", microbatches=6)
+    with pytest.raises(sl.PipelineError):
+        pipe.step(torch.ones(6, 3), torch.ones(6, 3))
+    out = call(["doctor", str(tmp_path / "flights")], capsys)
+    assert out.startswith(f"job alone: {pipe.schedule.name}, 2 ranks, 4 stages, 6 microbatches rank 0 failed")
 
 
 def test_doctor_as_json_and_from_single_files(tmp_path: Path, capsys: Capture) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -285,11 +285,6 @@ def find(asked: Asked, tell: Callable[[str], None] = lambda text: None) -> Plan:
         names=tuple(layer.name for layer in asked.sizes.any.layers),
         notes=tuple(note for note in notes if note),
     )
-
-
-def replanned(found: Plan, made: Schedule, costs: Costs) -> Plan:
-    """The same plan with another order, for other costs; what else was tried does not count any more."""
-    return replace(found, schedule=made, costs=costs, bound=None, alternatives=())
 
 
 def _distinct(found: Any, best: Alternative) -> list[Alternative]:

@@ -142,6 +142,8 @@ class Executor:
         """Another rank's failure, told from another thread: no action is begun after it."""
         self.progress: Progress = Notes() if progress is None else progress
         self.flight = Flight(self.name, schedule.ranks) if flight is None else flight
+        sizes = {"ranks": schedule.ranks, "stages": schedule.stages, "microbatches": schedule.microbatches}
+        self.flight.schedule = {"name": schedule.name, **sizes}
         self.step = 0
         """The step that it runs or ran last."""
         self.outputs = Outputs()

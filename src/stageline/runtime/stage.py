@@ -500,11 +500,6 @@ class Stage:
         self._refreshed = None
         self.take_counts()
 
-    @property
-    def live(self) -> int:
-        """How many microbatches are between their forward and the end of their backward."""
-        return len(self._kept)
-
 
 def _graph_if(train: bool) -> AbstractContextManager[Any]:
     """Record a graph or not; mostly that is so already."""

@@ -89,11 +89,6 @@ class Task:
                 "in that file"
             )
 
-    def example(self, inputs: Any) -> Any:
-        """What the model alone is called with."""
-        given, _ = self.batch(inputs, None)
-        return given
-
 
 def make_task(config: Config, vocab_size: int) -> Task:
     """The task that a configuration asks for; `vocab_size` is what the data has.
