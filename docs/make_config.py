@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stageline.train.config.options import Option, options, sections
-from stageline.train.config.toml import value_text
+from stageline.train.config.options import Option, options, sections, value_text
 
 PAGE = Path(__file__).parent / "config.md"
 START, END = "<!-- options: written by docs/make_config.py -->", "<!-- end of options -->"

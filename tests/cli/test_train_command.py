@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from stageline.cli.app import run
 from stageline.cli.words import understand
 from stageline.train.config.config import Config
+from stageline.train.config.io import argument, read_config
 from stageline.train.config.options import Option, options
-from stageline.train.config.read import argument, read_config
-from stageline.train.config.validate import GPT_UNITS
+from stageline.train.config.rules import GPT_UNITS
 
 pytestmark = pytest.mark.timeout(600)
 

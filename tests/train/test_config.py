@@ -15,10 +15,19 @@ from hypothesis import strategies as st
 
 import stageline as sl
 from stageline.train.config.config import Config
-from stageline.train.config.options import Option, options
-from stageline.train.config.read import FIXED, FREE, WARN, argument, differences, from_dict, read_config, to_dict
-from stageline.train.config.toml import value_text, write_toml
-from stageline.train.config.validate import mistakes, validate
+from stageline.train.config.io import (
+    FIXED,
+    FREE,
+    WARN,
+    argument,
+    differences,
+    from_dict,
+    read_config,
+    to_dict,
+    write_toml,
+)
+from stageline.train.config.options import Option, options, value_text
+from stageline.train.config.rules import mistakes, validate
 
 ROOT = Path(__file__).parents[2]
 TEXTS = st.one_of(st.text(), st.text(st.sampled_from("\"'\\\n\r\t\x00\x7f#=[]é\u2028😀 a")))

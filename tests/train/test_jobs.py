@@ -11,7 +11,7 @@ import pytest
 
 from stageline.testing import Nursery
 from stageline.train.checkpoint import published
-from stageline.train.config.read import read_config
+from stageline.train.config.io import read_config
 from stageline.train.run_folder import RunFolder
 from support.jobs import (
     PATIENCE,

@@ -18,10 +18,6 @@ def main() -> None:
     except KeyboardInterrupt:  # in the milliseconds until Ctrl-C is ours
         os.write(2, b"stageline: interrupted\n")
         os._exit(130)
-    try:
-        from stageline.cli.app import run
-    except ModuleNotFoundError as missing:
-        if missing.name not in ("typer", "rich"):
-            raise
-        sys.exit(f"the stageline command needs {missing.name}: pip install 'stageline[cli]'")
+    from stageline.cli.app import run
+
     sys.exit(run())

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from stageline.cli.words import SWITCHES
+from stageline.train.config.io import argument
 from stageline.train.config.options import Option, options, sections
-from stageline.train.config.read import argument
 
 WIDE = 110
 """Columns from which on flags and sentences stand beside each other."""

@@ -47,7 +47,7 @@ def command(words: Annotated[list[str] | None, typer.Argument()] = None) -> None
     earlier ones.
     """
     from stageline.cli.words import understand
-    from stageline.train.config.read import complain, gather
+    from stageline.train.config.io import complain, gather
 
     asked = understand(words or [])
     config, errors = gather(asked.path, asked.sets)
@@ -56,7 +56,7 @@ def command(words: Annotated[list[str] | None, typer.Argument()] = None) -> None
     if printing:
         typer.echo(config.to_toml(), nl=False)
     if checking or not printing:
-        from stageline.train.config.validate import known_without_torch, validate
+        from stageline.train.config.rules import known_without_torch, validate
 
         validate(config)
     if checking and not known_without_torch(config):

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from stageline.common.errors import shorten
+from stageline.train.config.io import argument
 from stageline.train.config.options import Option, did_you_mean, options
-from stageline.train.config.read import argument
 
 SWITCHES = {
     "--print-config": "Print the whole config that these words make, as TOML with comments, and exit.",

@@ -17,8 +17,8 @@ from stageline.model.build.build import describe
 from stageline.model.split import split
 from stageline.train.checkpoint.reader import at_step
 from stageline.train.config.config import Config
-from stageline.train.config.read import complain
-from stageline.train.config.validate import too_few_units
+from stageline.train.config.io import complain
+from stageline.train.config.rules import too_few_units
 from stageline.train.layout import Layout, find_layout
 from stageline.train.run_folder import RunFolder
 from stageline.train.setup import Setup

@@ -16,8 +16,7 @@ from stageline._version import __version__
 from stageline.common.errors import StagelineError
 from stageline.common.files import write_text
 from stageline.train.config.config import Config
-from stageline.train.config.read import FIXED, FREE, WARN, differences, read_config
-from stageline.train.config.toml import write_toml
+from stageline.train.config.io import FIXED, FREE, WARN, differences, read_config, write_toml
 
 CONFIG, ENVIRONMENT, METRICS, LOCK = "config.toml", "environment.json", "metrics.jsonl", "lock"
 FLIGHT = "flight"

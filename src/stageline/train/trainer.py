@@ -22,8 +22,8 @@ from stageline.faults.flight_recorder import flights_into
 from stageline.train import checkpoint_state as saving
 from stageline.train.checkpoint import Checkpoint, CheckpointError, Writer
 from stageline.train.config.config import Config
-from stageline.train.config.read import read_config, to_dict
-from stageline.train.config.validate import validate
+from stageline.train.config.io import read_config, to_dict
+from stageline.train.config.rules import validate
 from stageline.train.data import Data, Loader, Prefetch
 from stageline.train.events import Logs, read_metrics
 from stageline.train.events.screen import put

@@ -278,7 +278,7 @@ class Config:
         >>> Config.read(None, "training.steps=20", "model.dropout=0.1").model.dropout
         0.1
         """
-        from stageline.train.config.read import read_config
+        from stageline.train.config.io import read_config
 
         return read_config(path, sets)
 
@@ -289,7 +289,7 @@ class Config:
         >>> Config.from_dict({"training": {"steps": 20}}).training.steps
         20
         """
-        from stageline.train.config.read import from_dict
+        from stageline.train.config.io import from_dict
 
         return from_dict(data)
 
@@ -299,7 +299,7 @@ class Config:
         >>> Config().to_dict()["comm"]
         {'train_timeout_seconds': 60.0}
         """
-        from stageline.train.config.read import to_dict
+        from stageline.train.config.io import to_dict
 
         return to_dict(self)
 
@@ -311,6 +311,6 @@ class Config:
         [job]
         ...
         """
-        from stageline.train.config.toml import write_toml
+        from stageline.train.config.io import write_toml
 
         return write_toml(self)

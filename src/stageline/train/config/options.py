@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import tomllib
 from collections.abc import Iterable
@@ -259,10 +260,25 @@ def show(value: Any) -> str:
     >>> show("ten"), show(True), show((1.0, 2.0))
     ('"ten"', 'true', '[1.0, 2.0]')
     """
-    from stageline.train.config.toml import value_text
-
     try:
         text = value_text(value)
     except TypeError:
         return shorten(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def value_text(value: Any) -> str:
+    r"""One value as TOML.
+
+    >>> print(value_text(True), value_text(1e-8), value_text(("a", 'say "b"\n')))
+    true 1e-08 ["a", "say \"b\"\n"]
+    """
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(value_text, value))}]"
+    raise TypeError(f"no value of a config is a {type(value).__name__}")

@@ -13,9 +13,8 @@ from stageline.common.errors import StagelineError, nearest
 from stageline.schedules.io import read_schedule
 from stageline.schedules.registry import find_family, schedule
 from stageline.train.config.config import Config
-from stageline.train.config.options import Unfit, options, show, unfit
-from stageline.train.config.read import complain
-from stageline.train.config.toml import value_text
+from stageline.train.config.io import complain
+from stageline.train.config.options import Unfit, options, show, unfit, value_text
 
 LOSSES = ("cross_entropy", "weighted_cross_entropy", "mse", "own")
 DATASETS = ("python", "text", "memmap", "dataset")

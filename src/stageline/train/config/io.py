@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stageline._version import __version__
 from stageline.common.errors import StagelineError, nearest, shorten
 from stageline.train.config.config import Config
-from stageline.train.config.options import FOUND, Unfit, did_you_mean, options, sections, show, unfit
-from stageline.train.config.toml import value_text
+from stageline.train.config.options import (
+    FOUND,
+    Option,
+    Unfit,
+    did_you_mean,
+    options,
+    sections,
+    show,
+    unfit,
+    value_text,
+)
 
 FIXED = frozenset(key for key, option in options().items() if option.fixed)
 """What must be the same in a run that goes on from a checkpoint."""
@@ -20,6 +30,8 @@ WARN = frozenset(key for key, option in options().items() if option.warn)
 """What may differ there, with a warning."""
 FREE = frozenset(options()) - FIXED - WARN
 """What may differ there as it likes."""
+WIDTH = 100
+"""Columns of a written TOML file's comments."""
 
 
 def read_config(path: str | Path | None = None, sets: Sequence[str] = ()) -> Config:
@@ -152,6 +164,42 @@ def argument(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(map(argument, value))
     return value if isinstance(value, str) else value_text(value)
+
+
+def write_toml(config: Config) -> str:
+    """The whole config as TOML; reading it back gives an equal one.
+
+    Above each option stand its sentence and what it takes, beside it its default.
+
+    >>> print(write_toml(Config()).split("[comm]")[1].split("# The text")[0].strip())
+    # How long a rank may be silent before the job fails with its name.
+    # It takes a number above 0.
+    train_timeout_seconds = 60.0  # default
+    """
+    return "\n".join(_lines(config))
+
+
+def _lines(config: Config) -> Iterator[str]:
+    for section, holder in sections().items():
+        yield from _comment(holder.__doc__ or "")
+        yield f"[{section}]"
+        for option in options().values():
+            if option.section == section:
+                yield ""
+                yield from _comment(option.help)
+                if option.bounds or option.choices or option.many:
+                    yield from _comment(f"It takes {option.takes}.")
+                yield _setting(option, getattr(getattr(config, section), option.name))
+        yield ""
+
+
+def _comment(sentence: str) -> list[str]:
+    return textwrap.wrap(sentence, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+
+
+def _setting(option: Option, value: Any) -> str:
+    default = "default" if value == option.default else f"default: {value_text(option.default)}"
+    return f"{option.name} = {value_text(value)}  # {default}"
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
