@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from stageline.schedules import registry
+from stageline.testing import Nursery
 
 
 @pytest.fixture(autouse=True)
@@ -19,3 +21,18 @@ def clean_house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     yield
     registry._families.clear()
     registry._families.update(known)
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    """A process that starts ranks quickly, because torch is imported already."""
+    with Nursery() as server:
+        yield server
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    """A file of tokens that a small model can learn."""
+    path = tmp_path / "tokens.bin"
+    (np.cumsum(np.random.default_rng(0).choice([1, 1, 1, 5], size=4000)) % 32).astype(np.uint16).tofile(path)
+    return path

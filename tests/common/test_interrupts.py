@@ -6,10 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from stageline.testing import Nursery
@@ -74,19 +72,6 @@ def test_nothing_is_imported_before_an_interrupt_can_be_heard() -> None:
 def test_the_names_of_the_package_are_there_without_touching_them_first() -> None:
     code = "import stageline as sl; print(sl.errors.StagelineError.__name__, sl.schedules.registry, sl.timeline.costs)"
     subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=PATIENCE, check=True)
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        yield nursery
-
-
-@pytest.fixture
-def tokens(tmp_path: Path) -> Path:
-    path = tmp_path / "tokens.bin"
-    (np.cumsum(np.random.default_rng(0).choice([1, 1, 1, 5], size=4000)) % 32).astype(np.uint16).tofile(path)
-    return path
 
 
 def test_before_the_first_step_is_finished_the_command_ends_at_once_and_can_be_started_again(

@@ -38,12 +38,6 @@ Answer = dict[str, Any]
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as started:
-        yield started
-
-
 def referees(folder: Path) -> list[int]:
     """Referees of jobs that wrote their records here."""
     jobs = {path.name.split("-")[2].encode() for path in folder.glob("flights-*/stageline-flight-*-rank*.json")}

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import pytest
 
 from stageline.testing import Nursery
 from stageline.testing.fork_server import Child
 from stageline.train.checkpoint import newest
 from support.ports import free_port
 
-SCRIPT = Path(__file__).parents[1] / "support" / "job_rank.py"
-
+SCRIPT = Path(__file__).with_name("job_rank.py")
 
 TINY = [
     "--training.steps=16",
@@ -39,21 +35,7 @@ TINY = [
     "--comm.train_timeout_seconds=60",
 ]
 
-
 PATIENCE = 240.0
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as found:
-        yield found
-
-
-@pytest.fixture
-def tokens(tmp_path: Path) -> Path:
-    path = tmp_path / "tokens.bin"
-    (np.cumsum(np.random.default_rng(0).choice([1, 1, 1, 5], size=4000)) % 32).astype(np.uint16).tofile(path)
-    return path
 
 
 def start(

@@ -56,16 +56,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def tokens(tmp_path: Path) -> Path:
-    """Tokens that a model can learn: each is the one before, one further, with some noise."""
-    draw = np.random.default_rng(0)
-    steps = draw.choice([1, 1, 1, 5], size=4000)
-    path = tmp_path / "tokens.bin"
-    (np.cumsum(steps) % 32).astype(np.uint16).tofile(path)
-    return path
-
-
 def make_config(tokens: Path, *more: str, run: str = "run") -> Config:
     return Config.read(None, *TINY, f"training.dataset_path={tokens}", f"job.dump_folder={tokens.parent / run}", *more)
 
