@@ -19,8 +19,14 @@ TYPE_CHECKING = False  # as in `typing`, whose import takes longer than all of t
 if TYPE_CHECKING:
     from typing import Any
 
-    from stageline.common.errors import CostError, ScheduleError, StagelineError
-    from stageline.distributed.rank_host import PipelineError
+    from stageline.common.errors import (
+        CostError,
+        MemoryCapError,
+        NothingFits,
+        PipelineError,
+        ScheduleError,
+        StagelineError,
+    )
     from stageline.model.build.build import build
     from stageline.model.build.weights import load_weights
     from stageline.model.huggingface import own_loss
@@ -28,7 +34,6 @@ if TYPE_CHECKING:
     from stageline.model.profile.profile import Profile, read_profile
     from stageline.model.skips import pop, skippable, stash
     from stageline.model.split import Staged, profile, split
-    from stageline.planning.advice import NothingFits
     from stageline.planning.io import read_plan
     from stageline.planning.plan import Plan, plan
     from stageline.runtime.check import Report, check
@@ -41,7 +46,6 @@ if TYPE_CHECKING:
     from stageline.schedules.registry import Family, families, family, schedule
     from stageline.schedules.schedule import Program, Schedule
     from stageline.schedules.verify import Certificate, verify
-    from stageline.synthesis.problem import MemoryCapError
     from stageline.synthesis.synthesize import Synthesis, synthesize
     from stageline.timeline.compare import Comparison, compare
     from stageline.timeline.costs import Costs
@@ -111,6 +115,9 @@ _LATER = {
     "CostError": "stageline.common.errors",
     "ScheduleError": "stageline.common.errors",
     "StagelineError": "stageline.common.errors",
+    "MemoryCapError": "stageline.common.errors",
+    "NothingFits": "stageline.common.errors",
+    "PipelineError": "stageline.common.errors",
     "Action": "stageline.schedules.action",
     "Overlap": "stageline.schedules.action",
     "Certificate": "stageline.schedules.verify",
@@ -143,7 +150,6 @@ _LATER = {
     "check": "stageline.runtime.check",
     "own_loss": "stageline.model.huggingface",
     "Profile": "stageline.model.profile.profile",
-    "NothingFits": "stageline.planning.advice",
     "Plan": "stageline.planning.plan",
     "plan": "stageline.planning.plan",
     "read_plan": "stageline.planning.io",
@@ -152,9 +158,7 @@ _LATER = {
     "read_profile": "stageline.model.profile.profile",
     "split": "stageline.model.split",
     "Pipeline": "stageline.runtime.pipeline",
-    "PipelineError": "stageline.distributed.rank_host",
     "StepStats": "stageline.runtime.step_stats",
-    "MemoryCapError": "stageline.synthesis.problem",
     "Synthesis": "stageline.synthesis.synthesize",
     "synthesize": "stageline.synthesis.synthesize",
     "Trainer": "stageline.train.trainer",

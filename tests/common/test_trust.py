@@ -20,7 +20,8 @@ from torch import nn
 
 import stageline as sl
 from stageline.common import trust
-from stageline.common.trust import SecretFile, Sharing, TrustError, proof, read_secret
+from stageline.common.errors import TrustError
+from stageline.common.trust import SecretFile, Sharing, proof, read_secret
 from stageline.distributed.process_groups import _watch
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
 

@@ -18,8 +18,9 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.cli.app import run
+from stageline.common.errors import FlightError
 from stageline.faults.diagnosis import diagnose
-from stageline.faults.flight_recorder import Flight, FlightError, find_flights, flight_folder, merge, read_flight
+from stageline.faults.flight_recorder import Flight, find_flights, flight_folder, merge, read_flight
 from stageline.faults.monitor import EVERYONE, Standing, Verdict
 from stageline.testing import SleepStage
 

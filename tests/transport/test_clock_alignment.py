@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 
 import stageline as sl
 from stageline.cli.app import app
+from stageline.common.errors import TransportError
 from stageline.distributed.rank_host import ThreadWorld
 from stageline.runtime.replan import Watch
 from stageline.timeline import draw
 from stageline.timeline.explain import typical_costs
 from stageline.transport.clock_alignment import Alignment, offset_of
-from stageline.transport.protocol import TransportError
 from stageline.transport.tcp import exchange
 from stageline.transport.tcp.exchange import Exchange
 from stageline.transport.tcp.links import Links

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.nn import functional
 
 import stageline as sl
+from stageline.common.errors import PeerFailed, TransportError
 from stageline.testing import FaultyTransport, assert_same_bits, exercise, one_process_step, run_ranks
 from stageline.transport import wire
 from stageline.transport.gpu.payloads import PayloadGroups
-from stageline.transport.protocol import Header, Message, PeerFailed, TransportError
+from stageline.transport.protocol import Header, Message
 from stageline.transport.tcp.links import Links
 from stageline.transport.tcp.transport import SocketTransport
 from stageline.transport.threads import ThreadHub

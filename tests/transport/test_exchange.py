@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stageline.transport.protocol import TransportError
+from stageline.common.errors import TransportError
 from stageline.transport.tcp import exchange
 from stageline.transport.tcp.exchange import Exchange
 from stageline.transport.tcp.links import Links

@@ -19,9 +19,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from stageline.common.errors import PeerFailed, TransportError
 from stageline.common.trust import proof
 from stageline.distributed.process_groups import own_host
-from stageline.transport.protocol import Header, Message, PeerFailed, TransportError
+from stageline.transport.protocol import Header, Message
 from stageline.transport.tcp.links import Links
 from stageline.transport.tcp.transport import LARGE, SocketTransport
 from support.instances import examples

@@ -1,4 +1,4 @@
-"""The errors a user can catch, each with the value found, the value expected and what to do."""
+"""Every error that a user can catch. Messages state the value found, the value expected and what to do."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 
 class StagelineError(ValueError):
-    """Every error that Stageline raises for something a user gave it."""
+    """Base class of all errors that Stageline raises."""
 
     __module__ = "stageline"
 
 
 class ScheduleError(StagelineError):
-    """A schedule that cannot be made, read or run.
+    """A schedule that cannot be built, read or run.
 
-    `rule` names the rule that failed (see `docs/verify.md`), `rank` and `position` say where in the
-    schedule, counted from 0, and are None where the fault lies in no single place.
+    `rule` is the rule that failed (see `docs/verify.md`). `rank` and `position` are the place in the schedule, counted
+    from 0, or None if the error has no single place.
 
     >>> import stageline as sl
     >>> try:
@@ -36,7 +37,6 @@ class ScheduleError(StagelineError):
     def __init__(
         self, message: str, *, rule: str = "input", rank: int | None = None, position: int | None = None
     ) -> None:
-        """Keep the place of the fault beside the sentence about it."""
         super().__init__(message)
         self.rule = rule
         self.rank = rank
@@ -44,13 +44,95 @@ class ScheduleError(StagelineError):
 
 
 class UnknownOption(ScheduleError, TypeError):
-    """An option that there is not, or not beside the others."""
+    """An option that does not exist, or cannot be combined with the others."""
 
 
 class CostError(StagelineError):
-    """Costs that no step can have: negative, not a number, or not one per stage."""
+    """Invalid costs: negative, not a number, or not one per stage."""
 
     __module__ = "stageline"
+
+
+class MemoryCapError(StagelineError):
+    """No schedule fits the memory cap.
+
+    `rank` is the first rank that needs more; `least` holds the minimum of every rank.
+
+    >>> import stageline as sl
+    >>> try:
+    ...     sl.synthesize(sl.Costs(activation=[1, 3]), ranks=2, microbatches=4, memory=2)
+    ... except sl.MemoryCapError as error:
+    ...     print(error.rank, error.least)
+    ...     print(error)
+    1 (1.0, 3.0)
+    no schedule fits: rank 1 needs 3 memory for a single microbatch; the cap is 2; the smallest cap that works is 3
+    """
+
+    __module__ = "stageline"
+
+    def __init__(self, message: str, *, rank: int, least: tuple[float, ...]) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.least = least
+
+
+class NothingFits(StagelineError):
+    """No plan fits the memory of the ranks.
+
+    `rank` and `needs` describe the closest plan: the rank that needs too much memory, and how many bytes. Each of
+    `changes` holds arguments of `sl.plan` with which a plan fits.
+    """
+
+    __module__ = "stageline"
+
+    def __init__(self, message: str, *, rank: int, needs: float, changes: list[dict[str, Any]]) -> None:
+        super().__init__(message)
+        self.rank, self.needs, self.changes = rank, needs, changes
+
+
+class PipelineError(StagelineError, RuntimeError):
+    """A step that failed. The message names the rank, stage, microbatch and action, and the state of the gradients."""
+
+    __module__ = "stageline"
+
+
+class TransportError(StagelineError, RuntimeError):
+    """A message that did not arrive, arrived at the wrong place, or is not the expected one."""
+
+
+class PeerFailed(TransportError):
+    """Another rank failed first; `origin` is that rank."""
+
+    def __init__(self, message: str, origin: int) -> None:
+        super().__init__(message)
+        self.origin = origin
+
+
+class TrustError(StagelineError, RuntimeError):
+    """A rank cannot read the secret of its job, or cannot trust what it read."""
+
+
+class ControlError(StagelineError, RuntimeError):
+    """The connection to the failure monitor could not be opened."""
+
+
+class FlightError(StagelineError):
+    """A flight record that cannot be read."""
+
+
+class CheckpointError(StagelineError):
+    """A checkpoint that cannot be written or read.
+
+    >>> from stageline.train.checkpoint import open_checkpoint
+    >>> open_checkpoint("nowhere")
+    Traceback (most recent call last):
+    ...
+    stageline.common.errors.CheckpointError: nowhere is no checkpoint: it does not exist
+    """
+
+
+class JsonError(StagelineError):
+    """JSON data that does not have the form that its format requires."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -18,15 +18,11 @@ from pathlib import Path
 from typing import Protocol
 
 from stageline.common import interrupts
-from stageline.common.errors import StagelineError, shorten
+from stageline.common.errors import TrustError, shorten
 
 _PREFIX = "stageline-secret-"
 _LONGEST = 4096
 _warned = False
-
-
-class TrustError(StagelineError, RuntimeError):
-    """A rank could not get the secret of its job, or what it got is not to be trusted."""
 
 
 class Store(Protocol):

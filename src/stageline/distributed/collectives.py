@@ -16,15 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stageline.common.errors import shorten
+from stageline.common.errors import PipelineError, TransportError, shorten
 from stageline.distributed.layout import Layout
 from stageline.distributed.process_groups import Ways, own_groups
-from stageline.distributed.rank_host import Floats, PipelineError
+from stageline.distributed.rank_host import Floats
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.client import Control
 from stageline.faults.monitor.verdict import Verdict
 from stageline.transport.clock_alignment import Alignment
-from stageline.transport.protocol import TransportError
 from stageline.transport.tcp.exchange import Exchange
 
 Result = TypeVar("Result")

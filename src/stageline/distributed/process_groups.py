@@ -23,15 +23,15 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from stageline.common.errors import StagelineError
+from stageline.common.errors import ControlError, PipelineError, StagelineError
 from stageline.distributed.layout import Layout
 from stageline.distributed.process_exit import keep_groups, leave_stuck
-from stageline.distributed.rank_host import PipelineError, note_record
+from stageline.distributed.rank_host import note_record
 from stageline.distributed.rendezvous import Meeting
 from stageline.faults.flight_recorder import Flight
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.client import Control
-from stageline.faults.monitor.launch import ControlError, share_by_store
+from stageline.faults.monitor.launch import share_by_store
 from stageline.faults.monitor.verdict import Verdict
 from stageline.transport.gpu.payloads import PayloadGroups
 from stageline.transport.tcp.links import Links

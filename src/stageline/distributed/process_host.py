@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from stageline.common.errors import StagelineError
+from stageline.common.errors import PeerFailed, PipelineError, StagelineError, TransportError
 from stageline.distributed.collectives import Collectives, Column
 from stageline.distributed.layout import Layout, find_layout
 from stageline.distributed.process_exit import close_at_exit
@@ -25,7 +25,6 @@ from stageline.distributed.rank_host import (
     Crew,
     Failed,
     Floats,
-    PipelineError,
     SumUp,
     ThreadWorld,
     World,
@@ -42,7 +41,7 @@ from stageline.runtime.executor import Executor, RankResult, Work
 from stageline.runtime.grad_reduce import Reducer
 from stageline.runtime.guards.changed_outputs import Change, first_change, is_about_form, is_about_structure
 from stageline.transport.clock_alignment import Alignment
-from stageline.transport.protocol import PeerFailed, Traffic, Transport, TransportError
+from stageline.transport.protocol import Traffic, Transport
 from stageline.transport.tcp.transport import SocketTransport
 
 if TYPE_CHECKING:

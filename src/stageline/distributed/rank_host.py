@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stageline.common.errors import StagelineError
+from stageline.common.errors import PeerFailed, PipelineError, StagelineError
 from stageline.distributed.layout import Layout
 from stageline.faults.flight_recorder import Flight
 from stageline.faults.monitor.blame import EVERYONE
@@ -28,7 +28,7 @@ from stageline.runtime.guards.changed_outputs import Change, ChangedOutput, orig
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.thread_context import Surroundings
 from stageline.transport.clock_alignment import Alignment
-from stageline.transport.protocol import PeerFailed, Transport
+from stageline.transport.protocol import Transport
 from stageline.transport.threads import ThreadHub
 
 if TYPE_CHECKING:
@@ -40,10 +40,6 @@ SumUp = Callable[[list[RankResult]], Floats]
 """What a process knows at the end of a step, as numbers that are added up over all of them."""
 Failed = tuple[float, str, BaseException]
 """When a rank failed, in what, and by which error."""
-
-
-class PipelineError(StagelineError, RuntimeError):
-    """A step that failed; says which rank, stage, microbatch and action, and what became of the gradients."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from stageline._version import __version__
-from stageline.common.errors import StagelineError, shorten
+from stageline.common.errors import FlightError, shorten
 from stageline.common.files import atomic_file
 from stageline.faults.monitor.verdict import Verdict, describe
 
@@ -32,10 +32,6 @@ LARGEST_FILE = 64 * 2**20
 MOST_RANKS = 2**20
 KEPT = 256
 """Actions, and messages each way, that are kept."""
-
-
-class FlightError(StagelineError):
-    """A flight record that cannot be read."""
 
 
 class Done(NamedTuple):

@@ -7,26 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from stageline.common.errors import StagelineError
+from stageline.common.errors import NothingFits, StagelineError
 from stageline.common.sizes import enough
 from stageline.planning.search import Search
 from stageline.planning.trial import Asked, Found
 
 PATIENCE = 1.0
 """Seconds that one change is tried for."""
-
-
-class NothingFits(StagelineError):
-    """No plan fits the memory of the ranks.
-
-    `rank` and `needs` are of the plan that comes closest: the rank that holds too much, and how many bytes; each of
-    `changes` holds arguments of `sl.plan` with which one fits.
-    """
-
-    def __init__(self, message: str, *, rank: int, needs: float, changes: list[dict[str, Any]]) -> None:
-        """Keep the figures beside the sentence about them."""
-        super().__init__(message)
-        self.rank, self.needs, self.changes = rank, needs, changes
 
 
 def size(value: float) -> str:

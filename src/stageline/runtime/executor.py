@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from stageline.common.errors import StagelineError
+from stageline.common.errors import PeerFailed, StagelineError
 from stageline.faults.flight_recorder import Flight, worth_writing
 from stageline.faults.monitor.verdict import Verdict, describe
 from stageline.faults.progress import Notes, Progress
@@ -29,7 +29,7 @@ from stageline.schedules.schedule import Schedule
 from stageline.tensors.aliases import noted, read_pairs, sharing
 from stageline.tensors.pytree import Leaf, flatten, refuse_layout, unflatten
 from stageline.tensors.subclasses import data_of, detached
-from stageline.transport.protocol import Header, Message, PeerFailed, Traffic, Transport
+from stageline.transport.protocol import Header, Message, Traffic, Transport
 
 
 @dataclass(frozen=True)

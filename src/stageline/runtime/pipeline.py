@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from stageline.autograd.recompute import Choice, Policy, mark, understand
-from stageline.common.errors import StagelineError, shorten
+from stageline.common.errors import PipelineError, StagelineError, shorten
 from stageline.distributed.layout import mesh_of, ranks_of
 from stageline.distributed.process_host import find_world
-from stageline.distributed.rank_host import Crew, Floats, PipelineError
+from stageline.distributed.rank_host import Crew, Floats
 from stageline.model.compiled_models import any_compiled
 from stageline.model.split import Staged
 from stageline.model.stage_module.shared_state import Sharing

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from stageline.common.errors import PipelineError
 from stageline.distributed.collectives import Column
-from stageline.distributed.rank_host import Floats, PipelineError, World
+from stageline.distributed.rank_host import Floats, World
 from stageline.runtime._torch_private import buffer_named
 from stageline.runtime.grad_reduce import Reducer
 from stageline.runtime.microbatches import NAMES, SCALE, Given, digest, disagreement

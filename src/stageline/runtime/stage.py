@@ -15,7 +15,7 @@ from stageline.autograd import engine, hooks
 from stageline.autograd.graph_plan import Plan, checkpointed
 from stageline.autograd.recompute import Recompute, training
 from stageline.autograd.split_backward import Arriving, SplitBackward
-from stageline.common.errors import StagelineError, shorten
+from stageline.common.errors import StagelineError, TransportError, shorten
 from stageline.model.skips import SkipPart, carried
 from stageline.model.stage_module.shared_state import Watch
 from stageline.model.stage_module.stage_module import StagePart
@@ -32,7 +32,6 @@ from stageline.tensors.pytree import Leaf, flatten, tensors_of, unflatten
 from stageline.tensors.random_numbers import Generators, draws, generator_alone, random_numbers
 from stageline.tensors.subclasses import cloned, detached
 from stageline.tensors.thread_context import plain_precision
-from stageline.transport.protocol import TransportError
 
 Loss = Callable[[Any, Any], Any]
 """Of output and target: one number as a tensor, or that and a dict of metrics."""

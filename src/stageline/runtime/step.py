@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stageline.common.errors import StagelineError
-from stageline.distributed.rank_host import GRADIENTS, Crew, Floats, PipelineError, World, failure, note_record
+from stageline.common.errors import PipelineError, StagelineError
+from stageline.distributed.rank_host import GRADIENTS, Crew, Floats, World, failure, note_record
 from stageline.faults.monitor.verdict import Failure, Verdict, located
 from stageline.model.huggingface import own_loss
 from stageline.model.stage_module.shared_state import Sharing

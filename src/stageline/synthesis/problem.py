@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from stageline.common.errors import CostError, StagelineError, shorten
+from stageline.common.errors import CostError, MemoryCapError, StagelineError, shorten
 from stageline.common.sizes import Size, read_sizes
 from stageline.schedules import action as kinds
 from stageline.schedules.placement import Placement
@@ -31,27 +31,6 @@ SLACK = 1e-9
 
 MAX_RANKS_LISTED = 16
 """Up to this many ranks, an error lists the smallest cap of each."""
-
-
-class MemoryCapError(StagelineError):
-    """No schedule fits the memory cap.
-
-    `rank` is the first rank that needs more; `least` holds the minimum of every rank.
-
-    >>> import stageline as sl
-    >>> try:
-    ...     sl.synthesize(sl.Costs(activation=[1, 3]), ranks=2, microbatches=4, memory=2)
-    ... except sl.MemoryCapError as error:
-    ...     print(error.rank, error.least)
-    ...     print(error)
-    1 (1.0, 3.0)
-    no schedule fits: rank 1 needs 3 memory for a single microbatch; the cap is 2; the smallest cap that works is 3
-    """
-
-    def __init__(self, message: str, *, rank: int, least: tuple[float, ...]) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.least = least
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stageline.common.errors import PeerFailed, TransportError
 from stageline.tensors.pytree import Leaf
-from stageline.transport.protocol import Header, Message, PeerFailed, Traffic, Transport, TransportError
+from stageline.transport.protocol import Header, Message, Traffic, Transport
 
 Counts = Mapping[tuple[int, Traffic], int]
 """How many messages go over the channel with a rank, by traffic."""
@@ -247,7 +248,7 @@ class FaultyTransport:
     >>> hub.end(1).receive(header, deadline=1.0)
     Traceback (most recent call last):
         ...
-    stageline.transport.protocol.TransportError: rank 1 expected the output of stage 0, microbatch 0, step 0, of rank 0
+    stageline.common.errors.TransportError: rank 1 expected the output of stage 0, microbatch 0, step 0, of rank 0
     as [float32 of shape (3,)], and got [int32 of shape (3,)]
     """
 

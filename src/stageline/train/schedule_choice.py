@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stageline.common.errors import ScheduleError, StagelineError, in_flags
+from stageline.common.errors import NothingFits, ScheduleError, StagelineError, in_flags
 from stageline.common.files import write_text
 from stageline.model.profile.profile import Profile
-from stageline.planning.advice import NothingFits
 from stageline.planning.io import read_plan
 from stageline.planning.plan import Plan, plan
 from stageline.schedules.io import read_schedule

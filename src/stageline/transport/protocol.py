@@ -10,7 +10,7 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from stageline.common.errors import StagelineError
+from stageline.common.errors import TransportError
 from stageline.tensors.pytree import Leaf
 
 Traffic: TypeAlias = Literal["forward", "backward"]
@@ -74,19 +74,6 @@ class Message:
     def announced(self) -> bool:
         """Whether the leaves are what was announced."""
         return list(self.kinds) == [kind_of(leaf) for leaf in self.leaves]
-
-
-class TransportError(StagelineError, RuntimeError):
-    """A message that did not come, came to the wrong place, or is not what was expected."""
-
-
-class PeerFailed(TransportError):
-    """Another rank failed; `origin` is the rank, and the message says where."""
-
-    def __init__(self, message: str, origin: int) -> None:
-        """Keep the rank that failed first."""
-        super().__init__(message)
-        self.origin = origin
 
 
 class Transport(Protocol):

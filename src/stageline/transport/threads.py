@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
+from stageline.common.errors import PeerFailed, TransportError
 from stageline.transport.gpu.streams import read, written
-from stageline.transport.protocol import Header, Message, PeerFailed, Traffic, TransportError, check_message
+from stageline.transport.protocol import Header, Message, Traffic, check_message
 
 Arrive = Callable[[], None]
 """What is still to be done for a message when it is taken, on the thread that takes it."""

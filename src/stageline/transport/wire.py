@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stageline.common.errors import StagelineError, shorten
+from stageline.common.errors import StagelineError, TransportError, shorten
 from stageline.tensors.pytree import Leaf
-from stageline.transport.protocol import Header, Message, Traffic, TransportError
+from stageline.transport.protocol import Header, Message, Traffic
 
 DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)

@@ -6,9 +6,10 @@ Read in order: `verdict` (what ranks are told), `blame` (the rules, on a clock t
 
 from __future__ import annotations
 
+from stageline.common.errors import ControlError
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.client import Control
-from stageline.faults.monitor.launch import Address, ControlError, share_by_store, start_referee
+from stageline.faults.monitor.launch import Address, share_by_store, start_referee
 from stageline.faults.monitor.verdict import Failure, Standing, Verdict
 
 __all__ = [

@@ -21,10 +21,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from stageline.common.errors import StagelineError
+from stageline.common.errors import ControlError, StagelineError
 from stageline.common.trust import new_nonce, proof, proves
 from stageline.faults.monitor.blame import BY_SIGNAL
-from stageline.faults.monitor.launch import Address, ControlError, start_referee
+from stageline.faults.monitor.launch import Address, start_referee
 from stageline.faults.monitor.signals import Bell, end_by
 from stageline.faults.monitor.verdict import Failure, Verdict, describe
 

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from stageline.common.errors import StagelineError, shorten
+from stageline.common.errors import ControlError, shorten
 from stageline.common.trust import Sharing, Store, one_machine
 
 # The referee's modules by their own names, in empty packages: the real ones would load numpy first.
@@ -28,10 +28,6 @@ NAME = "stageline-referee"
 """By this argument, and the name of its job, it is known in a list of processes."""
 SLOWEST_START = 30.0
 """Seconds that a small Python may take to start on a busy machine."""
-
-
-class ControlError(StagelineError, RuntimeError):
-    """The control channel could not be opened."""
 
 
 @dataclass(frozen=True)

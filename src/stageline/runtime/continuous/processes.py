@@ -9,16 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stageline.common.errors import StagelineError
+from stageline.common.errors import PeerFailed, PipelineError, StagelineError
 from stageline.distributed.process_host import ProcessWorld
-from stageline.distributed.rank_host import Failed, Floats, PipelineError
+from stageline.distributed.rank_host import Failed, Floats
 from stageline.runtime.continuous.rank_loop import LEFT, Judged, Lane, Offer, Terms
 from stageline.runtime.executor import RankResult
 from stageline.runtime.microbatches import NAMES, Given, disagreement
 from stageline.runtime.step import FEW
 from stageline.runtime.step_report import times_of
 from stageline.tensors.garbage import no_collections
-from stageline.transport.protocol import PeerFailed
 
 ENDED, REFUSED = len(NAMES), len(NAMES) + 1
 """Columns of what a process tells of its next batch, after those of the batch."""

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stageline.distributed.rank_host import Crew, Failed, Floats, PipelineError, failure
+from stageline.common.errors import PeerFailed, PipelineError
+from stageline.distributed.rank_host import Crew, Failed, Floats, failure
 from stageline.runtime.continuous.rollback import Gradients, Part, Snapshot
 from stageline.runtime.continuous.step_record import Sheet, Told
 from stageline.runtime.executor import RankResult, Work
@@ -37,7 +38,6 @@ from stageline.runtime.step_report import metrics_of, sums
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.buffers import Taken, all_buffers, put_back
 from stageline.tensors.thread_context import plain_precision
-from stageline.transport.protocol import PeerFailed
 
 LEFT = "the parameters are those before this step, and there are no gradients"
 """What a step of a run leaves when it fails."""

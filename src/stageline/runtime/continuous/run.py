@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from stageline.common.errors import StagelineError, nearest, shorten
+from stageline.common.errors import PipelineError, StagelineError, nearest, shorten
 from stageline.distributed.process_host import ProcessWorld
-from stageline.distributed.rank_host import Crew, Floats, PipelineError, ThreadWorld
+from stageline.distributed.rank_host import Crew, Floats, ThreadWorld
 from stageline.runtime.batches.input_gradients import wanted as wants_gradients
 from stageline.runtime.continuous.processes import ProcessGround, ProcessRun, Pulled
 from stageline.runtime.continuous.rank_loop import Ground, Judged, Lane, Offer, Terms, not_finite

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from stageline.common.errors import PeerFailed
 from stageline.distributed.rank_host import Crew, Failed, Floats, ThreadWorld
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.verdict import place
@@ -18,7 +19,6 @@ from stageline.runtime.executor import Executor, RankResult
 from stageline.runtime.step_report import times_of
 from stageline.tensors.garbage import no_collections
 from stageline.tensors.thread_context import Surroundings
-from stageline.transport.protocol import PeerFailed
 
 Pull = Callable[[int], Offer]
 """Asks the caller's batches for the next one."""

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stageline.distributed.rank_host import PipelineError, World
+from stageline.common.errors import PipelineError
+from stageline.distributed.rank_host import World
 from stageline.runtime.microbatches import digest
 from stageline.schedules.placement import Placement
 

@@ -11,7 +11,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from stageline.train.checkpoint.damage import CheckpointError, Damage
+from stageline.common.errors import CheckpointError
+from stageline.train.checkpoint.damage import Damage
 from stageline.train.checkpoint.folder import published, step_name
 from stageline.train.checkpoint.manifest import Manifest
 from stageline.train.checkpoint.mark import leave_mark, remove_mark, sees_mark

@@ -13,8 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from stageline.common.errors import nearest, shorten
-from stageline.train.checkpoint.damage import CheckpointError
+from stageline.common.errors import CheckpointError, nearest, shorten
 from stageline.train.checkpoint.disk import make_folder, remove_tree, rename, sync_folder, write_file
 from stageline.train.checkpoint.gather import shard_name, write_index
 from stageline.train.checkpoint.manifest import INDEX, MANIFEST, File, Held

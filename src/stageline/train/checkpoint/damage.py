@@ -9,17 +9,6 @@ from typing import Any, Literal
 from stageline.common.errors import StagelineError
 
 
-class CheckpointError(StagelineError):
-    """A checkpoint that cannot be written or read.
-
-    >>> from stageline.train.checkpoint import open_checkpoint
-    >>> open_checkpoint("nowhere")
-    Traceback (most recent call last):
-    ...
-    stageline.train.checkpoint.damage.CheckpointError: nowhere is no checkpoint: it does not exist
-    """
-
-
 @dataclass(frozen=True)
 class Damage:
     """One file of a checkpoint that is not as it was written.

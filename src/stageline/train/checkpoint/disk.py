@@ -15,7 +15,8 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from stageline.common import files
-from stageline.train.checkpoint.damage import CheckpointError, reason
+from stageline.common.errors import CheckpointError
+from stageline.train.checkpoint.damage import reason
 
 CHUNK = 8 * 2**20
 """Bytes that are written and summed at once."""

@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from stageline.common.errors import shorten
-from stageline.train.checkpoint.damage import CheckpointError, reason
+from stageline.common.errors import CheckpointError, shorten
+from stageline.train.checkpoint.damage import reason
 from stageline.train.checkpoint.disk import remove_tree, rename, sync_folder
 from stageline.train.checkpoint.manifest import MANIFEST, MOST_STEPS
 from stageline.train.checkpoint.mark import MARK

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stageline.common.errors import shorten
-from stageline.train.checkpoint.damage import CheckpointError
+from stageline.common.errors import CheckpointError, shorten
 
 FORMAT = "stageline-checkpoint"
 VERSION = 1

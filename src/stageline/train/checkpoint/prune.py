@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stageline.train.checkpoint.damage import CheckpointError
+from stageline.common.errors import CheckpointError
 from stageline.train.checkpoint.folder import discard, published
 from stageline.train.checkpoint.reader import open_checkpoint
 

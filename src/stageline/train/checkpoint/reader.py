@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from stageline.common.errors import nearest, shorten
-from stageline.train.checkpoint.damage import CheckpointError, Damage, reason
+from stageline.common.errors import CheckpointError, nearest, shorten
+from stageline.train.checkpoint.damage import Damage, reason
 from stageline.train.checkpoint.disk import regular, sum_file
 from stageline.train.checkpoint.folder import hold, published, step_name, step_of
 from stageline.train.checkpoint.manifest import LARGEST, MANIFEST, File, Held, Manifest
@@ -281,7 +281,7 @@ def at_step(folder: str | Path, step: int) -> Path:
     >>> at_step("checkpoint", 10)
     Traceback (most recent call last):
     ...
-    stageline.train.checkpoint.damage.CheckpointError: checkpoint has no checkpoint of step 10; it has 100
+    stageline.common.errors.CheckpointError: checkpoint has no checkpoint of step 10; it has 100
     """
     step_name(step)
     paths = published(folder)

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stageline.common.errors import shorten
-from stageline.train.checkpoint.damage import CheckpointError
+from stageline.common.errors import CheckpointError, shorten
 from stageline.train.checkpoint.disk import Stream
 from stageline.train.checkpoint.manifest import DTYPES, File, Held
 
@@ -48,7 +47,7 @@ def make_entry(key: str, tensor: Tensor) -> Entry:
     >>> make_entry("weight", torch.ones(2, device="meta"))
     Traceback (most recent call last):
     ...
-    stageline.train.checkpoint.damage.CheckpointError: 'weight' is on the meta device and has no values; give a writer
+    stageline.common.errors.CheckpointError: 'weight' is on the meta device and has no values; give a writer
     only the tensors that its rank holds
     """
     if not isinstance(tensor, Tensor):

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from stageline._version import __version__
-from stageline.common.errors import shorten
+from stageline.common.errors import CheckpointError, shorten
 from stageline.distributed.process_groups import lost_rank
-from stageline.train.checkpoint.damage import CheckpointError, reason
+from stageline.train.checkpoint.damage import reason
 from stageline.train.checkpoint.disk import make_folder, remove_tree, replace_file, side_by_side, write_file
 from stageline.train.checkpoint.folder import (
     LATEST,
@@ -353,7 +353,7 @@ def check_json(value: Any, where: str) -> Any:
     >>> check_json({"scaler": {"scale": {1, 2}}}, "state")
     Traceback (most recent call last):
     ...
-    stageline.train.checkpoint.damage.CheckpointError: state['scaler']['scale'] is {1, 2}, which JSON cannot hold;
+    stageline.common.errors.CheckpointError: state['scaler']['scale'] is {1, 2}, which JSON cannot hold;
     expected numbers, texts, true, false, null, lists and objects
     """
     if value is None or isinstance(value, str | bool | int | float):

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from stageline.common.errors import TransportError
 from stageline.transport import wire
 from stageline.transport.clock_alignment import TRIPS, Alignment, Reading, aligned, clock_number, offset_of
-from stageline.transport.protocol import TransportError
 from stageline.transport.tcp.links import Links
 from stageline.transport.tcp.outbox import Outbox
 

@@ -26,9 +26,10 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
+from stageline.common.errors import TransportError
 from stageline.common.trust import Sharing, new_nonce, one_machine, proof, proves
 from stageline.transport import wire
-from stageline.transport.protocol import Traffic, TransportError
+from stageline.transport.protocol import Traffic
 
 Lane: TypeAlias = Traffic | Literal["exchange"]
 """What a connection carries: the messages of a traffic, or what all ranks tell each other."""

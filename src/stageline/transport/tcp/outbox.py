@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from stageline.transport.protocol import TransportError
+from stageline.common.errors import TransportError
 from stageline.transport.tcp.links import Outbound
 
 Ready = Callable[[], object]

@@ -24,10 +24,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stageline.common.errors import PeerFailed, TransportError
 from stageline.transport import wire
 from stageline.transport.gpu.host_staging import Staging, pinned
 from stageline.transport.gpu.payloads import PayloadGroups
-from stageline.transport.protocol import Header, Message, PeerFailed, Traffic, TransportError, check_message
+from stageline.transport.protocol import Header, Message, Traffic, check_message
 from stageline.transport.tcp.exchange import TURNS, Exchange, other_turn
 from stageline.transport.tcp.links import Inbound, Links
 from stageline.transport.tcp.outbox import Outbox
