@@ -277,7 +277,7 @@ def test_links_that_outlive_their_module_end_without_a_word(tmp_path: Path) -> N
     """At the end of Python, where names of modules are gone before the last objects."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\nfrom stageline.transport import links\nlinks.kept = links.Links(0, 1)\nsys.kept = links\n"
+        "import sys\nfrom stageline.transport.tcp import links\nlinks.kept = links.Links(0, 1)\nsys.kept = links\n"
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
     assert done.stderr == ""
