@@ -27,7 +27,7 @@ from stageline.common.errors import StagelineError
 from stageline.train.config.config import Config, Metrics
 from stageline.train.events import Logs, MetricsFile, read_metrics
 from stageline.train.events import figures as shown
-from stageline.train.events.progress_line import Pace, Part, fit, parts_of
+from stageline.train.events.screen import Pace, Part, fit, parts_of
 
 pytestmark = pytest.mark.timeout(600)
 

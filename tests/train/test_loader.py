@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stageline import StagelineError
 from stageline.train.data import Indexed, Items, Loader, Stream, Tokens
-from stageline.train.data.permutation import shuffled
+from stageline.train.data.loader import shuffled
 from support.instances import examples
 from support.samples import counting
 

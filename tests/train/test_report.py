@@ -24,9 +24,8 @@ from stageline.common.errors import StagelineError
 from stageline.timeline.explain import Parts
 from stageline.train.events import MetricsFile
 from stageline.train.report import make_report, read_run
-from stageline.train.report.axis import Axis, axis_of
+from stageline.train.report.charts import MAX_FINITE, Axis, Series, axis_of
 from stageline.train.report.page import html
-from stageline.train.report.series import MAX_FINITE, Series
 from support.instances import examples
 
 pytestmark = pytest.mark.timeout(600)

@@ -37,8 +37,7 @@ from stageline.train.precision import disable_broken_bfloat16
 from stageline.train.run_folder import RunFolder
 from stageline.train.schedule_choice import choose, keep, kept
 from stageline.train.signals import ended_by_sigterm
-from stageline.train.task import Task, make_task
-from stageline.train.task_check import looks_ahead
+from stageline.train.task import Task, looks_ahead, make_task
 
 
 class Setup:

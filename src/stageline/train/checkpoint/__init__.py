@@ -12,11 +12,9 @@
 from typing import TYPE_CHECKING, Any
 
 from stageline.common.errors import CheckpointError
-from stageline.train.checkpoint.damage import Damage
-from stageline.train.checkpoint.folder import published, step_name
+from stageline.train.checkpoint.folder import leave_mark, published, remove_mark, sees_mark, step_name
 from stageline.train.checkpoint.manifest import Manifest
-from stageline.train.checkpoint.mark import leave_mark, remove_mark, sees_mark
-from stageline.train.checkpoint.reader import Checkpoint, newest, open_checkpoint
+from stageline.train.checkpoint.reader import Checkpoint, Damage, newest, open_checkpoint
 
 if TYPE_CHECKING:
     from stageline.train.checkpoint.writer import Saved, Writer

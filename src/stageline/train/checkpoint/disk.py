@@ -15,8 +15,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from stageline.common import files
-from stageline.common.errors import CheckpointError
-from stageline.train.checkpoint.damage import reason
+from stageline.common.errors import CheckpointError, StagelineError
 
 CHUNK = 8 * 2**20
 """Bytes that are written and summed at once."""
@@ -184,3 +183,16 @@ def regular(path: Path) -> os.stat_result | None:
     """What the system says of a plain file, or None: a pipe would hang a reader, and a link may lead anywhere."""
     found = os.lstat(path)
     return found if stat.S_ISREG(found.st_mode) else None
+
+
+def reason(error: BaseException) -> str:
+    """Why, in the system's words.
+
+    >>> reason(OSError(28, "No space left on device"))
+    'No space left on device'
+    >>> reason(KeyError("x"))
+    "KeyError: 'x'"
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) if isinstance(error, StagelineError) else f"{type(error).__name__}: {error}"

@@ -20,10 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from stageline.common.errors import CheckpointError, shorten
-from stageline.train.checkpoint.damage import reason
-from stageline.train.checkpoint.disk import remove_tree, rename, sync_folder
+from stageline.train.checkpoint.disk import make_folder, reason, remove_tree, rename, sync_folder, write_file
 from stageline.train.checkpoint.manifest import MANIFEST, MOST_STEPS
-from stageline.train.checkpoint.mark import MARK
 
 LATEST = "latest"
 _PUBLISHED = re.compile(r"step-([0-9]{8,16})(\.[0-9]+\.replaced)?")
@@ -155,3 +153,41 @@ def hold(path: Path) -> int | None:
         return None
     os.close(handle)
     raise FileNotFoundError(errno.ENOENT, "it is being removed", str(path))
+
+
+MARK = ".stageline-mark-"
+
+
+def leave_mark(folder: str | Path) -> str:
+    """Leave a mark in a folder, which is made if need be, and return what to tell the others.
+
+    >>> nonce = leave_mark("shared")
+    >>> sees_mark("shared", nonce), sees_mark("elsewhere", nonce, within=0)
+    (True, False)
+    >>> remove_mark("shared", nonce)
+    """
+    where, nonce = Path(folder), os.urandom(8).hex()
+    make_folder(where)
+    write_file(where / (MARK + nonce), b"")
+    sync_folder(where)
+    return nonce
+
+
+def sees_mark(folder: str | Path, nonce: str, within: float = 5.0) -> bool:
+    """Whether the mark is seen from here; file systems of a network may take seconds to show it."""
+    end = time.monotonic() + within
+    while True:
+        try:
+            # A list of the folder is asked of the server anew, where a single name may be remembered as absent.
+            if MARK + nonce in os.listdir(folder):
+                return True
+        except OSError:
+            pass
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.05)
+
+
+def remove_mark(folder: str | Path, nonce: str) -> None:
+    """Take the mark away; one that is gone is no error."""
+    (Path(folder) / (MARK + nonce)).unlink(missing_ok=True)

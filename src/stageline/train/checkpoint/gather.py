@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from stageline.common.errors import CheckpointError, shorten
-from stageline.train.checkpoint.damage import reason
-from stageline.train.checkpoint.disk import rename, replace_file, write_file
+from stageline.train.checkpoint.disk import reason, rename, replace_file, write_file
 from stageline.train.checkpoint.manifest import INDEX, File, Held, Wrong, plain_name, read_file, read_held, table, text
 
 

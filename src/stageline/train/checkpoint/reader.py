@@ -6,13 +6,13 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from stageline.common.errors import CheckpointError, nearest, shorten
-from stageline.train.checkpoint.damage import Damage, reason
-from stageline.train.checkpoint.disk import regular, sum_file
+from stageline.train.checkpoint.disk import reason, regular, sum_file
 from stageline.train.checkpoint.folder import hold, published, step_name, step_of
 from stageline.train.checkpoint.manifest import LARGEST, MANIFEST, File, Held, Manifest
 
@@ -21,6 +21,28 @@ if TYPE_CHECKING:
 
 
 Identity = tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One file of a checkpoint that is not as it was written.
+
+    >>> print(Damage(Path("step-00000100"), "model-00001-of-00001.safetensors", "size", "has 10 bytes, expected 96"))
+    step-00000100/model-00001-of-00001.safetensors: has 10 bytes, expected 96
+    """
+
+    checkpoint: Path
+    file: str
+    what: Literal["missing", "size", "checksum", "manifest", "refused", "unreadable"]
+    text: str
+
+    def __str__(self) -> str:
+        """The file, then what is wrong with it."""
+        return f"{self.checkpoint / self.file}: {self.text}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"checkpoint": str(self.checkpoint), "file": self.file, "what": self.what, "text": self.text}
 
 
 class Checkpoint:

@@ -1,4 +1,4 @@
-"""Writing checkpoints while training goes on: whole, or not at all."""
+"""Write checkpoints in the background, atomically, and prune old ones."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from torch import Tensor
 from stageline._version import __version__
 from stageline.common.errors import CheckpointError, shorten
 from stageline.distributed.process_groups import lost_rank
-from stageline.train.checkpoint.damage import reason
-from stageline.train.checkpoint.disk import make_folder, remove_tree, replace_file, side_by_side, write_file
+from stageline.train.checkpoint.disk import make_folder, reason, remove_tree, replace_file, side_by_side, write_file
 from stageline.train.checkpoint.folder import (
     LATEST,
     discard,
@@ -36,7 +35,7 @@ from stageline.train.checkpoint.folder import (
 )
 from stageline.train.checkpoint.gather import Report, assemble, gather, report_name
 from stageline.train.checkpoint.manifest import INDEX, MANIFEST, File, Held, Manifest, Wrong, plain_name
-from stageline.train.checkpoint.prune import prune
+from stageline.train.checkpoint.reader import open_checkpoint
 from stageline.train.checkpoint.tensors import Entry, HostCopies, cut, make_entry, write_tensors
 
 SHARD = 4 * 2**30
@@ -378,3 +377,36 @@ def _check_assets(assets: Mapping[str, bytes]) -> None:
             raise CheckpointError(f"assets: {name!r} is a name of the checkpoint's own; choose another one")
         if not isinstance(data, bytes):
             raise CheckpointError(f"assets: {name!r} is {shorten(data)}, expected its bytes")
+
+
+def prune(folder: Path, keep: int, spare: Path) -> list[Path]:
+    """Remove what is older than the newest `keep` whole ones, and neither spared nor being read; returns what went.
+
+    Whole is meant by sizes. A damaged checkpoint does not count, and goes only when it is older than all that stay.
+
+    >>> from stageline.train.checkpoint import Writer
+    >>> with Writer("checkpoint", keep=0) as writer:
+    ...     for step in (1, 2, 3):
+    ...         writer.save(step, {})
+    >>> [path.name for path in prune(Path("checkpoint"), 2, Path("checkpoint/step-00000003"))]
+    ['step-00000001']
+    """
+    whole = 0
+    gone = []
+    for path in reversed(published(folder)):
+        if path.suffix == ".replaced":
+            continue  # another of its step is there
+        if path != spare and whole >= keep:
+            if discard(path):
+                gone.append(path)
+        elif _is_whole(path):
+            whole += 1
+    return gone
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        with open_checkpoint(path) as checkpoint:
+            return not checkpoint.verify(deep=False)
+    except CheckpointError:
+        return False

@@ -1,9 +1,8 @@
 """Data of a training job: sources of samples, their order, and the share of each replica."""
 
 from stageline.train.data.collate import Batch
-from stageline.train.data.loader import Loader
+from stageline.train.data.loader import Loader, Prefetch
 from stageline.train.data.opening import Data, data_of, open_data
-from stageline.train.data.prefetch import Prefetch
 from stageline.train.data.source import Indexed, Items, Source, Tokens, check_same, split
 from stageline.train.data.stream import Stream
 from stageline.train.data.tokenizer import Bytes, File, Tokenizer, find_tokenizer

@@ -1,7 +1,8 @@
-"""Events of a job, each told once: to the file, to people, to TensorBoard."""
+"""Events of a job: each goes to the metrics file, to the screen, and to TensorBoard."""
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from pathlib import Path
@@ -12,12 +13,11 @@ from stageline.train.config.config import Config
 from stageline.train.events import figures
 from stageline.train.events.figures import number_of
 from stageline.train.events.metrics_file import MetricsFile, Row, checked
-from stageline.train.events.progress_line import Pace, parts_of
-from stageline.train.events.screen import Screen, open_screen
-from stageline.train.events.tensorboard import TensorBoard
+from stageline.train.events.screen import Pace, Screen, open_screen, parts_of
 
 if TYPE_CHECKING:
     from rich.console import Console
+
 
 FILE = "metrics.jsonl"
 
@@ -165,3 +165,43 @@ def _checkpoint(row: Row) -> str:
     said += [] if seconds is None else [f"written in {figures.moment(seconds)}"]
     said += [] if blocked is None else [f"training waited {figures.moment(blocked)}"]
     return f": {', '.join(said)}" if said else ""
+
+
+LEFT_OUT = ("step", "time")
+
+
+class TensorBoard:
+    """Writes every number of an event as a scalar: train/loss, train/bubble, validation/loss, checkpoint/seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        """See to it that torch can write for TensorBoard; the files come with the first event."""
+        try:
+            self._module = importlib.import_module("torch.utils.tensorboard")
+        except ImportError as error:
+            raise StagelineError(
+                f"metrics.enable_tensorboard needs tensorboard, which cannot be imported ({error}): "
+                "pip install 'stageline[tensorboard]', or leave the setting out"
+            ) from None
+        self._folder = folder
+        self._writer: Any = None
+
+    def write(self, row: Row) -> None:
+        """Write the numbers of an event; one that starts again at a step takes back what came after it."""
+        step = row["step"]
+        if self._writer is None:
+            again = step + 1 if row["event"] == "start" and step > 0 else None
+            self._writer = self._module.SummaryWriter(str(self._folder), purge_step=again)
+        if row["event"] in ("start", "end"):
+            return
+        name = "train" if row["event"] == "step" else row["event"]
+        now = number_of(row.get("time"))
+        for key, value in row.items():
+            number = number_of(value)
+            if key not in LEFT_OUT and number is not None:
+                self._writer.add_scalar(f"{name}/{key}", number, step, walltime=now)
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -1,18 +1,19 @@
-"""Charts over steps: inline SVG that needs no script, and the points for the script that shows their values."""
+"""Charts over steps: series, axes, and inline SVG that needs no script."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stageline.train.events import figures
-from stageline.train.report.axis import Axis, axis_of
-from stageline.train.report.series import Series
+from stageline.train.events.figures import number_of
+from stageline.train.events.metrics_file import Row
 
 NUM_BINS = 300
 """Number of bins of the step axis; each keeps its smallest and largest value."""
@@ -175,3 +176,147 @@ def _points(line: Line) -> dict[str, Any]:
     steps = np.diff(line.series.steps, prepend=0).tolist()
     values = [float(f"{value:.5g}") if math.isfinite(value) else str(value) for value in line.series.values.tolist()]
     return {"name": line.name, "steps": steps, "values": values}
+
+
+SKEW_RATIO = 20.0
+"""Use a logarithmic axis if the largest value exceeds the median by this factor."""
+MIN_POSITIVE = 1e-30
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A linear or logarithmic axis from `low` to `high`."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def position(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the positions of values, from 0 to 1.
+
+        >>> Axis(1, 100, log=True).position(np.array([1.0, 10.0, 100.0]))
+        array([0. , 0.5, 1. ])
+        """
+        low, high = self.low, self.high
+        if self.log:
+            values, low, high = np.log10(np.maximum(values, low)), math.log10(low), math.log10(high)
+        return np.asarray((values - low) / (high - low), dtype=np.float64)
+
+    def ticks(self, count: int = 5, unit: float = 1.0) -> list[float]:
+        """Return values on the axis that are round multiples of a unit.
+
+        >>> Axis(2.13, 4.9).ticks(), Axis(0.02, 90, log=True).ticks()
+        ([2.5, 3.0, 3.5, 4.0, 4.5], [0.1, 1.0, 10.0])
+        >>> [tick / 1024 for tick in Axis(0, 5000).ticks(unit=1024)]
+        [0.0, 1.0, 2.0, 3.0, 4.0]
+        """
+        if self.log:
+            first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+            if last - first >= 1:
+                stride = -(-(last - first + 1) // count)
+                return [10.0**power for power in range(first, last + 1, stride)]
+        rough = (self.high - self.low) / unit / count
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(step for step in (1, 2, 2.5, 5, 10) if step * power >= rough * 0.7) * power * unit
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
+
+
+def axis_of(values: Sequence[NDArray[np.float64]], *, zero: bool = False, skewed: bool = False) -> Axis:
+    """Return an axis for all values: from 0 if `zero`, and logarithmic if `skewed` and the values are.
+
+    >>> axis_of([np.array([1.0, 3.0])], zero=True), axis_of([np.array([1.0, 1.0, 500.0])], skewed=True).log
+    (Axis(low=0.0, high=3.15, log=False), True)
+    """
+    finite = np.concatenate([array[np.isfinite(array)] for array in values] or [np.zeros(0)])
+    if not len(finite):
+        return Axis(0.0, 1.0)
+    low, high = float(finite.min()), float(finite.max())
+    if skewed and low > MIN_POSITIVE and high > SKEW_RATIO * float(np.median(finite)):
+        return Axis(low / 1.1, high * 1.1, log=True)
+    low = min(low, 0.0) if zero else low
+    magnitude = max(abs(low), abs(high))
+    # Treat values that differ only by rounding as equal, and centre them.
+    margin = (high - low) * 0.05 if high - low > 1e-9 * magnitude else max(0.1 * magnitude, MIN_POSITIVE)
+    return Axis(low if zero and low == 0 else low - margin, high + margin)
+
+
+def step_axis(first: int, last: int) -> Axis:
+    """Return the step axis, which all charts of a page share."""
+    return Axis(float(first), float(last)) if last > first else Axis(first - 0.5, first + 0.5)
+
+
+MAX_FINITE = 1e30
+"""Larger values count as infinite."""
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """Values by step, in step order; a value may be NaN or infinite."""
+
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, rows: Iterable[Row], name: str) -> Series:
+        """Extract one figure from the events that have it.
+
+        >>> Series.of([{"step": 2, "loss": 3.0}, {"step": 1, "loss": float("nan")}, {"step": 3}], "loss").values
+        array([nan,  3.])
+        """
+        pairs = sorted((row["step"], value) for row in rows if (value := number_of(row.get(name))) is not None)
+        steps = np.array([step for step, _ in pairs], dtype=np.int64)
+        values = np.array([value for _, value in pairs], dtype=np.float64)
+        values[np.abs(values) > MAX_FINITE] *= np.inf
+        return cls(steps, values)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def finite(self) -> NDArray[np.float64]:
+        """The finite values."""
+        return self.values[np.isfinite(self.values)]
+
+    def median(self, leave_out: int = 0) -> float | None:
+        """Return the median of the finite values, without the first `leave_out` if there are others."""
+        finite = self.finite
+        finite = finite[leave_out:] if len(finite) > leave_out else finite
+        return float(np.median(finite)) if len(finite) else None
+
+    def smoothed(self) -> Series:
+        """Return an exponential moving average over about a fiftieth of all values; skip values that are not finite.
+
+        >>> Series(np.arange(4), np.array([4.0, np.inf, 4.0, 4.0])).smoothed().values
+        array([4., 4., 4.])
+        """
+        is_finite = np.isfinite(self.values)
+        decay = 1 - 1 / max(5.0, len(self) / 50)
+        averages, total, weight = [], 0.0, 0.0
+        for value in self.values[is_finite].tolist():
+            total, weight = decay * total + value, decay * weight + 1
+            averages.append(total / weight)
+        return Series(self.steps[is_finite], np.array(averages, dtype=np.float64))
+
+    def thinned(self, bins: int) -> Series:
+        """Keep the smallest and the largest value of each bin of the chart, and one that is not finite.
+
+        >>> wave = Series(np.arange(1000), np.sin(np.arange(1000.0)))
+        >>> few = wave.thinned(50)
+        >>> len(few), bool(few.values.max() == wave.values.max()), few.steps[[0, -1]].tolist()
+        (102, True, [0, 999])
+        """
+        if len(self) <= 2 * bins:
+            return self
+        low, high = int(self.steps[0]), int(self.steps[-1])
+        bin_of = ((self.steps - low) * bins // (high - low + 1)).astype(np.int64)
+        finite = np.isfinite(self.values)
+        indices = [np.array([0, len(self) - 1])]
+        order = np.lexsort((self.values, bin_of))  # NaN sorts last
+        for part in (order[finite[order]], order[~finite[order]]):
+            cuts = np.flatnonzero(np.diff(bin_of[part])) + 1
+            firsts = part[np.concatenate([[0], cuts]).astype(np.int64)] if len(part) else part
+            lasts = part[np.concatenate([cuts - 1, [len(part) - 1]]).astype(np.int64)] if len(part) else part
+            indices += [firsts, lasts]
+        index = np.unique(np.concatenate(indices))
+        return Series(self.steps[index], self.values[index])

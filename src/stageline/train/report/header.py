@@ -8,8 +8,8 @@ from html import escape
 
 from stageline.train.events import figures
 from stageline.train.events.figures import number_of
+from stageline.train.report.charts import Series
 from stageline.train.report.run import Run
-from stageline.train.report.series import Series
 
 WARM_UP = 2
 """First steps of a series that medians leave out."""
