@@ -262,7 +262,7 @@ def test_what_cannot_be_cut_is_said(ask: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (None, "a Pipeline is made of a model, a list of its stages, or what sl.split gives; .*; got None"),
+        (None, "Pipeline takes a model, a list of its stages, the result of sl.split, .*; got None"),
         ([nn.Linear(2, 2), 3], "got 3"),
     ],
 )
@@ -274,10 +274,10 @@ def test_what_no_pipeline_is_made_of_is_said(given: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        ({"by": "parameters"}, r"cut it first: sl\.Pipeline\(sl\.split\(model, stages=…, by=…\), …\)"),
+        ({"by": "parameters"}, r"split it first: sl\.Pipeline\(sl\.split\(model, stages=…, by=…\), …\)"),
         ({"split": "parameters"}, r"sl\.split\(model, stages=…, by=…\)"),
         ({"layers_per_stage": [2, 2]}, r"sl\.split\(model, stages=…, layers_per_stage=…\)"),
-        ({"schedule": None}, "schedule is a family such as '1f1b', a file, or what .* gives, got None"),
+        ({"schedule": None}, "schedule is a family such as '1f1b', a file, or a schedule from .*, got None"),
         ({"ranks": "2"}, "ranks to be a whole number .*, got '2'"),
     ],
 )

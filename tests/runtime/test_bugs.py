@@ -440,7 +440,7 @@ def test_mistakes_that_were_told_in_the_words_of_others() -> None:
         (lambda: make(loss_fn=None), "loss_fn is a function of output and target, got None"),
         (lambda: make(deadline="x"), "deadline is a number of seconds above 0, got 'x'"),
         (lambda: make().step(x, y, stage_kwargs=wrong), "stage_kwargs is a dict by stage"),
-        (lambda: make().load_state_dict(wrong), "a state is a dict of tensors by name"),
+        (lambda: make().load_state_dict(wrong), "a state dict maps names to tensors"),
         (lambda: make(seed="a"), "seed is a whole number, got 'a'"),
         (lambda: make(loss_fn=lambda o, t: (o.mean(), {"m": "text"})).step(x, y), "the metric 'm' is 'text'"),
         (lambda: make(loss_fn=lambda o, t: (o.mean(), {"m": o})).step(x, y), "a metric is one number"),

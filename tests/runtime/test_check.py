@@ -16,7 +16,7 @@ from torch.nn import functional
 import models
 import stageline as sl
 from stageline.cli.app import run
-from stageline.runtime import shared_parameters as shadows
+from stageline.runtime import shared_parameters
 from stageline.runtime import step as runner
 
 pytestmark = pytest.mark.timeout(300)
@@ -87,7 +87,7 @@ def test_tied_weights_are_reordered(schedule: str, drop: float) -> None:
     (tensor,) = report.reordered
     assert tensor.name == "transformer.wte.weight"
     assert 0 < tensor.largest < 1e-6
-    assert "use it, and it is added up stage by stage" in tensor.why
+    assert "use it, and it is summed stage by stage" in tensor.why
     assert "verdict    reordered: the same sums" in str(report)
 
 
@@ -96,7 +96,7 @@ def test_values_that_several_stages_use_are_reordered(dtype: torch.dtype) -> Non
     report = check(Outside().to(dtype), schedule="zb-h1", ranks=2)
     assert report.verdict == "reordered"
     assert {tensor.name for tensor in report.reordered} == {tensor.name for tensor in report.differing}
-    assert any("several stages use a value of stage 0 or before it" in tensor.why for tensor in report.reordered)
+    assert any("several stages use a value of stage 0 or an earlier one" in tensor.why for tensor in report.reordered)
 
 
 def test_two_directions_are_reordered() -> None:
@@ -117,7 +117,7 @@ def test_a_gradient_that_is_wrong_by_one_percent_is_different(at: int, dtype: to
 
 @pytest.mark.parametrize("drop", [0.0, 0.3])
 def test_a_wrong_gradient_of_a_tied_weight_is_different(monkeypatch: pytest.MonkeyPatch, drop: float) -> None:
-    gather = shadows.gather
+    gather = shared_parameters.gather
 
     def wrong(placed: Any, *args: Any) -> None:
         gather(placed, *args)
@@ -134,7 +134,7 @@ def test_a_wrong_gradient_of_a_tied_weight_is_different(monkeypatch: pytest.Monk
 
 def test_a_use_that_is_lost_is_different(monkeypatch: pytest.MonkeyPatch) -> None:
     """One single row of a tied weight that lacks one use."""
-    gather = shadows.gather
+    gather = shared_parameters.gather
 
     def wrong(placed: Any, *args: Any) -> None:
         for uses in placed.uses.values():

@@ -637,8 +637,8 @@ def test_functions_with_weights_are_refused_by_name() -> None:
         (nn.BatchNorm1d(4, affine=False).forward, "the buffer running_mean of a BatchNorm1d"),
         (reads_global, "the function reads_global, which uses the parameter weight of a Linear"),
         (calls_one, "the parameter weight of a Linear"),
-        (nn.ReLU, r"layer 1 is the class ReLU, not a layer; give an instance: ReLU\(…\)"),
-        (lambda: nn.ReLU(), "takes no input, and the list has layers beside it"),
+        (nn.ReLU, r"layer 1 is the class ReLU, not a layer; pass an instance: ReLU\(…\)"),
+        (lambda: nn.ReLU(), "takes no input, and the list also has layers"),
     ]
     for function, words in mistakes:
         with pytest.raises(sl.StagelineError, match=words):

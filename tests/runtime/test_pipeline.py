@@ -370,9 +370,9 @@ def test_mistakes_are_told_in_words() -> None:
         (lambda: make(microbatches=None), "needs microbatches="),
         (lambda: make(nn.Linear(8, 8), ranks=2).step(x, y), "Linear has 1 units .* and 2 stages are asked for"),
         (lambda: make([nn.Linear(2, 2), 3]), "or a list of functions that build its layers; got 3"),
-        (lambda: make(schedule="1f1b", ranks=5), "5 stages and the model only 4 layers"),
-        (lambda: make(list(blocks(4)), schedule="1f1b", ranks=3), "3 stages and 4 were given"),
-        (lambda: make(schedule=sl.schedule("1f1b", 2, 3)), "microbatches=4, and the schedule has 3"),
+        (lambda: make(schedule="1f1b", ranks=5), "5 stages, but the model has only 4 layers"),
+        (lambda: make(list(blocks(4)), schedule="1f1b", ranks=3), "3 stages, but 4 were passed"),
+        (lambda: make(schedule=sl.schedule("1f1b", 2, 3)), "microbatches=4, but the schedule has 3"),
         (lambda: make(loss_reduction="max"), "'mean', 'sum' or 'count'"),
         (lambda: make(recompute="all"), "recompute='all' chose none .* give 'none' or 'stage'"),
         (lambda: make(recompute=[3]), "recompute is 'none', 'stage', or modules chosen .* got 3"),
@@ -405,10 +405,10 @@ def test_options_that_there_are_not_are_told_with_the_nearest_and_the_number_of_
     common: dict[str, Any] = {"loss_fn": functional.mse_loss, "microbatches": 4, "ranks": 2}
     made = sl.schedule("1f1b", 2, 4)
     mistakes: list[tuple[Callable[[], Any], str]] = [
-        (lambda: make(blocks(4), stages=4), r"follows from the schedule: ranks × chunks; say ranks=4 for one on each"),
+        (lambda: make(blocks(4), stages=4), r"follows from the schedule: ranks × chunks; pass ranks=4 for one stage"),
         (lambda: make(blocks(4), stages=4, **common), r"schedule='interleaved', ranks=2, chunks=2$"),
-        (lambda: make(blocks(4), stages=3, **common), r"say ranks=3 for one on each rank$"),
-        (lambda: make(blocks(4), stages=[blocks(4)], **common), "given twice, once as stages="),
+        (lambda: make(blocks(4), stages=3, **common), r"pass ranks=3 for one stage per rank$"),
+        (lambda: make(blocks(4), stages=[blocks(4)], **common), "passed twice, once as stages="),
         (
             lambda: make(blocks(4), schedul="zb-v", **common),
             r"nor 1f1b has an option 'schedul' \(did you mean 'schedule'",
@@ -421,9 +421,9 @@ def test_options_that_there_are_not_are_told_with_the_nearest_and_the_number_of_
         ),
         (
             lambda: make(blocks(4), schedule=made, chunks=2, **common),
-            "nor a schedule that is made has an option 'chunks'",
+            "nor a finished schedule has an option 'chunks'",
         ),
-        (lambda: make(blocks(4), layers_per_stage=[1, 3], **common), "cut it first: sl.Pipeline"),
+        (lambda: make(blocks(4), layers_per_stage=[1, 3], **common), "split it first: sl.Pipeline"),
     ]
     for mistake, words in mistakes:
         with pytest.raises(TypeError, match=words) as told:

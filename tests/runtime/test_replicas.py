@@ -196,7 +196,7 @@ def unused(rank: int) -> None:
         assert found["0.never.weight"] is None
         seen = found["0.sometimes.weight"].tolist()
         assert pipe._replicas is not None
-        told = [pipe._replicas.column.tell(str(seen), replica) for replica in range(2)]
+        told = [pipe._replicas.group.tell(str(seen), replica) for replica in range(2)]
         assert told[0] == told[1]
 
 
@@ -292,7 +292,7 @@ def overlap(rank: int) -> tuple[int, list[int]]:
     """After how many actions each bucket was begun to be added up, and how many actions there are."""
     pipe = pipeline(model(), "zb-v", bucket_mb=0.001)
     assert pipe._replicas is not None
-    column: Any = pipe._replicas.column
+    column: Any = pipe._replicas.group
     begun, add = [], column.add
     world: Any = pipe._world
 
@@ -404,12 +404,12 @@ def test_a_mistake_in_one_replica_is_said_in_all_and_the_next_step_is_right() ->
         r"a DeviceMesh with a dimension 'pp' .* got dimensions \('tp',\)",
         r"the mesh has 2 ranks and 2 replicas; the schedule has 4 ranks: make them agree",
         r"rank 3 and rank 0 differ in bucket_mb and reduce_dtype",
-        r"begin with different weights: 6.up.bias of rank 3 \(replica 1\) is not that of rank 1 \(replica 0\)",
+        r"start with different weights: 6.up.bias of rank 3 \(replica 1\) is not that of rank 1 \(replica 0\)",
         r"replica 1: rank 3 was given another batch than rank 2: the inputs differ",
         r"rank 3 \(replica 1\) cannot run this batch: StagelineError: there are 9 samples of inputs and 8 of targets",
         r"replica 1: no rank was given the inputs",
         r"rank 3 \(replica 1\) and rank 0 \(replica 0\) differ in whether they train, evaluate or predict",
-        r"replicas 0 and 1 want gradients of different parameters on rank 1: \d+ and \d+ elements; freeze the same",
+        r"replicas 0 and 1 train different parameters on rank 1: \d+ and \d+ elements; freeze the same",
         r"rank 2 \(replica 1\) and rank 0 \(replica 0\) differ in whether they train, evaluate or predict",
         r"rank 3 \(replica 1\) failed .*: StagelineError: stage_kwargs has 'mask' for stage 1",
         rf"rank 3 \(replica 1\) failed in F of stage 1, microbatch 2: ArithmeticError: planted; {kept}",

@@ -1,4 +1,4 @@
-"""torch.compile of the parts of every stage, as an option of the pipeline."""
+"""The `compile` option: torch.compile for the layers of every stage."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from stageline.model.stage_module.stage_module import StagePart
 from stageline.model.units import layers_of
 
 Compile = bool | str | Mapping[str, Any]
-"""Whether to compile; the name of a backend; or the keywords of torch.compile."""
+"""Whether to compile, the name of a backend, or keyword arguments of torch.compile."""
 
 
-def compile_units(parts: Iterable[nn.Sequential], asked: Compile) -> None:
-    """Compile the layers of stages, or the units of a model with its own forward: each by itself, and like ones once.
+def compile_units(parts: Iterable[nn.Sequential], option: Compile) -> None:
+    """Compile each layer of the stages, or each unit of a model with its own forward, separately.
 
-    What is between the units stays as it is, and so do names, hooks and states. Gradients of weights in a compiled unit
-    come with I, not with W: a compiled backward is one piece.
+    The code between the units, and names, hooks and state dicts, do not change. A compiled backward cannot be split, so
+    the weight gradients of a compiled unit are computed in I, not in W.
 
+    >>> import torch
     >>> part = nn.Sequential(nn.Linear(2, 2))
     >>> compile_units([part], {"backend": "eager"})
-    >>> part[0]._compiled_call_impl is not None
-    True
+    >>> part(torch.ones(1, 2)).shape
+    torch.Size([1, 2])
     """
-    if not isinstance(asked, bool | str | Mapping):
+    if not isinstance(option, bool | str | Mapping):
         raise StagelineError(
-            f"compile is True, the name of a backend or a dict of torch.compile's keywords, got {shorten(asked)}"
+            f"compile is True, the name of a backend or a dict of torch.compile's keyword arguments, "
+            f"got {shorten(option)}"
         )
-    if asked is False:
+    if option is False:
         return
-    options: dict[str, Any] = {} if asked is True else {"backend": asked} if isinstance(asked, str) else dict(asked)
+    options: dict[str, Any] = {} if option is True else {"backend": option} if isinstance(option, str) else dict(option)
     for part in parts:
         if isinstance(part, StagePart):
             modules = [part.replay.modules[name].module for name, _ in part.drawn() if name in part.replay.modules]

@@ -21,23 +21,22 @@ class FunctionLayer(nn.Module):
     """
 
     def __init__(self, function: Any) -> None:
-        """`forward` is the function itself, so whatever asks for its signature sees the function's."""
         super().__init__()
-        self.forward = function
+        self.forward = function  # the function itself, so that `forward` has its signature
 
     def extra_repr(self) -> str:
-        """The function's name."""
+        """The name of the function."""
         return name_of(self.forward)
 
 
 def name_of(function: Any) -> str:
-    """What a function is called; a partial one is called what it calls."""
+    """The name of a function; of a partial, the name of the function it calls."""
     inner = getattr(function, "func", function)
     return str(getattr(inner, "__name__", type(function).__name__))
 
 
 def builds(value: Any) -> bool:
-    """Whether a callable takes nothing, as one that builds a layer does; a function of torch's own takes something.
+    """Whether a callable takes no arguments, as a function that builds a layer does.
 
     >>> builds(lambda: nn.ReLU()), builds(nn.functional.relu), builds(nn.ReLU)
     (True, False, True)
@@ -58,24 +57,24 @@ def builds(value: Any) -> bool:
 
 
 def as_layer(value: Any, number: int) -> Any:
-    """A function as a layer, everything else as it is; refuse one that has weights, or takes no input."""
+    """Wrap a function as a layer and return anything else unchanged; refuse one with weights or without input."""
     if isinstance(value, nn.Module) or not callable(value):
         return value
     if isinstance(value, type):
         raise StagelineError(
-            f"layer {number} is the class {value.__name__}, not a layer; give an instance: {value.__name__}(…)"
+            f"layer {number} is the class {value.__name__}, not a layer; pass an instance: {value.__name__}(…)"
         )
     name = name_of(value)
     if builds(value) and not _takes_something(value):
         raise StagelineError(
-            f"layer {number}, {name}, takes no input, and the list has layers beside it; give what it builds, or a "
+            f"layer {number}, {name}, takes no input, and the list also has layers; pass the layer it builds, or a "
             "function that builds each layer"
         )
     weights = weights_inside(value)
     if weights is not None:
         raise StagelineError(
-            f"layer {number} is the function {name}, which uses {weights}: a pipeline would not train it, save it or "
-            "place it; give the module itself as the layer, or a module that holds what the function uses"
+            f"layer {number} is the function {name}, which uses {weights}; a pipeline would not train, save or place "
+            "it. Pass the module itself as the layer, or a module that holds what the function uses"
         )
     return FunctionLayer(value)
 
@@ -85,7 +84,7 @@ def _takes_something(function: Any) -> bool:
 
 
 def with_functions(stages: Any) -> Any:
-    """A list of layers with its functions as modules; anything else, and a list of builders, as it is.
+    """Wrap the functions in a list of layers as modules; return anything else, and a list of builders, unchanged.
 
     >>> import torch
     >>> with_functions([nn.Tanh(), torch.relu])

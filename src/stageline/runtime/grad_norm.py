@@ -1,4 +1,4 @@
-"""The norm of all gradients, where each process has a part of them."""
+"""The gradient norm, where each process holds a part of the gradients."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from stageline.schedules.placement import Placement
 
 
 def norms_of(names: Sequence[str], own: Mapping[str, Tensor | None], norm_type: float = 2.0) -> Floats:
-    """The norm of each parameter's gradient, in the order of the model; 0 for those that are not given."""
+    """The norm of each parameter's gradient, in the order of the model; 0 for parameters that are not in `own`."""
     numbers = {name: index for index, name in enumerate(names)}
-    found = {
+    norm_by_index = {
         numbers[name]: torch.linalg.vector_norm(_real(gradient), norm_type, dtype=norm_dtype([gradient])).double()
         for name, gradient in own.items()
         if gradient is not None
     }
     norms = np.zeros(len(names))
-    for device in {norm.device for norm in found.values()}:  # asked for once: each question would stop a GPU
-        here = [index for index, norm in found.items() if norm.device == device]
-        norms[here] = torch.stack([found[index] for index in here]).cpu().numpy()
+    for device in {norm.device for norm in norm_by_index.values()}:  # one transfer a device: each would stall a GPU
+        here = [index for index, norm in norm_by_index.items() if norm.device == device]
+        norms[here] = torch.stack([norm_by_index[index] for index in here]).cpu().numpy()
     return norms
 
 
 def _real(gradient: Tensor) -> Tensor:
-    """The sizes of complex numbers, and other gradients as they are."""
     return gradient.abs() if gradient.is_complex() else gradient
 
 
 def norm_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """What the norm of gradients is computed in: float32, or float64 where one of them is.
+    """The type in which a norm is computed: float32, or float64 if any gradient is.
 
     >>> norm_dtype([torch.ones(1, dtype=torch.bfloat16)]), norm_dtype([torch.ones(1, dtype=torch.complex128)])
     (torch.float32, torch.float64)
@@ -49,7 +48,7 @@ def total_norm(norms: Floats, norm_type: float = 2.0, dtype: torch.dtype = torch
 
 
 def clip_factor(max_norm: float, total: Tensor) -> Tensor:
-    """What gradients of this norm are multiplied by.
+    """The factor that scales gradients of this norm to at most `max_norm`.
 
     >>> clip_factor(1.0, torch.tensor(0.5)), round(float(clip_factor(1.0, torch.tensor(4.0))), 4)
     (tensor(1.), 0.25)
@@ -59,11 +58,11 @@ def clip_factor(max_norm: float, total: Tensor) -> Tensor:
 
 def owners_of(model: nn.Module, parts: Sequence[nn.Module], placement: Placement, placed: Placed) -> dict[str, int]:
     """The rank that each parameter and buffer belongs to: the first that uses it."""
-    found: dict[str, int] = {}
+    owners: dict[str, int] = {}
     for stage, part in enumerate(parts):
         tensors = (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False))
         for name, _ in tensors:
-            found.setdefault(name, int(placement.table[0, stage]))
+            owners.setdefault(name, int(placement.table[0, stage]))
     first = {parameter: uses[0].rank for parameter, uses in placed.uses.items()}
-    found.update({name: first[each] for name, each in model.named_parameters() if each in first})
-    return found
+    owners.update({name: first[parameter] for name, parameter in model.named_parameters() if parameter in first})
+    return owners

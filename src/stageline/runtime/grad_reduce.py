@@ -1,12 +1,12 @@
-"""Adding up gradients over replicas, in buckets, while the pipeline still drains.
+"""Gradient reduction: summing gradients over replicas in buckets while the pipeline drains.
 
     rank 0   … B1 B2 B3 │ W2 W3                    after the last action that adds to a stage's gradients, they are
-                        ╰─▶ buckets of the stage   copied into flat buckets, which are added over all replicas while
-    rank 1   … B3 │ W1 W2 W3                       this rank goes on
+                        ╰─▶ buckets of the stage   copied into flat buckets, which are reduced over all replicas while
+    rank 1   … B3 │ W1 W2 W3                       the rank continues
 
-All replicas add the same buckets in the same order, whatever the timing: that of the whole schedule. A bucket also
-holds, for each parameter, how many replicas have a gradient of it. One that only some have counts as zeros in the
-others, and one that none has stays without.
+All replicas reduce the same buckets in the same order, the order of the whole schedule, whatever the timing. A bucket
+also counts, for each parameter, the replicas that have a gradient. Replicas without one contribute zeros. A parameter
+for which no replica has a gradient keeps none.
 """
 
 from __future__ import annotations
@@ -21,77 +21,77 @@ from torch import Tensor, nn
 from stageline.common.errors import StagelineError, shorten
 
 
-class Adding(Protocol):
-    """What adds a flat tensor over all replicas."""
+class ReplicaSum(Protocol):
+    """Sums a flat tensor over all replicas."""
 
     @property
     def direct(self) -> bool:
-        """Whether tensors of a GPU are added without the host."""
+        """Whether GPU tensors are summed without going through the host."""
 
     def add(self, flat: Tensor) -> Callable[[], None]:
-        """Begin to add in place; what is given back waits for it."""
+        """Start the sum, in place; call the result to wait for it."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters whose gradients are added up together, of one type and on one device."""
+    """Parameters of one type and device whose gradients are reduced together."""
 
     stage: int | None
     """None for parameters that several stages use."""
     parameters: tuple[tuple[str, nn.Parameter], ...]
     dtype: torch.dtype
-    """What they are added in."""
+    """The type in which they are summed."""
 
     @property
     def elements(self) -> int:
-        """Of the parameters together."""
+        """The number of elements of all parameters."""
         return sum(parameter.numel() for _, parameter in self.parameters)
 
     def empty(self) -> Tensor:
-        """Zeros in place of gradients, of none of the parameters."""
+        """A flat tensor that stands for no gradients at all."""
         device = self.parameters[0][1].device
         return torch.zeros(self.elements + len(self.parameters), dtype=self.dtype, device=device)
 
     def fill(self) -> Tensor:
-        """The gradients as one flat tensor, and then for each parameter whether there is one."""
+        """The gradients as one flat tensor, followed by a 1 for each parameter that has one."""
         device = self.parameters[0][1].device
         flat = torch.empty(self.elements + len(self.parameters), dtype=self.dtype, device=device)
-        at, elements = 0, self.elements
+        offset, elements = 0, self.elements
         flat[elements:] = torch.tensor([float(parameter.grad is not None) for _, parameter in self.parameters])
         for name, parameter in self.parameters:
             grad = parameter.grad
             if grad is None:
-                flat[at : at + parameter.numel()].zero_()
+                flat[offset : offset + parameter.numel()].zero_()
             else:
                 if grad.layout != torch.strided:
                     raise StagelineError(
-                        f"the gradient of {name} is {shorten(str(grad.layout))}, and only dense ones are added up over "
-                        "replicas; use sparse=False"
+                        f"the gradient of {name} is {shorten(str(grad.layout))}, and only dense gradients are reduced "
+                        "over replicas; use sparse=False"
                     )
-                flat[at : at + parameter.numel()].view(parameter.shape).copy_(grad.detach())
-            at += parameter.numel()
+                flat[offset : offset + parameter.numel()].view(parameter.shape).copy_(grad.detach())
+            offset += parameter.numel()
         return flat
 
-    def give(self, flat: Tensor) -> None:
-        """Let the parameters have their parts of the sum as gradients."""
-        there, at = flat[self.elements :].tolist(), 0
-        for (_, parameter), count in zip(self.parameters, there, strict=True):
+    def assign(self, flat: Tensor) -> None:
+        """Copy the sum back into the gradients of the parameters."""
+        counts, offset = flat[self.elements :].tolist(), 0
+        for (_, parameter), count in zip(self.parameters, counts, strict=True):
             if count:
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
-                parameter.grad.detach().copy_(flat[at : at + parameter.numel()].view(parameter.shape))
-            at += parameter.numel()
+                parameter.grad.detach().copy_(flat[offset : offset + parameter.numel()].view(parameter.shape))
+            offset += parameter.numel()
 
 
 def buckets_of(
     stage: int | None, named: Iterable[tuple[str, nn.Parameter]], size: float, dtype: torch.dtype | None = None
 ) -> Iterator[Bucket]:
-    """Cut parameters into buckets of at most `size` bytes, in their order; a larger one has a bucket of its own.
+    """Group parameters, in order, into buckets of at most `size` bytes; a larger one gets a bucket to itself.
 
-    Gradients are added in `dtype`; without one, in float32, or in what is more exact than that.
+    Gradients are summed in `dtype`; without one, in float32 or a wider type of the parameter.
 
     >>> layer = nn.Linear(4, 4)
-    >>> [[name for name, _ in each.parameters] for each in buckets_of(0, layer.named_parameters(), size=64)]
+    >>> [[name for name, _ in bucket.parameters] for bucket in buckets_of(0, layer.named_parameters(), size=64)]
     [['weight'], ['bias']]
     """
     kept: list[tuple[str, nn.Parameter]] = []
@@ -116,9 +116,9 @@ def buckets_of(
 
 
 class Reducer:
-    """Adds up the gradients of one rank's stages over all replicas, step by step.
+    """Reduces the gradients of one rank's stages over all replicas.
 
-    >>> class Twice:  # two replicas that have the same
+    >>> class Twice:  # two replicas with equal gradients
     ...     direct = False
     ...     def add(self, flat):
     ...         return lambda: flat.mul_(2)
@@ -136,103 +136,103 @@ class Reducer:
         self,
         stages: Mapping[int, Sequence[tuple[str, nn.Parameter]]],
         shared: Sequence[Sequence[tuple[str, nn.Parameter]]],
-        column: Adding,
+        group: ReplicaSum,
         *,
         bucket_mb: float = 25.0,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`stages` are the parameters that one stage alone uses, in the order in which stages finish.
+        """`stages` holds the parameters that a single stage uses, in the order in which stages finish.
 
-        `shared` are parameters that several stages use, in groups that have the same users: these add them in the same
-        buckets, and so get the same bits.
+        `shared` holds parameters that several stages use, grouped by their users: they reduce them in the same buckets
+        and so get the same bits.
         """
         size = bucket_mb * 2**20
-        self._buckets = [each for stage, named in stages.items() for each in buckets_of(stage, named, size, dtype)]
-        self._shared = [each for named in shared for each in buckets_of(None, named, size, dtype)]
-        self._column = column
+        self._buckets = [bucket for stage, named in stages.items() for bucket in buckets_of(stage, named, size, dtype)]
+        self._shared = [bucket for named in shared for bucket in buckets_of(None, named, size, dtype)]
+        self._group = group
         self._ready: set[int | None] = set()
-        self._filled: list[_OnItsWay] = []
+        self._filled: list[_Reduction] = []
         self._begun = 0
 
     @property
     def elements(self) -> int:
-        """Of all gradients together; it must be the same in all replicas."""
+        """The number of elements of all gradients, which must be the same in all replicas."""
         return sum(bucket.elements for bucket in (*self._buckets, *self._shared))
 
     def begin(self) -> None:
-        """Begin a step: no stage is ready."""
+        """Start a step: no stage is ready."""
         self._ready, self._filled, self._begun = set(), [], 0
 
     def ready(self, stage: int) -> None:
-        """The gradients of a stage are complete in this replica; called by the thread that computes them."""
+        """Called by the thread that computes a stage when its gradients are complete in this replica."""
         self._ready.add(stage)
         self._fill()
 
-    def finish(self, well: bool = True) -> None:
-        """Wait for all buckets of stages; where the step failed, zeros take the place of those that are not ready."""
-        if well:
+    def finish(self, succeeded: bool = True) -> None:
+        """Wait for all buckets of stages; if the step failed, zeros replace those that are not ready."""
+        if succeeded:
             self._ready.update(bucket.stage for bucket in self._buckets)
         self._fill()
         for bucket in self._buckets[len(self._filled) :]:
-            self._filled.append(_OnItsWay(bucket, bucket.empty(), self._column))
-        self._end(well)
+            self._filled.append(_Reduction(bucket, bucket.empty(), self._group))
+        self._end(succeeded)
 
     def finish_shared(self) -> None:
-        """Add up what several stages use, when it is complete in every replica."""
-        self._filled = [_OnItsWay(bucket, bucket.fill(), self._column) for bucket in self._shared]
+        """Reduce the parameters that several stages use, once they are complete in every replica."""
+        self._filled = [_Reduction(bucket, bucket.fill(), self._group) for bucket in self._shared]
         self._begun = 0
         self._end(True)
 
     def _fill(self) -> None:
-        """Take up all buckets whose turn has come."""
+        """Start all buckets whose turn has come."""
         for bucket in self._buckets[len(self._filled) :]:
             if bucket.stage not in self._ready:
                 break
-            self._filled.append(_OnItsWay(bucket, bucket.fill(), self._column))
+            self._filled.append(_Reduction(bucket, bucket.fill(), self._group))
         while self._begun < len(self._filled) and self._filled[self._begun].begin(wait=False):
             self._begun += 1
 
-    def _end(self, well: bool) -> None:
-        for each in self._filled[self._begun :]:
-            each.begin(wait=True)
+    def _end(self, succeeded: bool) -> None:
+        for reduction in self._filled[self._begun :]:
+            reduction.begin(wait=True)
         with torch.no_grad():
-            for each in self._filled:
-                flat = each.wait()
-                if well:
-                    each.bucket.give(flat)
+            for reduction in self._filled:
+                flat = reduction.wait()
+                if succeeded:
+                    reduction.bucket.assign(flat)
         self._filled, self._begun = [], 0
 
 
-class _OnItsWay:
-    """A bucket that is being added up; one of a GPU goes through the host, unless there is a direct way."""
+class _Reduction:
+    """A bucket that is being reduced; a GPU's goes through the host unless the group reduces it directly."""
 
-    def __init__(self, bucket: Bucket, flat: Tensor, column: Adding) -> None:
+    def __init__(self, bucket: Bucket, flat: Tensor, group: ReplicaSum) -> None:
         self.bucket = bucket
         self._flat = self._sent = flat
-        self._column = column
+        self._group = group
         self._done: Callable[[], None] | None = None
         self._copied: Any = None
-        if flat.is_cuda and not column.direct:
-            # Beside the compute stream, which goes on with other stages.
-            aside: Any = torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
-            aside.wait_event(torch.cuda.current_stream(flat.device).record_event())
+        if flat.is_cuda and not group.direct:
+            # On a side stream: the compute stream continues with other stages.
+            side: Any = torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
+            side.wait_event(torch.cuda.current_stream(flat.device).record_event())
             self._sent = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-            with torch.cuda.stream(aside):
+            with torch.cuda.stream(side):
                 self._sent.copy_(flat, non_blocking=True)
-                self._copied = aside.record_event()
-            flat.record_stream(aside)
+                self._copied = side.record_event()
+            flat.record_stream(side)
 
     def begin(self, *, wait: bool) -> bool:
-        """Begin to add, if its bytes are where they are sent from; else wait for them, or say that they are not."""
+        """Start the sum and return True; without `wait`, return False if the copy to the host is not done."""
         if self._copied is not None:
             if not wait and not self._copied.query():
                 return False
             self._copied.synchronize()
-        self._done = self._column.add(torch.view_as_real(self._sent) if self._sent.is_complex() else self._sent)
+        self._done = self._group.add(torch.view_as_real(self._sent) if self._sent.is_complex() else self._sent)
         return True
 
     def wait(self) -> Tensor:
-        """The sum."""
+        """Wait for the sum and return it."""
         assert self._done is not None
         self._done()
         if self._sent is not self._flat:
@@ -241,10 +241,8 @@ class _OnItsWay:
 
 
 def check_buckets(bucket_mb: float, dtype: torch.dtype | None) -> None:
-    """Refuse sizes and types that no bucket can have."""
+    """Refuse an invalid bucket size or type."""
     if not isinstance(bucket_mb, int | float) or not bucket_mb > 0:
-        raise StagelineError(f"bucket_mb is a size in MiB above 0, got {shorten(bucket_mb)}")
+        raise StagelineError(f"bucket_mb is a size in MiB greater than 0, got {shorten(bucket_mb)}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise StagelineError(
-            f"reduce_dtype is a type of floating-point numbers, as torch.bfloat16, got {shorten(dtype)}"
-        )
+        raise StagelineError(f"reduce_dtype is a floating-point type such as torch.bfloat16, got {shorten(dtype)}")

@@ -1,14 +1,25 @@
-"""What one process computes: the loop that a pipeline must equal bit for bit."""
+"""The reference: what one process computes, which a pipeline must equal bit for bit."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from stageline.common.errors import StagelineError
+from stageline.model.stage_module.boundary import arguments
+from stageline.runtime._torch_private import pytree
+from stageline.runtime.batches.chunk_specs import ChunkSpecs
+from stageline.runtime.microbatches import input_parts, look_at, target_parts
+from stageline.runtime.penalty import Penalty, add_gradients, terms_of
+from stageline.runtime.pipeline import Pipeline
+from stageline.runtime.rounding import Summands
 from stageline.tensors.pytree import batch_size, split_batch
+from stageline.tensors.random_numbers import Generators
+from stageline.tensors.subclasses import cloned, detached, is_plain_tensor
 
 
 def one_process_step(
@@ -21,10 +32,10 @@ def one_process_step(
     loss_reduction: str = "mean",
     directions: Sequence[int] | None = None,
 ) -> float:
-    """Run the microbatches one after the other, adding into `.grad`; give back the loss.
+    """Run the microbatches one after the other, adding into `.grad`, and return the loss.
 
-    `directions` is a schedule's `placement.direction`: with two directions, the microbatches of each are summed
-    for themselves, and then the sums are added.
+    `directions` is a schedule's `placement.direction`. With two directions, the microbatches of each are summed
+    separately, and then the two sums are added.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -55,11 +66,11 @@ def one_process_step(
 
 
 class Difference(NamedTuple):
-    """A tensor that is not the same on both sides."""
+    """A tensor that differs between the two sides."""
 
     name: str
     largest: float
-    """The largest absolute difference; infinite where one side has no tensor or another shape."""
+    """The largest absolute difference; infinite if one side has no tensor or another shape."""
 
 
 def differences(first: dict[str, Tensor | None], second: dict[str, Tensor | None]) -> list[Difference]:
@@ -69,21 +80,140 @@ def differences(first: dict[str, Tensor | None], second: dict[str, Tensor | None
     >>> differences({"a": torch.zeros(2)}, {"a": torch.tensor([0.0, 0.5])})
     [Difference(name='a', largest=0.5)]
     """
-    found = []
+    differing = []
     for name in sorted({*first, *second}):
         one, two = first.get(name), second.get(name)
         if one is None and two is None:
             continue
         if one is None or two is None or one.shape != two.shape or one.dtype != two.dtype:
-            found.append(Difference(name, float("inf")))
+            differing.append(Difference(name, float("inf")))
         elif not torch.equal(one, two):
-            found.append(Difference(name, float((one.double() - two.double()).abs().max())))
-    return found
+            differing.append(Difference(name, float((one.double() - two.double()).abs().max())))
+    return differing
 
 
 def assert_same_bits(first: dict[str, Tensor | None], second: dict[str, Tensor | None], what: str = "tensors") -> None:
     """Fail with the names and sizes of what differs."""
-    found = differences(first, second)
-    if found:
-        shown = ", ".join(f"{name} by {largest:g}" for name, largest in found[:5])
-        raise AssertionError(f"{len(found)} of {len({*first, *second})} {what} differ: {shown}")
+    differing = differences(first, second)
+    if differing:
+        shown = ", ".join(f"{name} by {largest:g}" for name, largest in differing[:5])
+        raise AssertionError(f"{len(differing)} of {len({*first, *second})} {what} differ: {shown}")
+
+
+class OneProcess:
+    """A step of a model in one process: a plain loop over the microbatches.
+
+    A model that draws random numbers runs as a pipeline of one rank instead, which draws the same ones. Every run
+    works on a copy of the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        targets: Any,
+        *,
+        example: Any,
+        parts: int,
+        specs: ChunkSpecs,
+        penalty: Penalty | None,
+    ) -> None:
+        self._model, self._example, self._parts, self._specs = model, example, parts, specs
+        self._penalty = penalty
+        self._inputs, self._targets = inputs, targets
+        self._draws = False
+
+    def run(self, loss_fn: Callable[[Any, Any], Any]) -> tuple[float, nn.Module, str]:
+        """Return the loss, the model with its gradients, and the kind of reference in words."""
+        model = copy.deepcopy(self._model)
+        total = None if self._draws else self._loop(model, loss_fn, self._inputs, self._targets)
+        if total is not None:
+            return total, model, "a plain loop of one process"
+        self._draws, model = True, copy.deepcopy(self._model)
+        return self._one_rank(model, loss_fn), model, "one rank: the model draws random numbers"
+
+    def _one_rank(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any]) -> float:
+        specs = self._specs
+        pipe = Pipeline(
+            model, loss_fn=loss_fn, schedule="gpipe", ranks=1, microbatches=self._parts, example=self._example, seed=0,
+            args_chunk_spec=specs.args, kwargs_chunk_spec=specs.kwargs, targets_chunk_spec=specs.targets,
+            penalty=self._penalty,
+        )  # fmt: skip
+        return pipe.step(*copy_batch((self._inputs, self._targets))).loss
+
+    def _loop(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any], inputs: Any, targets: Any) -> float | None:
+        """Return the loss of a plain loop over the microbatches; None if the model draws random numbers."""
+        inputs, targets = copy_batch((inputs, targets))
+        samples = count_samples(inputs, self._specs)
+        filled = min(self._parts, samples)
+        total = 0.0
+        with torch.random.fork_rng(devices=[]):
+            before = Generators.now()
+            for part, target in zip(
+                input_parts(inputs, self._parts, filled, self._specs),
+                target_parts(targets, self._parts, filled, self._specs),
+                strict=True,
+            ):
+                loss = loss_fn(_call(model, part), target)
+                loss = loss[0] if isinstance(loss, tuple) else loss
+                weighted = loss * (count_samples(part, self._specs) / samples)
+                weighted.backward()
+                total += float(weighted.detach())
+            if before.moved():
+                return None
+        if self._penalty is not None:
+            terms = terms_of(self._penalty, model.named_parameters())
+            add_gradients(terms)
+            total += sum(float(term.detach()) for term in terms.values())
+        return total
+
+    def summands(self, loss_fn: Callable[[Any, Any], Any]) -> Summands:
+        """The terms that the gradients are sums of."""
+        model = copy.deepcopy(self._model)
+        summands = Summands({parameter: name for name, parameter in model.named_parameters()})
+        if self._draws:
+            self._one_rank(model, summands.watch(loss_fn))
+        else:
+            self._loop(model, summands.watch(loss_fn), self._inputs, self._targets)
+        return summands
+
+    def exact(self, loss_fn: Callable[[Any, Any], Any]) -> dict[str, Tensor]:
+        """The gradients in float64; empty if the model draws random numbers or does not run in float64."""
+        if self._draws:
+            return {}
+        try:
+            model = copy.deepcopy(self._model).double()
+            inputs, targets = pytree.tree_map(_to_double, (self._inputs, self._targets))
+            self._loop(model, loss_fn, inputs, targets)
+        except Exception:  # the model may refuse float64 in any way
+            return {}
+        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def _to_double(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def count_samples(inputs: Any, specs: ChunkSpecs) -> int:
+    """The number of samples in a batch."""
+    samples = look_at(0, inputs, None, None, False, specs).samples
+    if samples is None:
+        raise StagelineError("no tensor of the inputs is split into microbatches; at least one must be")
+    return samples
+
+
+def copy_batch(tree: Any) -> Any:
+    """Deep-copy a batch, also tensors that `copy.deepcopy` refuses: those of a graph and most subclasses."""
+    odd = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and not _copies_itself(leaf)]
+    return copy.deepcopy(tree, {id(leaf): detached(cloned(leaf), leaf.requires_grad) for leaf in odd})
+
+
+def _copies_itself(tensor: Tensor) -> bool:
+    return is_plain_tensor(tensor) and tensor.is_leaf
+
+
+def _call(model: nn.Module, part: Any) -> Any:
+    if isinstance(model, nn.Sequential):
+        return model(part)
+    args, kwargs = arguments(part)
+    return model(*args, **kwargs)

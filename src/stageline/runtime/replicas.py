@@ -1,4 +1,4 @@
-"""What the replicas of a pipeline agree on and tell each other, step by step."""
+"""Replicas: what data-parallel copies of a pipeline agree on and exchange in every step."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from stageline.schedules.schedule import Schedule
 from stageline.tensors.buffers import Taken
 
 MODE, COUNT, ELEMENTS, REFUSED = range(len(NAMES), len(NAMES) + 4)
-"""Columns of what a process tells at the start of a step, after those of its batch."""
+"""Columns of the row that a process sends at the start of a step, after the columns of its batch."""
 COMMON = {MODE: "whether they train, evaluate or predict, and in sync=", COUNT: "count=", SCALE: "scale="}
 
 
 def replica_seed(seed: int, replica: int) -> int:
-    """What a replica draws random numbers from: the first as a pipeline that is alone, every other differently.
+    """The random seed of a replica; the first replica draws the same numbers as a pipeline without replicas.
 
     >>> replica_seed(7, 0), replica_seed(7, 1) == replica_seed(7, 2)
     (7, False)
@@ -56,12 +56,12 @@ def finishing_order(schedule: Schedule, rank: int) -> list[int]:
 
 
 class Replicas:
-    """This process's part in what all replicas do."""
+    """The part of this process in the work of all replicas."""
 
     def __init__(
         self,
         world: World,
-        column: Column,
+        group: Column,
         schedule: Schedule,
         parts: Sequence[nn.Sequential],
         placed: Placed,
@@ -70,17 +70,18 @@ class Replicas:
         bucket_mb: float,
         dtype: torch.dtype | None,
     ) -> None:
-        """`names` are those of all parameters in the whole model, by their id."""
-        self.world, self.column = world, column
+        """`names` maps the id of every parameter to its name in the whole model."""
+        self.world, self.group = world, group
         self.overlap = True
-        """Whether gradients are added up while the pipeline drains; else after all ranks have come to its end."""
+        """Whether gradients are reduced while the pipeline drains, or only after all ranks have finished."""
         self.pending = False
-        """Whether gradients were accumulated in this replica that the others do not have."""
+        """Whether this replica has accumulated gradients that are not reduced yet."""
         self._bucket_mb, self._dtype = bucket_mb, dtype
         (rank,) = world.here
         order = finishing_order(schedule, rank)
         self._stages = {
-            stage: [each for each in parts[stage].named_parameters() if each[1] not in placed.uses] for stage in order
+            stage: [(name, value) for name, value in parts[stage].named_parameters() if value not in placed.uses]
+            for stage in order
         }
         users: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
         for parameter, uses in placed.uses.items():
@@ -93,66 +94,62 @@ class Replicas:
         self._reducer: tuple[Any, Reducer] | None = None
 
     def follow(self, schedule: Schedule) -> None:
-        """Add up in the order in which stages finish from now on."""
+        """Reduce in the order in which the stages of another schedule finish."""
         (rank,) = self.world.here
         self._stages = {stage: self._stages[stage] for stage in finishing_order(schedule, rank)}
         self._reducer = None
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """All that are added up."""
+        """All parameters whose gradients are reduced."""
         for named in (*self._stages.values(), *self._shared):
             yield from named
 
     def reducer(self) -> Reducer:
-        """What adds up the gradients of a step; made anew when other parameters want a gradient than before."""
+        """The reducer of a step; replaced when the set of trainable parameters changes."""
         key = tuple(parameter.requires_grad for _, parameter in self.parameters())
         if self._reducer is None or self._reducer[0] != key:
-            made = Reducer(self._stages, self._shared, self.column, bucket_mb=self._bucket_mb, dtype=self._dtype)
-            self._reducer = (key, made)
+            reducer = Reducer(self._stages, self._shared, self.group, bucket_mb=self._bucket_mb, dtype=self._dtype)
+            self._reducer = (key, reducer)
         return self._reducer[1]
 
-    # The start.
-
     def compare_weights(self) -> None:
-        """Refuse parameters and buffers that are not the same in all replicas; all processes learn of the first."""
+        """Refuse parameters and buffers that differ between replicas; all processes raise the same error."""
         mine = [
             (name, digest(tensor))
             for part in self._parts
             for name, tensor in (*part.named_parameters(), *part.named_buffers())
         ]
-        known = self.column.gather(np.array([0.0, *(float(number) for _, number in mine)]))[:, 1:]
+        known = self.group.gather(np.array([0.0, *(float(number) for _, number in mine)]))[:, 1:]
         apart = np.argwhere((known != known[0]).any(axis=0)).reshape(-1)
-        told = self.world.announce(np.array([float(len(apart) > 0)]))()[..., 0]
-        if not told.any():
+        differs = self.world.announce(np.array([float(len(apart) > 0)]))()[..., 0]
+        if not differs.any():
             return
-        layout, (_, rank) = self.world.layout, np.argwhere(told)[0]
-        said = ""
+        layout, (_, rank) = self.world.layout, np.argwhere(differs)[0]
+        message = ""
         if len(apart) and rank == self.world.here[0]:
-            first, column = int(apart[0]), layout.column(int(rank))
+            first, processes = int(apart[0]), layout.column(int(rank))
             other = int(np.argmax(known[:, first] != known[0, first]))
-            said = (
-                f"the replicas begin with different weights: {mine[first][0]} of {layout.name(column[other])} is not "
-                f"that of {layout.name(column[0])}; call torch.manual_seed with one number before the model is built, "
-                "or load one checkpoint in all of them"
+            message = (
+                f"the replicas start with different weights: {mine[first][0]} of {layout.name(processes[other])} is "
+                f"not that of {layout.name(processes[0])}; call torch.manual_seed with the same number in all of them "
+                "before the model is built, or load the same checkpoint"
             )
-        raise PipelineError(self.world.tell_all(said, layout.rows[0][int(rank)]))
+        raise PipelineError(self.world.tell_all(message, layout.rows[0][int(rank)]))
 
-    # A step.
-
-    def row(self, given: Given, mode: int, count: float | None, elements: int, refused: bool) -> Floats:
-        """What this process tells at the start."""
-        return np.concatenate([given.row, [float(mode), float(count or 0), float(elements), float(refused)]])
+    def row(self, batch: Given, mode: int, count: float | None, elements: int, refused: bool) -> Floats:
+        """The row that this process sends at the start of a step."""
+        return np.concatenate([batch.row, [float(mode), float(count or 0), float(elements), float(refused)]])
 
     def agree(
         self, known: Floats, columns: Iterable[int], needs: Mapping[int, set[int]], refused: Exception | None
     ) -> list[int]:
-        """The samples of every replica; where something does not fit, all processes raise, and say the same."""
+        """Return the samples of every replica; if the rows do not fit together, all processes raise the same error."""
         layout = self.world.layout
         if known[..., REFUSED].any():
             replica, rank = np.argwhere(known[..., REFUSED])[0]
             culprit = layout.rows[int(replica)][int(rank)]
-            said = self.world.tell_all(f"{type(refused).__name__}: {refused}", culprit)
-            raise refused or PipelineError(f"{layout.name(culprit)} cannot run this batch: {said}")
+            reason = self.world.tell_all(f"{type(refused).__name__}: {refused}", culprit)
+            raise refused or PipelineError(f"{layout.name(culprit)} cannot run this batch: {reason}")
         for replica, rows in enumerate(known):
             wanted = [column for column in columns if column < len(NAMES)]
             apart = disagreement(rows, wanted, needs, layout.rows[replica])
@@ -168,27 +165,32 @@ class Replicas:
         if (sizes != sizes[0]).any():
             replica, rank = np.argwhere(sizes != sizes[0])[0]
             raise PipelineError(
-                f"replicas 0 and {replica} want gradients of different parameters on rank {rank}: "
+                f"replicas 0 and {replica} train different parameters on rank {rank}: "
                 f"{sizes[0, rank]:.0f} and {sizes[replica, rank]:.0f} elements; freeze the same in all (requires_grad)"
             )
         return [int(rows[:, 0].max()) for rows in known]
 
     def start(self) -> None:
-        """Begin to train: what the gradients held before counts once, in the first replica."""
+        """Start a training step: gradients accumulated before it count once, in the first replica."""
         if self.world.replica and not self.pending:
             for _, parameter in self.parameters():
                 parameter.grad = None
 
     def losses(self, outcome: Outcome, before: Taken, good: bool) -> tuple[list[float], bool, Floats, list[bool]]:
-        """The loss of each replica, whether any has metrics, the sizes of buffers, above 0 where they changed, and in
-        which replicas the loss and the gradients are finite."""
+        """Exchange the results of a step.
+
+        Returns the loss of each replica, whether any has metrics, the sizes of buffers (positive where one changed),
+        and for each replica whether its loss and gradients are finite.
+        """
         sizes = (size for _, size in self._sizes(before))
-        told = self.column.gather(np.array([sum(outcome.losses), float(outcome.described), float(good), *sizes]))
-        return told[:, 0].tolist(), bool(told[:, 1].any()), told[:, 3:], (told[:, 2] > 0).tolist()
+        rows = self.group.gather(np.array([sum(outcome.losses), float(outcome.described), float(good), *sizes]))
+        return rows[:, 0].tolist(), bool(rows[:, 1].any()), rows[:, 3:], (rows[:, 2] > 0).tolist()
 
     def _sizes(self, before: Taken) -> Iterator[tuple[tuple[nn.Module, str], float]]:
-        """Bytes of each buffer of this rank's stages, and -1 less where it is as before: by value, as some kernels tell
-        no new version."""
+        """The bytes of each buffer of this rank's stages, negative if it is unchanged.
+
+        Values are compared, because some kernels change a buffer without a new version.
+        """
         for owner, name, _, copy in before:
             if owner in self._owners:
                 now = buffer_named(owner, name)
@@ -197,7 +199,7 @@ class Replicas:
                 yield (owner, name), float(-1 - size if same else 1 + size)
 
     def finish(self, reducer: Reducer | None, changed: Floats, before: Taken) -> None:
-        """When all ranks have trained, and what several of them use is added up in every replica: make all the same."""
+        """Make all replicas equal after all ranks have trained and shared parameters are summed in every replica."""
         if reducer is not None:
             if not self.overlap:
                 reducer.begin()
@@ -208,16 +210,16 @@ class Replicas:
             if (changed[:, number] > 0).any():
                 if len(set(np.abs(changed[:, number]).tolist())) > 1:
                     raise PipelineError(
-                        f"the buffer {name} has not one size in all replicas, and cannot be made the same"
+                        f"the buffer {name} has different sizes in the replicas, so they cannot be made equal"
                     )
                 buffer = buffer_named(owner, name)
                 if buffer is not None:
-                    self.column.spread(buffer.data)
+                    self.group.spread(buffer.data)
 
     def metrics(self, own: dict[str, float]) -> dict[str, float]:
-        """Add up those of all replicas, in their order."""
+        """Add the metrics of all replicas, in their order."""
         total: dict[str, float] = {}
         for replica in range(self.world.layout.replicas):
-            for name, value in json.loads(self.column.tell(json.dumps(own), replica)).items():
+            for name, value in json.loads(self.group.tell(json.dumps(own), replica)).items():
                 total[name] = total.get(name, 0.0) + value
         return total

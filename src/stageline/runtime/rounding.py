@@ -1,8 +1,8 @@
-"""How far a gradient may move when its summands are added in another order, and which gradients may be so at all.
+"""Rounding: how much a gradient may change when its terms are summed in another order.
 
-Adding the same n numbers in two orders gives results that differ by at most (n - 1) · eps · (the sum of their absolute
-values). The summands of a parameter are what each of its uses contributes in each microbatch; they are taken from the
-graph of the model alone.
+Two sums of the same n numbers in different orders differ by at most (n - 1) · eps · (the sum of their absolute values).
+The terms of a parameter's gradient are the contributions of each of its uses in each microbatch. They are read from the
+autograd graph of the model in one process.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ import torch
 from torch import Tensor, nn
 
 FINE = 1e-5
-"""Machine epsilons up to this tell a mistake from rounding where a bound is a small multiple of them."""
+"""The largest machine epsilon of which a small multiple still separates a mistake from rounding."""
 SLACK = 16
-"""What rounding in a gradient may grow by on its way through the layers above, in units of rounding."""
-
-
+"""How much rounding may grow on its way through the layers above, as a multiple of epsilon."""
 COARSE = 4
 """The same in half precision, where a larger multiple would hide mistakes."""
 
 
 class Reordered(NamedTuple):
-    """A gradient whose summands a pipeline adds in another order than one process does."""
+    """A gradient whose terms a pipeline sums in another order than one process does."""
 
     name: str
     largest: float
@@ -35,29 +33,29 @@ class Reordered(NamedTuple):
 
 @dataclass(frozen=True)
 class Reasons:
-    """Why gradients may be added in another order, by the names of their parameters."""
+    """Why gradients may be summed in another order, by the names of their parameters."""
 
     sums: Mapping[str, str] = field(default_factory=dict)
-    """Those whose own summands are reordered."""
+    """Gradients whose own terms are reordered."""
     arriving: Mapping[str, str] = field(default_factory=dict)
-    """Those that get a gradient from above whose summands are reordered."""
+    """Gradients computed from one whose terms are reordered."""
     stages: int = 1
 
     def of(self, name: str) -> str:
-        """All reasons of one parameter; empty where there is none."""
+        """All reasons for one parameter; empty if there is none."""
         return "; ".join(reasons[name] for reasons in (self.sums, self.arriving) if name in reasons)
 
 
 @dataclass
 class Summands:
-    """The summands of the gradients of a model: how many there are, and the sum of their absolute values."""
+    """The terms of the gradients of a model: their number and the sum of their absolute values."""
 
     names: Mapping[nn.Parameter, str]
     count: dict[str, int] = field(default_factory=dict)
     size: dict[str, Tensor] = field(default_factory=dict)
 
     def watch(self, loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """The same loss function, with every summand noted in the backward of what it returns."""
+        """Wrap a loss function so that the backward of its result records every term."""
 
         def watched(output: Any, target: Any) -> Any:
             loss = loss_fn(output, target)
@@ -67,7 +65,7 @@ class Summands:
         return watched
 
     def _hook(self, root: Tensor) -> None:
-        """Put a hook on every node of a graph whose gradient goes straight to a parameter."""
+        """Add a hook to every node of the graph that passes a gradient directly to a parameter."""
         waiting, seen = [root.grad_fn], set[Any]()
         while waiting:
             node = waiting.pop()
@@ -82,9 +80,9 @@ class Summands:
                 else:
                     waiting.append(above)
             if edges:
-                node.register_hook(lambda inputs, _, edges=edges: self._note(inputs, edges))
+                node.register_hook(lambda inputs, _, edges=edges: self._record(inputs, edges))
 
-    def _note(self, gradients: Sequence[Tensor | None], edges: Mapping[int, str]) -> None:
+    def _record(self, gradients: Sequence[Tensor | None], edges: Mapping[int, str]) -> None:
         for index, name in edges.items():
             summand = gradients[index] if index < len(gradients) else None
             if summand is not None:
@@ -94,7 +92,7 @@ class Summands:
 
 
 def within(mine: Tensor, other: Tensor, name: str, reasons: Reasons, summands: Summands, exact: Tensor | None) -> bool:
-    """Whether two gradients differ by no more than their reasons explain; `exact` is the one in float64, if known."""
+    """Whether two gradients differ by no more than their reasons explain; `exact` is the float64 gradient, if known."""
     if name not in summands.size or mine.shape != other.shape or summands.size[name].shape != mine.shape:
         return False
     eps = float(torch.finfo(other.dtype).eps)
@@ -105,14 +103,14 @@ def within(mine: Tensor, other: Tensor, name: str, reasons: Reasons, summands: S
     if name in reasons.arriving:
         if eps <= FINE:
             bound += SLACK * (reasons.stages + 1) * eps * float(size.max())
-        elif exact is not None:  # coarse: no further from the other one than four times what that is from the truth
+        elif exact is not None:  # at most four times the other gradient's own error
             bound += 4 * float((other.double() - exact).abs().max())
         else:
             bound += COARSE * eps * float(size.max())
-    moved = (mine.double() - other.double()).abs()
-    return bool((moved <= bound + float(torch.finfo(other.dtype).tiny)).all())
+    difference = (mine.double() - other.double()).abs()
+    return bool((difference <= bound + float(torch.finfo(other.dtype).tiny)).all())
 
 
 def differentiable(leaves: Iterable[Any]) -> int:
-    """How many of the values that a stage gives want a gradient."""
+    """How many of the values that a stage sends require a gradient."""
     return len({id(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad})

@@ -1,9 +1,10 @@
-"""Copies of stages that share their weights with the original and gather gradients of their own.
+"""Shared parameters: parameters that several stages or directions use, and the aliases that keep their gradients apart.
 
-Two uses of one parameter must not add into one `.grad` from two ranks at once, in whatever order they come: a
-tied weight is used by two stages, and a family with two directions runs every stage on two ranks. The second use
-runs on a *shadow*: a module that shares every tensor's memory with the original, in which the parameters in
-question are objects of their own. After the step, their gradients are added to the originals' in a fixed order.
+Two ranks must not add into one `.grad` at the same time, in an order that depends on timing. That would happen to a
+tied weight, which two stages use, and with a schedule of two directions, which runs every stage on two ranks. The
+second use therefore runs on a copy of the stage that shares the memory of every tensor but holds a *parameter alias* in
+place of each shared parameter. After the step, the gradients of the aliases are added to those of the originals in a
+fixed order.
 """
 
 from __future__ import annotations
@@ -24,38 +25,38 @@ from stageline.schedules.placement import Placement
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a parameter that several stages or directions use: by which rank, and where its gradients gather."""
+    """One use of a shared parameter: the rank, and the object that collects its gradients."""
 
     rank: int
     own: nn.Parameter | None
-    """The object that gathers this use's gradients; None where the rank is not here."""
+    """The parameter or alias that collects the gradients of this use; None if the rank is not in this process."""
 
 
 @dataclass
 class Placed:
-    """The modules of the ranks that are here, and the uses of every parameter that has more than one."""
+    """The stage modules of the ranks in this process, and the uses of every shared parameter."""
 
     modules: dict[int, dict[int, nn.Sequential]]
-    """For each rank that is here, the module of each of its stages."""
+    """For each rank in this process, the module of each of its stages."""
     uses: dict[nn.Parameter, list[Use]]
-    """In the order in which the uses' gradients are added: by direction, then by stage."""
-    shadows: list[tuple[nn.Sequential, nn.Sequential]]
-    """The originals and their shadows."""
+    """The uses of each shared parameter, in the order in which their gradients are added: by direction, then stage."""
+    copies: list[tuple[nn.Sequential, nn.Sequential]]
+    """Pairs of a stage and its copy with parameter aliases."""
     stages: dict[nn.Parameter, list[int]] = field(default_factory=dict)
-    """The stages that use each of these parameters."""
+    """The stages that use each shared parameter."""
     twins: dict[nn.Module, dict[int, object]] = field(default_factory=dict)
-    """For each shadow: its copies of what stages share, by the originals' ids."""
+    """For each copied stage: its copies of the objects that stages share, by the ids of the originals."""
     _hooks: int | None = None
-    """How many hooks were registered when the originals were last looked at."""
+    """How many hooks were registered when the stages were last checked for wrappers."""
 
     def start(self, rank: int | None = None) -> None:
-        """Begin a step, of a rank or of all: shadows train or evaluate as their originals do, and have no gradients."""
+        """Start a step of one rank or of all: copies take over the training mode, and aliases have no gradients."""
         mine = None if rank is None else set(map(id, self.modules[rank].values()))
-        for original, shadow in self.shadows:
-            if mine is not None and id(shadow) not in mine:
+        for original, copied in self.copies:
+            if mine is not None and id(copied) not in mine:
                 continue
-            for module, copied in zip(original.modules(), shadow.modules(), strict=True):
-                copied.training = module.training
+            for module, twin in zip(original.modules(), copied.modules(), strict=True):
+                twin.training = module.training
         for parameter, uses in self.uses.items():
             for use in uses:
                 if use.own is not None and use.own is not parameter and rank in (None, use.rank):
@@ -64,18 +65,18 @@ class Placed:
                     share_gradient_hooks(parameter, use.own)
 
     def refuse_hooks(self, name_of: Callable[[nn.Parameter], str]) -> None:
-        """Refuse hooks and wrappers that expect a gradient which no rank has before the end of a step."""
-        if self.shadows and self._hooks != hooks.registered():
+        """Refuse hooks and wrappers that need the whole gradient, which no rank has before the end of a step."""
+        if self.copies and self._hooks != hooks.registered():
             self._hooks = hooks.registered()
-            for original, _ in self.shadows:
+            for original, _ in self.copies:
                 refuse_wrapper(original)
         for parameter, stages in self.stages.items():
             if has_accumulate_hooks(parameter) or (has_gradient_hooks(parameter) and len(stages) > 1):
-                users = f"stages {', '.join(map(str, stages))}" if len(stages) > 1 else "two ranks, one a direction,"
+                users = f"stages {', '.join(map(str, stages))}" if len(stages) > 1 else "two ranks, one per direction,"
                 raise StagelineError(
-                    f"the parameter {name_of(parameter)} has a hook and is used by {users} that add up its "
-                    "gradient at the end of a step, so the hook would see parts of it; remove the hook and change "
-                    "the gradient after the step, or use a cut and a schedule with one use of the parameter"
+                    f"the parameter {name_of(parameter)} has a hook and is used by {users} whose gradients are summed "
+                    "at the end of a step, so the hook would see partial gradients; remove the hook and change the "
+                    "gradient after the step, or use a cut and a schedule with one use of the parameter"
                 )
 
     @property
@@ -87,9 +88,9 @@ class Placed:
 def place(
     parts: Sequence[nn.Sequential], placement: Placement, here: Sequence[int], holders: Sequence[object] = ()
 ) -> Placed:
-    """Give every rank that is here the modules of its stages; second uses of a parameter run on shadows.
+    """Give every rank in this process the modules of its stages; a second use of a parameter runs on a copy.
 
-    `holders` are the objects that layers of several stages reach: a shadow has them, or copies of them.
+    `holders` are objects that layers of several stages reach. A copied stage has them or copies of them.
     """
     order = [
         (int(placement.table[direction, stage]), stage)
@@ -110,10 +111,10 @@ def place(
             if again:
                 refuse_wrapper(part)
                 twins: dict[int, object] = {}
-                module, aliases = shadow_of(part, again, twins)
-                placed.twins[module] = {id(each): twins.get(id(each), each) for each in holders}
+                module, aliases = copy_with_aliases(part, again, twins)
+                placed.twins[module] = {id(holder): twins.get(id(holder), holder) for holder in holders}
                 own.update(aliases)
-                placed.shadows.append((part, module))
+                placed.copies.append((part, module))
             placed.modules[rank][stage] = module
         for parameter in shared:
             if stage not in placed.stages.setdefault(parameter, []):
@@ -124,22 +125,22 @@ def place(
 
 
 def refuse_wrapper(part: nn.Sequential) -> None:
-    """Refuse a data-parallel wrapper in a stage that needs a copy."""
+    """Refuse a data-parallel wrapper in a stage that must be copied."""
     name = wrapper_in(part)
     if name:
         raise StagelineError(
             f"{name} is applied to a stage with {', '.join(key for key, _ in part.named_children())}, whose parameters "
-            "other stages or ranks use as well, so that it needs a copy, and the wrapper cannot be copied; use a "
-            "schedule with one direction (1f1b), untie the weights, or give the pipeline replicas= instead"
+            "other stages or ranks also use, so the stage must be copied, and the wrapper cannot be; use a schedule "
+            "with one direction (1f1b), untie the weights, or pass replicas= to the pipeline instead"
         )
 
 
-def shadow_of(
+def copy_with_aliases(
     module: nn.Sequential, replaced: Sequence[nn.Parameter], twins: dict[int, object] | None = None
 ) -> tuple[nn.Sequential, dict[nn.Parameter, nn.Parameter]]:
-    """Copy a module's structure; the replaced parameters become aliases, all other tensors stay the same objects.
+    """Copy the structure of a module; replaced parameters become aliases, and all other tensors stay the same objects.
 
-    `twins` gets every object that was copied, by the id of the original.
+    `twins` receives every copied object, by the id of the original.
     """
     aliases = {
         parameter: nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad) for parameter in replaced
@@ -151,10 +152,10 @@ def shadow_of(
 
 
 def gather(placed: Placed, share: Callable[[Tensor, int], None], everywhere: bool, rank: int | None = None) -> None:
-    """Add the uses of every shared parameter in their order, and give all ranks that use it the sum.
+    """Sum the gradients of every shared parameter in the order of its uses, and give the sum to all ranks that use it.
 
-    `share` gives all processes the tensor of the rank that owns it; `everywhere` says that all ranks are here, and
-    there is nobody to give it to. With `rank`, only what this rank uses.
+    `share` broadcasts a tensor from the rank that owns it. `everywhere` means that all ranks are in this process, so
+    nothing is sent. With `rank`, only the parameters whose first user is this rank are summed.
     """
     for parameter, uses in placed.uses.items():
         if not parameter.requires_grad or (rank is not None and uses[0].rank != rank):
@@ -163,7 +164,7 @@ def gather(placed: Placed, share: Callable[[Tensor, int], None], everywhere: boo
         for use in uses:
             grad = None if use.own is None else use.own.grad
             if not everywhere:
-                grad = _shared(parameter, grad, use.rank, share)
+                grad = _broadcast(parameter, grad, use.rank, share)
             if grad is not None:
                 with torch.no_grad():
                     total = grad if total is None else total.add_(grad)
@@ -173,13 +174,13 @@ def gather(placed: Placed, share: Callable[[Tensor, int], None], everywhere: boo
             parameter.grad = total
 
 
-def _shared(
+def _broadcast(
     parameter: nn.Parameter, grad: Tensor | None, owner: int, share: Callable[[Tensor, int], None]
 ) -> Tensor | None:
-    """Let all processes have the gradient of one use, and whether there is one."""
-    there = torch.tensor([0.0 if grad is None else 1.0])
-    share(there, owner)
-    if not there.item():
+    """Broadcast the gradient of one use, which may be None."""
+    exists = torch.tensor([0.0 if grad is None else 1.0])
+    share(exists, owner)
+    if not exists.item():
         return None
     sent = torch.empty_like(parameter) if grad is None else grad.detach().clone()
     share(sent, owner)

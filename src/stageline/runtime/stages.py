@@ -1,4 +1,4 @@
-"""From what a user gives to the stages of a schedule."""
+"""Stages: from the model and the schedule that a user passes to one module for each stage."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _OF_SPLIT = frozenset({"split", *inspect.signature(split).parameters}) - {"model
 
 
 def whole_model(stages: Any) -> nn.Module:
-    """One model of all stages, whose names are those that checkpoints and optimizers see."""
+    """The model of all stages; its names are the ones in checkpoints and optimizers."""
     if isinstance(stages, Staged):
         return stages.model
     if isinstance(stages, nn.Module):
         return stages
-    found: list[Any] = list(stages) if isinstance(stages, list | tuple | nn.ModuleList) else [stages]
-    wrong = [stage for stage in found if not isinstance(stage, nn.Module)]
-    if wrong or not found:
+    layers: list[Any] = list(stages) if isinstance(stages, list | tuple | nn.ModuleList) else [stages]
+    wrong = [stage for stage in layers if not isinstance(stage, nn.Module)]
+    if wrong or not layers:
         raise StagelineError(
-            "a Pipeline is made of a model, a list of its stages, or what sl.split gives; or of a function that builds "
-            f"the model, or a list of functions that build its layers; got {shorten(wrong[0] if wrong else found)}"
+            "Pipeline takes a model, a list of its stages, the result of sl.split, a function that builds the model, "
+            f"or a list of functions that build its layers; got {shorten(wrong[0] if wrong else layers)}"
         )
-    return nn.Sequential(*found)
+    return nn.Sequential(*layers)
 
 
 def refuse_odd_tensors(model: nn.Module) -> None:
-    """Refuse parameters and buffers that a pipeline cannot hold: without a shape yet, or of a class of their own.
+    """Refuse parameters and buffers that a pipeline cannot hold: lazy ones and those of a tensor subclass.
 
     >>> refuse_odd_tensors(nn.Sequential(nn.LazyLinear(2)))
     Traceback (most recent call last):
@@ -55,18 +55,20 @@ def refuse_odd_tensors(model: nn.Module) -> None:
     batch; run one through the model (model(inputs)) on every process, and then make the Pipeline
     """
     refuse_lazy(model)
-    kept = {id(each) for module in model.modules() if isinstance(module, FSDPModule) for each in module.parameters()}
-    named = [("parameter", *each) for each in model.named_parameters()]
-    for what, name, tensor in [*named, *(("buffer", *each) for each in model.named_buffers())]:
-        if id(tensor) not in kept and odd_class(tensor):
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    allowed = {id(parameter) for module in sharded for parameter in module.parameters()}
+    named: list[tuple[str, str, Tensor]] = [("parameter", name, tensor) for name, tensor in model.named_parameters()]
+    named += [("buffer", name, tensor) for name, tensor in model.named_buffers()]
+    for what, name, tensor in named:
+        if id(tensor) not in allowed and odd_class(tensor):
             raise StagelineError(
-                f"the {what} {name} is a {odd_class(tensor)}; stages hold plain tensors, and what a "
-                f"{odd_class(tensor)} does beside that would not reach other ranks: give the model with plain ones"
+                f"the {what} {name} is a {odd_class(tensor)}; stages hold plain tensors, and the extra behaviour of a "
+                f"{odd_class(tensor)} would not reach other ranks; pass a model with plain tensors"
             )
 
 
 def described(stages: Any) -> tuple[Any, Description[Any] | None]:
-    """Of a function that builds a model, or functions that build its layers: the model without memory, and its recipe.
+    """Describe a function that builds a model, or functions that build its layers: a meta model and its recipe.
 
     >>> model, recipe = described([lambda: nn.Linear(2, 3), lambda: nn.Linear(3, 2)])
     >>> len(model), model[0].weight.device.type, recipe.nbytes()
@@ -80,33 +82,33 @@ def described(stages: Any) -> tuple[Any, Description[Any] | None]:
         recipe = describe(lambda: unwrapped(build()))
         return recipe.model, recipe
     stages = with_functions(stages)
-    found = list(stages) if isinstance(stages, Sequence) else []
-    if found and all(callable(each) and not isinstance(each, nn.Module) for each in found):
-        recipe = describe(lambda: nn.Sequential(*(make() for make in found)))
+    builders = list(stages) if isinstance(stages, Sequence) else []
+    if builders and all(callable(builder) and not isinstance(builder, nn.Module) for builder in builders):
+        recipe = describe(lambda: nn.Sequential(*(builder() for builder in builders)))
         return recipe.model, recipe
     return stages, None
 
 
 def refuse_second(stages: Any) -> None:
-    """Refuse a `stages=` beside the model: it is no number of stages.
+    """Refuse `stages=` beside a model: the number of stages follows from the schedule.
 
     >>> refuse_second(4)
     Traceback (most recent call last):
     ...
-    stageline.common.errors.UnknownOption: stages=4 is given beside the model, and the number of stages follows from the
-    schedule: ranks × chunks; say ranks=4 for one on each rank, or schedule='interleaved', ranks=2, chunks=2
+    stageline.common.errors.UnknownOption: stages=4 is passed beside the model, but the number of stages follows from
+    the schedule: ranks × chunks; pass ranks=4 for one stage per rank, or schedule='interleaved', ranks=2, chunks=2
     """
     if not isinstance(stages, int):
-        raise UnknownOption(f"the model or its stages are given twice, once as stages={shorten(stages)}; give one")
+        raise UnknownOption(f"the model is passed twice, once as stages={shorten(stages)}; pass it once")
     more = f", or schedule='interleaved', ranks={stages // 2}, chunks=2" if stages > 2 and stages % 2 == 0 else ""
     raise UnknownOption(
-        f"stages={stages} is given beside the model, and the number of stages follows from the schedule: ranks × "
-        f"chunks; say ranks={max(stages, 1)} for one on each rank{more}"
+        f"stages={stages} is passed beside the model, but the number of stages follows from the schedule: ranks × "
+        f"chunks; pass ranks={max(stages, 1)} for one stage per rank{more}"
     )
 
 
-def check_options(options: Mapping[str, Any], given: Any, own: Iterable[str]) -> None:
-    """Refuse options that neither the pipeline has, whose `own` are named, nor the family of the schedule given.
+def check_options(options: Mapping[str, Any], name_or_schedule: Any, own: Iterable[str]) -> None:
+    """Refuse options that neither the pipeline (which has `own`) nor the family of the schedule has.
 
     >>> check_options({"microbatch": 4}, "interleaved", ["microbatches", "ranks"])
     Traceback (most recent call last):
@@ -114,11 +116,11 @@ def check_options(options: Mapping[str, Any], given: Any, own: Iterable[str]) ->
     stageline.common.errors.UnknownOption: neither Pipeline nor interleaved has an option 'microbatch' (did you mean
     'microbatches'?); interleaved takes chunks, group
     """
-    who, known = "a schedule that is made", list[str]()
-    if isinstance(given, str) and given == "auto":
+    who, known = "a finished schedule", list[str]()
+    if isinstance(name_or_schedule, str) and name_or_schedule == "auto":
         who, known = "schedule='auto'", ["chunks"]
-    elif isinstance(given, str) and Path(given).suffix.lower() not in _FILES:
-        family = find_family(given)
+    elif isinstance(name_or_schedule, str) and not _is_file(name_or_schedule):
+        family = find_family(name_or_schedule)
         who, known = family.name, list(family.options)
     _refuse_cuts(known, options)
     unknown = next((name for name in options if name not in known), "")
@@ -131,146 +133,155 @@ def check_options(options: Mapping[str, Any], given: Any, own: Iterable[str]) ->
 
 
 def find_schedule(
-    given: str | Path | Schedule, layers: int, ranks: int | None, microbatches: int | None, **options: Any
+    source: str | Path | Schedule, layers: int, ranks: int | None, microbatches: int | None, **options: Any
 ) -> Schedule:
-    """The schedule that was asked for."""
-    file = isinstance(given, Schedule) or (isinstance(given, str | Path) and Path(given).suffix.lower() in _FILES)
-    if not isinstance(given, str | Path | Schedule):
+    """The schedule that a family's name, a file or a schedule stands for."""
+    if not isinstance(source, str | Path | Schedule):
         raise StagelineError(
-            f"schedule is a family such as '1f1b', a file, or what sl.schedule(…) gives, got {shorten(given)}"
+            f"schedule is a family such as '1f1b', a file, or a schedule from sl.schedule(…), got {shorten(source)}"
         )
-    if file:
-        made = given if isinstance(given, Schedule) else read_schedule(given)
-        if microbatches is not None and microbatches != made.microbatches:
-            raise ScheduleError(f"microbatches={microbatches}, and the schedule has {made.microbatches}")
-        if ranks is not None and ranks != made.ranks:
-            raise ScheduleError(f"ranks={ranks}, and the schedule has {made.ranks}")
-        return made
-    family = find_family(str(given))
+    if isinstance(source, Schedule) or _is_file(source):
+        finished = source if isinstance(source, Schedule) else read_schedule(source)
+        if microbatches is not None and microbatches != finished.microbatches:
+            raise ScheduleError(f"microbatches={microbatches}, but the schedule has {finished.microbatches}")
+        if ranks is not None and ranks != finished.ranks:
+            raise ScheduleError(f"ranks={ranks}, but the schedule has {finished.ranks}")
+        return finished
+    family = find_family(str(source))
     if microbatches is None:
-        raise ScheduleError(f"{family.name} needs microbatches=, the number of parts that a batch is cut into")
+        raise ScheduleError(f"{family.name} needs microbatches=, the number of parts that a batch is split into")
     if ranks is not None:
-        return schedule(str(given), ranks, microbatches, **options)
-    # Without a number of ranks, every layer is a stage, and the family says how many of them a rank holds.
+        return schedule(str(source), ranks, microbatches, **options)
+    # Without ranks=, every layer is a stage, and the family determines how many of them a rank holds.
     refused: list[ScheduleError] = []
     for count in _divisors(layers):
         try:
-            made = schedule(str(given), count, microbatches, **options)
+            candidate = schedule(str(source), count, microbatches, **options)
         except ScheduleError as error:
             refused.append(error)
             continue
-        if made.stages == layers:
-            return made
+        if candidate.stages == layers:
+            return candidate
     if refused and len({str(error) for error in refused}) == 1 and len(refused) == len(_divisors(layers)):
-        raise refused[0]  # it has nothing to do with the number of ranks
+        raise refused[0]  # the number of ranks is not the reason
     last = f": {refused[-1]}" if refused else ""
-    raise ScheduleError(f"{family.name} does not fit {layers} stages on any number of ranks{last}; give ranks=")
+    raise ScheduleError(f"{family.name} does not fit {layers} stages on any number of ranks{last}; pass ranks=")
 
 
 def _refuse_cuts(known: Iterable[str], options: Mapping[str, Any]) -> None:
-    """Refuse options that say how to cut the model, unless the family has one of that name."""
-    asked = [name for name in options if name in _OF_SPLIT and name not in known]
-    if asked:
+    """Refuse options of `split`, unless the family has one of that name."""
+    of_split = [name for name in options if name in _OF_SPLIT and name not in known]
+    if of_split:
         raise UnknownOption(
-            f"{asked[0]}= says how to cut the model, and Pipeline cuts it by the count of its layers; cut it first: "
-            f"sl.Pipeline(sl.split(model, stages=…, {'by' if asked[0] == 'split' else asked[0]}=…), …)"
+            f"{of_split[0]}= is an option of sl.split, and Pipeline splits a model evenly by layers; split it first: "
+            f"sl.Pipeline(sl.split(model, stages=…, {'by' if of_split[0] == 'split' else of_split[0]}=…), …)"
         )
+
+
+def _is_file(name: str | Path) -> bool:
+    return Path(name).suffix.lower() in _FILES
 
 
 def _divisors(number: int) -> list[int]:
     return [count for count in range(number, 0, -1) if number % count == 0]
 
 
-def count_layers(given: nn.Module | Staged | Sequence[nn.Module]) -> int:
-    """How many stages there are, or how many layers or blocks to cut into stages."""
-    if isinstance(given, nn.Module) and not isinstance(given, nn.Sequential):
+def count_layers(model: nn.Module | Staged | Sequence[nn.Module]) -> int:
+    """The number of stages, or of layers or blocks to split into stages."""
+    if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential):
         try:
-            units = find_units(given)
-        except NoStack:  # it is traced, into as many stages as are asked for
+            units = find_units(model)
+        except NoStack:  # it is traced into as many stages as the schedule has
             return 1
         return sum(unit.block for unit in units) or len(units)
-    return len(given)
+    return len(model)
 
 
-def cut_once(given: Any, model: nn.Module, stages: int, example: Any = None) -> Any:
-    """A model with a forward of its own as what `split` gives, so that it is cut at the same places ever after.
+def cut_once(stages_or_model: Any, model: nn.Module, stages: int, example: Any = None) -> Any:
+    """Split a model with its own forward once, so that every later cut is at the same places.
 
-    What a look at the forward shows may depend on which of its tensors have memory.
+    The result of looking at a forward may depend on which of its tensors have memory.
     """
-    if isinstance(given, Staged) or isinstance(model, nn.Sequential):
-        return given
+    if isinstance(stages_or_model, Staged) or isinstance(model, nn.Sequential):
+        return stages_or_model
     return split(model, stages, example=example)
 
 
-def cut(given: Any, model: nn.Module, stages: int, example: Any = None) -> list[nn.Sequential]:
-    """Cut the layers evenly, the larger parts first; every part keeps the names of its layers."""
-    if isinstance(given, Staged):
-        if len(given) != stages:
-            raise StagelineError(f"the schedule has {stages} stages and the model was split into {len(given)}")
-        return given.parts()
+def cut(stages_or_model: Any, model: nn.Module, stages: int, example: Any = None) -> list[nn.Sequential]:
+    """Split the layers evenly, the larger parts first; every part keeps the names of its layers."""
+    if isinstance(stages_or_model, Staged):
+        if len(stages_or_model) != stages:
+            raise StagelineError(
+                f"the schedule has {stages} stages, but the model is split into {len(stages_or_model)}"
+            )
+        return stages_or_model.parts()
     if not isinstance(model, nn.Sequential):
         return split(model, stages, example=example).parts()
-    layers, exact = layers_of(model), not isinstance(given, nn.Sequential)
+    layers, exact = layers_of(model), not isinstance(stages_or_model, nn.Sequential)
     if exact and stages != len(layers):
         raise StagelineError(
-            f"the schedule has {stages} stages and {len(layers)} were given; give as many, or an nn.Sequential to cut"
+            f"the schedule has {stages} stages, but {len(layers)} were passed; pass {stages}, or an nn.Sequential, "
+            "which is split evenly"
         )
     if stages > len(layers):
         raise StagelineError(
-            f"the schedule has {stages} stages and the model only {len(layers)} layers to cut it into; "
-            "use fewer ranks or chunks"
+            f"the schedule has {stages} stages, but the model has only {len(layers)} layers; use fewer ranks or chunks"
         )
     ends = pairwise(accumulate(even_sizes(len(layers), stages), initial=0))
     return parts_of([layers[start:stop] for start, stop in ends])
 
 
 def cut_or_wait(
-    given: Any, model: nn.Module, stages: int, example: Any
+    stages_or_model: Any, model: nn.Module, stages: int, example: Any
 ) -> tuple[Any, list[nn.Sequential], StagelineError | None]:
-    """What `cut_once` returns, and its parts; no parts, and the reason, where only an example can tell where to cut."""
+    """The result of `cut_once` and its parts; no parts, and the reason, if an example is needed to split the model."""
     try:
-        once = cut_once(given, model, stages, example)
+        once = cut_once(stages_or_model, model, stages, example)
         return once, cut(once, model, stages, example), None
     except NoStack as error:
-        return given, [], error
+        return stages_or_model, [], error
 
 
 def cut_by_batch(
-    given: Any, model: nn.Module, stages: int, shown: Any, parts: list[nn.Sequential]
+    stages_or_model: Any, model: nn.Module, stages: int, example: Any, parts: list[nn.Sequential]
 ) -> list[nn.Sequential]:
-    """The parts of a model by the first microbatch; as they were, if there were any and it cannot be looked at."""
-    where = next((tensor.device for tensor in model.parameters()), None)
-    if where is not None:
-        shown = pytree.tree_map(lambda leaf: leaf.to(where) if isinstance(leaf, Tensor) else leaf, shown)
+    """Split a model by its first microbatch; return the existing parts, if any, when the model fails on it."""
+    device = next((tensor.device for tensor in model.parameters()), None)
+    if device is not None:
+        example = pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, example)
     try:
-        return cut(given, model, stages, shown)
-    except Exception:  # whatever the model says to being looked at
+        return cut(stages_or_model, model, stages, example)
+    except Exception:  # the model may fail in any way
         if not parts:
             raise
         return parts
 
 
-def only_microbatches(made: Schedule, count: int) -> Schedule:
-    """The same order for the first microbatches alone, where a batch has fewer samples than parts."""
-    if count == made.microbatches:
-        return made
+def only_microbatches(schedule: Schedule, count: int) -> Schedule:
+    """The same order for the first `count` microbatches, for a batch with fewer samples than microbatches."""
+    if count == schedule.microbatches:
+        return schedule
     programs: list[list[Any]] = []
-    for program in made.programs:
+    for program in schedule.programs:
         kept: list[Any] = []
         for entry in program:
             parts = [part for part in _parts(entry) if part.microbatch < count]
             kept += [entry] if len(parts) == len(_parts(entry)) else parts
         programs.append(kept)
-    placement = Placement.of(made.ranks, made.placement.table, made.placement.direction[:count])
+    placement = Placement.of(schedule.ranks, schedule.placement.table, schedule.placement.direction[:count])
     return Schedule.from_programs(
-        programs, placement=placement, training=made.training, name=made.name, options=made.options
+        programs, placement=placement, training=schedule.training, name=schedule.name, options=schedule.options
     )
 
 
-def forwards_of(made: Schedule) -> Schedule:
-    """The same placement for inference: the forwards of the schedule, in its order."""
-    programs = [[part for entry in program for part in _parts(entry) if part.kind == "F"] for program in made.programs]
-    return Schedule.from_programs(programs, placement=made.placement, training=False, name=f"{made.name}, forwards")
+def forwards_of(schedule: Schedule) -> Schedule:
+    """The schedule for inference: only its forwards, in the same order."""
+    programs = [
+        [part for entry in program for part in _parts(entry) if part.kind == "F"] for program in schedule.programs
+    ]
+    return Schedule.from_programs(
+        programs, placement=schedule.placement, training=False, name=f"{schedule.name}, forwards"
+    )
 
 
 def _parts(entry: Any) -> list[Any]:
