@@ -1,21 +1,37 @@
-"""What every test and doctest may rely on: a folder of its own, and a registry that is put back."""
+"""Fixtures of every test and doctest, and the profile of property tests."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 
 from stageline.schedules import registry
-from stageline.testing import Nursery
+
+if TYPE_CHECKING:
+    from stageline.testing import Nursery
+
+# A busy machine is slow: that says nothing about a property.
+settings.register_profile(
+    "stageline", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+settings.load_profile("stageline")
 
 
 @pytest.fixture(autouse=True)
-def clean_house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run in an empty folder, and forget the families that a test declared."""
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run in an empty folder."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def clean_registry() -> Iterator[None]:
+    """Forget the families that a test registered."""
     registry.families()
     known = dict(registry._families)
     yield
@@ -23,16 +39,33 @@ def clean_house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     registry._families.update(known)
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Compute on one thread from one seed, where torch is loaded, and restore what a test changed."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    threads, mkldnn = torch.get_num_threads(), torch.backends.mkldnn.enabled
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+    torch.backends.mkldnn.enabled = mkldnn
+
+
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
-    """A process that starts ranks quickly, because torch is imported already."""
-    with Nursery() as server:
-        yield server
+    """Start processes that have imported torch already."""
+    from stageline.testing import Nursery
+
+    with Nursery() as nursery:
+        yield nursery
 
 
 @pytest.fixture
 def tokens(tmp_path: Path) -> Path:
-    """A file of tokens that a small model can learn."""
+    """Write a file of tokens that a small model can learn."""
     path = tmp_path / "tokens.bin"
     (np.cumsum(np.random.default_rng(0).choice([1, 1, 1, 5], size=4000)) % 32).astype(np.uint16).tofile(path)
     return path

@@ -8,11 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-
 import stageline as sl
-
-pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parent.parent
 

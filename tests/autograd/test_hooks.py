@@ -16,6 +16,7 @@ import stageline as sl
 from stageline.autograd.hooks import registered
 from stageline.autograd.split_backward import SplitBackward
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
+from support.gradients import gradients
 
 FAMILIES = ["1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "interleaved-zb", "dualpipe", "dualpipe-v", "chimera"]
 MICROBATCHES = 8
@@ -70,10 +71,6 @@ def layers(where: str) -> nn.Sequential:
 def batch() -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     return torch.randn(2 * MICROBATCHES, 8), torch.randn(2 * MICROBATCHES, 8)
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def reference(model: nn.Module, schedule: sl.Schedule) -> None:

@@ -6,7 +6,6 @@ import copy
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -19,16 +18,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 import stageline as sl
 from stageline.runtime.step import Batch
 from stageline.testing import assert_same_bits, one_process_step
-from support.pipelines import Block, batch, gradients, noisy
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
+from support.gradients import gradients
+from support.pipelines import Block, batch, noisy
 
 
 class Counting(Block):

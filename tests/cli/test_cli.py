@@ -12,8 +12,6 @@ import pytest
 import stageline as sl
 from stageline.cli.app import app, run
 
-pytestmark = pytest.mark.timeout(600)
-
 Capture = pytest.CaptureFixture[str]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stageline.cli.app import run
@@ -17,8 +17,6 @@ from stageline.train.config.config import Config
 from stageline.train.config.io import argument, read_config
 from stageline.train.config.options import Option, options
 from stageline.train.config.rules import GPT_UNITS
-
-pytestmark = pytest.mark.timeout(600)
 
 Capture = pytest.CaptureFixture[str]
 
@@ -101,7 +99,6 @@ def test_every_option_is_a_flag_in_three_spellings(option: Option) -> None:
         assert read_config(None, asked.sets) == wanted
 
 
-@settings(deadline=None)
 @given(st.lists(st.text() | st.sampled_from([f"--{key}" for key in options()]) | st.text().map("--".__add__)))
 def test_no_words_are_lost(words: list[str]) -> None:
     """Whatever is typed is a file, a setting, or an error."""

@@ -14,7 +14,6 @@ from stageline.testing import Nursery
 from support.jobs import SCRIPT, TINY, ended, losses, said, start, validations, wait_for, wait_until, weights
 
 PATIENCE = 240.0
-pytestmark = pytest.mark.timeout(600)
 
 PLAIN = ("--parallelism.pipeline_parallel_schedule=1f1b",)
 NATIVE = "ctypes.CDLL(None).pthread_mutex_lock(mutex)"

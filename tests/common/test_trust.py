@@ -25,8 +25,6 @@ from stageline.common.trust import SecretFile, Sharing, proof, read_secret
 from stageline.distributed.process_groups import _watch
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
 
-pytestmark = pytest.mark.timeout(600)
-
 
 class Pinboard:
     """A store that anybody can read."""

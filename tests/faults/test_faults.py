@@ -35,7 +35,6 @@ PATIENCE = 240.0
 """Seconds for what takes a few, on a machine that has other things to do."""
 ZEROED = "no parameter was changed, and gradients may hold part of this step"
 Answer = dict[str, Any]
-pytestmark = pytest.mark.timeout(600)
 
 
 def referees(folder: Path) -> list[int]:

@@ -24,8 +24,6 @@ from stageline.faults.flight_recorder import Flight, find_flights, flight_folder
 from stageline.faults.monitor import EVERYONE, Standing, Verdict
 from stageline.testing import SleepStage
 
-pytestmark = pytest.mark.timeout(600)
-
 Capture = pytest.CaptureFixture[str]
 
 DIED = Verdict(

@@ -31,7 +31,6 @@ LONG = 60.0
 """A deadline that no test waits for: what is told sooner was not learnt by silence."""
 PATIENCE = 200.0
 """Seconds for what takes one, on a machine that has other things to do."""
-pytestmark = pytest.mark.timeout(600)
 
 
 class Rank:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,6 @@ from torch import Tensor, nn
 import stageline as sl
 from stageline.testing import assert_same_bits, run_ranks
 from support.gradients import gradients, pieces
-
-pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def words(low: int = 3, high: int = 50, length: int = 8) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,19 +15,9 @@ import stageline as sl
 from stageline.testing import assert_same_bits, run_ranks
 from support.gradients import gradients, pieces
 
-pytestmark = pytest.mark.timeout(600)
-
 transformers = pytest.importorskip("transformers")
 
 WORDS = 97
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def config(kind: str, **more: Any) -> Any:

@@ -23,14 +23,6 @@ from support.gradients import gradients, noise, plainly
 FAMILIES = ["1f1b", "interleaved", "zb-h1", "zb-v"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def first(output: Any, target: Tensor) -> Tensor:
     return functional.cross_entropy(output[0].flatten(0, 1), target.flatten())
 

@@ -116,7 +116,7 @@ def check_kept(found: Partition, problem: dict[str, Any]) -> None:
     assert (same.loads, same.memory) == (found.loads, found.memory)
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(problems(SHAPES))
 def test_one_chunk_and_two_are_as_good_as_any_cut(problem: dict[str, Any]) -> None:
     best = best_of_all(problem)
@@ -133,7 +133,7 @@ def test_one_chunk_and_two_are_as_good_as_any_cut(problem: dict[str, Any]) -> No
         assert sum(load**2 for load in found.loads) == pytest.approx(best[1], rel=1e-12)
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(problems(OTHER_SHAPES))
 def test_other_shapes_tell_how_far_they_are_from_the_best(problem: dict[str, Any]) -> None:
     best = best_of_all(problem)
@@ -155,7 +155,7 @@ def test_other_shapes_tell_how_far_they_are_from_the_best(problem: dict[str, Any
     assert found.optimal == (found.slowest <= found.bound)
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(problems(SHAPES), st.data())
 def test_the_cap_that_an_error_names_works_and_none_below(problem: dict[str, Any], data: st.DataObject) -> None:
     layers, ranks = len(problem["costs"]), problem["ranks"]
@@ -170,7 +170,7 @@ def test_the_cap_that_an_error_names_works_and_none_below(problem: dict[str, Any
     assert best_of_all(problem) is None
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 40), st.integers(1, 10), st.randoms(use_true_random=False))
 def test_costs_of_any_size_and_unit_are_cut_the_same(layers: int, ranks: int, dice: Any) -> None:
     layers = max(layers, ranks)
@@ -196,7 +196,7 @@ def test_costs_of_nothing_have_a_cut_too() -> None:
         assert (found.slowest, found.gap, found.optimal) == (0.0, 0.0, True)
 
 
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 10**6))
 def test_a_v_of_many_layers_is_never_worse_than_what_a_search_finds(seed: int) -> None:
     dice = np.random.default_rng(seed)
@@ -215,7 +215,7 @@ def test_a_v_of_many_layers_is_never_worse_than_what_a_search_finds(seed: int) -
     assert max(capped.memory) <= least
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(st.integers(0, 10**6), st.sampled_from(["v", "loop"]), st.sampled_from([0.02, 0.1, 1.0]))
 def test_slack_buys_more_even_stages_and_says_what_it_cost(seed: int, placement: str, slack: float) -> None:
     dice = np.random.default_rng(seed)
@@ -230,7 +230,7 @@ def test_slack_buys_more_even_stages_and_says_what_it_cost(seed: int, placement:
         assert longest[1] <= longest[0] * 1.2
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 10**6))
 def test_a_quick_cut_of_a_v_counts_only_where_no_pair_of_places_is_better(seed: int) -> None:
     # Heavy layers beside light ones, few layers a stage: there the quick search misses cuts.
@@ -259,7 +259,7 @@ def work_of(costs: Any, layers: int) -> UnitCosts:
     return UnitCosts([f"layer.{index}" for index in range(layers)], costs.tolist(), third, third, third, [1.0] * layers)
 
 
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 10**6), st.sampled_from(FAMILIES))
 def test_a_cut_for_a_schedule_is_never_slower_in_simulation_than_equal_counts(seed: int, family: str) -> None:
     dice = np.random.default_rng(seed)
@@ -284,7 +284,7 @@ def test_a_cut_for_a_schedule_is_never_slower_in_simulation_than_equal_counts(se
     assert found.loads == pytest.approx(loads.tolist())
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(st.lists(st.integers(1, 20), min_size=4, max_size=9))
 def test_stages_on_two_ranks_are_cut_as_well_as_any(costs: list[int]) -> None:
     made = schedule("dualpipe", 4, 8)

@@ -14,8 +14,6 @@ from torch.nn import functional
 import stageline as sl
 from stageline.model.profile.profile import Layer, Profile, profile_layers, profile_model, read_profile
 
-pytestmark = pytest.mark.timeout(600)
-
 ROWS, WIDTH = 6, 16
 FLOAT = 4
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.testing import assert_same_bits, run_ranks
+from support.gradients import gradients
 
 Steps = Generator[Any, Any, Any]
 
@@ -88,10 +89,6 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 6), torch.randn(8, 6)
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
 def looped(model: nn.Module, parts: int = 4) -> dict[str, Tensor | None]:
     inputs, targets = batch()
     for given, wanted in zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True):
@@ -150,12 +147,7 @@ def on_processes(rank: int) -> dict[str, dict[str, Tensor | None]]:
 
 
 def test_skips_on_processes() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        expected = looped(unet())
-    finally:
-        torch.set_num_threads(before)
+    expected = looped(unet())
     for answers in run_ranks(on_processes, 2):
         for found in answers.values():
             assert_same_bits(found, {name: expected[name] for name in found})

@@ -92,7 +92,7 @@ def of_any_size(draw: st.DrawFn) -> sl.Profile:
     return profile_of(*layers)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     profile=of_any_size(),
     ranks=st.integers(1, 5),
@@ -145,7 +145,7 @@ def cuts_of(profile: sl.Profile, made: sl.Schedule) -> list[list[int]]:
     return found
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(profiles(), st.integers(1, 3), st.sampled_from([1, 2, 4]), st.sampled_from([0.0, 0.5]), st.booleans())
 def test_no_family_that_fits_is_faster(
     profile: sl.Profile, ranks: int, batch: int, transfer: float, capped: bool

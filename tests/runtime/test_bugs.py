@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,19 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import stageline as sl
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
-from support.pipelines import Block, batch, gradients
+from support.gradients import gradients
+from support.pipelines import Block, batch
 from support.threads import left_over
-
-pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def compare(build: Any, x: Tensor, y: Tensor, microbatches: int = 2, **given: Any) -> sl.StepStats:

@@ -7,7 +7,6 @@ import functools
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,25 +20,11 @@ from torch.utils import _pytree as pytree
 
 import stageline as sl
 from stageline.testing import assert_same_bits, run_ranks
-
-pytestmark = pytest.mark.timeout(300)
+from support.gradients import gradients
 
 TensorChunkSpec: Any = microbatch.TensorChunkSpec
 _Replicate: Any = microbatch._Replicate
 FAMILIES = ["gpipe", "zb-h1", "interleaved", "zb-v"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def backward(loss: Any) -> None:

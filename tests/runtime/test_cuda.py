@@ -15,7 +15,8 @@ from stageline.testing import FaultyTransport, assert_same_bits, exercise, one_p
 from stageline.transport.protocol import Header, Message
 from stageline.transport.tcp.links import Links
 from stageline.transport.tcp.transport import SocketTransport
-from support.pipelines import batch, blocks, gradients, tied_model, token_loss
+from support.gradients import gradients
+from support.pipelines import batch, blocks, tied_model, token_loss
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -15,8 +15,6 @@ from torch.nn import functional
 import stageline as sl
 from stageline.testing import FaultyTransport, run_ranks
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def pipeline(**options: Any) -> sl.Pipeline:
     layers = [nn.Linear(4, 4) for _ in range(4)]

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import stageline as sl
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
+from support.gradients import gradients
 
 FAMILIES = ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "interleaved", "interleaved-zb", "dualpipe", "chimera"]
 MICROBATCHES = 8
@@ -60,10 +61,6 @@ def structure() -> dict[str, Any]:
     sample = Sample(torch.randn(SAMPLES, 8, requires_grad=True), torch.randint(0, 5, (SAMPLES,)))
     more = (torch.randn(SAMPLES, 8, requires_grad=True), torch.randn(SAMPLES, requires_grad=True))
     return {"sample": sample, "scale": torch.tensor(1.5, requires_grad=True), "more": more}
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def of_inputs(tree: Any) -> dict[str, Tensor | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,17 +15,8 @@ from torch.nn import functional
 import stageline as sl
 from stageline.testing import FaultyTransport, assert_same_bits, run_ranks
 from stageline.transport.gpu.payloads import PayloadGroups
+from support.gradients import gradients
 from support.instances import examples, in_random_order, of_no_family
-
-pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def layers(count: int) -> Any:
@@ -37,10 +27,6 @@ def layers(count: int) -> Any:
 def samples(microbatches: int) -> tuple[Tensor, Tensor]:
     torch.manual_seed(2)
     return torch.randn(2 * microbatches + 1, 4), torch.randn(2 * microbatches + 1, 4)
-
-
-def gradients(module: nn.Module) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
 def additions(schedule: sl.Schedule, stage: int) -> list[int]:
@@ -76,7 +62,7 @@ def reordered(ranks: int, seed: int) -> sl.Schedule:
 
 
 @given(of_no_family(ranks=3))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_any_order_gives_the_bits_of_the_loop(schedule: sl.Schedule) -> None:
     table = schedule.placement.table
     assume(len(table) == 1)

@@ -15,11 +15,7 @@ from torch.nn import functional
 import stageline as sl
 from stageline.runtime.guards.non_finite import FiniteWatch
 from stageline.testing import assert_same_bits, run_ranks
-from support.pipelines import TRAINING, one_thread
-
-__all__ = ["one_thread"]
-
-pytestmark = pytest.mark.timeout(300)
+from support.pipelines import TRAINING
 
 MARK, AT = 7.5, 2
 """What the samples of the microbatch hold in which something goes wrong, and which that is."""

@@ -15,11 +15,8 @@ from torch.nn.utils import parameters_to_vector
 
 import stageline as sl
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
-from support.pipelines import TRAINING, Head, batch, blocks, gradients, one_thread, tied_model, token_loss, weights
-
-__all__ = ["one_thread"]
-
-pytestmark = pytest.mark.timeout(300)
+from support.gradients import gradients
+from support.pipelines import TRAINING, Head, batch, blocks, tied_model, token_loss, weights
 
 
 def ridge(name: str, parameter: nn.Parameter) -> Tensor | None:

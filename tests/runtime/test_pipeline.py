@@ -17,12 +17,12 @@ from torch.nn import functional
 import stageline as sl
 from stageline.schedules.runs import PAIRED
 from stageline.testing import assert_same_bits, one_process_step
+from support.gradients import gradients
 from support.pipelines import (
     TRAINING,
     Block,
     batch,
     blocks,
-    gradients,
     noisy,
     sizes,
     tied_model,
@@ -30,8 +30,6 @@ from support.pipelines import (
     train_beside_the_loop,
 )
 from support.threads import left_over
-
-pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -22,20 +22,9 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
-from support.pipelines import (
-    Block,
-    batch,
-    blocks,
-    gradients,
-    noisy,
-    sizes,
-    tied_model,
-    token_loss,
-    train_beside_the_loop,
-)
+from support.gradients import gradients
+from support.pipelines import Block, batch, blocks, noisy, sizes, tied_model, token_loss, train_beside_the_loop
 from support.threads import left_over
-
-pytestmark = pytest.mark.timeout(600)
 
 TRAINING = [name for name in sl.families() if name != "forward-only"]
 
@@ -83,11 +72,8 @@ def tied(rank: int) -> tuple[dict[str, Tensor | None], float]:
 
 def test_tied_weights_and_clipping_are_as_on_threads() -> None:
     """Both processes that use a tied weight hold the same gradient, and the norm is over all of them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     (first, norm), (second, other) = run_ranks(tied, 2)
     together, expected = tied(0)
-    torch.set_num_threads(before)
     assert_same_bits({"tied": first["0.weight"]}, {"tied": second["0.weight"]})
     assert_same_bits({**first, **second}, together)
     assert first["0.weight"] is not None
@@ -377,10 +363,7 @@ def noisy_step(rank: int) -> tuple[list[float], dict[str, float]]:
 
 
 def test_dropout_and_metrics_are_as_on_threads() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     expected = noisy_step(0)
-    torch.set_num_threads(before)
     assert run_ranks(noisy_step, 2) == [expected, expected]
 
 
@@ -451,10 +434,7 @@ def tensors(state: dict[str, Any]) -> dict[str, Tensor | None]:
 @pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (3, "zb-h1")])
 def test_the_gathered_state_is_that_of_one_process_on_every_rank(ranks: int, schedule: str) -> None:
     found = run_ranks(gathers, ranks, ranks, schedule)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     expected = gathers(0, ranks, schedule)
-    torch.set_num_threads(before)
     assert {"0.weight", "5.weight", "2.norm.running_mean", "4.norm.num_batches_tracked"} <= set(expected)
     assert int(expected["4.norm.num_batches_tracked"]) == 6
     for state in found:

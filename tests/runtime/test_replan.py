@@ -25,8 +25,6 @@ from stageline.timeline.drift import drift_of
 from stageline.timeline.memory import peaks_of
 from stageline.train.events import read_metrics
 
-pytestmark = pytest.mark.timeout(600)
-
 PLANNED = sl.Costs(forward=1, backward_input=1, backward_weight=1, residue=0.5)
 
 
@@ -216,7 +214,6 @@ def test_a_straggler_is_named_with_what_it_costs_and_only_once(caplog: pytest.Lo
     assert f"({after:.3g} s instead of {before:.3g} s)" in said
 
 
-@settings(deadline=None)
 @given(st.floats(0.3, 5.0), st.sampled_from(["1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v"]))
 def test_what_is_slow_everywhere_is_no_drift(times: float, name: str) -> None:
     made = sl.schedule(name, 2, 6)
@@ -226,7 +223,7 @@ def test_what_is_slow_everywhere_is_no_drift(times: float, name: str) -> None:
     assert found.planned == pytest.approx(found.measured)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.data(), st.sampled_from([("1f1b", 3), ("zb-h1", 3), ("zb-v", 2), ("interleaved", 2), ("gpipe", 2)]))
 def test_another_order_holds_no_more_on_any_rank_and_is_faster(data: st.DataObject, which: tuple[str, int]) -> None:
     made = sl.schedule(which[0], which[1], 5)

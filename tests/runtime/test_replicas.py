@@ -17,10 +17,9 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.testing import Child, FaultyStage, Nursery, assert_same_bits, one_process_step, run_ranks
-from support.pipelines import Block, batch, gradients, noisy, tied_model, token_loss
+from support.gradients import gradients
+from support.pipelines import Block, batch, noisy, tied_model, token_loss
 from support.ports import free_port
-
-pytestmark = pytest.mark.timeout(600)
 
 RANKS, REPLICAS, MICROBATCHES = 2, 2, 4
 LAYERS = 8

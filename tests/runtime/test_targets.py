@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,17 +12,7 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.testing import assert_same_bits, run_ranks
-
-pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
+from support.gradients import gradients
 
 
 def backward(loss: Any) -> None:
@@ -56,10 +45,6 @@ class Gpt(nn.Module):
 def squared(output: Tensor, target: Any) -> Tensor:
     assert target is None
     return output.square().mean()
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", [name for name in sl.families() if name != "forward-only"])

@@ -14,11 +14,8 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
-from support.pipelines import batch, blocks, gradients, one_thread
-
-__all__ = ["one_thread"]
-
-pytestmark = pytest.mark.timeout(300)
+from support.gradients import gradients
+from support.pipelines import batch, blocks
 
 
 def absolute(output: Tensor, target: Tensor) -> Tensor:

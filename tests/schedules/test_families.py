@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from textwrap import dedent
 from typing import Any
 
@@ -14,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stageline as sl
-from stageline.schedules import registry
 from support.instances import ONE_WAY, TWO_WAY, VARIANTS, allows, certified, examples, made
 
 UNIT = sl.Costs()
@@ -231,20 +229,20 @@ def test_hanayo_beats_1f1b(waves: int) -> None:
 
 
 @given(sizes, counts, times, times, times, st.integers(0, 9))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_gpipe_takes_what_its_formula_says(p: int, m: int, f: int, i: int, w: int, c: int) -> None:
     extra = (p - 1) * (f + i + w) + 2 * (p - 1) * c
     assert simulated("gpipe", p, m, priced(f, i, w, c)).makespan == m * (f + i + w) + extra
 
 
 @given(st.sampled_from(["1f1b", "eager-1f1b"]), sizes, counts, times, times, times)
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_1f1b_takes_what_its_formula_says(name: str, p: int, m: int, f: int, i: int, w: int) -> None:
     assert simulated(name, p, m, priced(f, i, w)).makespan == (m + p - 1) * (f + i + w)
 
 
 @given(st.integers(2, 8), st.integers(1, 4), times, times, times)
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 def test_transfers_cost_1f1b_what_its_formula_says(p: int, units: int, f: int, i: int, w: int) -> None:
     c, m = 1 / 16, p * units
     extra = (p - 1) * (f + i + w) + c * (2 * (p - 1) * m / p + 2 * (p - 2))
@@ -252,7 +250,7 @@ def test_transfers_cost_1f1b_what_its_formula_says(p: int, units: int, f: int, i
 
 
 @given(sizes, counts, times, times, times)
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 def test_eager_1f1b_hides_all_transfers_but_those_of_the_ends(p: int, m: int, f: int, i: int, w: int) -> None:
     c = 1 / 16
     extra = (p - 1) * (f + i + w) + 2 * (p - 1) * c
@@ -260,7 +258,7 @@ def test_eager_1f1b_hides_all_transfers_but_those_of_the_ends(p: int, m: int, f:
 
 
 @given(st.integers(2, 8), st.integers(1, 3), st.integers(1, 4), times, times, times, st.sampled_from([0, 1 / 16]))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_interleaved_takes_what_its_formula_says(p: int, units: int, v: int, f: int, i: int, w: int, c: float) -> None:
     m = p * units
     extra = (p - 1) * (f + i + w) + 2 * (p * v - 1) * c
@@ -269,7 +267,7 @@ def test_interleaved_takes_what_its_formula_says(p: int, units: int, v: int, f: 
 
 
 @given(sizes, counts, st.integers(1, 4), times, times, times)
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 def test_looped_bfs_takes_what_its_formula_says(p: int, m: int, v: int, f: int, i: int, w: int) -> None:
     m = max(m, p)
     timeline = simulated("looped-bfs", p, m, priced(f, i, w), chunks=v)
@@ -283,7 +281,7 @@ def zero_bubble_times(draw: st.DrawFn) -> tuple[int, int, int]:
 
 
 @given(sizes, st.integers(0, 6), zero_bubble_times(), st.sampled_from([0, 1 / 16]))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_zb_h1_takes_what_its_formula_says(p: int, more: int, fiw: tuple[int, int, int], c: float) -> None:
     (f, i, w), m = fiw, 2 * p - 1 + more
     extra = (p - 1) * (f + i - w) + 4 * (p - 1) * c
@@ -291,7 +289,7 @@ def test_zb_h1_takes_what_its_formula_says(p: int, more: int, fiw: tuple[int, in
 
 
 @given(sizes, st.integers(0, 6), zero_bubble_times())
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_zb_h2_takes_what_its_formula_says(p: int, more: int, fiw: tuple[int, int, int]) -> None:
     (f, i, w), m = fiw, 2 * p - 1 + more
     extra = (p - 1) * max(f, f + i - 2 * w)
@@ -299,7 +297,7 @@ def test_zb_h2_takes_what_its_formula_says(p: int, more: int, fiw: tuple[int, in
 
 
 @given(sizes, st.integers(0, 6), zero_bubble_times(), st.sampled_from([0, 1 / 16]))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_the_span_of_zb_h2_is_what_its_formula_says(p: int, more: int, fiw: tuple[int, int, int], c: float) -> None:
     (f, i, w), m = fiw, 2 * p - 1 + more
     extra = (p - 1) * (f + i - 2 * w + 2 * c)
@@ -307,7 +305,7 @@ def test_the_span_of_zb_h2_is_what_its_formula_says(p: int, more: int, fiw: tupl
 
 
 @given(sizes, st.integers(0, 6), times)
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 def test_zb_h2_and_zb_v_have_no_bubble_in_the_span_when_all_take_the_same(p: int, more: int, unit: int) -> None:
     m = 2 * p - 1 + more
     for name in ("zb-h2", "zb-v"):
@@ -315,14 +313,14 @@ def test_zb_h2_and_zb_v_have_no_bubble_in_the_span_when_all_take_the_same(p: int
 
 
 @given(sizes, st.integers(0, 6), times)
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 def test_zb_v_takes_what_its_formula_says(p: int, more: int, unit: int) -> None:
     m = 2 * p - 1 + more
     assert simulated("zb-v", p, m, priced(unit, unit, unit)).makespan == 6 * m * unit + (p - 1) * unit
 
 
 @given(st.integers(1, 4), st.integers(0, 4), times, times)
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 def test_dualpipe_takes_what_its_formula_says(half: int, more: int, f: int, less: int) -> None:
     p, w = 2 * half, min(f, less)
     m = 2 * p + 2 * more
@@ -332,7 +330,7 @@ def test_dualpipe_takes_what_its_formula_says(half: int, more: int, f: int, less
 
 
 @given(st.integers(1, 6), st.integers(0, 6), times, times)
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 def test_dualpipe_v_takes_what_its_formula_says(p: int, more: int, f: int, less: int) -> None:
     w, m = min(f, less), 2 * p + more
     both = f + f + w
@@ -348,7 +346,7 @@ def test_chimera_has_the_bubble_that_its_formula_says(p: int, backward: float, u
 
 
 @given(sizes, st.integers(1, 3), st.integers(1, 3), times)
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 def test_every_wave_of_hanayo_cuts_the_bubble_of_1f1b_when_f_and_b_take_the_same(
     p: int, units: int, waves: int, f: int
 ) -> None:
@@ -358,14 +356,14 @@ def test_every_wave_of_hanayo_cuts_the_bubble_of_1f1b_when_f_and_b_take_the_same
 
 
 @given(sizes, counts, st.integers(1, 3), times)
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 def test_forward_only_waits_only_for_the_pipeline_to_fill(p: int, m: int, v: int, f: int) -> None:
     m = max(m, p)
     assert simulated("forward-only", p, m, sl.Costs(forward=f), chunks=v).makespan == (m * v + p - 1) * f
 
 
 @given(st.sampled_from([v for v in ONE_WAY if v[0] != "forward-only"]), sizes, counts, times, times, times)
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 def test_no_family_beats_the_lower_bound(
     variant: tuple[str, dict[str, int]], p: int, m: int, f: int, i: int, w: int
 ) -> None:
@@ -381,26 +379,26 @@ def test_no_family_beats_the_lower_bound(
 
 
 @given(sizes, counts)
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 def test_gpipe_and_looped_bfs_hold_every_microbatch(p: int, m: int) -> None:
     assert certified("gpipe", p, m).peak_activations == (m,) * p
     assert certified("looped-bfs", p, m, chunks=3).peak_activations == (3 * m,) * p
 
 
 @given(sizes, counts)
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 def test_1f1b_holds_one_microbatch_for_each_rank_behind_it(p: int, m: int) -> None:
     assert certified("1f1b", p, m).peak_activations == tuple(min(p - r, m) for r in range(p))
 
 
 @given(sizes, counts)
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 def test_eager_1f1b_holds_nearly_twice_what_1f1b_holds(p: int, m: int) -> None:
     assert certified("eager-1f1b", p, m).peak_activations == tuple(min(2 * (p - r) - 1, m) for r in range(p))
 
 
 @given(sizes, st.integers(0, 8), st.integers(1, 4), st.sampled_from(["interleaved", "interleaved-zb"]))
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 def test_interleaved_holds_its_warm_up_and_one_more(p: int, more: int, v: int, name: str) -> None:
     m = 2 * p + more
     largest = p + m % p  # the last group takes in what is left over
@@ -409,7 +407,7 @@ def test_interleaved_holds_its_warm_up_and_one_more(p: int, more: int, v: int, n
 
 
 @given(st.sampled_from([1, 2]), sizes, st.integers(0, 6), st.sampled_from([0.0, 0.25, 1.0]))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_zb_h_holds_what_its_formula_says(k: int, p: int, more: int, residue: float) -> None:
     m = 2 * p - 1 + more
     held = simulated(f"zb-h{k}", p, m, sl.Costs(activation=1, residue=residue)).peak_memory
@@ -433,14 +431,14 @@ def test_v_half_and_v_min_keep_to_their_memory(name: str, asks: Any, p: int) -> 
 
 
 @given(st.integers(1, 4), st.integers(0, 4))
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20))
 def test_dualpipe_holds_one_microbatch_more_than_ranks(half: int, more: int) -> None:
     p = 2 * half
     assert max(simulated("dualpipe", p, 2 * p + 2 * more).peak_memory) == p + 1
 
 
 @given(sizes, st.integers(0, 6))
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20))
 def test_dualpipe_v_holds_one_half_more_than_stages(p: int, more: int) -> None:
     assert max(simulated("dualpipe-v", p, 2 * p + more).peak_memory) == 2 * p + 1
 
@@ -454,13 +452,13 @@ def test_chimera_holds_between_half_and_all_of_a_unit(p: int) -> None:
 
 
 @given(sizes, counts, st.integers(2, 3))
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 def test_hanayo_holds_no_more_than_gpipe(p: int, m: int, waves: int) -> None:
     assert max(certified("hanayo", p, m, waves=waves).peak_activations) <= 2 * waves * m
 
 
 @given(sizes, counts)
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 def test_one_wave_of_hanayo_holds_no_more_than_the_first_rank_of_1f1b(p: int, m: int) -> None:
     assert max(certified("hanayo", p, m).peak_activations) <= 2 * min(p, m)
 
@@ -486,7 +484,7 @@ def test_every_allowed_size_verifies(name: str, options: dict[str, int], p: int)
     st.integers(1, 4),
     st.integers(0, 12),
 )
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=examples(80))
 def test_every_group_from_the_least_on_verifies(name: str, p: int, m: int, v: int, more: int) -> None:
     schedule = made(name, p, m, chunks=v, group=min(p, m) + more)
     assert schedule.stages == p * v
@@ -494,7 +492,7 @@ def test_every_group_from_the_least_on_verifies(name: str, p: int, m: int, v: in
 
 
 @given(sizes, counts, st.integers(1, 4))
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 def test_every_number_of_waves_verifies(p: int, m: int, waves: int) -> None:
     schedule = made("hanayo", p, m, waves=waves)
     assert schedule.chunks == 2 * waves
@@ -545,7 +543,7 @@ def test_an_odd_number_of_ranks_is_refused_with_the_nearest_even_ones(name: str,
 
 
 @given(st.integers(1, 4), st.integers(1, 25))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_dualpipe_refuses_microbatches_with_the_nearest_number_that_works(half: int, m: int) -> None:
     p = 2 * half
     if allows("dualpipe", p, m):
@@ -560,7 +558,7 @@ def test_dualpipe_refuses_microbatches_with_the_nearest_number_that_works(half: 
 
 
 @given(sizes, st.integers(1, 15))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_dualpipe_v_refuses_with_nearest_sizes_that_all_work(p: int, m: int) -> None:
     if m >= 2 * p:
         sl.verify(sl.schedule("dualpipe-v", p, m))
@@ -579,7 +577,7 @@ def test_dualpipe_v_refuses_with_nearest_sizes_that_all_work(p: int, m: int) -> 
 
 
 @given(st.sampled_from(["interleaved", "interleaved-zb"]), st.integers(2, 8), counts, st.data())
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 def test_a_group_that_would_deadlock_is_refused_with_the_least_that_works(
     name: str, p: int, m: int, data: st.DataObject
 ) -> None:
@@ -652,17 +650,6 @@ def test_the_list_of_families_says_what_each_is_and_asks() -> None:
 # ---- A family of one's own ----
 
 
-@pytest.fixture
-def clean_registry() -> Iterator[None]:
-    """Forget what a test declares."""
-    sl.families()
-    before = dict(registry._families)
-    yield
-    registry._families.clear()
-    registry._families.update(before)
-
-
-@pytest.mark.usefixtures("clean_registry")
 def test_a_user_declares_a_family_with_a_decorated_function() -> None:
     @sl.family("my-own", "each microbatch alone", aliases=["Serial"])
     def serial(ranks: int, microbatches: int, *, swap: bool = False) -> list[list[str]]:
@@ -677,7 +664,6 @@ def test_a_user_declares_a_family_with_a_decorated_function() -> None:
     assert sl.families()["my-own"].description == "each microbatch alone"
 
 
-@pytest.mark.usefixtures("clean_registry")
 def test_a_name_that_is_taken_is_refused_and_changes_nothing() -> None:
     def gpipe(ranks: int, microbatches: int) -> list[list[str]]:
         return [["0F0", "0B0"]]

@@ -49,7 +49,7 @@ def check(schedule: sl.Schedule, programs: Programs) -> None:
 
 
 @given(of_families(), st.data())
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 def test_a_schedule_with_an_entry_dropped(schedule: sl.Schedule, data: st.DataObject) -> None:
     programs = programs_of(schedule)
     program = data.draw(st.sampled_from(programs))
@@ -58,7 +58,7 @@ def test_a_schedule_with_an_entry_dropped(schedule: sl.Schedule, data: st.DataOb
 
 
 @given(of_families(), st.data())
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 def test_a_schedule_with_an_entry_twice(schedule: sl.Schedule, data: st.DataObject) -> None:
     programs = programs_of(schedule)
     program = data.draw(st.sampled_from(programs))
@@ -68,7 +68,7 @@ def test_a_schedule_with_an_entry_twice(schedule: sl.Schedule, data: st.DataObje
 
 
 @given(of_families(), st.integers(1, 3), st.data())
-@settings(max_examples=examples(1000), deadline=None)
+@settings(max_examples=examples(1000))
 def test_a_schedule_with_entries_of_a_rank_swapped(schedule: sl.Schedule, swaps: int, data: st.DataObject) -> None:
     programs = programs_of(schedule)
     for _ in range(swaps):
@@ -80,7 +80,7 @@ def test_a_schedule_with_entries_of_a_rank_swapped(schedule: sl.Schedule, swaps:
 
 
 @given(of_families(), st.data())
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 def test_a_schedule_with_one_order_changed_on_all_ranks(schedule: sl.Schedule, data: st.DataObject) -> None:
     """Two microbatches change places everywhere: the messages still match, whatever else breaks."""
     one, two = (data.draw(st.integers(0, schedule.microbatches - 1)) for _ in range(2))
@@ -93,7 +93,7 @@ def test_a_schedule_with_one_order_changed_on_all_ranks(schedule: sl.Schedule, d
 
 
 @given(of_families(), st.data())
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 def test_a_schedule_with_an_entry_on_another_rank(schedule: sl.Schedule, data: st.DataObject) -> None:
     assume(schedule.ranks > 1)
     programs = programs_of(schedule)
@@ -105,7 +105,7 @@ def test_a_schedule_with_an_entry_on_another_rank(schedule: sl.Schedule, data: s
 
 @pytest.mark.parametrize("what", ["kind", "stage", "microbatch"])
 @given(schedule=of_families(), data=st.data())
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 def test_a_schedule_with_an_action_changed(what: str, schedule: sl.Schedule, data: st.DataObject) -> None:
     """Another kind, stage or microbatch; one stage and one microbatch more than there are included."""
     values: dict[str, st.SearchStrategy[Any]] = {
@@ -128,7 +128,7 @@ def test_a_schedule_with_an_action_changed(what: str, schedule: sl.Schedule, dat
 
 
 @given(of_families(ranks=3, microbatches=3, training=True), st.data())
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 def test_a_schedule_with_two_entries_joined_into_a_pair(schedule: sl.Schedule, data: st.DataObject) -> None:
     programs = programs_of(schedule)
     program = data.draw(st.sampled_from(programs))
@@ -142,7 +142,7 @@ def test_a_schedule_with_two_entries_joined_into_a_pair(schedule: sl.Schedule, d
 
 
 @given(of_no_family())
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 def test_a_random_schedule(schedule: sl.Schedule) -> None:
     check(schedule, programs_of(schedule))
 
@@ -205,21 +205,21 @@ def certificates(draw: st.DrawFn) -> sl.Certificate:
 
 
 @given(certificates())
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 def test_the_least_look_ahead_of_any_valid_schedule(certificate: sl.Certificate) -> None:
     event(str(certificate.look_ahead))
     assert certificate.look_ahead == oracle.least_look_ahead(certificate.schedule)
 
 
 @given(certificates())
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_the_receive_buffers_are_those_that_the_look_ahead_fills(certificate: sl.Certificate) -> None:
     expected = oracle.posted_at_once(certificate.schedule, certificate.look_ahead)
     assert list(certificate.receive_buffers) == expected
 
 
 @given(certificates())
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 def test_the_channels_carry_what_is_sent_in_the_order_in_which_it_is_sent(certificate: sl.Certificate) -> None:
     found = {
         (channel.source, channel.target, "F" if channel.traffic == "forward" else "B"): [
@@ -232,7 +232,7 @@ def test_the_channels_carry_what_is_sent_in_the_order_in_which_it_is_sent(certif
 
 
 @given(certificates())
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 def test_the_certificate_says_which_channels_are_read_in_another_order(certificate: sl.Certificate) -> None:
     schedule = certificate.schedule
     event(str(certificate.in_channel_order))
@@ -247,7 +247,7 @@ def test_the_certificate_says_which_channels_are_read_in_another_order(certifica
 
 
 @given(certificates())
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 def test_the_peaks_are_what_the_programs_hold(certificate: sl.Certificate) -> None:
     held = oracle.most_held(certificate.schedule)
     assert certificate.peak_activations == tuple(peak.activations for peak in held)
@@ -256,7 +256,7 @@ def test_the_peaks_are_what_the_programs_hold(certificate: sl.Certificate) -> No
 
 
 @given(certificates())
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 def test_in_order_says_whether_every_stage_goes_back_by_rising_microbatch(certificate: sl.Certificate) -> None:
     expected = oracle.in_order(certificate.schedule)
     event(str(expected))

@@ -6,24 +6,15 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import stageline as sl
 from stageline.testing import assert_same_bits, one_process_step
+from support.gradients import gradients
 
 TRAINING = [name for name in sl.families() if name != "forward-only"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 class Block(nn.Module):
@@ -68,10 +59,6 @@ def token_loss(logits: Tensor, target: Tensor) -> Tensor:
 def batch(samples: int = 10, width: int = 8) -> tuple[Tensor, Tensor]:
     torch.manual_seed(2)
     return torch.randn(samples, 3, width), torch.randn(samples, 3, width)
-
-
-def gradients(module: nn.Module) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
 def weights(module: nn.Module) -> dict[str, Tensor | None]:

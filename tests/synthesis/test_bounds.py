@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stageline as sl
@@ -197,7 +197,7 @@ def keep_best(ways: list[Any], new: Any) -> None:
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_under_a_cap_no_bound_exceeds_the_best_of_all_orders(seed: int) -> None:
     dice = random.Random(seed)
     ranks, count = dice.choice([(1, 5), (2, 3), (2, 4), (2, 4), (3, 2), (3, 3)])
@@ -227,7 +227,7 @@ def test_under_a_cap_no_bound_exceeds_the_best_of_all_orders(seed: int) -> None:
 
 
 @given(tiny())
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60))
 def test_no_bound_exceeds_the_optimum_and_exact_search_finds_it(problem: Problem) -> None:
     best = optimum(problem)
     if best is None:
@@ -250,7 +250,7 @@ def test_no_bound_exceeds_the_optimum_and_exact_search_finds_it(problem: Problem
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 def test_a_choice_of_whole_and_split_backwards_is_bounded_too(seed: int) -> None:
     dice = random.Random(seed)
     costs = sl.Costs(
@@ -294,7 +294,7 @@ def test_a_cap_of_one_leaves_no_choice_and_the_bound_says_so() -> None:
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 8)] * 3), min_size=1, max_size=6))
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 def test_one_rank_is_between_the_simple_bounds_and_any_order(jobs: list[tuple[int, int, int]]) -> None:
     found = one_rank([(float(head), float(time), float(tail)) for head, time, tail in jobs])
     assert found >= max(head + time + tail for head, time, tail in jobs)
@@ -310,7 +310,7 @@ def test_one_rank_is_between_the_simple_bounds_and_any_order(jobs: list[tuple[in
 
 
 @given(st.sampled_from(["1f1b", "zb-h1", "zb-h2", "gpipe", "eager-1f1b"]), st.integers(1, 5), st.integers(1, 7))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_the_fast_simulation_agrees_with_simulate(name: str, ranks: int, microbatches: int) -> None:
     dice = random.Random(ranks * 100 + microbatches)
     costs = sl.Costs(
@@ -340,7 +340,7 @@ def test_the_bound_holds_for_overlapped_pairs_that_save_time() -> None:
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_a_repeated_middle_is_valid_and_needs_no_more_memory(seed: int) -> None:
     dice = random.Random(seed)
     ranks, chunks = dice.choice([(2, 1), (3, 1), (4, 1), (2, 2)])

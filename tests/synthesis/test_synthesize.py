@@ -126,7 +126,7 @@ def best_family(request: dict[str, Any], caps: Any, placement: sl.Placement) -> 
 
 
 @given(asked())
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_whatever_is_asked_for_is_valid_in_order_within_memory_and_not_worse_than_a_family(
     request: dict[str, Any],
 ) -> None:
@@ -264,7 +264,7 @@ def test_caps_of_their_own_are_answered_with_caps_that_work() -> None:
 
 
 @given(asked())
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_the_smallest_cap_works_and_a_smaller_one_does_not(request: dict[str, Any]) -> None:
     request = {**request, "memory": None}
     least = least_memory(request)

@@ -12,11 +12,7 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.testing import assert_same_bits, run_ranks
-from support.pipelines import gradients, one_thread
-
-__all__ = ["one_thread"]
-
-pytestmark = pytest.mark.timeout(300)
+from support.gradients import gradients
 
 
 class Tagged(Tensor):

@@ -45,7 +45,7 @@ def test_the_terminal_chart_shows_the_order_of_1f1b() -> None:
     ]
 
 
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 @given(name=st.sampled_from(NAMES), width=st.integers(30, 240), half=st.integers(1, 4), forward=st.floats(0.01, 100))
 def test_the_terminal_chart_never_exceeds_its_width(name: str, width: int, half: int, forward: float) -> None:
     t = timeline(name, 2 * half, 8 * half, forward=forward)

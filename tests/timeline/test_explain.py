@@ -54,7 +54,7 @@ def measured_like(schedule: sl.Schedule, seed: int) -> sl.Timeline:
     return sl.Timeline(schedule, start + 7, end + 7, Transfers(receivers, transfers.sent + 7, transfers.arrived + 7))
 
 
-@settings(deadline=None, max_examples=examples(150))
+@settings(max_examples=examples(150))
 @given(schedule=st.one_of(of_families(), of_no_family()), seed=st.integers(0, 2**32), costs=st.integers(0, 5))
 def test_the_parts_of_every_rank_add_up_to_the_step(schedule: sl.Schedule, seed: int, costs: int) -> None:
     """Times are whole numbers, so sums are exact."""
@@ -69,7 +69,7 @@ def test_the_parts_of_every_rank_add_up_to_the_step(schedule: sl.Schedule, seed:
         assert sum(each.extra for each in found.slow if each.rank == rank) == pytest.approx(parts.slow)
 
 
-@settings(deadline=None, max_examples=examples(100))
+@settings(max_examples=examples(100))
 @given(schedule=st.one_of(of_families(), of_no_family()), seed=st.integers(0, 2**32))
 def test_without_a_plan_the_step_itself_says_what_was_planned(schedule: sl.Schedule, seed: int) -> None:
     measured = measured_like(schedule, seed)
@@ -80,7 +80,7 @@ def test_without_a_plan_the_step_itself_says_what_was_planned(schedule: sl.Sched
         assert min(parts) >= 0
 
 
-@settings(deadline=None, max_examples=examples(100))
+@settings(max_examples=examples(100))
 @given(schedule=of_families(training=True), forward=st.integers(1, 9), transfer=st.integers(0, 3))
 def test_typical_costs_of_a_simulated_step_simulate_it_again(
     schedule: sl.Schedule, forward: int, transfer: int
@@ -146,7 +146,7 @@ def test_a_measured_step_of_the_runtime_is_explained() -> None:
 # Files.
 
 
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 @given(schedule=st.one_of(of_families(), of_no_family()), seed=st.integers(0, 2**32), planned=st.booleans())
 def test_a_timeline_comes_back_as_it_was_written(schedule: sl.Schedule, seed: int, planned: bool) -> None:
     costs = sl.Costs(forward=1 / 3, transient={"F": 2.0})
@@ -166,7 +166,7 @@ def test_a_timeline_comes_back_as_it_was_written(schedule: sl.Schedule, seed: in
         assert np.array_equal(mine, theirs)
 
 
-@settings(deadline=None, max_examples=examples(100))
+@settings(max_examples=examples(100))
 @given(schedule=st.one_of(of_families(ranks=5), of_no_family(ranks=5)), data=st.data())
 def test_a_timeline_of_any_costs_is_read_as_it_was_written(schedule: sl.Schedule, data: st.DataObject) -> None:
     """Nothing, tiny, huge, or as they come: rounding never makes a file that is refused, nor a figure below 0."""

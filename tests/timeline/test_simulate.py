@@ -110,7 +110,7 @@ def cases(draw: st.DrawFn, training: bool = False) -> Case:
 
 
 @given(cases())
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 def test_every_action_starts_and_ends_when_an_event_simulation_says(case: Case) -> None:
     step = oracle.play(case.schedule, case.prices)
     found = {timed.action: (timed.start, timed.end) for timed in case.timeline.actions()}
@@ -121,7 +121,7 @@ def test_every_action_starts_and_ends_when_an_event_simulation_says(case: Case) 
 
 
 @given(cases())
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 def test_every_message_leaves_and_arrives_when_an_event_simulation_says(case: Case) -> None:
     plan, step = oracle.Plan(case.schedule), oracle.play(case.schedule, case.prices)
     expected = {
@@ -134,7 +134,7 @@ def test_every_message_leaves_and_arrives_when_an_event_simulation_says(case: Ca
 
 
 @given(cases())
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 def test_makespan_span_and_bubbles_are_what_their_definitions_say(case: Case) -> None:
     timeline = case.timeline
     step = oracle.play(case.schedule, case.prices)
@@ -183,7 +183,7 @@ def test_a_schedule_that_cannot_run_is_not_simulated(programs: list[list[str]]) 
 
 
 @given(cases())
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 def test_idle_time_is_divided_by_what_was_waited_for(case: Case) -> None:
     expected = oracle.gaps(case.schedule, oracle.play(case.schedule, case.prices))
     for idle, gap in zip(case.timeline.idle, expected, strict=True):
@@ -192,7 +192,7 @@ def test_idle_time_is_divided_by_what_was_waited_for(case: Case) -> None:
 
 
 @given(cases())
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 def test_idle_and_busy_time_of_every_rank_add_up_to_the_makespan(case: Case) -> None:
     timeline = case.timeline
     for idle, busy in zip(timeline.idle, timeline.busy, strict=True):
@@ -241,7 +241,7 @@ def test_nothing_depends_on_when_the_clock_of_a_measured_step_was_set_to_zero(ze
 
 
 @given(cases())
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 def test_the_critical_path_has_no_gap_from_the_start_to_the_end_of_the_step(case: Case) -> None:
     timeline = case.timeline
     path = timeline.critical_path
@@ -267,14 +267,14 @@ def test_the_critical_path_stays_on_a_rank_that_is_slower_than_all_others() -> N
 
 
 @given(cases(training=True))
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 def test_peak_memory_is_the_most_that_the_programs_hold(case: Case) -> None:
     event("residue above activation" if max(case.memory.residue) > min(case.memory.activation) else "")
     assert case.timeline.peak_memory == pytest.approx(oracle.peak_memory(case.schedule, case.memory))
 
 
 @given(cases(training=True))
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 def test_memory_over_time_rises_and_falls_with_the_entries(case: Case) -> None:
     timeline, step = case.timeline, oracle.play(case.schedule, case.prices)
     for rank, program in enumerate(oracle.Plan(case.schedule).programs):
@@ -411,7 +411,7 @@ def test_costs_may_be_given_per_stage_in_any_sequence(values: Any) -> None:
     st.lists(times, min_size=2, max_size=2) | st.none(),
     st.sampled_from([1, 2, 4]),
 )
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 def test_the_parts_of_a_refined_stage_cost_what_the_stage_costs(
     forward: list[float], backward: list[float] | None, backward_input: list[float] | None, parts: int
 ) -> None:
@@ -438,7 +438,7 @@ def test_refining_leaves_messages_and_hops_as_they_are() -> None:
 
 
 @given(cases())
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 def test_costs_go_through_json_unchanged(case: Case) -> None:
     again = sl.Costs.from_json(json.loads(json.dumps(case.costs.to_json())))
     assert again == case.costs

@@ -17,8 +17,6 @@ from stageline.testing import run_ranks
 from stageline.timeline.costs import Floats
 from stageline.timeline.stragglers import PAST, QUIET, WINDOW, Stragglers
 
-pytestmark = pytest.mark.timeout(600)
-
 STAGES = 4
 
 

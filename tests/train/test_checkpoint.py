@@ -12,14 +12,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
@@ -42,16 +42,8 @@ from stageline.train.checkpoint import (
 from stageline.train.checkpoint.manifest import DTYPES
 from support import checkpoint_process as process
 
-pytestmark = pytest.mark.timeout(600)
-
 Capture = pytest.CaptureFixture[str]
 SCRIPT = Path(process.__file__)
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as found:
-        yield found
 
 
 def bits(tensor: Tensor) -> list[int]:
@@ -118,7 +110,7 @@ NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(la
 SLOTS = st.text(st.characters(codec="utf-8", exclude_characters="/"), min_size=1, max_size=5)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=30)
 @given(
     model=st.dictionaries(NAMES, tensors(), max_size=6),
     optimizer=st.dictionaries(NAMES, st.dictionaries(SLOTS, tensors(), max_size=3), max_size=4),
@@ -456,7 +448,7 @@ def test_damaged_checkpoints_do_not_count_among_those_that_stay(tmp_path: Path) 
     assert [path.name for path in published(tmp_path)] == ["step-00000002", "step-00000003", "step-00000004"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(place=st.floats(0, 1), bit=st.integers(0, 7), data=st.data())
 def test_no_flipped_bit_goes_unnoticed(place: float, bit: int, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import stageline as sl
@@ -81,7 +81,6 @@ def refused(*sets: str) -> str:
     return str(error.value)
 
 
-@settings(deadline=None)
 @given(SETTINGS)
 def test_what_is_written_reads_back_equal(tmp_path_factory: pytest.TempPathFactory, said: dict[str, Any]) -> None:
     config = configured(said)
@@ -90,7 +89,6 @@ def test_what_is_written_reads_back_equal(tmp_path_factory: pytest.TempPathFacto
     assert read_config(None, [f"{key}={value_text(value)}" for key, value in said.items()]) == config
 
 
-@settings(deadline=None)
 @given(SETTINGS)
 def test_a_config_that_files_can_say_has_no_field_that_is_refused(said: dict[str, Any]) -> None:
     """What remains are options that do not go together, which name at least one of those that were set."""

@@ -84,7 +84,7 @@ def test_kinds_are_known_by_name() -> None:
         open_data(job("python", "x.txt"))
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(st.lists(st.integers(0, 0xD7FF) | st.integers(0xE000, 0x10FFFF)))
 def test_bytes_bring_back_any_text(letters: list[int]) -> None:
     text = "".join(map(chr, letters))
@@ -204,7 +204,7 @@ def test_a_folder_of_token_files_is_one_row() -> None:
     assert data.describe() == "memmap: 30 tokens in 3 files, 7 windows of 4, no validation data"
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.data())
 def test_joined_arrays_are_as_one(sizes: list[int], data: st.DataObject) -> None:
     whole = np.arange(sum(sizes))

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -28,8 +28,6 @@ from stageline.train.config.config import Config, Metrics
 from stageline.train.events import Logs, MetricsFile, read_metrics
 from stageline.train.events import figures as shown
 from stageline.train.events.screen import Pace, Part, fit, parts_of
-
-pytestmark = pytest.mark.timeout(600)
 
 Capture = pytest.CaptureFixture[str]
 START = 1_731_670_000.0
@@ -151,7 +149,6 @@ events = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(lives=st.lists(events, max_size=40), torn=st.sampled_from(["", "{", '{"event": "step", "step": 1']))
 def test_the_later_line_of_a_step_wins_and_a_resume_forgets_what_came_after_it(
     tmp_path_factory: pytest.TempPathFactory, lives: list[tuple[str, int]], torn: str
@@ -268,7 +265,6 @@ def test_a_job_that_stops_without_an_end_has_shown_its_last_step(tmp_path: Path,
 numbers = st.one_of(st.floats(), st.integers(0, 10**18), st.none(), st.text(max_size=3))
 
 
-@settings(deadline=None)
 @given(
     values=st.fixed_dictionaries(
         dict.fromkeys(("loss", "tokens_per_s", "bubble", "planned_bubble", "memory", "seconds"), numbers)
@@ -420,7 +416,6 @@ def test_a_reader_who_leaves_does_not_end_the_job(tmp_path: Path) -> None:
 # --- time left and figures --------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(slow=st.lists(st.floats(10, 1000), max_size=2), hiccups=st.integers(0, 15))
 def test_the_time_left_ignores_the_warm_up_and_single_slow_steps(slow: list[float], hiccups: int) -> None:
     pace, now = Pace(), START
@@ -448,7 +443,6 @@ def test_the_first_steps_count_only_until_there_are_others() -> None:
     assert seen == [60.0, 40.0, 2.0, 3.0]
 
 
-@settings(deadline=None)
 @given(value=st.floats(1e-3, 1e15))
 def test_counts_and_sizes_are_within_a_twentieth_of_what_they_stand_for(value: float) -> None:
     unit = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}

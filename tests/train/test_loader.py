@@ -21,14 +21,14 @@ from support.samples import counting
 SEEDS = st.integers(-(2**70), 2**70)
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.integers(1, 5000), SEEDS, st.integers(0, 2**40))
 def test_an_epoch_is_a_permutation_for_any_size_and_seed(size: int, seed: int, epoch: int) -> None:
     order = shuffled(np.arange(size), size, seed, epoch)
     assert np.array_equal(np.sort(order), np.arange(size))
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(st.integers(2**31, 2**48), SEEDS, st.lists(st.integers(0, 2**31), min_size=2, unique=True))
 def test_huge_data_is_permuted_without_being_held(size: int, seed: int, places: list[int]) -> None:
     order = shuffled(np.array(places), size, seed, 0)
@@ -39,7 +39,7 @@ def test_huge_data_is_permuted_without_being_held(size: int, seed: int, places: 
     assert one_by_one == order[:3].tolist()
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(st.integers(20, 2000), SEEDS, st.integers(0, 10**6), st.integers(1, 10**6))
 def test_every_epoch_and_every_seed_has_an_order_of_its_own(size: int, seed: int, epoch: int, later: int) -> None:
     order = shuffled(np.arange(size), size, seed, epoch)
@@ -80,14 +80,14 @@ def in_plain_python(place: int, size: int, seed: int, epoch: int) -> int:
             return place
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(st.integers(1, 10**8), SEEDS, st.integers(0, 10**6), st.data())
 def test_the_order_is_the_same_on_every_platform(size: int, seed: int, epoch: int, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, size - 1))
     assert shuffled(np.array([place]), size, seed, epoch).tolist() == [in_plain_python(place, size, seed, epoch)]
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(st.integers(2, 300), st.integers(1, 9), st.integers(0, 5), SEEDS)
 def test_every_token_is_a_target_once_an_epoch(tokens: int, seq_len: int, epoch: int, seed: int) -> None:
     seq_len = min(seq_len, tokens - 1)
@@ -100,7 +100,7 @@ def test_every_token_is_a_target_once_an_epoch(tokens: int, seq_len: int, epoch:
     assert (inputs.dtype, inputs.shape) == (torch.int64, (source.length, seq_len))
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(st.integers(1, 40), st.integers(0, 10**9), st.integers(1, 6), st.integers(1, 5), st.booleans(), st.booleans())
 def test_the_shares_of_replicas_are_the_batch_of_one(
     samples: int, position: int, replicas: int, local: int, shuffle: bool, stream: bool
@@ -116,7 +116,7 @@ def test_the_shares_of_replicas_are_the_batch_of_one(
     assert torch.equal(torch.cat([share[1] for share in shares]), whole[1])
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(
     st.integers(1, 30), st.integers(0, 100), st.integers(1, 40), SEEDS, st.sampled_from(["tokens", "items", "stream"])
 )

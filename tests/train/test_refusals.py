@@ -31,8 +31,6 @@ from stageline.train.task import Task
 from stageline.train.trainer import Result, Trainer
 from stageline.train.validation import HeldBack, turns
 
-pytestmark = pytest.mark.timeout(600)
-
 TINY = (
     "training.steps=4",
     "training.seq_len=8",
@@ -54,13 +52,8 @@ TINY = (
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
+def text(empty_folder: None) -> None:
     Path("text.txt").write_text("one two three four five six seven\n" * 40)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def train(*more: str, **given: Any) -> Result:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stageline as sl
@@ -27,8 +27,6 @@ from stageline.train.report import make_report, read_run
 from stageline.train.report.charts import MAX_FINITE, Axis, Series, axis_of
 from stageline.train.report.page import html
 from support.instances import examples
-
-pytestmark = pytest.mark.timeout(600)
 
 Capture = pytest.CaptureFixture[str]
 Rows = list[dict[str, Any]]
@@ -398,7 +396,7 @@ any_rows = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60))
 @given(rows=st.lists(any_rows, max_size=12))
 def test_no_event_can_break_the_page(tmp_path_factory: pytest.TempPathFactory, rows: Rows) -> None:
     folder = make(tmp_path_factory.mktemp("run"), rows)
@@ -439,7 +437,6 @@ def test_timelines_too_large_for_the_page_are_left_to_trace(tmp_path: Path) -> N
     assert path.stat().st_size < 500_000
 
 
-@settings(deadline=None)
 @given(
     found=st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), min_size=1, max_size=400),
     places=st.integers(1, 40),
@@ -460,7 +457,6 @@ def test_thinning_keeps_the_extremes_the_ends_and_every_kind_of_trouble(
     assert len(thin.finite) < len(thin) or len(series.finite) == len(series)
 
 
-@settings(deadline=None)
 @given(
     found=st.lists(st.floats(-MAX_FINITE, MAX_FINITE), min_size=1, max_size=30),
     zero=st.booleans(),

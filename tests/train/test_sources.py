@@ -255,7 +255,7 @@ def test_samples_are_trees_of_anything_that_is_a_tensor() -> None:
 # Held back
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(st.integers(1, 9), st.integers(2, 300), st.floats(0.001, 0.999))
 def test_what_is_held_back_is_at_the_end_and_never_trained_on(seq_len: int, samples: int, fraction: float) -> None:
     source = Tokens(np.arange(samples * seq_len + 1 + seq_len // 2), seq_len, digest="x")

@@ -17,8 +17,6 @@ from stageline.train.data import Batch, Loader, Prefetch, Stream
 from support.instances import examples
 from support.samples import counting
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def same(one: Batch, two: Batch) -> bool:
     return torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
@@ -91,7 +89,7 @@ def test_a_stream_is_taken_up_where_it_was(kind: type[Numbers], drawn: int) -> N
     assert all("skipping 5,020 samples" in note for note in notes)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.sampled_from([Numbers, Seeking, Remembering]),
     st.integers(1, 4),

@@ -22,8 +22,6 @@ from stageline.train.optimizers import Optimizer, outer_parameters, rate
 from stageline.train.precision import LossScale
 from stageline.train.trainer import Result, Trainer
 
-pytestmark = pytest.mark.timeout(600)
-
 TINY = (
     "training.steps=6",
     "training.seq_len=16",
@@ -44,16 +42,6 @@ TINY = (
     "training.dataset_dtype=uint16",
     "model.vocab_size=32",
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    enabled = torch.backends.mkldnn.enabled  # a job may turn it off
-    yield
-    torch.backends.mkldnn.enabled = enabled
-    torch.set_num_threads(before)
 
 
 def make_config(tokens: Path, *more: str, run: str = "run") -> Config:

@@ -24,8 +24,6 @@ from stageline.transport.threads import ThreadHub
 from support.pipelines import batch, blocks
 from support.threads import left_over
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def test_threads_pass_the_suite() -> None:
     hub = ThreadHub(2)

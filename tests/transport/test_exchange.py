@@ -18,8 +18,6 @@ from stageline.transport.tcp.exchange import Exchange
 from stageline.transport.tcp.links import Links
 from stageline.transport.tcp.outbox import Outbox
 
-pytestmark = pytest.mark.timeout(600)
-
 Rows = NDArray[np.float64]
 
 

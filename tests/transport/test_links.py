@@ -27,8 +27,6 @@ from stageline.transport.tcp.links import Links
 from stageline.transport.tcp.transport import LARGE, SocketTransport
 from support.instances import examples
 
-pytestmark = pytest.mark.timeout(600)
-
 TOKEN = "0" * 32
 Pair = tuple[SocketTransport, SocketTransport]
 
@@ -56,7 +54,7 @@ def message(number: int, size: int) -> Message:
     return Message(header(number), [torch.full((size,), float(number))], "*", [True])
 
 
-@settings(deadline=None, max_examples=examples(40))
+@settings(max_examples=examples(40))
 @given(
     sizes=st.lists(st.sampled_from([0, 1, 7, 1000, 1024, LARGE // 4 + 1, 3 * LARGE]), min_size=1, max_size=8),
     waits=st.lists(st.booleans(), min_size=8, max_size=8),
