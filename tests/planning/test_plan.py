@@ -371,16 +371,16 @@ def test_a_plan_is_the_same_after_a_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"layers_per_stage": [4]}, "'layers_per_stage' has 1 numbers, and the schedule 2 stages"),
-        ({"layers_per_stage": [4, -1]}, "whole numbers from 1"),
+        ({"layers_per_stage": [4]}, "'layers_per_stage' must have one entry for each of the 2 stages, got 1"),
+        ({"layers_per_stage": [4, -1]}, r"layers_per_stage\[1\] must be an integer from 1"),
         ({"recompute": 5}, "'recompute' must be"),
-        ({"memory": [{"parameters": 1}]}, "a row of 'memory' has parameters"),
+        ({"memory": [{"parameters": 1}]}, r"memory\[0\] lacks 'activations'"),
         ({"costs": {"forward": [1.0, -2.0]}}, "must be a number from 0"),
         ({"costs": {"forward": [1.0] * 5}}, "has 5 values"),
         ({"schedule": {"format": "x"}}, "plan.json: "),
-        ({"caps": ["much", 1]}, "'caps' must be 2 numbers"),
-        ({"names": ["a"]}, "'names' must be the 4 names"),
-        ({"alternatives": [1]}, "an alternative has"),
+        ({"caps": ["much", 1]}, "'caps' must be a list"),
+        ({"names": ["a"]}, "'names' must have one entry for each of the 4 units"),
+        ({"alternatives": [1]}, r"alternatives\[0\] must be an object"),
         ({"version": 99}, "99"),
     ],
 )

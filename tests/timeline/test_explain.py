@@ -197,7 +197,11 @@ def _written() -> dict[str, Any]:
 
 WRONG: dict[str, tuple[list[Any], Any, str]] = {
     "another format": (["format"], "stageline-schedule", "not a timeline"),
-    "a later version": (["version"], 2, "version 2 of the format is not known; this is version 1"),
+    "a later version": (
+        ["version"],
+        2,
+        "version 2 of the timeline format is not supported",
+    ),
     "no costs": (["costs"], ..., "'costs' is missing"),
     "bad costs": (["costs"], {"forward": -1}, "forward must be a number from 0"),
     "costs of other stages": (["costs"], {"forward": [1, 2, 3]}, "forward has 3 values"),

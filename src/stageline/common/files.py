@@ -1,4 +1,4 @@
-"""Atomic file writing: a reader sees the old file or the new one, never a part of it."""
+"""Files written atomically: a reader sees the old one or the new one. Text files read with clear errors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from stageline.common.errors import StagelineError
+
+MAX_TEXT_SIZE = 512 * 2**20
+"""Bytes. A schedule of ten million actions on a thousand ranks takes a fifth of it."""
 
 
 @contextmanager
@@ -57,6 +60,29 @@ def write_text(
                 file.write(part.encode())
     except OSError as failure:
         raise error(f"cannot write {target}: {failure.strerror or failure}") from None
+
+
+def read_text(
+    source: Path,
+    what: str,
+    error: Callable[[str], StagelineError] = StagelineError,
+    max_size: int = MAX_TEXT_SIZE,
+) -> str:
+    """Read a UTF-8 file that should contain `what`; raise `error` if that fails.
+
+    >>> read_text(Path("nowhere.json"), "schedule")
+    Traceback (most recent call last):
+    ...
+    stageline.StagelineError: cannot read nowhere.json: No such file or directory
+    """
+    try:
+        if source.stat().st_size > max_size:
+            raise error(f"{source} is not a {what}: it is larger than {max_size // 2**20} MiB")
+        return source.read_text(encoding="utf-8-sig")
+    except OSError as failure:
+        raise error(f"cannot read {source}: {failure.strerror or failure}") from None
+    except UnicodeDecodeError as failure:
+        raise error(f"{source} is not a {what}: invalid UTF-8 at byte {failure.start}") from None
 
 
 def sync_folder(folder: Path) -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from stageline.common.errors import StagelineError, shorten
-from stageline.common.files import write_text
+from stageline.common.checked_json import NonNegative, PositiveInt, check_format, field, parse_json
+from stageline.common.errors import JsonError, StagelineError
+from stageline.common.files import read_text, write_text
 from stageline.planning.memory import RankMemory
 from stageline.planning.plan import Alternative, Plan
-from stageline.schedules.io import check_format, format_error, parse_json, read_text, schedule_from, schedule_lines
-from stageline.schedules.io import field as take
+from stageline.schedules.io import schedule_from, schedule_lines
 from stageline.schedules.verify import verify
-from stageline.timeline.costs import LARGEST_SUM, Costs
+from stageline.timeline.costs import Costs
 
 FORMAT = "stageline-plan"
 VERSION = 1
@@ -50,7 +50,7 @@ def write_plan(plan: Plan, path: str | Path) -> None:
     target = Path(path)
     if target.suffix.lower() != ".json":
         raise StagelineError(f"a plan is written as JSON: end the name in .json, not {target.name!r}")
-    write_text(target, _lines(to_json(plan)), format_error)
+    write_text(target, _lines(to_json(plan)))
 
 
 def to_text(plan: Plan) -> str:
@@ -87,88 +87,38 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def parse_plan(text: str, source: str) -> Plan:
-    """Read the JSON of a plan; errors name where it came from."""
+    """Parse the JSON of a plan; errors name `source`."""
     try:
         data = check_format(parse_json(text), FORMAT, VERSION, "plan")
-        made = schedule_from(take(data, "schedule", dict))
-        verify(made)
-        counts = [_count("layers_per_stage", each) for each in take(data, "layers_per_stage", list)]
-        if len(counts) != made.stages:
-            raise StagelineError(f"'layers_per_stage' has {len(counts)} numbers, and the schedule {made.stages} stages")
-        names = take(data, "names", list)
-        if not all(isinstance(name, str) for name in names) or (names and len(names) != sum(counts)):
-            raise StagelineError(f"'names' must be the {sum(counts)} names of the units, got {shorten(names)}")
-        memory = [_row(RankMemory, row, "memory") for row in take(data, "memory", list)]
-        if len(memory) != made.ranks:
-            raise StagelineError(f"'memory' has {len(memory)} rows, and the schedule {made.ranks} ranks")
-        caps, bound = data.get("caps"), data.get("bound")
-        costs = Costs.from_json(take(data, "costs", dict))
-        costs.check_lengths(made.stages, made.microbatches)
-        return Plan(
-            schedule=made,
-            layers_per_stage=tuple(counts),
-            recompute=_again(data.get("recompute")),
+        schedule = schedule_from(field(data, "schedule", dict))
+        verify(schedule)
+        costs = Costs.from_json(field(data, "costs", dict))
+        costs.check_lengths(schedule.stages, schedule.microbatches)
+        optional = {"caps": None, "bound": None, **data}
+        plan = Plan(
+            schedule=schedule,
+            layers_per_stage=field(data, "layers_per_stage", tuple[PositiveInt, ...]),
+            recompute=field(data, "recompute", Literal["none", "stage"] | tuple[str, ...]),
             costs=costs,
-            memory=tuple(RankMemory(**row) for row in memory),
-            caps=None if caps is None else tuple(_numbers("caps", caps, made.ranks)),
-            bound=None if bound is None else _numbers("bound", [bound], 1)[0],
-            alternatives=tuple(_alternative(row) for row in take(data, "alternatives", list)),
-            samples=_count("samples", take(data, "samples", int)),
-            names=tuple(names),
-            notes=tuple(str(note) for note in take(data, "notes", list)),
+            memory=field(data, "memory", tuple[RankMemory, ...]),
+            caps=field(optional, "caps", tuple[NonNegative, ...] | None),
+            bound=field(optional, "bound", NonNegative | None),
+            alternatives=field(data, "alternatives", tuple[Alternative, ...]),
+            samples=field(data, "samples", PositiveInt),
+            names=field(data, "names", tuple[str, ...]),
+            notes=field(data, "notes", tuple[str, ...]),
         )
+        _check_length("layers_per_stage", plan.layers_per_stage, schedule.stages, "stages")
+        _check_length("memory", plan.memory, schedule.ranks, "ranks")
+        if plan.names:
+            _check_length("names", plan.names, sum(plan.layers_per_stage), "units")
+        if plan.caps is not None:
+            _check_length("caps", plan.caps, schedule.ranks, "ranks")
+        return plan
     except StagelineError as error:
         raise StagelineError(f"{source}: {error}") from None
 
 
-def _count(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-        raise StagelineError(f"{name!r} must be whole numbers from 1 upwards, got {shorten(value)}")
-    return value
-
-
-def _numbers(name: str, values: Any, count: int) -> list[float]:
-    rows: list[Any] = values if isinstance(values, list) else [None]
-    fine = all(
-        isinstance(each, int | float) and not isinstance(each, bool) and 0 <= each <= LARGEST_SUM for each in rows
-    )
-    if len(rows) != count or not fine:
-        raise StagelineError(
-            f"{name!r} must be {count} number{'s' * (count > 1)} from 0 upwards, got {shorten(values)}"
-        )
-    return [float(each) for each in rows]
-
-
-def _row(kind: Any, row: Any, name: str) -> dict[str, float]:
-    known, needed = set(kind._fields), [key for key in kind._fields if key not in kind._field_defaults]
-    if not isinstance(row, Mapping) or not known >= set(row) >= set(needed):
-        raise StagelineError(f"a row of {name!r} has {', '.join(needed)}, got {shorten(row)}")
-    return {key: _numbers(key, [value], 1)[0] for key, value in row.items()}
-
-
-def _again(value: Any) -> str | tuple[str, ...]:
-    if value in ("none", "stage"):
-        return str(value)
-    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
-        return tuple(value)
-    raise StagelineError(f'\'recompute\' must be "none", "stage" or a list of names of units, got {shorten(value)}')
-
-
-def _alternative(row: Any) -> Alternative:
-    known = [each.name for each in fields(Alternative)]
-    if not isinstance(row, Mapping) or set(row) != set(known):
-        raise StagelineError(f"an alternative has {', '.join(known)}, got {shorten(row)}")
-    if not isinstance(row["schedule"], str) or not isinstance(row["fits"], bool) or not isinstance(row["rank"], int):
-        raise StagelineError(f"an alternative has a schedule's name, a rank and whether it fits, got {shorten(row)}")
-    counts = row["layers_per_stage"] if isinstance(row["layers_per_stage"], list) else [None]
-    figures = {name: _numbers(name, [row[name]], 1)[0] for name in ("seconds", "bubble", "memory")}
-    return Alternative(
-        schedule=row["schedule"],
-        chunks=_count("chunks", row["chunks"]),
-        microbatches=_count("microbatches", row["microbatches"]),
-        layers_per_stage=tuple(_count("layers_per_stage", each) for each in counts),
-        recompute=_again(row["recompute"]),
-        rank=row["rank"],
-        fits=row["fits"],
-        **figures,
-    )
+def _check_length(name: str, values: Sequence[object], expected: int, what: str) -> None:
+    if len(values) != expected:
+        raise JsonError(f"{name!r} must have one entry for each of the {expected} {what}, got {len(values)}")

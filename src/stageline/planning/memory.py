@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stageline.common.checked_json import NonNegative
 from stageline.model.profile.profile import Profile
 from stageline.planning.stage_costs import spans_of
 from stageline.timeline.costs import Floats, per_stage
@@ -17,12 +18,12 @@ from stageline.timeline.timeline import Timeline
 class RankMemory(NamedTuple):
     """The most bytes that a rank holds, by what for."""
 
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
+    parameters: NonNegative
+    gradients: NonNegative
+    optimizer: NonNegative
+    activations: NonNegative
     """From F to B or W, and what backwards hold while they run: the peak of the step."""
-    buffers: float
+    buffers: NonNegative
     """Messages that have been sent to it and that it has not used yet: the peak of the step."""
     snapshot: float = 0.0
     """What steps that interlock keep to go back: parameters, gradients and the optimizer's state once more."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from stageline.common.checked_json import NonNegative, PositiveInt
 from stageline.common.sizes import Size, read_size
 from stageline.model.profile.profile import Profile
 from stageline.planning.advice import nothing_fits
@@ -45,13 +46,13 @@ class Alternative:
     """Another way to train, and what it would take."""
 
     schedule: str
-    chunks: int
-    microbatches: int
-    layers_per_stage: tuple[int, ...]
+    chunks: PositiveInt
+    microbatches: PositiveInt
+    layers_per_stage: tuple[PositiveInt, ...]
     recompute: Again
-    seconds: float
-    bubble: float
-    memory: float
+    seconds: NonNegative
+    bubble: NonNegative
+    memory: NonNegative
     """The bytes of the fullest rank."""
     rank: int
     """Which that is."""

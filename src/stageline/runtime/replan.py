@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from stageline.common.checked_json import parse_json
 from stageline.common.errors import StagelineError, nearest, shorten
 from stageline.planning.reorder import reorder, splits
-from stageline.schedules.io import parse_json, schedule_from, schedule_lines
+from stageline.schedules.io import schedule_from, schedule_lines
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Costs, Floats
 from stageline.timeline.drift import Drift, deviations, drift_of, typical_of

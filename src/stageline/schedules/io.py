@@ -6,13 +6,15 @@ import csv
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from stageline.common.errors import ScheduleError, shorten
-from stageline.common.files import write_text
+from stageline.common.checked_json import Range, check_format, field, parse_json
+from stageline.common.errors import JsonError, ScheduleError, StagelineError
+from stageline.common.files import read_text, write_text
 from stageline.schedules.placement import Placement
 from stageline.schedules.schedule import Schedule
 
@@ -21,8 +23,6 @@ _MOVES = re.compile(r"[0-9]{0,12}(?:SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|
 
 FORMAT = "stageline-schedule"
 VERSION = 1
-LARGEST_FILE = 512 * 2**20
-"""No schedule file is larger: the ten million actions of a thousand ranks take a fifth of it."""
 
 
 def write_schedule(schedule: Schedule, path: str | Path) -> None:
@@ -61,25 +61,19 @@ def read_schedule(path: str | Path) -> Schedule:
         raise ScheduleError(
             f"cannot tell the format of {source.name!r}: the name must end in .json or .csv", rule="format"
         )
-    text = read_text(source, "schedule")
-    try:
+    text = read_text(source, "schedule", format_error)
+    with naming(source):
         return schedule_from(parse_json(text)) if ending == ".json" else _from_csv(text, source.stem)
-    except ScheduleError as error:
-        raise ScheduleError(f"{source}: {error}", rule=error.rule, rank=error.rank, position=error.position) from None
 
 
-def read_text(source: Path, what: str) -> str:
-    """Read a file, or say why it cannot be one."""
+@contextmanager
+def naming(source: Path) -> Iterator[None]:
+    """Raise errors of the block as `ScheduleError` whose message starts with the name of the file."""
     try:
-        if source.stat().st_size > LARGEST_FILE:
-            raise ScheduleError(
-                f"{source} is larger than {LARGEST_FILE // 2**20} MiB: that is no {what}", rule="format"
-            )
-        return source.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ScheduleError(f"cannot read {source}: {error.strerror or error}", rule="format") from None
-    except UnicodeDecodeError as error:
-        raise ScheduleError(f"{source} is not text: byte {error.start} is no UTF-8", rule="format") from None
+        yield
+    except StagelineError as error:
+        rule, rank, position = (getattr(error, name, None) for name in ("rule", "rank", "position"))
+        raise ScheduleError(f"{source}: {error}", rule=rule or "format", rank=rank, position=position) from None
 
 
 def schedule_lines(schedule: Schedule) -> Iterator[str]:
@@ -138,35 +132,13 @@ def _computation(cell: str) -> str:
     return "" if _MOVES.fullmatch(cell) else cell
 
 
-def parse_json(text: str) -> object:
-    """Parse JSON, and nothing that only looks like it."""
-    try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except (json.JSONDecodeError, RecursionError, ValueError) as error:
-        raise ScheduleError(f"not JSON: {shorten(str(error), 100)}", rule="format") from None
-
-
-def check_format(data: object, name: str, version: int, what: str) -> Mapping[str, Any]:
-    """Make sure that data say they are of this format, in the version that is known here."""
-    if not isinstance(data, Mapping) or data.get("format") != name:
-        raise ScheduleError(f"not a {what}: expected an object with 'format': {name!r}", rule="format")
-    if data.get("version") is True or data.get("version") != version:
-        raise ScheduleError(
-            f"version {shorten(data.get('version'))} of the format is not known; this is version {version}",
-            rule="format",
-        )
-    return data
-
-
-def schedule_from(given: object) -> Schedule:
-    """Make a schedule of parsed JSON."""
-    data = check_format(given, FORMAT, VERSION, "schedule")
-    programs = field(data, "programs", list)
-    if not all(isinstance(row, list) and all(isinstance(cell, str) for cell in row) for row in programs):
-        raise ScheduleError("'programs' must be one list of strings like '0F0' per rank", rule="format")
+def schedule_from(parsed: object) -> Schedule:
+    """Build a schedule from parsed JSON; raise `JsonError` or `ScheduleError` if it is invalid."""
+    data = check_format(parsed, FORMAT, VERSION, "schedule")
+    programs = field(data, "programs", list[list[str]])
     ranks = field(data, "ranks", int)
     if ranks != len(programs):
-        raise ScheduleError(f"'ranks' says {ranks} and 'programs' has {len(programs)}", rule="format")
+        raise JsonError(f"'ranks' is {ranks}, but 'programs' has {len(programs)} lists")
     return Schedule.from_programs(
         programs,
         placement=_placement(data, ranks, sum(map(len, programs))),
@@ -178,49 +150,15 @@ def schedule_from(given: object) -> Schedule:
 
 def _placement(data: Mapping[str, Any], ranks: int, entries: int) -> Placement:
     stages, microbatches = field(data, "stages", int), field(data, "microbatches", int)
-    for count, what in ((stages, "stages"), (microbatches, "microbatches")):
+    for name, count in (("stages", stages), ("microbatches", microbatches)):
         if not 1 <= count <= 2 * entries:
-            raise ScheduleError(f"'{what}' is {count}, and the programs have {entries} entries", rule="format")
-    table = field(data, "placement", list)
-    direction = data.get("direction")
-    if direction is None:
-        if len(table) > 1:
-            raise ScheduleError(
-                "'placement' has several directions, so 'direction' must give one per microbatch", rule="format"
-            )
-        direction = [0] * microbatches
-    rows_fit = table and all(isinstance(row, list) and len(row) == stages for row in table)
-    if not rows_fit or not all(_is_whole(rank, ranks) for row in table for rank in row):
-        raise ScheduleError(
-            f"'placement' must be one list per direction, each with a rank from 0 to {ranks - 1} for each of the "
-            f"{stages} stages",
-            rule="placement",
-        )
-    if not isinstance(direction, list) or len(direction) != microbatches:
-        raise ScheduleError(
-            f"'direction' must have one number for each of the {microbatches} microbatches", rule="format"
-        )
-    if not all(_is_whole(way, len(table)) for way in direction):
-        raise ScheduleError(f"'direction' must hold numbers from 0 to {len(table) - 1}", rule="placement")
-    return Placement.of(ranks, np.array(table), np.array(direction))
-
-
-def _is_whole(value: object, below: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < below
-
-
-def field(data: Mapping[str, Any], name: str, kind: type) -> Any:
-    """Take a field that must be there and of this kind."""
-    if name not in data:
-        raise ScheduleError(f"{name!r} is missing", rule="format")
-    value = data[name]
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ScheduleError(f"{name!r} must be {TYPES[kind]}, got {shorten(value)}", rule="format")
-    return value
-
-
-TYPES = {int: "a whole number", str: "a string", bool: "true or false", list: "a list", dict: "an object"}
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
+            raise JsonError(f"{name!r} is {count}, but the programs have {entries} entries")
+    table = field(data, "placement", list[list[Annotated[int, Range(0, ranks - 1)]]])
+    direction = field({"direction": None, **data}, "direction", list[Annotated[int, Range(0, len(table) - 1)]] | None)
+    if not table or any(len(row) != stages for row in table):
+        raise JsonError(f"'placement' must be one list per direction, with a rank for each of the {stages} stages")
+    if direction is None and len(table) > 1:
+        raise JsonError("'placement' has several directions, so 'direction' must have one number per microbatch")
+    if direction is not None and len(direction) != microbatches:
+        raise JsonError(f"'direction' must have one number for each of the {microbatches} microbatches")
+    return Placement.of(ranks, np.array(table), np.array(direction or [0] * microbatches))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -11,14 +10,15 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stageline.common.errors import CostError, nearest, shorten
+from stageline.common.checked_json import parse_json
+from stageline.common.errors import CostError, JsonError, nearest, shorten
+from stageline.common.files import read_text
 from stageline.schedules.action import KINDS
 
 Floats: TypeAlias = NDArray[np.float64]
 PerStage: TypeAlias = float | Sequence[float]
 PerPair: TypeAlias = float | Sequence[Sequence[float]]
 
-LARGEST_FILE = 64 * 2**20
 LARGEST_COST = 1e100
 """Sums of larger ones could overflow; not a number compares as outside, too."""
 LARGEST_SUM = 1e200
@@ -198,14 +198,11 @@ class Costs:
     @classmethod
     def read(cls, path: str | Path) -> Costs:
         """Read costs from a JSON file."""
+        text = read_text(Path(path), "file of costs", CostError)
         try:
-            if Path(path).stat().st_size > LARGEST_FILE:
-                raise CostError(f"{path} is larger than {LARGEST_FILE // 2**20} MiB: that is no file of costs")
-            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-        except OSError as error:
-            raise CostError(f"cannot read costs from {path}: {error.strerror or error}") from None
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise CostError(f"{path} is not JSON: {shorten(str(error), 100)}") from None
+            return cls.from_json(parse_json(text))
+        except (CostError, JsonError) as error:
+            raise CostError(f"{path}: {error}") from None
 
 
 def _rest(name: str, whole: Floats, other: Floats) -> Floats:

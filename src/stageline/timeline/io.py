@@ -9,18 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from stageline.common.errors import CostError, ScheduleError, shorten
-from stageline.common.files import write_text
+from stageline.common.checked_json import NonNegative, check_format, field, number_or_none, parse_json
+from stageline.common.errors import JsonError, ScheduleError, shorten
+from stageline.common.files import read_text, write_text
 from stageline.schedules.dependencies import Ints
-from stageline.schedules.io import (
-    check_format,
-    field,
-    format_error,
-    parse_json,
-    read_text,
-    schedule_from,
-    schedule_lines,
-)
+from stageline.schedules.io import format_error, naming, schedule_from, schedule_lines
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import ensure_progress
 from stageline.timeline.costs import LARGEST_SUM, Costs, Floats
@@ -52,11 +45,9 @@ def read_timeline(path: str | Path) -> Timeline:
     51.0
     """
     source = Path(path)
-    text = read_text(source, "timeline")
-    try:
+    text = read_text(source, "timeline", format_error)
+    with naming(source):
         return _timeline(check_format(parse_json(text), FORMAT, VERSION, "timeline"))
-    except (ScheduleError, CostError) as error:
-        raise ScheduleError(f"{source}: {error}", rule=getattr(error, "rule", "format")) from None
 
 
 def _lines(timeline: Timeline) -> Iterator[str]:
@@ -89,9 +80,8 @@ def _timeline(data: Mapping[str, Any]) -> Timeline:
     messages = np.bincount(graph.rank[receivers], minlength=schedule.ranks)
     start, end = (_times(data, name, per_rank, "actions") for name in ("start", "end"))
     sent, arrived = (_times(data, name, messages, "messages from other ranks") for name in ("sent", "arrived"))
-    if "costs" not in data:
-        raise ScheduleError("'costs' is missing; it is null where a step was measured", rule="format")
-    costs = None if data["costs"] is None else Costs.from_json(data["costs"])
+    plain_costs = field(data, "costs", dict | None)
+    costs = None if plain_costs is None else Costs.from_json(plain_costs)
     if costs is not None:
         costs.check_lengths(schedule.stages, schedule.microbatches)
     moved = Transfers(receivers, sent, arrived)
@@ -106,15 +96,8 @@ def _uncertainty(data: Mapping[str, Any], schedule: Schedule, start: Floats, mov
     Where an action begins long before its input was made, the times of the two ranks are not of one clock.
     """
     if "uncertainty" in data:
-        value = data["uncertainty"]
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and 0 <= value <= LARGEST_SUM):
-            raise ScheduleError(
-                "'uncertainty' must be a time from 0 upwards, or null where the clocks of ranks were not aligned, got "
-                f"{shorten(value)}",
-                rule="format",
-            )
-        return None if value is None else float(value)
+        uncertainty: float | None = field(data, "uncertainty", NonNegative | None)
+        return uncertainty
     early = float((moved.sent - start[moved.receivers]).max(initial=0.0))
     spans = [float(np.ptp(start[mine])) for mine in schedule.slices() if mine.stop > mine.start]
     return None if early > OUT_OF_ORDER * max(spans, default=0.0) else 0.0
@@ -124,14 +107,14 @@ def _times(data: Mapping[str, Any], name: str, expected: Ints, what: str) -> Flo
     """One list of times per rank, each as long as the schedule says."""
     rows = field(data, name, list)
     if len(rows) != len(expected):
-        raise ScheduleError(f"{name!r} has {len(rows)} lists of times for {len(expected)} ranks", rule="format")
+        raise JsonError(f"{name!r} has {len(rows)} lists of times for {len(expected)} ranks")
     for rank, (row, count) in enumerate(zip(rows, expected.tolist(), strict=True)):
         if not isinstance(row, list) or len(row) != count:
             found = f"{len(row)} times" if isinstance(row, list) else shorten(row)
             raise ScheduleError(f"{name!r} of rank {rank} has {found} for its {count} {what}", rule="format", rank=rank)
         for at, value in enumerate(row):
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not -LARGEST_SUM <= value <= LARGEST_SUM:
+            number = number_or_none(value)
+            if number is None or not -LARGEST_SUM <= number <= LARGEST_SUM:
                 raise ScheduleError(
                     f"{name!r} of rank {rank}, position {at}, must be a time, got {shorten(value)}",
                     rule="format",

@@ -6,24 +6,26 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from stageline.common.errors import CostError, StagelineError, shorten
-from stageline.common.files import write_text
+from stageline.common.checked_json import PositiveInt, Range, check_format, field, parse_json, record
+from stageline.common.errors import CostError, JsonError, StagelineError, shorten
+from stageline.common.files import read_text, write_text
 from stageline.model.profile.capture import LayerTrace, capture, state_storages, storages_of
 from stageline.model.profile.measure import CallBenchmark, Timer, preserved_state, run_round
 from stageline.model.units import layers_of
-from stageline.schedules.io import check_format, format_error, parse_json, read_text
-from stageline.schedules.io import field as read_field
 from stageline.timeline.costs import LARGEST_COST, Costs, PerPair
 
 FORMAT = "stageline-profile"
 VERSION = 1
+
+Cost = Annotated[float, Range(0, LARGEST_COST)]
+Bytes = Annotated[int, Range(0, LARGEST_COST)]
 
 
 @dataclass(frozen=True)
@@ -33,29 +35,29 @@ class Layer:
     name: str
     kind: str
     """Its class name."""
-    forward: float
+    forward: Cost
     """F, with autograd."""
-    backward_input: float
+    backward_input: Cost
     """I, alone."""
-    backward_weight: float
+    backward_weight: Cost
     """W, alone."""
-    backward: float
+    backward: Cost
     """B: both at once."""
-    activation: int
+    activation: Bytes
     """Held from F to B: what it saves for the backward and no earlier layer saved."""
-    residue: int
+    residue: Bytes
     """Held from I to W."""
-    parameters: int
+    parameters: Bytes
     """Its parameters; shared ones count in every layer that has them."""
-    tied: int
+    tied: Bytes
     """Those of its parameters that an earlier layer also has."""
-    message: int
+    message: Bytes
     """Its output."""
-    arriving: int
+    arriving: Bytes
     """Its input, if not part of `activation`; a stage that starts here holds it too."""
-    leaving: int
+    leaving: Bytes
     """Its output, if not part of `activation`; a stage that ends here holds it too."""
-    calls: int
+    calls: PositiveInt
     """Number of calls per forward; times and memory are totals of all calls."""
 
     @property
@@ -182,7 +184,7 @@ class Profile:
         target = Path(path)
         if target.suffix.lower() != ".json":
             raise CostError(f"profiles are written as JSON; the file name must end in .json, got {target.name!r}")
-        write_text(target, self._lines(), format_error)
+        write_text(target, self._lines(), CostError)
 
     def to_text(self) -> str:
         """Return the JSON that `write` writes."""
@@ -204,7 +206,7 @@ def read_profile(path: str | Path) -> Profile:
     80
     """
     source = Path(path)
-    return parse_profile(read_text(source, "profile"), str(source))
+    return parse_profile(read_text(source, "profile", CostError), str(source))
 
 
 def parse_profile(text: str, source: str) -> Profile:
@@ -216,43 +218,22 @@ def parse_profile(text: str, source: str) -> Profile:
     """
     try:
         data = check_format(parse_json(text), FORMAT, VERSION, "profile")
-        layers = [_layer(row, index) for index, row in enumerate(read_field(data, "layers", list))]
+        layers = [
+            record(Layer, row, f"layers[{index}]", allow_unknown=False)
+            for index, row in enumerate(field(data, "layers", list))
+        ]
         if not layers:
-            raise CostError("'layers' is empty; a profile has at least one")
-        strings = {name: read_field(data, name, str) for name in ("machine", "device", "torch")}
-        counts = {name: read_field(data, name, int) for name in ("threads", "repeats")}
-        for name, count in counts.items():
-            if count < 1:
-                raise CostError(f"{name!r} must be 1 or more, got {shorten(count)}")
-    except StagelineError as error:
+            raise JsonError("'layers' is empty; a profile has at least one")
+        return Profile(
+            layers=tuple(layers),
+            machine=field(data, "machine", str),
+            device=field(data, "device", str),
+            torch=field(data, "torch", str),
+            threads=field(data, "threads", PositiveInt),
+            repeats=field(data, "repeats", PositiveInt),
+        )
+    except JsonError as error:
         raise CostError(f"{source}: {error}") from None
-    return Profile(layers=tuple(layers), **strings, **counts)
-
-
-def _layer(row: object, index: int) -> Layer:
-    if not isinstance(row, Mapping):
-        raise CostError(f"layer {index} must be an object, got {shorten(row)}")
-    names = [field.name for field in fields(Layer)]
-    if set(row) != set(names):
-        name = sorted(set(map(str, row)) ^ set(names))[0]
-        verb = "lacks" if name in names else "has an unknown"
-        raise CostError(f"layer {index} {verb} {shorten(name)}; a layer has: {', '.join(names)}")
-    for field in fields(Layer):
-        value = row[field.name]
-        if field.type == "str":
-            is_valid, expected = isinstance(value, str), "a string"
-        else:
-            kinds = int if field.type == "int" else int | float
-            minimum = 1 if field.name == "calls" else 0
-            is_valid = isinstance(value, kinds) and not isinstance(value, bool) and minimum <= value <= LARGEST_COST
-            expected = f"{'an integer' if field.type == 'int' else 'a number'} >= {minimum}"
-        if not is_valid:
-            raise CostError(f"{field.name!r} of layer {index} must be {expected}, got {shorten(value)}")
-    values: dict[str, Any] = {name: float(row[name]) if name in _TIMES else row[name] for name in names}
-    return Layer(**values)
-
-
-_TIMES = frozenset(field.name for field in fields(Layer) if field.type == "float")
 
 
 def profile_layers(
