@@ -256,21 +256,21 @@ def damaged(text: str, change: Any) -> str:
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "empty": ("", "it is not JSON"),
-    "binary": (b"\x00\xff\x01", "it is not JSON"),
-    "deep": ("[" * 100_000, "it is not JSON"),
-    "another": ('{"format": "stageline-schedule"}', "its format is 'stageline-schedule', expected 'stageline-flight'"),
-    "a list": ("[]", "its format is 'list'"),
-    "newer": ({"version": 9}, "has version 9 of the format, and this stageline reads 1"),
-    "no such rank": ({"rank": 7}, "rank 7 of 4"),
-    "too many": ({"ranks": 10**9}, "damaged flight record"),
-    "actions": ({"actions": [[1, 2]]}, "damaged flight record"),
-    "sent": ({"sent": [[0, "forward", "x", 0, 0, 0.0, 0]]}, "a whole number was expected, got 'x'"),
-    "time": ({"written": "noon"}, "a number was expected, got 'noon'"),
-    "no time": ({"written": float("nan")}, "a number was expected, got nan"),
-    "verdict": ({"verdict": {"culprit": 1, "kind": "bored"}}, "no verdict"),
-    "list in verdict": ({"verdict": {"culprit": 1, "kind": "died", "action": []}}, "no verdict"),
-    "waits": ({"waits": "rank 2"}, "a whole number was expected"),
+    "empty": ("", "not JSON"),
+    "binary": (b"\x00\xff\x01", "invalid UTF-8"),
+    "deep": ("[" * 100_000, "not JSON"),
+    "another": ('{"format": "stageline-schedule"}', "'format' is 'stageline-schedule', expected 'stageline-flight'"),
+    "a list": ("[]", "expected an object, got []"),
+    "newer": ({"version": 9}, "version 9 of the flight record format is not supported"),
+    "no such rank": ({"rank": 7}, "'rank' is 7 of 4"),
+    "too many": ({"ranks": 10**9}, "of 1000000000"),
+    "actions": ({"actions": [[1, 2]]}, "actions[0] must have 6 elements"),
+    "sent": ({"sent": [[0, "forward", "x", 0, 0, 0.0, 0]]}, "sent[0][2] must be an integer, got 'x'"),
+    "time": ({"written": "noon"}, "'written' must be a number, got 'noon'"),
+    "no time": ({"written": float("nan")}, "'written' must be a number, got nan"),
+    "verdict": ({"verdict": {"culprit": 1, "kind": "bored"}}, "verdict.kind must be one of 'died'"),
+    "list in verdict": ({"verdict": {"culprit": 1, "kind": "died", "action": []}}, "verdict.action must be a string"),
+    "waits": ({"waits": "rank 2"}, "'waits' must be an integer"),
 }
 
 

@@ -378,7 +378,7 @@ def test_a_plan_is_the_same_after_a_round_trip(tmp_path: Path) -> None:
         ({"costs": {"forward": [1.0, -2.0]}}, "must be a number from 0"),
         ({"costs": {"forward": [1.0] * 5}}, "has 5 values"),
         ({"schedule": {"format": "x"}}, "plan.json: "),
-        ({"caps": ["much", 1]}, "'caps' must be a list"),
+        ({"caps": ["much", 1]}, r"caps\[0\] must be a number"),
         ({"names": ["a"]}, "'names' must have one entry for each of the 4 units"),
         ({"alternatives": [1]}, r"alternatives\[0\] must be an object"),
         ({"version": 99}, "99"),

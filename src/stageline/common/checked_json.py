@@ -38,8 +38,8 @@ PositiveInt = Annotated[int, Range(1, 2**31 - 1)]
 NonNegative = Annotated[float, Range(0)]
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Parse standard JSON, without Python's NaN and Infinity.
+def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
+    """Parse JSON; `allow_nan` accepts NaN and Infinity, which Python writes and the standard forbids.
 
     >>> parse_json('{"loss": NaN}')
     Traceback (most recent call last):
@@ -47,7 +47,7 @@ def parse_json(text: str | bytes) -> Any:
     stageline.common.errors.JsonError: not JSON: NaN is not allowed
     """
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=None if allow_nan else _refuse_constant)
     except (RecursionError, ValueError) as error:
         raise JsonError(f"not JSON: {shorten(str(error), 100).strip(chr(39))}") from None
 
@@ -131,14 +131,14 @@ def convert(value: Any, expected: Any, where: str) -> Any:
         return {str(key): convert(item, arguments[1], f"{where}[{key!r}]") for key, item in value.items()}
     if hasattr(expected, "__annotations__"):
         if isinstance(value, dict):
-            return record(expected, value, where)
+            return from_json(expected, value, where)
         if isinstance(value, list | tuple) and issubclass(expected, tuple):
             hints = _fields(expected)[0]
             return expected(*_convert_array(value, tuple, tuple(hints.values()), where))
     raise _mismatch(where, _describe(expected), value)
 
 
-def record(
+def from_json(
     expected: type[Value], data: object, where: str, *, allow_unknown: bool = True, prefix: str | None = None
 ) -> Value:
     """Build a dataclass or named tuple from an object, checking every field.
@@ -149,9 +149,9 @@ def record(
     ...     name: str
     ...     bytes: Count
     ...     note: str | None = None
-    >>> record(Size, {"name": "a", "bytes": 3}, "size")
+    >>> from_json(Size, {"name": "a", "bytes": 3}, "size")
     Size(name='a', bytes=3, note=None)
-    >>> record(Size, {"name": "a"}, "size")
+    >>> from_json(Size, {"name": "a"}, "size")
     Traceback (most recent call last):
     ...
     stageline.common.errors.JsonError: 'size' lacks 'bytes'; it has: name, bytes, note

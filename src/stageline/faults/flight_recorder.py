@@ -7,7 +7,6 @@ Keeping it costs a tuple and an append for each action and message. `stageline d
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import re
@@ -22,14 +21,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from stageline._version import __version__
-from stageline.common.errors import FlightError, shorten
-from stageline.common.files import atomic_file
+from stageline.common.checked_json import check_format, from_json, parse_json
+from stageline.common.errors import FlightError, JsonError
+from stageline.common.files import atomic_file, read_text
 from stageline.faults.monitor.verdict import Verdict, describe
 
 FORMAT = "stageline-flight"
 VERSION = 1
-LARGEST_FILE = 64 * 2**20
-MOST_RANKS = 2**20
+MAX_FILE_SIZE = 64 * 2**20
+MAX_RANKS = 2**20
 KEPT = 256
 """Actions, and messages each way, that are kept."""
 
@@ -218,85 +218,17 @@ class Record:
 
 
 def read_flight(path: str | Path) -> Record:
-    """Read one file, or say what is wrong with it."""
+    """Read the flight record of one rank."""
     source = Path(path)
+    text = read_text(source, "flight record", FlightError, MAX_FILE_SIZE)
     try:
-        if source.stat().st_size > LARGEST_FILE:
-            raise FlightError(f"{source} is larger than {LARGEST_FILE // 2**20} MiB: that is no flight record")
-        data = json.loads(source.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FlightError(f"cannot read {source}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise FlightError(f"{source} is no flight record: it is not JSON: {shorten(str(error), 120)}") from None
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise FlightError(f"{source} is no flight record: its format is {shorten(found)}, expected {FORMAT!r}")
-    if data.get("version") != VERSION:
-        raise FlightError(
-            f"{source} has version {shorten(data.get('version'))} of the format, and this stageline reads {VERSION}: "
-            "use the version that wrote it"
-        )
-    try:
-        return _record(data)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise FlightError(f"{source} is a damaged flight record: {shorten(what, 160)}") from None
-
-
-def _record(data: Mapping[str, Any]) -> Record:
-    verdict, waits, since, lost = (data[key] for key in ("verdict", "waits", "since", "control_lost"))
-    ranks = _whole(data["ranks"])
-    rank = _whole(data["rank"])
-    if not 0 <= rank < ranks <= MOST_RANKS:
-        raise ValueError(f"rank {rank} of {ranks}")
-    return Record(
-        job=_text(data["job"]),
-        rank=rank,
-        ranks=ranks,
-        host=_text(data["host"]),
-        pid=_whole(data["pid"]),
-        written=_number(data["written"]),
-        doing=_text(data["doing"]),
-        waits=None if waits is None else _whole(waits),
-        awaited=_text(data["awaited"]),
-        since=None if since is None else _number(since),
-        control_lost=None if lost is None else _text(lost),
-        verdict=None if verdict is None else Verdict.from_json(verdict),
-        versions=dict(data["versions"]),
-        schedule=dict(data["schedule"]),
-        actions=tuple(map(_done, data["actions"])),
-        sent=tuple(map(_passed, data["sent"])),
-        received=tuple(map(_passed, data["received"])),
-    )
-
-
-def _done(item: Any) -> Done:
-    kind, stage, microbatch, step, start, end = item
-    return Done(_text(kind), _whole(stage), _whole(microbatch), _whole(step), _number(start), _number(end))
-
-
-def _passed(item: Any) -> Passed:
-    peer, traffic, stage, microbatch, step, at, size = item
-    places = (_whole(stage), _whole(microbatch), _whole(step))
-    return Passed(_whole(peer), _text(traffic), *places, _number(at), _whole(size))
-
-
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"a whole number was expected, got {shorten(value)}")
-    return value
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise TypeError(f"a number was expected, got {shorten(value)}")
-    return float(value)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"text was expected, got {shorten(value)}")
-    return value
+        data = check_format(parse_json(text, allow_nan=True), FORMAT, VERSION, "flight record")
+        flight = from_json(Record, data, "flight record", prefix="")
+        if not 0 <= flight.rank < flight.ranks <= MAX_RANKS:
+            raise JsonError(f"'rank' is {flight.rank} of {flight.ranks}")
+    except JsonError as error:
+        raise FlightError(f"{source}: {error}") from None
+    return flight
 
 
 def find_flights(paths: Iterable[str | Path]) -> list[Path]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
+from stageline.common.checked_json import from_json
 from stageline.faults.monitor.blame import EVERYONE
 
 Kind: TypeAlias = Literal["died", "frozen", "raised", "absent", "left"]
@@ -144,45 +145,13 @@ class Verdict:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Verdict:
-        """Read what `to_json` gave; raises ValueError for anything else.
+        """Read what `to_json` returned; raise `JsonError` for anything else.
 
         >>> verdict = Verdict(1, "left", text="exit", ranks=(Standing(0, "here", "", 1, 0.0, 3),))
         >>> Verdict.from_json(verdict.to_json()) == verdict
         True
         """
-        try:
-            given = _fitting(cls, data)
-            found = cls(**{**given, "ranks": tuple(Standing(**_fitting(Standing, each)) for each in given["ranks"])})
-            if found.kind not in KINDS:
-                raise ValueError(f"its kind is {found.kind!r}")
-        except (TypeError, AttributeError, KeyError, ValueError) as error:
-            raise ValueError(f"this is no verdict: {error}") from None
-        return found
-
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "Kind": (str,),
-    "int": (int,),
-    "bool": (bool,),
-    "float": (int, float),
-    "int | None": (int, type(None)),
-    "str | None": (str, type(None)),
-    "tuple[Standing, ...]": (list, tuple),
-}
-
-
-def _fitting(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a class, refusing values of other types; what is not there has its default."""
-    given: dict[str, Any] = {"ranks": ()} if cls is Verdict else {}
-    given |= {field.name: data[field.name] for field in fields(cls) if field.name in data}
-    for field in fields(cls):
-        if field.name not in given:
-            continue
-        value = given[field.name]
-        if not isinstance(value, _TYPES[str(field.type)]) or (type(value) is bool and field.type != "bool"):
-            raise TypeError(f"{field.name} is {value!r:.60}, expected {field.type}")
-    return given
+        return from_json(cls, data, "verdict")
 
 
 def waiting(ranks: tuple[Standing, ...]) -> str:

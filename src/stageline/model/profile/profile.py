@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from stageline.common.checked_json import PositiveInt, Range, check_format, field, parse_json, record
+from stageline.common.checked_json import PositiveInt, Range, check_format, field, from_json, parse_json
 from stageline.common.errors import CostError, JsonError, StagelineError, shorten
 from stageline.common.files import read_text, write_text
 from stageline.model.profile.capture import LayerTrace, capture, state_storages, storages_of
@@ -219,7 +219,7 @@ def parse_profile(text: str, source: str) -> Profile:
     try:
         data = check_format(parse_json(text), FORMAT, VERSION, "profile")
         layers = [
-            record(Layer, row, f"layers[{index}]", allow_unknown=False)
+            from_json(Layer, row, f"layers[{index}]", allow_unknown=False)
             for index, row in enumerate(field(data, "layers", list))
         ]
         if not layers:

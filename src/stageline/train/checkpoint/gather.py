@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from stageline.common.errors import CheckpointError, shorten
+from stageline.common.checked_json import from_json, parse_json
+from stageline.common.errors import CheckpointError, JsonError
 from stageline.train.checkpoint.disk import reason, rename, replace_file, write_file
-from stageline.train.checkpoint.manifest import INDEX, File, Held, Wrong, plain_name, read_file, read_held, table, text
+from stageline.train.checkpoint.manifest import INDEX, File, Held, check_tensors
 
 
 @dataclass(frozen=True)
@@ -32,20 +33,11 @@ class Report:
     def read(path: Path) -> Report:
         """Read what another writer left."""
         try:
-            found = json.loads(path.read_bytes())
-            if not isinstance(found, dict):
-                raise Wrong(f"it is {shorten(found)}, expected an object")
-            kinds = [
-                {plain_name(name): read_file(each, name) for name, each in table(found, key)}
-                for key in ("model_files", "optimizer_files")
-            ]
-            model = {name: read_held(each, name, kinds[0]) for name, each in table(found, "model")}
-            optimizer = {
-                name: {slot: read_held(each, name, kinds[1]) for slot, each in table({name: slots}, name)}
-                for name, slots in table(found, "optimizer")
-            }
-            return Report(kinds[0], model, kinds[1], optimizer, text(found.get("error"), "error"))
-        except (OSError, ValueError, RecursionError, Wrong) as error:
+            report = from_json(Report, parse_json(path.read_bytes()), "the report", prefix="")
+            check_tensors(report.model_files, {"model": report.model})
+            check_tensors(report.optimizer_files, report.optimizer)
+            return report
+        except (OSError, JsonError) as error:
             raise CheckpointError(f"cannot read what a writer left in {path}: {reason(error)}") from error
 
 

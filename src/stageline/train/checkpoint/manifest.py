@@ -6,11 +6,12 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from stageline.common.errors import CheckpointError, shorten
+from stageline.common.checked_json import Count, Range, check_format, field, from_json, parse_json
+from stageline.common.errors import CheckpointError, JsonError, shorten
 
 FORMAT = "stageline-checkpoint"
 VERSION = 1
@@ -47,9 +48,9 @@ _HEAD = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 class File:
     """A file of the checkpoint: its bytes, their sum, and which writer wrote it."""
 
-    bytes: int
+    bytes: Count
     sha256: str
-    writer: int
+    writer: Annotated[int, Range(0, 2**31 - 1)]
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Held:
 
     file: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,10 @@ class Manifest:
     4
     """
 
-    step: int
+    step: Annotated[int, Range(0, MOST_STEPS)]
     attempt: str
-    written: float
+    written: Annotated[float, Range(0, 2**37)]
+    """Seconds since 1970."""
     world: Mapping[str, Any]
     files: Mapping[str, File]
     model: Mapping[str, Held]
@@ -111,28 +113,19 @@ class Manifest:
 
     @staticmethod
     def from_bytes(data: bytes, source: str = MANIFEST) -> Manifest:
-        """Read it, or raise an error that says what is wrong with it."""
+        """Parse a manifest; raise `CheckpointError`, naming `source`, if it is invalid."""
         try:
-            found = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{source} is no manifest: it is not JSON: {shorten(str(error), 120)}") from None
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            kind = found.get("format") if isinstance(found, dict) else type(found).__name__
-            raise CheckpointError(f"{source} is no manifest: its format is {shorten(kind)}, expected {FORMAT!r}")
-        if found.get("version") != VERSION or isinstance(found["version"], bool):
-            raise CheckpointError(
-                f"{source} has version {shorten(found.get('version'))} of the format, and this stageline reads "
-                f"{VERSION}: use the version that wrote it"
-            )
-        head = _HEAD.match(data)
-        if head is None or hashlib.sha256(data[head.end() :]).hexdigest().encode() != head[1]:
-            raise CheckpointError(
-                f"{source} was changed after it was written: its own checksum is not that of its text"
-            )
-        try:
-            return _manifest(found)
-        except Wrong as wrong:
-            raise CheckpointError(f"{source} is no manifest: {wrong}") from None
+            fields = check_format(parse_json(data, allow_nan=True), FORMAT, VERSION, "manifest")
+            head = _HEAD.match(data)
+            if head is None or hashlib.sha256(data[head.end() :]).hexdigest().encode() != head[1]:
+                raise JsonError("it was changed after it was written: its checksum does not match its text")
+            manifest = from_json(Manifest, {"state": None, **fields}, "the manifest", prefix="")
+            field(manifest.world, "writers", Annotated[int, Range(0, 2**31 - 1)], "world.writers")
+            check_tensors(manifest.files, {"model": manifest.model})
+            check_tensors(manifest.files, manifest.optimizer)
+        except JsonError as error:
+            raise CheckpointError(f"{source}: {error}") from None
+        return manifest
 
 
 def _lines(value: Any) -> str:
@@ -142,88 +135,23 @@ def _lines(value: Any) -> str:
     return "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(each)}" for key, each in value.items()) + "}"
 
 
-class Wrong(Exception):
-    """A field that is not what it should be."""
-
-
-def _manifest(found: dict[str, Any]) -> Manifest:
-    files = {plain_name(name): read_file(each, f"files[{name!r}]") for name, each in table(found, "files")}
-    model = {name: read_held(each, f"model[{name!r}]", files) for name, each in table(found, "model")}
-    optimizer = {
-        name: {
-            slot: read_held(each, f"optimizer[{name!r}][{slot!r}]", files)
-            for slot, each in table({"": slots}, "", f"optimizer[{name!r}]")
-        }
-        for name, slots in table(found, "optimizer")
-    }
-    world = dict(table(found, "world"))
-    whole_number(world.get("writers"), "world.writers", 2**31)
-    return Manifest(
-        whole_number(found.get("step"), "step", MOST_STEPS),
-        text(found.get("attempt"), "attempt"),
-        _number(found.get("written"), "written"),
-        world,
-        files,
-        model,
-        optimizer,
-        found.get("state"),
-        dict(table(found, "environment")),
-    )
-
-
-def read_file(found: Any, where: str) -> File:
-    """A file, from plain data."""
-    fields = dict(table({"": found}, "", where))
-    digest = text(fields.get("sha256"), f"{where}.sha256")
-    if not re.fullmatch("[0-9a-f]{64}", digest):
-        raise Wrong(f"{_cut(where)}.sha256 is {shorten(digest)}, expected 64 hexadecimal digits")
-    writer = whole_number(fields.get("writer"), f"{where}.writer", 2**31)
-    return File(whole_number(fields.get("bytes"), f"{where}.bytes", 2**63), digest, writer)
-
-
-def read_held(found: Any, where: str, files: Mapping[str, File]) -> Held:
-    """A tensor, from plain data."""
-    fields = dict(table({"": found}, "", where))
-    file, dtype, shape = text(fields.get("file"), f"{where}.file"), fields.get("dtype"), fields.get("shape")
-    if file not in files:
-        raise Wrong(f"{_cut(where)}.file is {shorten(file)}, which is not among its files")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise Wrong(f"{_cut(where)}.dtype is {shorten(dtype)}, expected one of {', '.join(DTYPES)}")
-    if not isinstance(shape, list | tuple) or len(shape) > 64:
-        raise Wrong(f"{_cut(where)}.shape is {shorten(shape)}, expected a list of at most 64 whole numbers")
-    return Held(file, dtype, tuple(whole_number(each, f"{where}.shape", 2**63) for each in shape))
-
-
-def table(found: Mapping[str, Any], key: str, where: str = "") -> Iterator[tuple[str, Any]]:
-    """The pairs of an object."""
-    value = found.get(key)
-    if not isinstance(value, dict):
-        raise Wrong(f"{_cut(where or key)} is {shorten(value)}, expected an object")
-    yield from value.items()
-
-
-def text(value: Any, where: str) -> str:
-    """A text."""
-    if not isinstance(value, str):
-        raise Wrong(f"{_cut(where)} is {shorten(value)}, expected a text")
-    return value
-
-
-def whole_number(value: Any, where: str, below: int) -> int:
-    """A whole number from 0."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < below:
-        raise Wrong(f"{_cut(where)} is {shorten(value)}, expected a whole number from 0, below {below}")
-    return value
-
-
-def _cut(where: str) -> str:
-    return where if len(where) <= 80 else where[:77] + "..."
-
-
-def _number(value: Any, where: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 2**37:
-        raise Wrong(f"{where} is {shorten(value)}, expected seconds since 1970")
-    return float(value)
+def check_tensors(files: Mapping[str, File], groups: Mapping[str, Mapping[str, Held]]) -> None:
+    """Raise `JsonError` if a file name leads out of the folder, or a tensor's file, dtype or shape is invalid."""
+    for name, file in files.items():
+        plain_name(name)
+        if not re.fullmatch("[0-9a-f]{64}", file.sha256):
+            raise JsonError(
+                f"the checksum of {shorten(name)} must be 64 hexadecimal digits, got {shorten(file.sha256)}"
+            )
+    for group, tensors in groups.items():
+        for name, tensor in tensors.items():
+            where = f"{shorten(name)} of {shorten(group)}"
+            if tensor.file not in files:
+                raise JsonError(f"{where} is in {shorten(tensor.file)}, which is not a file of the checkpoint")
+            if tensor.dtype not in DTYPES:
+                raise JsonError(f"{where} has dtype {shorten(tensor.dtype)}, expected one of {', '.join(DTYPES)}")
+            if len(tensor.shape) > 64:
+                raise JsonError(f"{where} has {len(tensor.shape)} dimensions, expected at most 64")
 
 
 def plain_name(name: str) -> str:
@@ -234,8 +162,8 @@ def plain_name(name: str) -> str:
     >>> plain_name("../config.json")
     Traceback (most recent call last):
     ...
-    stageline.train.checkpoint.manifest.Wrong: the file '../config.json' lies outside of its folder; refused
+    stageline.common.errors.JsonError: the file '../config.json' lies outside of its folder; refused
     """
     if not name or name in (".", "..") or any(letter in "/\\:" or not letter.isprintable() for letter in name):
-        raise Wrong(f"the file {shorten(name)} lies outside of its folder; refused")
+        raise JsonError(f"the file {shorten(name)} lies outside of its folder; refused")
     return name

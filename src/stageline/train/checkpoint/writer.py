@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stageline._version import __version__
-from stageline.common.errors import CheckpointError, shorten
+from stageline.common.errors import CheckpointError, JsonError, shorten
 from stageline.distributed.process_groups import lost_rank
 from stageline.train.checkpoint.disk import make_folder, reason, remove_tree, replace_file, side_by_side, write_file
 from stageline.train.checkpoint.folder import (
@@ -34,7 +34,7 @@ from stageline.train.checkpoint.folder import (
     sweep,
 )
 from stageline.train.checkpoint.gather import Report, assemble, gather, report_name
-from stageline.train.checkpoint.manifest import INDEX, MANIFEST, File, Held, Manifest, Wrong, plain_name
+from stageline.train.checkpoint.manifest import INDEX, MANIFEST, File, Held, Manifest, plain_name
 from stageline.train.checkpoint.reader import open_checkpoint
 from stageline.train.checkpoint.tensors import Entry, HostCopies, cut, make_entry, write_tensors
 
@@ -371,7 +371,7 @@ def _check_assets(assets: Mapping[str, bytes]) -> None:
     for name, data in assets.items():
         try:
             plain_name(name)
-        except Wrong as wrong:
+        except JsonError as wrong:
             raise CheckpointError(f"assets: {wrong}") from None
         if name in (MANIFEST, INDEX) or name.endswith(".safetensors") or name.startswith("writer-"):
             raise CheckpointError(f"assets: {name!r} is a name of the checkpoint's own; choose another one")
