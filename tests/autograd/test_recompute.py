@@ -245,6 +245,6 @@ def test_a_backward_that_comes_later_is_refused_in_true_words(recompute: Any, wh
     pipe = sl.Pipeline(
         model, loss_fn=functional.mse_loss, schedule="gpipe", ranks=2, microbatches=4, recompute=recompute
     )
-    message = f"{what} runs a backward inside of its forward .* and did not the first time"
+    message = f"{what} runs a backward inside (of )?its forward .* and did not the first time"
     with pytest.raises(sl.StagelineError, match=message):
         pipe.step(torch.randn(8, 8), torch.randn(8, 8))

@@ -164,7 +164,7 @@ for stage in range(RANKS):
         {**STEP, "plant": ["error", stage, "B", 1]}, stage, f"B of stage {stage}, microbatch 1", "planted"
     )  # fmt: skip
     for fault, word in (("nan", "nan"), ("infinity", "inf|nan")):
-        where = "what it was given is finite" if stage == RANKS - 1 else "the first value that is not finite is an? .*"
+        where = "its inputs are finite" if stage == RANKS - 1 else "the first value that is not finite is an? .*"
         FAULTS[f"{fault} from stage {stage}"] = (
             {**STEP, "plant": [fault, stage, "F", 1]}, stage, f"F of stage {stage}, microbatch 1",
             f"the loss of microbatch 1 is ({word}) on stage 2, and {where}",

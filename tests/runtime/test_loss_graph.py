@@ -56,8 +56,8 @@ def frozen() -> nn.Sequential:
 CASES: list[tuple[Callable[[], nn.Sequential], Callable[..., Tensor], str]] = [
     (lambda: layers(nn.Linear, nn.Linear, nn.Linear, Detached), functional.mse_loss, "its output does not"),
     (frozen, functional.mse_loss, "every parameter is frozen"),
-    (lambda: layers(*[nn.Linear] * 4), detached_loss, "what loss_fn made of it does not"),
-    (lambda: layers(*[nn.Linear] * 4), count, "what loss_fn made of it does not"),
+    (lambda: layers(*[nn.Linear] * 4), detached_loss, "the loss that loss_fn computed does not"),
+    (lambda: layers(*[nn.Linear] * 4), count, "the loss that loss_fn computed does not"),
     (lambda: layers(nn.Linear, nn.Linear, nn.Linear, Later), functional.mse_loss, "its output does not"),
 ]
 

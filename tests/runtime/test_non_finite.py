@@ -160,7 +160,7 @@ def test_inputs_that_are_not_finite_are_named() -> None:
     x[3, 2] = float("nan")
     said = fails(pipe := pipeline(model), model, lambda: pipe.step(x, y))
     assert "F of stage 0, microbatch 1" in said
-    assert "the inputs of microbatch 1 are not finite themselves" in said
+    assert "the inputs of microbatch 1 are not finite" in said
 
 
 def test_a_run_and_clipping_stop_before_any_parameter_changes() -> None:

@@ -116,7 +116,8 @@ def test_a_penalty_that_cannot_be_right_is_refused() -> None:
 
     refused(0.1, "penalty is a function of a parameter's name and the parameter, got 0.1")
     refused(
-        lambda name, each: each * 2, r"one number as a tensor.* for 0.norm.weight it returned a tensor of shape \(8,\)"
+        lambda name, each: each * 2,
+        r"a tensor with one element.* for 0.norm.weight it returned a tensor of shape \(8,\)",
     )
     refused(lambda name, each: each.detach().sum(), "without a graph for 0.norm.weight, which is trained")
     refused(lambda name, each: (each.sum() - model[0].up.weight.sum()) ** 2, "on another parameter, 0.up.weight")

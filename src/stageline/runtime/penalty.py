@@ -1,4 +1,4 @@
-"""A penalty on parameters, which each rank applies to its own, once a step."""
+"""The `penalty` option: a penalty on parameters that each rank applies to its own, once per step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from stageline.runtime.guards.loss_reads import ReadWatch, Tensors, leaves_below
 from stageline.tensors.thread_context import plain_precision
 
 Penalty: TypeAlias = Callable[[str, nn.Parameter], Any]
-"""Of a parameter's name in the whole model and the parameter: one number as a tensor; None or 0 for no penalty."""
+"""Takes the name of a parameter in the whole model and the parameter; returns a scalar tensor, or None or 0."""
 
 
 def check_penalty(penalty: Any) -> None:
-    """Refuse what is not a function."""
+    """Refuse a penalty that is not callable."""
     if penalty is not None and not callable(penalty):
         raise StagelineError(f"penalty is a function of a parameter's name and the parameter, got {shorten(penalty)}")
 
@@ -29,9 +29,9 @@ def check_penalty(penalty: Any) -> None:
 def terms_of(
     penalty: Penalty, named: Iterable[tuple[str, nn.Parameter]], model: Tensors | None = None
 ) -> dict[str, Tensor]:
-    """The penalty of each parameter that has one, with its graph.
+    """The penalty of each parameter that has one, with its autograd graph.
 
-    `model` are the model's parameters, where the penalty can reach them: each term may read its own alone.
+    `model` holds the parameters of the model if the penalty can reach them: each term may read only its own.
 
     >>> layer = nn.Linear(2, 1)
     >>> list(terms_of(lambda name, parameter: parameter.abs().sum() if "bias" in name else None,
@@ -47,18 +47,18 @@ def terms_of(
             if not isinstance(value, Tensor) or value.numel() != 1:
                 form = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shorten(value)
                 raise StagelineError(
-                    f"penalty must return one number as a tensor, or None where there is no penalty; for {name} it "
+                    f"penalty must return a tensor with one element, or None for no penalty; for {name} it "
                     f"returned {form}"
                 )
             if parameter.requires_grad and not value.requires_grad:
                 raise StagelineError(
-                    f"penalty returned a number without a graph for {name}, which is trained: it would change the "
+                    f"penalty returned a value without a graph for {name}, which is trained, so it would change the "
                     "loss and no gradient; compute it from the parameter, without detach() or .data"
                 )
             strange = [leaf for leaf in leaves_below(value) if leaf is not parameter]
             if strange:
                 raise StagelineError(
-                    f"penalty for {name} depends on another tensor that wants a gradient, of shape "
+                    f"penalty for {name} depends on another tensor that requires a gradient, of shape "
                     f"{tuple(strange[0].shape)}; a penalty is a sum of terms, each of one parameter, because other "
                     "ranks hold the others"
                 )
@@ -67,7 +67,7 @@ def terms_of(
 
 
 def _value_of(penalty: Penalty, name: str, parameter: nn.Parameter, model: Tensors | None) -> Any:
-    """Call the penalty, and refuse one that reads another parameter of the model."""
+    """Call the penalty; refuse it if it reads another parameter of the model."""
     if model is None:
         return penalty(name, parameter)
     own = storage_id(parameter)
@@ -89,11 +89,11 @@ def _value_of(penalty: Penalty, name: str, parameter: nn.Parameter, model: Tenso
 
 
 def values_of(names: Sequence[str], terms: Mapping[str, Tensor], counted: Callable[[str], bool]) -> Floats:
-    """The penalty of each parameter in the order of the model; 0 for those that another process counts."""
+    """The penalty of each parameter, in the order of the model; 0 for those that another process counts."""
     values = np.zeros(len(names))
     numbers = {name: index for index, name in enumerate(names)}
     mine = {name: term for name, term in terms.items() if counted(name)}
-    for device in {term.device for term in mine.values()}:  # asked for once: each question would stop a GPU
+    for device in {term.device for term in mine.values()}:  # one transfer a device: each would stall a GPU
         here = [name for name, term in mine.items() if term.device == device]
         stacked = torch.stack([mine[name].detach().reshape(()).double() for name in here])
         values[[numbers[name] for name in here]] = stacked.cpu().numpy()
@@ -101,7 +101,7 @@ def values_of(names: Sequence[str], terms: Mapping[str, Tensor], counted: Callab
 
 
 def add_gradients(terms: Mapping[str, Tensor], scale: float = 1.0) -> None:
-    """Run the backward of every penalty, times what all gradients are multiplied by."""
+    """Run the backward of every penalty, multiplied by `scale`."""
     roots = [term if scale == 1.0 else term * scale for term in terms.values() if term.requires_grad]
     with plain_precision():
         if roots:
@@ -109,6 +109,6 @@ def add_gradients(terms: Mapping[str, Tensor], scale: float = 1.0) -> None:
 
 
 def not_finite(names: Sequence[str], values: Floats) -> str:
-    """Say which penalties are not finite numbers; empty where all are."""
+    """An error message that names the penalties that are not finite; empty if all are."""
     wrong = [name for name, value in zip(names, values.tolist(), strict=True) if not math.isfinite(value)]
     return f"the penalty of {listed(wrong)} is not finite" if wrong else ""

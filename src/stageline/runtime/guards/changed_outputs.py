@@ -1,6 +1,6 @@
-"""Outputs that change their type or form in the middle of training, told from those of the steps before.
+"""Changed outputs: stages whose output changes its type, shape or structure in the middle of training.
 
-A stage that suddenly passes on another type fails the stage that takes it. The rank to name is the one that changed.
+Such an output makes a later stage fail. The rank to blame is the one whose output changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ABOUT_FORM = re.compile(r"dtype|scalar type|shape|size|dimension|channels|same 
 
 
 class Change(NamedTuple):
-    """An output that is not what this stage passed on before."""
+    """An output that differs from the stage's earlier ones."""
 
     step: int
     microbatch: int
@@ -26,15 +26,14 @@ class Change(NamedTuple):
     before: str
     now: str
     of_structure: bool = False
-    """Whether there are more or fewer values, or values in other containers; not only others of their kind."""
+    """Whether the number of values or their containers changed, not only their types and shapes."""
 
     @property
     def place(self) -> tuple[str, int, int]:
-        """The action that passed it on."""
+        """The action that produced it."""
         return "F", self.stage, self.microbatch
 
     def __str__(self) -> str:
-        """Say it as an error would."""
         return (
             f"stage {self.stage} passes on {self.now} for microbatch {self.microbatch} of step {self.step}, and passed "
             f"on {self.before} before"
@@ -42,7 +41,7 @@ class Change(NamedTuple):
 
 
 class Outputs:
-    """What the stages of a rank passed on last.
+    """The last outputs of the stages of a rank.
 
     >>> from stageline.transport.protocol import Header
     >>> import torch
@@ -55,26 +54,25 @@ class Outputs:
     """
 
     def __init__(self) -> None:
-        """Nothing was passed on yet."""
         self._last: dict[int, Message] = {}
         self.changes: list[Change] = []
 
     def note(self, message: Message) -> None:
-        """A stage passes this on."""
+        """Record the output of a stage, and whether it changed."""
         header, known = message.header, self._last.get(message.header.stage)
         same_tree = known is not None and known.tree == message.tree
         if header.traffic != "forward" or (known is not None and same_tree and known.kinds == message.kinds):
             return
         self._last[header.stage] = Message(header, [], message.tree, [], message.kinds)
         if known is not None and not (same_tree and _forms(known.kinds) == _forms(message.kinds)):
-            before, now = (_described(each.tree, each.kinds, with_tree=not same_tree) for each in (known, message))
+            before, now = (_describe(output.tree, output.kinds, with_tree=not same_tree) for output in (known, message))
             change = Change(header.step, header.microbatch, header.stage, before, now, not same_tree)
-            recent = [each for each in self.changes if each.step >= header.step - 1]
+            recent = [change for change in self.changes if change.step >= header.step - 1]
             self.changes = [*recent[-100:], change]
 
 
 def _forms(kinds: Iterable[str]) -> list[str]:
-    """Without the first dimension, the samples, of which there may be more or fewer."""
+    """The kinds without their first dimension, because the number of samples may vary."""
     return [re.sub(r"of shape \(\d+,", "of shape (", kind) for kind in kinds]
 
 
@@ -82,18 +80,18 @@ def _listed(kinds: Sequence[str]) -> str:
     return f"[{', '.join(kinds[:4])}{', …' if len(kinds) > 4 else ''}]"
 
 
-def _described(tree: str, kinds: Sequence[str], with_tree: bool) -> str:
-    """The values in their containers, where those changed."""
+def _describe(tree: str, kinds: Sequence[str], with_tree: bool) -> str:
+    """The kinds of an output, in their containers if `with_tree`."""
     if with_tree and tree == TENSOR:
         return f"one tensor, {kinds[0]}"
     if with_tree and len(kinds) <= 4:
-        with suppress(Exception):  # a user's container may not take text
-            return repr(unflatten([_Said(kind) for kind in kinds], tree))
+        with suppress(Exception):  # a user's container may not accept text
+            return repr(unflatten([_Unquoted(kind) for kind in kinds], tree))
     return _listed(kinds)
 
 
-class _Said(str):
-    """Text that stands for a value, without quotes."""
+class _Unquoted(str):
+    """Text whose repr has no quotes."""
 
     __slots__ = ()
 
@@ -104,13 +102,13 @@ class _Said(str):
 def origin_of(
     error: BaseException, step: int, stage: int | None, microbatch: int | None, changes: Iterable[Change]
 ) -> Change | None:
-    """The first stage whose output changed before one failed on it; None where that is no reason of the failure."""
+    """The first change that explains the failure of a stage; None if none does."""
     about_form, about_structure = is_about_form(error), is_about_structure(error)
     return first_change(step, stage, microbatch, changes, about_form, about_structure)
 
 
 def is_about_structure(error: BaseException) -> bool:
-    """Whether an error may come from a value in another container than before, or from none at all.
+    """Whether a changed container or a missing value may be the cause of an error.
 
     >>> is_about_structure(TypeError("must be Tensor, not tuple")), is_about_structure(ArithmeticError("nan"))
     (True, False)
@@ -120,7 +118,7 @@ def is_about_structure(error: BaseException) -> bool:
 
 
 def is_about_form(error: BaseException) -> bool:
-    """Whether an error may come from a tensor of another type or form than before.
+    """Whether a changed type or shape of a tensor may be the cause of an error.
 
     >>> is_about_form(RuntimeError("mat1 and mat2 must have the same dtype")), is_about_form(KeyError("mask"))
     (True, False)
@@ -136,17 +134,17 @@ def first_change(
     about_form: bool = True,
     about_structure: bool = True,
 ) -> Change | None:
-    """The first of the stages before this one whose output changed for this microbatch, so that it may have failed."""
+    """The change of the first stage before this one, for the same step and microbatch."""
     earlier = [
-        each
-        for each in changes
-        if (each.step, each.microbatch) == (step, microbatch)
+        change
+        for change in changes
+        if (change.step, change.microbatch) == (step, microbatch)
         and stage is not None
-        and each.stage < stage
-        and (about_form or (about_structure and each.of_structure))
+        and change.stage < stage
+        and (about_form or (about_structure and change.of_structure))
     ]
-    return min(earlier, key=lambda each: each.stage, default=None)
+    return min(earlier, key=lambda change: change.stage, default=None)
 
 
 class ChangedOutput(TypeError):
-    """A stage passed on what it never did before, and another one failed on it."""
+    """A stage failed because the output of an earlier one changed."""

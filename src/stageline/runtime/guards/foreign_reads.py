@@ -1,7 +1,7 @@
-"""Layers that read a parameter of another stage through a plain reference: a list, a closure, a global, an attribute.
+"""Foreign reads: layers that read a parameter of another stage through a list, a closure, a global or an attribute.
 
-Such a parameter is in no module that the layer registers, so its stage neither holds nor trains it. Where ranks are
-processes the value is stale and its gradient is lost; where they are threads, two ranks add into one gradient at once.
+The layer does not register such a parameter, so its stage neither holds nor trains it. If ranks are processes, the
+value is stale and its gradient is lost. If they are threads, two ranks add into one gradient at the same time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stageline.runtime.guards.loss_reads import ReadWatch, Tensors, leaves_below
 
 
 def holders_of(parts: Sequence[nn.Module]) -> dict[nn.Parameter, tuple[str, tuple[int, ...]]]:
-    """The parameters of all stages: the name of each, and the stages that hold it.
+    """The name of every parameter and the stages that hold it.
 
     >>> one, two = nn.Sequential(nn.Linear(1, 1, bias=False)), nn.Sequential()
     >>> list(holders_of([one, two]).values())
@@ -36,7 +36,7 @@ def holders_of(parts: Sequence[nn.Module]) -> dict[nn.Parameter, tuple[str, tupl
 
 
 class ForeignReads:
-    """Calls the layers of one stage, and refuses those that read a parameter that only other stages hold."""
+    """Calls the layers of one stage, and refuses any that reads a parameter that only other stages hold."""
 
     def __init__(
         self,
@@ -48,23 +48,23 @@ class ForeignReads:
         alone: bool,
         functions: bool = True,
     ) -> None:
-        """`module` is what the stage runs; `twins` are the copies it may have of others' parameters.
+        """`module` is the module of the stage; `twins` maps other stages' parameters to this stage's copies of them.
 
-        `alone` says that all stages are in this process. `functions` is False where a compiler runs the layers: their
-        graph alone is looked at then.
+        `alone` means that all stages are in this process. `functions` is False if a compiler runs the layers; then only
+        their autograd graph is checked.
         """
         self._stage, self._alone, self._functions = stage, alone, functions
         own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        others = [(name, each, stages) for each, (name, stages) in holders.items() if id(each) not in own]
-        copies = [(name, twins.get(id(each), each), stages) for name, each, stages in others]
-        everything = [item for item in (*others, *copies) if id(item[1]) not in own]
-        self._tensors = Tensors((name, each) for name, each, _ in everything)
-        self._stages = {name: stages for name, _, stages in everything}
-        self._by_name = {name: each for name, each, _ in others}
+        foreign = [(name, value, stages) for value, (name, stages) in holders.items() if id(value) not in own]
+        copies = [(name, twins.get(id(value), value), stages) for name, value, stages in foreign]
+        watched = [(name, value, stages) for name, value, stages in (*foreign, *copies) if id(value) not in own]
+        self._tensors = Tensors((name, value) for name, value, _ in watched)
+        self._stages = {name: stages for name, _, stages in watched}
+        self._by_name = {name: value for name, value, _ in foreign}
         self._own = {storage_id(tensor) for tensor in (*module.parameters(), *module.buffers())} | {None}
 
     def call(self, name: str, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a layer, and refuse what it reads of other stages."""
+        """Call a layer, and refuse it if it reads parameters of other stages."""
         trains = torch.is_grad_enabled()
         leaves = pytree.tree_leaves((args, kwargs))
         passed = self._own.union(storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor))
@@ -73,7 +73,7 @@ class ForeignReads:
             known = self._tensors.exactly(tensor)
             if known is None and storage_id(tensor) not in passed:
                 known = self._tensors.name(tensor)
-            # Threads share their memory, so only what a step trains is in danger there.
+            # Threads share memory, so only parameters that this step trains are at risk.
             return (
                 known if known is None or not self._alone or (trains and self._by_name[known].requires_grad) else None
             )
@@ -113,15 +113,15 @@ class ForeignReads:
         return StagelineError(
             f"{reader} {self._stage} reads the parameter {first}{more} of {where} through a plain reference: the value "
             f"would be stale there and its gradient lost. Register the parameter or its module in {both} (self.tied = "
-            "module): weights that several stages register are kept the same. Or let the stage that holds it pass on "
-            "what is needed"
+            "module): weights that several stages register are kept equal. Or let the stage that holds it pass on the "
+            "values that are needed"
         )
 
 
 def readers(
     parts: Sequence[nn.Module], layers: Sequence[Sequence[tuple[str, nn.Module]]], here: Iterable[int]
 ) -> frozenset[int]:
-    """The stages that can reach a parameter of another stage: only those are watched.
+    """The stages that can reach a parameter of another stage; only those are watched.
 
     >>> emb, head = nn.Embedding(3, 2), nn.Linear(2, 3)
     >>> parts = [nn.Sequential(emb), nn.Sequential(head)]
@@ -145,13 +145,13 @@ def readers(
             seen = seen | framed
         own = set(part.parameters())
         own_memory = {storage_id(tensor) for tensor in own}
-        if any(each not in own and storage_id(each) not in own_memory for each in seen):
+        if any(parameter not in own and storage_id(parameter) not in own_memory for parameter in seen):
             stages.append(stage)
     return frozenset(stages)
 
 
 def _frames(part: StagePart) -> list[nn.Module]:
-    """The modules of a whole model that are around its units."""
+    """The modules of a whole model that are not inside a unit."""
     inside = {id(module) for unit in part.replay.modules.values() for module in unit.module.modules()}
     return [module for module in part.model.modules() if id(module) not in inside]
 
@@ -163,11 +163,11 @@ def _parameters(
     memory: Mapping[int | None, nn.Parameter],
 ) -> set[nn.Parameter]:
     tensors = reached_tensors(layers, frames)
-    if tensors is None:  # too much to look through: it may be any
+    if tensors is None:  # too many objects to search: assume all
         return set(holders)
     known = {id(parameter) for parameter in holders}
     return {
-        each if isinstance(each, nn.Parameter) and id(each) in known else memory[storage_id(each)]
-        for each in tensors
-        if id(each) in known or storage_id(each) in memory
+        tensor if isinstance(tensor, nn.Parameter) and id(tensor) in known else memory[storage_id(tensor)]
+        for tensor in tensors
+        if id(tensor) in known or storage_id(tensor) in memory
     }

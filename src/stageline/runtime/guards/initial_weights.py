@@ -1,4 +1,4 @@
-"""Weights that two or more processes hold: they must be the same in all of them when training begins."""
+"""Initial weights: weights that several processes hold must be equal in all of them when training starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stageline.schedules.placement import Placement
 def held_by_several(
     model: nn.Module, parts: Sequence[nn.Module], placement: Placement, replicas: int
 ) -> dict[str, tuple[Tensor, set[int]]]:
-    """By name, the parameters and buffers that more than one process holds, and the ranks of a replica that do.
+    """The parameters and buffers that more than one process holds, by name, with the ranks of a replica that do.
 
     >>> import stageline as sl
     >>> tied = nn.Linear(2, 2)
@@ -37,7 +37,7 @@ def held_by_several(
 
 
 def compare_weights(world: World, held: Mapping[str, tuple[Tensor, set[int]]]) -> None:
-    """Refuse to train where two processes hold different values of one weight; all processes name the first."""
+    """Raise the same error in all processes if two of them hold different values of one weight."""
     (rank,) = world.here
     own = [float(digest(tensor)) if rank in ranks else 0.0 for tensor, ranks in held.values()]
     known = world.announce(np.array(own))()
@@ -48,19 +48,20 @@ def compare_weights(world: World, held: Mapping[str, tuple[Tensor, set[int]]]) -
         if different:
             layout = world.layout
             first, second = (layout.rows[replica][at] for replica, at in (holders[0].tolist(), different[0]))
-            mine = described(tensor) if values[world.replica, rank] else ""
+            mine = summarize(tensor) if values[world.replica, rank] else ""
             one, other = (world.tell_all(mine, process) for process in (first, second))
             raise PipelineError(
                 f"{layout.name(second)} and {layout.name(first)} hold different values of {name}, which both use: "
-                f"{layout.name(second)} has {other} and {layout.name(first)} has {one}; give all the same weights (one "
-                "torch.manual_seed before the model is built, or one checkpoint); compare_weights=False skips this"
+                f"{layout.name(second)} has {other} and {layout.name(first)} has {one}; start all with the same "
+                "weights (one torch.manual_seed before the model is built, or one checkpoint); compare_weights=False "
+                "skips this check"
             )
 
 
-def described(tensor: Tensor) -> str:
-    """A tensor in a few words, that tell it from another one of its shape.
+def summarize(tensor: Tensor) -> str:
+    """A short text that distinguishes a tensor from others of its shape.
 
-    >>> described(torch.ones(2))
+    >>> summarize(torch.ones(2))
     '[1.0, 1.0], sum 2.0'
     """
     flat = tensor.detach().reshape(-1)

@@ -1,7 +1,7 @@
-"""What loss_fn may read of the model: the parameters of the last stage alone.
+"""Loss reads: loss_fn may read only parameters that the last stage holds alone.
 
-A stage changes its own parameters. What loss_fn sees of another stage is stale or absent where ranks are processes, and
-where they are threads, two of them would add into one gradient at once.
+Every stage updates its own parameters. If ranks are processes, loss_fn sees stale or missing values of other stages. If
+they are threads, two of them would add into one gradient at the same time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stageline.model.reachability import reached_tensors
 from stageline.runtime._torch_private import pytree, storage_id
 
 _VALUES = frozenset({"data", "grad", "T", "mT", "H", "mH", "real", "imag"})
-"""The attributes of a tensor that give its values; all others tell of its form."""
+"""The attributes of a tensor that return its values; all others describe its type or shape."""
 _SHAPES = [
     "__hash__", "__len__", "__repr__", "__format__", "size", "dim", "ndimension", "numel", "nelement", "stride",
     "element_size", "is_floating_point", "is_complex", "is_contiguous", "get_device", "type", "data_ptr",
@@ -26,46 +26,44 @@ _SHAPES = [
     "randint_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
 ]  # fmt: skip
 _FORM = frozenset(_SHAPES)
-"""Functions that look at the form of their arguments, and not at their values."""
+"""Functions that use the type or shape of their arguments, not their values."""
 _AS = frozenset({"to", "type_as", "view_as", "reshape_as", "expand_as"})
-"""Functions that look at the values of their first argument alone."""
+"""Functions that use only the values of their first argument."""
 
 
 class Tensors:
-    """Tensors by name, recognised by themselves and by their memory."""
+    """Named tensors, recognised by identity or by memory."""
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Keep them: a number that stands for a tensor holds only while the tensor lives."""
-        self.named = list(named)
+        self.named = list(named)  # keeps the tensors alive: their ids are valid only that long
         self._by_id = {id(tensor): name for name, tensor in reversed(self.named)}
         self._by_storage = {storage_id(tensor): name for name, tensor in reversed(self.named)}
         self._by_storage.pop(None, None)
 
     def __contains__(self, tensor: Tensor) -> bool:
-        """Whether it is one of them or shares memory with one."""
         return id(tensor) in self._by_id or storage_id(tensor) in self._by_storage
 
     def name(self, tensor: Tensor) -> str | None:
-        """What it is called, or what it is a view of."""
+        """The name of the tensor, or of the one it shares memory with."""
         return self._by_id.get(id(tensor)) or self._by_storage.get(storage_id(tensor))
 
     def exactly(self, tensor: Tensor) -> str | None:
-        """What it is called, if it is one of them."""
+        """The name of the tensor itself."""
         return self._by_id.get(id(tensor))
 
 
 class ReadWatch(TorchFunctionMode):
-    """Notes the tensors whose values are read while it is on."""
+    """Records the tensors whose values are read while it is active."""
 
     def __init__(self, name: Callable[[Tensor], str | None], unless: type[Tensor] | None = None) -> None:
-        """`name` gives the name of a tensor to note; calls with a tensor of the class `unless` do not count."""
+        """`name` returns the name of a tensor to record; calls with a tensor of the class `unless` are ignored."""
         super().__init__()
         self._name, self._unless = name, unless
         self.names: dict[str, None] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # the graph of what is compiled tells of its parameters
+        if torch.compiler.is_compiling():  # the compiled graph shows the parameters it reads
             return func(*args, **kwargs)
         called = getattr(func, "__name__", "")
         reads = called not in _FORM
@@ -94,7 +92,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def leaves_below(root: Tensor, ends: Iterable[Any] = ()) -> Iterator[Tensor]:
-    """The tensors that a backward from here adds gradients to, but for what lies below the nodes that are `ends`.
+    """The leaves that a backward from `root` reaches without passing the nodes `ends`.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> [leaf is weight for leaf in leaves_below((weight * 3).sum())]
@@ -116,19 +114,19 @@ def leaves_below(root: Tensor, ends: Iterable[Any] = ()) -> Iterator[Tensor]:
 
 
 class LossReads:
-    """Calls loss_fn, and refuses what it reads of other stages.
+    """Calls loss_fn, and refuses it if it reads parameters of other stages.
 
-    The first step is looked at by all means. So are all later ones, if loss_fn can reach what it may not read;
-    otherwise the graph of one microbatch of each step is looked at.
+    The first step is always watched. Later steps are watched only if loss_fn can reach such parameters; otherwise the
+    autograd graph of one microbatch of each step is checked.
     """
 
     def __init__(
         self, loss_fn: Callable[[Any, Any], Any], model: Tensors, own: Iterable[Tensor], *, alone: bool
     ) -> None:
-        """`model` are the model's tensors, `own` those that only the last stage uses.
+        """`model` holds the tensors of the model, `own` those that only the last stage uses.
 
-        `alone` says that one rank runs the last stage, of all ranks in this process: a loss_fn with parameters of its
-        own then trains them as the plain loop does.
+        `alone` means that all ranks are in this process and one of them runs the last stage: a loss_fn with its own
+        parameters then trains them as a plain loop does.
         """
         self._loss_fn, self._model, self._alone = loss_fn, model, alone
         self._own = Tensors((model.name(tensor) or "", tensor) for tensor in own)
@@ -138,28 +136,28 @@ class LossReads:
         self._step = -1
 
     def __call__(self, output: Any, target: Any, step: int, microbatch: int) -> Any:
-        """Call loss_fn, and look at what it reads where that was not seen yet."""
+        """Call loss_fn, and check what it reads where needed."""
         if self._first and microbatch in self._seen:
             self._first = self._always
         self._seen.add(microbatch)
         if not self._first and step == self._step:
             return self._loss_fn(output, target)
         self._step = step
-        given = [leaf for leaf in pytree.tree_leaves((output, target)) if isinstance(leaf, Tensor)]
-        ends = [leaf.grad_fn for leaf in given if leaf.grad_fn is not None]
+        passed = [leaf for leaf in pytree.tree_leaves((output, target)) if isinstance(leaf, Tensor)]
+        ends = [leaf.grad_fn for leaf in passed if leaf.grad_fn is not None]
         names: dict[str, None] = {}
-        loss = self._watched(output, target, given, names) if self._first else self._loss_fn(output, target)
+        loss = self._call_watched(output, target, passed, names) if self._first else self._loss_fn(output, target)
         root = loss[0] if isinstance(loss, tuple) and loss else loss
         if isinstance(root, Tensor):
-            self._look(root, ends, given, names)
+            self._check_graph(root, ends, passed, names)
         return loss
 
-    def _watched(self, output: Any, target: Any, given: list[Tensor], names: dict[str, None]) -> Any:
-        passed = {storage_id(leaf) for leaf in given} - {None}
+    def _call_watched(self, output: Any, target: Any, passed: list[Tensor], names: dict[str, None]) -> Any:
+        memory = {storage_id(leaf) for leaf in passed} - {None}
 
         def name(tensor: Tensor) -> str | None:
             known = self._model.exactly(tensor)
-            if known is None and storage_id(tensor) not in passed:
+            if known is None and storage_id(tensor) not in memory:
                 known = self._model.name(tensor)
             return None if known is None or tensor in self._own else known
 
@@ -168,21 +166,21 @@ class LossReads:
             with watch:
                 loss = self._loss_fn(output, target)
         except Exception as error:
-            if watch.names:  # absent weights are why it failed
+            if watch.names:  # it failed because the weights are missing here
                 raise _refusal(list(watch.names)) from error
             raise
         names.update(watch.names)
         return loss
 
-    def _look(self, root: Tensor, ends: list[Any], given: list[Tensor], names: dict[str, None]) -> None:
+    def _check_graph(self, root: Tensor, ends: list[Any], passed: list[Tensor], names: dict[str, None]) -> None:
         """Refuse a loss whose backward would reach parameters of other stages."""
         strange: list[Tensor] = []
-        passed = set(map(id, given))
+        passed_ids = set(map(id, passed))
         for leaf in leaves_below(root, ends):
             known = self._model.exactly(leaf)
             if known is not None and leaf not in self._own:
                 names[known] = None
-            elif known is None and leaf not in self._own and id(leaf) not in passed:
+            elif known is None and leaf not in self._own and id(leaf) not in passed_ids:
                 strange.append(leaf)
         if names:
             raise _refusal(list(names))
@@ -191,7 +189,7 @@ class LossReads:
 
 
 def reaches(function: Any, model: Tensors, own: Tensors | None = None) -> bool:
-    """Whether a function can reach tensors of the model, by a closure, a global or an object, but for its own.
+    """Whether a function can reach tensors of the model, except `own`, through a closure, a global or an object.
 
     >>> layer, other = nn.Linear(1, 1), nn.Linear(1, 1)
     >>> model = Tensors(layer.named_parameters())
@@ -199,11 +197,11 @@ def reaches(function: Any, model: Tensors, own: Tensors | None = None) -> bool:
     (True, False)
     """
     tensors = reached_tensors([("", function)])
-    return tensors is None or any(each in model and (own is None or each not in own) for each in tensors)
+    return tensors is None or any(tensor in model and (own is None or tensor not in own) for tensor in tensors)
 
 
 def listed(names: list[str], most: int = 4) -> str:
-    """The first of many names.
+    """At most `most` names, and how many there are.
 
     >>> listed(["a", "b", "c"], most=2)
     'a, b, … (3 in all)'
@@ -215,17 +213,17 @@ def _refusal(names: list[str]) -> StagelineError:
     many = f"{len(names)} parameters or buffers" if len(names) > 1 else "a parameter or buffer"
     return StagelineError(
         f"loss_fn reads {many} of the model that the last stage does not hold alone: {listed(names)}; every stage "
-        "changes its own, so loss_fn would see stale values and lose their gradients. For a penalty on parameters give "
+        "updates its own, so loss_fn would see stale values and lose their gradients. For a penalty on parameters, use "
         "Pipeline(…, penalty=lambda name, parameter: 0.1 * parameter.pow(2).sum()), which each rank applies to its "
-        "own; compute what else needs a weight in the stage that holds it"
+        "own; compute anything else that needs a weight in the stage that holds it"
     )
 
 
 def _refusal_of_own(loss_fn: Any, strange: list[Tensor]) -> StagelineError:
-    known = {id(each): name for name, each in loss_fn.named_parameters()} if isinstance(loss_fn, nn.Module) else {}
-    names = [known.get(id(each), f"one of shape {tuple(each.shape)}") for each in strange]
+    known = {id(own): name for name, own in loss_fn.named_parameters()} if isinstance(loss_fn, nn.Module) else {}
+    names = [known.get(id(leaf), f"one of shape {tuple(leaf.shape)}") for leaf in strange]
     return StagelineError(
         f"loss_fn trains {len(names)} parameters that are not in the model: {listed(names)}; only a rank that runs the "
-        "last stage would give them gradients. Put them into the last layer of the model and give it the targets among "
-        "the inputs, or freeze them (requires_grad_(False)) if they are not trained"
+        "last stage would compute their gradients. Put them into the last layer of the model and pass it the targets "
+        "with the inputs, or freeze them (requires_grad_(False)) if they are not trained"
     )

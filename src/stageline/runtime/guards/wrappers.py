@@ -1,7 +1,7 @@
-"""Data-parallel wrappers inside of stages: DDP, FSDP and the functions that apply them to modules.
+"""Wrappers: DDP, FSDP and `replicate` inside a stage.
 
-They gather, reduce and free gradients in hooks of their own, when a backward has added them to the parameters. A split
-backward would run these hooks before there are gradients, so stages that hold such modules run it whole, as I.
+They gather, reduce and free gradients in hooks that run when a backward has added them to the parameters. A split
+backward would run these hooks before the gradients exist, so stages with such modules run the whole backward in I.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from stageline.runtime._torch_private import composable_wrappers
 
 
 def wrapper_in(part: nn.Module) -> str:
-    """The name of the first wrapper among the modules of a stage; empty if there is none.
+    """The name of the first data-parallel wrapper among the modules of a stage; empty if there is none.
 
     >>> wrapper_in(nn.Sequential(nn.Linear(2, 2)))
     ''
     """
     kinds: dict[Any, str] = {DistributedDataParallel: "DistributedDataParallel"}
-    # What nobody has imported wraps nothing, and importing it takes a while.
+    # A module that was never imported wraps nothing, and importing it is slow.
     sharding: Any = sys.modules.get("torch.distributed.fsdp")
     if sharding is not None:
         kinds[sharding.FullyShardedDataParallel] = "FullyShardedDataParallel"
