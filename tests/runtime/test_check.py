@@ -189,6 +189,6 @@ def test_the_command_ends_with_0_unless_something_is_different(
         assert run(["check", f"checked_for_a_verdict:{function}"]) == code
         assert f"verdict    {verdict}" in capsys.readouterr().out
         assert run(["check", f"checked_for_a_verdict:{function}", "--json"]) == code
-        said = json.loads(capsys.readouterr().out)
-        assert said["verdict"] == verdict
-        assert said["equal"] is False
+        printed = json.loads(capsys.readouterr().out)
+        assert printed["verdict"] == verdict
+        assert printed["equal"] is False

@@ -100,10 +100,10 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 4), torch.randn(8, 4)
 
 
-def pipeline(model: nn.Module, schedule: str = "1f1b", **given: Any) -> sl.Pipeline:
+def pipeline(model: nn.Module, schedule: str = "1f1b", **options: Any) -> sl.Pipeline:
     if not isinstance(model, nn.Sequential):
-        given["example"] = batch()[0]
-    return sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=schedule, ranks=2, microbatches=4, **given)
+        options["example"] = batch()[0]
+    return sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=schedule, ranks=2, microbatches=4, **options)
 
 
 @pytest.mark.parametrize("how", READERS)
@@ -159,8 +159,8 @@ def test_a_layer_that_registers_what_it_also_refers_to_is_tied() -> None:
 def test_threads_may_read_what_nobody_trains() -> None:
     model, plain = chain(Head), chain(Head)
     x, y = batch()
-    for each in (model, plain):
-        each[0].requires_grad_(False)
+    for network in (model, plain):
+        network[0].requires_grad_(False)
     pipeline(model).step(x, y)
     one_process_step(plain, functional.mse_loss, x, y, 4)
     assert_same_bits(gradients(model), gradients(plain))

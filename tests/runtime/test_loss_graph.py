@@ -113,7 +113,7 @@ def test_a_stage_that_detaches_on_the_way_leaves_earlier_ones_without_gradients(
 
 
 def on_processes(rank: int) -> list[str]:
-    said = []
+    errors = []
     for name in ("1f1b", "zb-v"):
         equal_the_loop(name, nn.Linear, Detached, nn.Linear, nn.Linear)
         for build, loss_fn, _ in CASES[:3]:
@@ -121,13 +121,13 @@ def on_processes(rank: int) -> list[str]:
             try:
                 pipe.step(*batch())
             except sl.PipelineError as error:
-                said.append(str(error))
-    return said
+                errors.append(str(error))
+    return errors
 
 
 def test_processes_refuse_it_too(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for said in run_ranks(on_processes, 2):
-        assert len(said) == 6
-        for text, (_, _, why) in zip(said, CASES[:3] * 2, strict=True):
+    for errors in run_ranks(on_processes, 2):
+        assert len(errors) == 6
+        for text, (_, _, why) in zip(errors, CASES[:3] * 2, strict=True):
             assert why in text

@@ -88,8 +88,8 @@ def batch() -> tuple[Tensor, Tensor]:
     return x, torch.randn(8, 4)
 
 
-def pipeline(model: nn.Module, name: str = "1f1b", ranks: int = 2, **given: Any) -> sl.Pipeline:
-    return sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, ranks=ranks, microbatches=4, **given)
+def pipeline(model: nn.Module, name: str = "1f1b", ranks: int = 2, **options: Any) -> sl.Pipeline:
+    return sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, ranks=ranks, microbatches=4, **options)
 
 
 def fails(pipe: sl.Pipeline, model: nn.Module, call: Callable[[], Any]) -> str:
@@ -107,12 +107,12 @@ def every_fault(name: str, ranks: int = 2) -> None:
         pipe = pipeline(model, name, ranks)
         per_stage = 8 // pipe.schedule.stages
         stage = 4 // per_stage
-        said = fails(pipe, model, functools.partial(pipe.step, *batch()))
-        assert f"of stage {stage}, microbatch {AT}: ArithmeticError" in said, said
-        assert ("the loss of microbatch 2 is nan" in said) == (fault == "forward"), said
-        assert "no parameter was changed" in said
-        letter = said.partition(" failed in ")[2][0]
-        assert letter in {"forward": "F", "backward": "BI", "weight": "BIW"}[fault], said
+        message = fails(pipe, model, functools.partial(pipe.step, *batch()))
+        assert f"of stage {stage}, microbatch {AT}: ArithmeticError" in message, message
+        assert ("the loss of microbatch 2 is nan" in message) == (fault == "forward"), message
+        assert "no parameter was changed" in message
+        letter = message.partition(" failed in ")[2][0]
+        assert letter in {"forward": "F", "backward": "BI", "weight": "BIW"}[fault], message
 
 
 @pytest.mark.parametrize("name", TRAINING)
@@ -123,17 +123,17 @@ def test_the_stage_and_microbatch_where_it_began_are_named(name: str) -> None:
 def on_processes(rank: int) -> list[str]:
     for name in ("1f1b", "zb-v", "chimera"):
         every_fault(name)
-    said = []
+    messages = []
     model = layers("backward", 4)
     pipe = pipeline(model, check_finite=False)
     pipe.step(*batch())
     pipe.check_finite = True
-    said.append(fails(pipe, model, lambda: pipe.clip_grad_norm_(1.0)))
+    messages.append(fails(pipe, model, lambda: pipe.clip_grad_norm_(1.0)))
     model = layers("backward", 4)
     pipe = pipeline(model)
     run = pipe.run([batch()] * 3, optimizer=torch.optim.SGD(pipe.parameters(), lr=0.1))
-    said.append(fails(pipe, model, lambda: list(run)))
-    return said
+    messages.append(fails(pipe, model, lambda: list(run)))
+    return messages
 
 
 def test_processes_name_the_same() -> None:
@@ -150,17 +150,17 @@ def test_a_mask_that_crosses_stages_fails_no_step_and_is_not_taken_for_the_origi
     assert pipe.step(*batch()).loss < 10
     pipe.zero_grad()
     model[5].fault = "forward"
-    said = fails(pipe, model, lambda: pipe.step(*batch()))
-    assert f"F of stage 2, microbatch {AT}" in said
+    message = fails(pipe, model, lambda: pipe.step(*batch()))
+    assert f"F of stage 2, microbatch {AT}" in message
 
 
 def test_inputs_that_are_not_finite_are_named() -> None:
     model = layers("", 0)
     x, y = batch()
     x[3, 2] = float("nan")
-    said = fails(pipe := pipeline(model), model, lambda: pipe.step(x, y))
-    assert "F of stage 0, microbatch 1" in said
-    assert "the inputs of microbatch 1 are not finite" in said
+    message = fails(pipe := pipeline(model), model, lambda: pipe.step(x, y))
+    assert "F of stage 0, microbatch 1" in message
+    assert "the inputs of microbatch 1 are not finite" in message
 
 
 def test_a_run_and_clipping_stop_before_any_parameter_changes() -> None:
@@ -177,12 +177,12 @@ def test_a_run_and_clipping_stop_before_any_parameter_changes() -> None:
     pipe = pipeline(model, check_finite=False)
     pipe.step(*batch())
     pipe.check_finite = True
-    grads = [None if each.grad is None else each.grad.clone() for each in pipe.parameters()]
-    said = fails(pipe, model, lambda: pipe.clip_grad_norm_(1.0))
-    assert "0.inner.weight (stage 0)" in said
-    for each, grad in zip(pipe.parameters(), grads, strict=True):
-        assert (each.grad is None) == (grad is None)
-        assert each.grad is None or grad is None or each.grad.equal(grad) or not grad.isfinite().all()
+    grads = [None if parameter.grad is None else parameter.grad.clone() for parameter in pipe.parameters()]
+    message = fails(pipe, model, lambda: pipe.clip_grad_norm_(1.0))
+    assert "0.inner.weight (stage 0)" in message
+    for parameter, grad in zip(pipe.parameters(), grads, strict=True):
+        assert (parameter.grad is None) == (grad is None)
+        assert parameter.grad is None or grad is None or parameter.grad.equal(grad) or not grad.isfinite().all()
 
 
 @pytest.mark.filterwarnings("ignore:steps do not interlock")
@@ -198,7 +198,7 @@ def test_a_run_whose_steps_do_not_interlock_fails_alike_or_leaves_the_step_out()
         else:
             assert "the gradients are not finite though the loss" in fails(pipe, model, run.__next__)
         assert_same_bits(before, dict(model.state_dict()))
-        assert all(each.grad is None for each in model.parameters())
+        assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_gradients_that_were_not_finite_before_the_step_are_not_blamed_on_it() -> None:
@@ -206,15 +206,15 @@ def test_gradients_that_were_not_finite_before_the_step_are_not_blamed_on_it() -
     pipe = pipeline(model)
     pipe.step(*batch())
     model[6].weight.grad.fill_(float("nan"))
-    said = fails(pipe, model, lambda: pipe.step(*batch()))
-    assert "in a gradient that stage 1 had before this step: call zero_grad()" in said
+    message = fails(pipe, model, lambda: pipe.step(*batch()))
+    assert "in a gradient that stage 1 had before this step: call zero_grad()" in message
 
 
 def test_a_loss_scale_and_the_option_let_gradients_pass() -> None:
     cases: list[tuple[dict[str, Any], float]] = [({}, 1024.0), ({"check_finite": False}, 1.0)]
-    for given, scale in cases:
+    for options, scale in cases:
         model = layers("backward", 4)
-        pipe = pipeline(model, **given)
+        pipe = pipeline(model, **options)
         assert pipe.step(*batch(), scale=scale).loss < 10
         assert not pipe.clip_grad_norm_(1.0).isfinite()
     model = layers("backward", 4)
@@ -230,10 +230,10 @@ def test_large_stages_are_looked_at_once_a_step() -> None:
     pipe.step(x, x)
     pipe.zero_grad()
     handle = model[0].weight.register_hook(lambda grad: grad * float("nan"))
-    said = fails(pipe, model, lambda: pipe.step(x, x))
+    message = fails(pipe, model, lambda: pipe.step(x, x))
     handle.remove()
-    assert "of stage 0" in said
-    assert "not finite though the loss" in said
+    assert "of stage 0" in message
+    assert "not finite though the loss" in message
 
 
 def test_on_a_gpu_sums_are_read_only_when_gradients_are_not_finite() -> None:

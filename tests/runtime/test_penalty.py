@@ -26,33 +26,40 @@ def ridge(name: str, parameter: nn.Parameter) -> Tensor | None:
     return 0.1 * parameter.pow(2).sum() if "weight" in name else 0.01 * parameter.abs().sum()
 
 
-def penalised_step(model: nn.Module, x: Tensor, y: Tensor, microbatches: int, **given: Any) -> float:
+def penalised_step(model: nn.Module, x: Tensor, y: Tensor, microbatches: int, **options: Any) -> float:
     """The documented loop: the microbatches' backwards, then that of the penalty."""
-    scale, loss_fn = given.pop("scale", 1.0), given.pop("loss_fn", functional.mse_loss)
-    loss = one_process_step(model, lambda o, t: loss_fn(o, t) * scale, x, y, microbatches, **given) / scale
-    terms = [term for name, each in model.named_parameters() if (term := ridge(name, each)) is not None]
+    scale, loss_fn = options.pop("scale", 1.0), options.pop("loss_fn", functional.mse_loss)
+    loss = one_process_step(model, lambda o, t: loss_fn(o, t) * scale, x, y, microbatches, **options) / scale
+    terms = [term for name, parameter in model.named_parameters() if (term := ridge(name, parameter)) is not None]
     (torch.stack(terms).sum() * scale).backward()
     return float(loss + sum(term.item() for term in terms))
 
 
-def train_with_penalty(name: str, ranks: int = 2, **given: Any) -> None:
+def train_with_penalty(name: str, ranks: int = 2, **options: Any) -> None:
     model, plain = blocks(), blocks()
-    for each in (model, plain):
-        each[3].up.weight.requires_grad_(False)
+    for network in (model, plain):
+        network[3].up.weight.requires_grad_(False)
     chunks: dict[str, Any] = {"chunks": 2} if name in ("interleaved", "looped-bfs") else {}
     pipe = sl.Pipeline(
-        model, loss_fn=functional.mse_loss, schedule=name, ranks=ranks, microbatches=4, penalty=ridge, **chunks, **given
+        model,
+        loss_fn=functional.mse_loss,
+        schedule=name,
+        ranks=ranks,
+        microbatches=4,
+        penalty=ridge,
+        **chunks,
+        **options,
     )
     directions = pipe.schedule.placement.direction if pipe.schedule.placement.directions > 1 else None
-    mine, other = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (pipe, plain))
+    mine, other = (torch.optim.AdamW(network.parameters(), lr=1e-2) for network in (pipe, plain))
     x, y = batch()
     for scale in (1.0, 0.5):
         stats = pipe.step(x, y, scale=scale)
         expected = penalised_step(plain, x, y, 4, directions=directions, scale=scale)
         assert stats.loss == pytest.approx(expected, rel=1e-6)
         assert stats.loss == sum(stats.losses) + stats.penalty
-        found = dict(pipe.named_gradients())
-        assert_same_bits(found, {each: grad for each, grad in gradients(plain).items() if each in found})
+        grads = dict(pipe.named_gradients())
+        assert_same_bits(grads, {key: grad for key, grad in gradients(plain).items() if key in grads})
         mine.step()
         mine.zero_grad()
         other.step()
@@ -74,9 +81,9 @@ def test_a_penalty_accumulates_with_every_step_and_counts_tied_weights_once() ->
         expected = penalised_step(plain, tokens, tokens, 3, loss_fn=token_loss)
         assert stats.loss == pytest.approx(expected, rel=1e-6)
     # A tied weight's uses are added up stage by stage: equal but for rounding.
-    for each, grad in gradients(plain).items():
+    for name, grad in gradients(plain).items():
         assert grad is not None
-        torch.testing.assert_close(dict(pipe.named_gradients())[each], grad)
+        torch.testing.assert_close(dict(pipe.named_gradients())[name], grad)
     assert stats.penalty > 0
 
 
@@ -108,21 +115,23 @@ def test_a_penalty_that_cannot_be_right_is_refused() -> None:
     model = blocks()
     x, y = batch()
 
-    def refused(penalty: Any, said: str) -> None:
-        with pytest.raises(sl.StagelineError, match=said):
+    def refused(penalty: Any, message: str) -> None:
+        with pytest.raises(sl.StagelineError, match=message):
             sl.Pipeline(
                 model, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=4, penalty=penalty
             ).step(x, y)
 
     refused(0.1, "penalty is a function of a parameter's name and the parameter, got 0.1")
     refused(
-        lambda name, each: each * 2,
+        lambda name, parameter: parameter * 2,
         r"a tensor with one element.* for 0.norm.weight it returned a tensor of shape \(8,\)",
     )
-    refused(lambda name, each: each.detach().sum(), "without a graph for 0.norm.weight, which is trained")
-    refused(lambda name, each: (each.sum() - model[0].up.weight.sum()) ** 2, "on another parameter, 0.up.weight")
+    refused(lambda name, parameter: parameter.detach().sum(), "without a graph for 0.norm.weight, which is trained")
     refused(
-        lambda name, each: each.sum() * float("nan") if name == "5.up.bias" else None,
+        lambda name, parameter: (parameter.sum() - model[0].up.weight.sum()) ** 2, "on another parameter, 0.up.weight"
+    )
+    refused(
+        lambda name, parameter: parameter.sum() * float("nan") if name == "5.up.bias" else None,
         "penalty of 5.up.bias is not finite",
     )
 
@@ -138,17 +147,17 @@ class WithModel(nn.Module):
         self.model = model
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        squares = [each.pow(2).sum() for each in self.model.parameters()]
+        squares = [parameter.pow(2).sum() for parameter in self.model.parameters()]
         return functional.mse_loss(output, target) + torch.stack(squares).sum()
 
 
 def with_list(parameters: list[Tensor], output: Tensor, target: Tensor) -> Tensor:
-    return functional.mse_loss(output, target) + sum(each.pow(2).sum() for each in parameters)
+    return functional.mse_loss(output, target) + sum(parameter.pow(2).sum() for parameter in parameters)
 
 
 def from_data(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    known = [each.data for each in model.parameters()]
-    return lambda output, target: functional.mse_loss(output, target) + sum(each.sum() for each in known)
+    known = [parameter.data for parameter in model.parameters()]
+    return lambda output, target: functional.mse_loss(output, target) + sum(values.sum() for values in known)
 
 
 def all_at_once(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
@@ -245,11 +254,11 @@ def test_a_penalty_that_reads_another_parameter_is_refused(detached: bool) -> No
 def test_a_loss_may_read_the_form_of_any_parameter_and_the_values_of_the_last_stages(name: str) -> None:
     model, plain = blocks(), blocks()
 
-    def loss_of(each: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss_of(network: Any) -> Callable[[Tensor, Tensor], Tensor]:
         def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-            first = next(each.parameters())
+            first = next(network.parameters())
             loss = functional.mse_loss(output.to(first.device).to(first), target.type_as(first))
-            return torch.as_tensor(loss + torch.zeros_like(first).sum() + 0.1 * each[-1].down.weight.pow(2).sum())
+            return torch.as_tensor(loss + torch.zeros_like(first).sum() + 0.1 * network[-1].down.weight.pow(2).sum())
 
         return loss_fn
 
@@ -307,32 +316,32 @@ def on_processes(rank: int) -> list[str]:
     for name in ("1f1b", "zb-v", "dualpipe"):
         train_with_penalty(name)
     train_with_penalty("interleaved", recompute="stage")
-    said = []
+    errors = []
     readers: list[Callable[[Any], Any]] = [READERS["a sum"], READERS["detached"], lambda m: Temperature()]
     for reader in readers:
         model = blocks()
         pipe = sl.Pipeline(model, loss_fn=reader(model), schedule="1f1b", ranks=2, microbatches=4)
         with pytest.raises(sl.PipelineError) as caught:
             pipe.step(*batch())
-        said.append(str(caught.value))
+        errors.append(str(caught.value))
     built = sl.Pipeline(blocks, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=4)
     whole = built.model
 
     def absent(output: Tensor, target: Tensor) -> Tensor:
-        return functional.mse_loss(output, target) + sum(each.pow(2).sum() for each in whole.parameters())
+        return functional.mse_loss(output, target) + sum(parameter.pow(2).sum() for parameter in whole.parameters())
 
     built = sl.Pipeline(whole, loss_fn=absent, schedule="1f1b", ranks=2, microbatches=4)
     with pytest.raises(sl.PipelineError) as caught:
         built.step(*batch())
-    return [*said, str(caught.value)]
+    return [*errors, str(caught.value)]
 
 
 def test_penalties_and_refusals_are_the_same_on_processes() -> None:
-    for said in run_ranks(on_processes, 2, timeout=200):
-        for text in (said[0], said[1], said[3]):
+    for errors in run_ranks(on_processes, 2, timeout=200):
+        for text in (errors[0], errors[1], errors[3]):
             assert "loss_fn reads" in text
             assert "0.up.weight" in text or "0.norm.weight" in text
-        assert "loss_fn trains 1 parameters that are not in the model: temperature" in said[2]
+        assert "loss_fn trains 1 parameters that are not in the model: temperature" in errors[2]
 
 
 def with_replicas(rank: int) -> float:

@@ -40,9 +40,9 @@ def data(replica: int, samples: int = 9) -> tuple[Tensor, Tensor]:
     return torch.randn(shape, generator=generator), torch.randn((samples, *y.shape[1:]), generator=generator)
 
 
-def pipeline(made: nn.Module, schedule: str = "1f1b", **options: Any) -> sl.Pipeline:
-    given = {"ranks": RANKS, "replicas": REPLICAS, "microbatches": MICROBATCHES, **options}
-    return sl.Pipeline(made, loss_fn=functional.mse_loss, schedule=schedule, **given)
+def pipeline(model: nn.Module, schedule: str = "1f1b", **options: Any) -> sl.Pipeline:
+    arguments = {"ranks": RANKS, "replicas": REPLICAS, "microbatches": MICROBATCHES, **options}
+    return sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=schedule, **arguments)
 
 
 def alone(
@@ -53,7 +53,7 @@ def alone(
 ) -> tuple[Gradients, list[float], list[Gradients]]:
     """A plain loop over each replica's samples, weighed by those of all: gradients added over replicas, the losses, and
     each replica's gradients. `before` is what each replica's gradients hold already."""
-    total, losses, each = sum(samples), [], []
+    total, losses, by_replica = sum(samples), [], []
     for replica, count in enumerate(samples):
         for name, parameter in plain.named_parameters():
             held = None if before is None else before[replica][name]
@@ -65,27 +65,27 @@ def alone(
 
         ways = schedule.placement.direction.tolist() if schedule.placement.directions > 1 else None
         losses.append(one_process_step(plain, loss_fn, x, y, MICROBATCHES, loss_reduction="sum", directions=ways))
-        each.append(gradients(plain))
-    return added(each), losses, each
+        by_replica.append(gradients(plain))
+    return added(by_replica), losses, by_replica
 
 
-def added(each: list[Gradients]) -> Gradients:
+def added(by_replica: list[Gradients]) -> Gradients:
     """Gradients of replicas, added in their order; one that is not there counts as zeros."""
-    found: Gradients = {}
-    for name in each[0]:
-        there = [grad for grad in (one[name] for one in each) if grad is not None]
-        found[name] = sum(there[1:], start=there[0]) if there else None
-    return found
+    sums: Gradients = {}
+    for name in by_replica[0]:
+        there = [grad for grad in (one[name] for one in by_replica) if grad is not None]
+        sums[name] = sum(there[1:], start=there[0]) if there else None
+    return sums
 
 
 def mine(pipe: sl.Pipeline, expected: Gradients) -> tuple[Gradients, Gradients]:
-    found = dict(pipe.named_gradients())
-    return found, {name: expected[name] for name in found}
+    grads = dict(pipe.named_gradients())
+    return grads, {name: expected[name] for name in grads}
 
 
 def families(rank: int) -> dict[str, Any]:
     """Every family twice, with samples that differ between replicas: the bits, and whether both runs have the same."""
-    told = {}
+    results = {}
     for name, options in FAMILIES.items():
         samples, losses, kept = [9, 6], [], []
         for _ in range(2):
@@ -100,15 +100,15 @@ def families(rank: int) -> dict[str, Any]:
             assert stats.samples == 15
             assert stats.microbatches == len(stats.losses) == 4
         assert_same_bits(dict(kept[0]), dict(kept[1]))
-        told[name] = (losses, sorted(kept[0]))
-    return told
+        results[name] = (losses, sorted(kept[0]))
+    return results
 
 
 def test_gradients_are_those_of_one_loop_over_the_samples_of_all_replicas() -> None:
-    found = run_ranks(families, 4)
+    results = run_ranks(families, 4)
     for name in FAMILIES:
-        assert len({str(each[name][0]) for each in found}) == 1
-        held = [set(each[name][1]) for each in found]
+        assert len({str(result[name][0]) for result in results}) == 1
+        held = [set(result[name][1]) for result in results]
         assert held[0] == held[2]
         assert held[1] == held[3]
         assert held[0] | held[1] == {key for key, _ in model().named_parameters()}
@@ -120,18 +120,18 @@ def accumulates(rank: int) -> None:
     pipe = pipeline(copy.deepcopy(plain), "zb-v", bucket_mb=0.001)
     both, samples = data(pipe.replica), [9, 9]
     pipe.step(*both, sync=False)
-    expected, _, each = alone(plain, samples, pipe.schedule)
-    assert_same_bits(*mine(pipe, each[pipe.replica]), "gradients of this replica")
+    expected, _, by_replica = alone(plain, samples, pipe.schedule)
+    assert_same_bits(*mine(pipe, by_replica[pipe.replica]), "gradients of this replica")
     with pytest.raises(sl.StagelineError, match="accumulated with sync=False"):
         pipe.clip_grad_norm_(1.0)
     pipe.step(*both)
-    expected, _, _ = alone(plain, samples, pipe.schedule, before=each)
+    expected, _, _ = alone(plain, samples, pipe.schedule, before=by_replica)
     assert_same_bits(*mine(pipe, expected), "gradients of two steps")
     nothing: Gradients = dict.fromkeys(expected)
     pipe.step(*both, sync=False)
-    _, _, each = alone(plain, samples, pipe.schedule, before=[expected, nothing])
+    _, _, by_replica = alone(plain, samples, pipe.schedule, before=[expected, nothing])
     pipe.step(*both)
-    expected, _, _ = alone(plain, samples, pipe.schedule, before=each)
+    expected, _, _ = alone(plain, samples, pipe.schedule, before=by_replica)
     assert_same_bits(*mine(pipe, expected), "gradients that were added up before, and of two steps")
     for name, parameter in plain.named_parameters():
         parameter.grad = expected[name]
@@ -157,9 +157,9 @@ def precisions(rank: int) -> None:
     for dtype, reduce_dtype in ((torch.bfloat16, None), (torch.float32, torch.bfloat16)):
         plain = model(2).to(dtype)
         pipe = pipeline(copy.deepcopy(plain), reduce_dtype=reduce_dtype)
-        for made in (plain, pipe.model):
-            made[0].up.requires_grad_(False)  # type: ignore[index]
-        each = []
+        for network in (plain, pipe.model):
+            network[0].up.requires_grad_(False)  # type: ignore[index]
+        by_replica = []
         for replica in range(2):
             plain.zero_grad()
             x, y = (part.to(dtype) for part in data(replica))
@@ -168,11 +168,11 @@ def precisions(rank: int) -> None:
                 return functional.mse_loss(output, target) * (len(output) / 18)
 
             one_process_step(plain, loss_fn, x, y, MICROBATCHES, loss_reduction="sum")
-            each.append(gradients(plain))
+            by_replica.append(gradients(plain))
         pipe.step(*(part.to(dtype) for part in data(pipe.replica)))
         added_in = reduce_dtype or torch.float32
         for name, grad in pipe.named_gradients():
-            first, second = each[0][name], each[1][name]
+            first, second = by_replica[0][name], by_replica[1][name]
             if "0.up" in name:
                 assert grad is first is second is None
             else:
@@ -188,15 +188,15 @@ def unused(rank: int) -> None:
     pipe = pipeline(copy.deepcopy(plain), "1f1b")
     x, y = data(0)
     pipe.step(x + (1e3 if pipe.replica else 0.0), y)
-    found = dict(pipe.named_gradients())
+    grads = dict(pipe.named_gradients())
     if 0 in pipe._owned:
-        assert found["0.sometimes.weight"] is not None
-        assert found["0.sometimes.weight"].abs().sum() > 0
-        assert found["0.never.weight"] is None
-        seen = found["0.sometimes.weight"].tolist()
+        assert grads["0.sometimes.weight"] is not None
+        assert grads["0.sometimes.weight"].abs().sum() > 0
+        assert grads["0.never.weight"] is None
+        seen = grads["0.sometimes.weight"].tolist()
         assert pipe._replicas is not None
-        told = [pipe._replicas.group.tell(str(seen), replica) for replica in range(2)]
-        assert told[0] == told[1]
+        texts = [pipe._replicas.group.tell(str(seen), replica) for replica in range(2)]
+        assert texts[0] == texts[1]
 
 
 def buffers(rank: int) -> None:
@@ -219,11 +219,11 @@ def ties(rank: int) -> tuple[Tensor, float]:
         copy.deepcopy(plain), loss_fn=token_loss, schedule="zb-h1", ranks=2, replicas=2, microbatches=3,
         loss_reduction="sum",
     )  # fmt: skip
-    tokens = [torch.randint(0, 11, (6, 5), generator=torch.Generator().manual_seed(each)) for each in range(2)]
+    tokens = [torch.randint(0, 11, (6, 5), generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     stats = pipe.step(tokens[pipe.replica], tokens[pipe.replica])
     total = 0.0
-    for each in tokens:
-        total += one_process_step(plain, token_loss, each, each, 3, loss_reduction="sum")
+    for batch_tokens in tokens:
+        total += one_process_step(plain, token_loss, batch_tokens, batch_tokens, 3, loss_reduction="sum")
     assert stats.loss == pytest.approx(total, rel=1e-6)
     for name, grad in pipe.named_gradients():
         assert grad is not None
@@ -233,11 +233,11 @@ def ties(rank: int) -> tuple[Tensor, float]:
 
 def dropout(rank: int) -> list[tuple[int, tuple[float, ...]]]:
     """Twice the same; the replicas are given the same samples."""
-    told = []
+    results = []
     for _ in range(2):
         pipe = pipeline(noisy(), "1f1b", seed=7, loss_reduction="sum")
-        told.append((pipe.replica, pipe.step(*batch()).losses))
-    return told
+        results.append((pipe.replica, pipe.step(*batch()).losses))
+    return results
 
 
 def meshes(rank: int) -> tuple[int, list[list[int]]]:
@@ -275,14 +275,14 @@ def evaluates(rank: int) -> float:
     plain = model(4)
     pipe = sl.Pipeline(copy.deepcopy(plain), loss_fn=loss_fn, ranks=2, replicas=2, microbatches=MICROBATCHES)
     x, y = data(pipe.replica, 9 - 3 * pipe.replica)
-    found = pipe.evaluate(x, y, outputs=True)
+    evaluation = pipe.evaluate(x, y, outputs=True)
     stats = pipe.step(x, y)
     assert stats.metrics["half"] == pytest.approx(stats.loss / 2, rel=1e-6)
     x, y = (torch.cat(parts) for parts in zip(data(0, 9), data(1, 6), strict=True))
-    assert found.loss == pytest.approx(functional.mse_loss(plain(x), y).item(), rel=1e-6)
-    assert stats.loss == found.loss
-    assert (found.outputs is None) == (rank % 2 == 0)
-    assert found.outputs is None or len(found.outputs) == 9 - 3 * pipe.replica
+    assert evaluation.loss == pytest.approx(functional.mse_loss(plain(x), y).item(), rel=1e-6)
+    assert stats.loss == evaluation.loss
+    assert (evaluation.outputs is None) == (rank % 2 == 0)
+    assert evaluation.outputs is None or len(evaluation.outputs) == 9 - 3 * pipe.replica
     assert pipe.predict(x[: 4 + pipe.replica]) is None or rank % 2
     return stats.loss
 
@@ -302,46 +302,46 @@ def overlap(rank: int) -> tuple[int, list[int]]:
     column.add = watched
     before = world._control.done
     pipe.step(*data(pipe.replica))
-    return world._control.done - before, [each - before for each in begun]
+    return world._control.done - before, [actions - before for actions in begun]
 
 
 def several(rank: int) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for check in (accumulates, precisions, unused, buffers, ties, dropout, meshes, evaluates, overlap):
-        told[check.__name__] = check(rank)
-    return told
+        results[check.__name__] = check(rank)
+    return results
 
 
 def test_replicas_train_as_one() -> None:
-    found = run_ranks(several, 4)
-    tied, norms = zip(*(each["ties"] for each in found), strict=True)
+    results = run_ranks(several, 4)
+    tied, norms = zip(*(result["ties"] for result in results), strict=True)
     assert all(torch.equal(weight, tied[0]) for weight in tied)
     assert len(set(norms)) == 1
-    for told in (each["dropout"] for each in found):
-        assert told[0] == told[1]
-    first, second = found[0]["dropout"][0][1], found[2]["dropout"][0][1]
+    for losses in (result["dropout"] for result in results):
+        assert losses[0] == losses[1]
+    first, second = results[0]["dropout"][0][1], results[2]["dropout"][0][1]
     assert first != second
     alike = sl.Pipeline(noisy(), loss_fn=functional.mse_loss, ranks=2, microbatches=4, seed=7, loss_reduction="sum")
     assert first == alike.step(*batch()).losses
-    assert [each["meshes"] for each in found] == [(0, [[0, 1], [2, 3]])] * 2 + [(1, [[0, 1], [2, 3]])] * 2
-    assert len({each["evaluates"] for each in found}) == 1
+    assert [result["meshes"] for result in results] == [(0, [[0, 1], [2, 3]])] * 2 + [(1, [[0, 1], [2, 3]])] * 2
+    assert len({result["evaluates"] for result in results}) == 1
     for rank in range(4):
-        actions, begun = found[rank]["overlap"]
-        assert begun == found[(rank + 2) % 4]["overlap"][1]  # in one order
+        actions, begun = results[rank]["overlap"]
+        assert begun == results[(rank + 2) % 4]["overlap"][1]  # in one order
         assert len(begun) > 4
         assert begun[0] < actions
 
 
 def mistakes(rank: int) -> list[str]:
     """What goes wrong in one replica is said in all of them, and the next step is right."""
-    said = []
+    errors = []
 
     def attempt(call: Any) -> None:
         try:
             call()
-            said.append("nothing")
+            errors.append("nothing")
         except sl.StagelineError as error:
-            said.append(str(error))
+            errors.append(str(error))
 
     attempt(lambda: pipeline(model(), replicas=None))
     attempt(lambda: pipeline(model(), replicas=3))
@@ -354,15 +354,15 @@ def mistakes(rank: int) -> list[str]:
     attempt(lambda: pipeline(model(), bucket_mb=25 + rank // 3))
 
     def odd_weights() -> None:
-        made = model()
+        network = model()
         if rank == 3:
             with torch.no_grad():
-                made[6].up.bias += 1  # type: ignore[union-attr, operator]
-        pipeline(made)
+                network[6].up.bias += 1  # type: ignore[union-attr, operator]
+        pipeline(network)
 
     attempt(odd_weights)
     plain = model()
-    layers = [FaultyStage(each) for each in copy.deepcopy(plain)]
+    layers = [FaultyStage(layer) for layer in copy.deepcopy(plain)]
     pipe = pipeline(nn.Sequential(*layers), "zb-v")
     x, y = data(pipe.replica)
     expected, _, _ = alone(plain, [9, 9], pipe.schedule)
@@ -385,9 +385,9 @@ def mistakes(rank: int) -> list[str]:
     attempt(lambda: pipe.step(x, y))
     pipe.zero_grad()
     pipe.step(x, y)
-    found = {name.replace(".inner", ""): grad for name, grad in pipe.named_gradients()}
-    assert_same_bits(found, {name: expected[name] for name in found}, "gradients after all that")
-    return said
+    grads = {name.replace(".inner", ""): grad for name, grad in pipe.named_gradients()}
+    assert_same_bits(grads, {name: expected[name] for name in grads}, "gradients after all that")
+    return errors
 
 
 def _planted(value: Tensor) -> Tensor:
@@ -395,7 +395,7 @@ def _planted(value: Tensor) -> Tensor:
 
 
 def test_a_mistake_in_one_replica_is_said_in_all_and_the_next_step_is_right() -> None:
-    found = run_ranks(mistakes, 4)
+    results = run_ranks(mistakes, 4)
     kept = "no parameter was changed, and gradients may hold part of this step"
     wanted = [
         r"the schedule has 2 ranks and 4 processes were started; start 2, or give ranks=4, or replicas=2 \(2 × 2 = 4\)",
@@ -415,11 +415,11 @@ def test_a_mistake_in_one_replica_is_said_in_all_and_the_next_step_is_right() ->
         rf"rank 3 \(replica 1\) failed in [BI] of stage 1, microbatch 3: ArithmeticError: planted; {kept}",
         r"rank 3 \(replica 1\) failed in F of stage 1, microbatch 1: ArithmeticError: the loss of microbatch 1 is nan",
     ]
-    for rank, said in enumerate(found):
-        assert len(said) == len(wanted)
-        for each, pattern in zip(said, wanted, strict=True):
+    for rank, errors in enumerate(results):
+        assert len(errors) == len(wanted)
+        for message, pattern in zip(errors, wanted, strict=True):
             own = pattern.split("StagelineError: ")[-1]  # the rank that made it hears it in its own words
-            assert re.search(own if rank == 3 else pattern, each), (rank, pattern, each)
+            assert re.search(own if rank == 3 else pattern, message), (rank, pattern, message)
 
 
 def test_one_process_has_no_replicas() -> None:
@@ -456,8 +456,8 @@ def on_gpu(rank: int) -> list[float]:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_replicas_on_one_gpu_add_up_through_the_host() -> None:
-    found = run_ranks(on_gpu, 4)
-    assert len({str(each) for each in found}) == 1
+    results = run_ranks(on_gpu, 4)
+    assert len({str(result) for result in results}) == 1
 
 
 # A rank that is lost.
@@ -487,6 +487,6 @@ def test_a_killed_rank_of_one_replica_is_named_by_all_others(started: list[Child
     assert started[2].wait(200) == -signal.SIGKILL
     for rank in (0, 1, 3):
         assert started[rank].wait(200) == 0, (tmp_path / f"log-{rank}").read_text()
-        said = (tmp_path / f"said-{rank}").read_text()
-        assert said.startswith("rank 2 (replica 1) died (its process ended without a word)"), said
-        assert "this job cannot go on: start it again" in said
+        text = (tmp_path / f"said-{rank}").read_text()
+        assert text.startswith("rank 2 (replica 1) died (its process ended without a word)"), text
+        assert "this job cannot go on: start it again" in text
