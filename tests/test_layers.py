@@ -1,16 +1,21 @@
-"""The layers of the package: a lower one never imports a higher one, and every module imports by itself."""
+"""The rooms of the code and of its tests: their layers, their sizes, and that every module imports by itself."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import stageline
 
 ROOT = Path(stageline.__file__).parent
+TESTS = Path(__file__).parent
 
 LAYERS = (
     "common", "schedules", "timeline", "synthesis", "tensors", "autograd", "model", "planning", "transport", "faults",
@@ -55,6 +60,27 @@ def test_no_layer_imports_a_higher_one() -> None:
 def test_every_package_has_a_layer() -> None:
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert packages == set(LAYERS)
+
+
+def test_no_level_has_more_than_25_files() -> None:
+    levels = Counter(path.parent.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
+    assert not {level: files for level, files in levels.items() if files > (29 if level == "runtime" else 25)}
+
+
+def test_tests_stand_in_the_rooms_of_the_code() -> None:
+    rooms = {path.relative_to(TESTS).parts[0] for path in TESTS.glob("*/test_*.py")}
+    assert rooms <= set(LAYERS)
+    assert not list(TESTS.glob("support/**/test_*.py"))
+
+
+def test_no_test_imports_another_test() -> None:
+    """What tests share stands in tests/support."""
+    imports = re.compile(r"^\s*(?:from|import)\s+[\w.]*\btest_\w+", re.MULTILINE)
+    assert not [path.name for path in TESTS.rglob("*.py") if imports.search(path.read_text(encoding="utf-8"))]
+
+
+def test_every_test_has_a_timeout(pytestconfig: pytest.Config) -> None:
+    assert 0 < float(pytestconfig.getini("timeout")) <= 600
 
 
 ALONE = """

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import stageline as sl
 from stageline.runtime.step import Batch
 from stageline.testing import assert_same_bits, one_process_step
 from support.gradients import gradients
-from support.pipelines import Block, batch, noisy
+from support.pipelines import Average, Block, batch, noisy
 
 
 class Counting(Block):
@@ -248,3 +248,105 @@ def test_a_backward_that_comes_later_is_refused_in_true_words(recompute: Any, wh
     message = f"{what} runs a backward inside (of )?its forward .* and did not the first time"
     with pytest.raises(sl.StagelineError, match=message):
         pipe.step(torch.randn(8, 8), torch.randn(8, 8))
+
+
+BOTH = pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+
+
+def test_recomputed_stages_of_complex_numbers() -> None:
+    """Only floats were told to want a gradient, so the stages before got none."""
+    layers = [nn.Linear(4, 4, dtype=torch.cfloat) for _ in range(2)]
+    x = torch.randn(8, 4, dtype=torch.cfloat)
+    pipe = sl.Pipeline(layers, loss_fn=lambda o, t: (o - t).abs().mean(), microbatches=2, recompute="stage")
+    pipe.step(x, x)
+    assert all(grad is not None for _, grad in pipe.named_gradients())
+
+
+@BOTH
+@pytest.mark.parametrize("recompute", ["stage", "*"])
+def test_buffers_of_a_recomputed_module_are_those_of_its_first_run(schedule: str, recompute: str) -> None:
+    """The second run saw, and changed, what later microbatches had made of them."""
+    torch.manual_seed(1)
+    model: Any = nn.Sequential(Average(), Average())
+    plain: Any = copy.deepcopy(model)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    pipe = sl.Pipeline(
+        model, loss_fn=functional.mse_loss, schedule=schedule, ranks=2, microbatches=4, recompute=recompute
+    )
+    for _ in range(2):
+        assert pipe.step(x, y).loss == one_process_step(plain, functional.mse_loss, x, y, 4)
+    assert_same_bits(gradients(model), gradients(plain))
+    assert_same_bits(dict(model.named_buffers()), dict(plain.named_buffers()))
+
+
+class Spoils(nn.Module):
+    """Changes what a module inside of it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(4, 4), nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x) * 1
+        found = self.inner(hidden + 1) + self.inner(hidden)
+        hidden.mul_(2)
+        return torch.as_tensor(found + hidden)
+
+
+def test_an_input_that_changes_before_a_module_runs_again_is_refused() -> None:
+    """It was computed once more from the changed input."""
+    pipe = sl.Pipeline([Spoils(), nn.Linear(4, 4)], loss_fn=functional.mse_loss, microbatches=2, recompute="*.inner")
+    with pytest.raises(sl.PipelineError, match=r"an input of module 0.inner was changed in place"):
+        pipe.step(torch.randn(4, 4), torch.randn(4, 4))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def inside(self, x: Tensor) -> Tensor:
+        return x + functional.dropout(self.linear(x), 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(checkpoint(self.inside, x, use_reentrant=False))
+
+
+@BOTH
+def test_dropout_inside_torchs_checkpointing_on_threads(schedule: str) -> None:
+    """Its recomputation set the generator that all threads share, while others drew from it."""
+    x = torch.randn(16, 16, 64)
+    found = []
+    for ranks in (1, 4, 4, 4):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Checkpointed() for _ in range(8)))
+        pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=schedule, ranks=ranks, microbatches=8, seed=1)
+        pipe.step(x, 0 * x)
+        found.append(gradients(model))
+    for each in found[1:]:
+        assert_same_bits(each, found[0])
+
+
+def test_what_one_pipeline_recomputes_is_not_the_business_of_another() -> None:
+    """Its choice stayed with the model."""
+    runs: list[int] = []
+    model = nn.Sequential(Block(), Block())
+    model[0].register_forward_pre_hook(lambda *_: runs.append(1))
+    sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=2, microbatches=4, recompute="*").step(*batch())
+    assert len(runs) == 8
+    runs.clear()
+    sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=2, microbatches=4).step(*batch())
+    assert len(runs) == 4
+
+
+def test_a_compiled_module_is_not_chosen_and_one_around_it_may_be() -> None:
+    """The compiler traced the hooks, and then did not find them as it had seen them."""
+    model: Any = nn.Sequential(Block(), Block())
+    model[0].compile(backend="eager")
+    with pytest.raises(sl.StagelineError, match=r"module 0 is compiled by module.compile\(\)"):
+        sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=2, microbatches=4, recompute="*")
+    outer: Any = nn.Sequential(nn.Sequential(model[0]), nn.Sequential(Block()))
+    plain = copy.deepcopy(outer)
+    sl.Pipeline(outer, loss_fn=functional.mse_loss, ranks=2, microbatches=4, recompute=["0", "1"]).step(*batch())
+    one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
+    assert_same_bits(gradients(outer), gradients(plain))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 import stageline as sl
@@ -22,7 +24,8 @@ from stageline.common.errors import FlightError
 from stageline.faults.diagnosis import diagnose
 from stageline.faults.flight_recorder import Flight, find_flights, flight_folder, merge, read_flight
 from stageline.faults.monitor import EVERYONE, Standing, Verdict
-from stageline.testing import SleepStage
+from stageline.testing import FaultyTransport, SleepStage, run_ranks
+from support.pipelines import linear_pipeline
 
 Capture = pytest.CaptureFixture[str]
 
@@ -311,3 +314,66 @@ def test_doctor_leaves_torch_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.endswith("0 False\n"), done.stderr
+
+
+def wrong_loss(output: Tensor, target: Tensor) -> Any:
+    return output.no_such_method(target)  # type: ignore[attr-defined]
+
+
+def test_a_mistake_in_the_users_code_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traceback says it all; a loss that is not finite, and a run, are the same."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("STAGELINE_FLIGHT_DIR", raising=False)
+    x, y = torch.ones(4, 4), torch.ones(4, 4)
+    nan: Any = lambda output, target: output.sum() * float("nan")  # noqa: E731
+    for loss_fn in (wrong_loss, nan):
+        for ranks in (1, 2):
+            pipe = linear_pipeline(loss_fn=loss_fn, ranks=ranks)
+            with pytest.raises(sl.PipelineError, match=r"no_such_method|nan") as failed:
+                pipe.step(x, y)
+            assert not any("stageline doctor" in note for note in getattr(failed.value, "__notes__", []))
+            with pytest.raises(sl.PipelineError):
+                list(pipe.run([(x, y)], optimizer=torch.optim.SGD(pipe.parameters(), lr=0.1)))
+    with pytest.raises(sl.PipelineError):
+        linear_pipeline(loss_fn=lambda output: output).step(x, y)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("STAGELINE_FLIGHT_DIR", "chosen")
+    with pytest.raises(sl.PipelineError) as failed:
+        linear_pipeline(loss_fn=wrong_loss).step(x, y)
+    assert any("stageline doctor chosen" in note for note in failed.value.__notes__)
+
+
+def test_a_lost_message_leaves_a_flight_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No traceback explains that."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("STAGELINE_FLIGHT_DIR", raising=False)
+    pipe = linear_pipeline(deadline=0.5)
+    honest = pipe._world.transport
+    pipe._world.transport = lambda rank: FaultyTransport(honest(rank), drop=lambda header: True)  # type: ignore[method-assign]
+    with pytest.raises(sl.PipelineError) as failed:
+        pipe.step(torch.ones(4, 4), torch.ones(4, 4))
+    assert any("stageline doctor stageline-flight" in note for note in failed.value.__notes__)
+    assert len(list((tmp_path / "stageline-flight").iterdir())) == 2
+
+
+def mistaken(rank: int, folder: str) -> tuple[str, str, list[str]]:
+    os.chdir(folder)
+    os.environ.pop("STAGELINE_FLIGHT_DIR", None)
+    torch.manual_seed(0)
+    pipe = linear_pipeline(loss_fn=wrong_loss)
+    shown = repr(pipe)
+    try:
+        pipe.step(torch.ones(4, 4), torch.ones(4, 4))
+    except sl.PipelineError as error:
+        return shown, str(error), list(getattr(error, "__notes__", []))
+    return shown, "", []
+
+
+def test_a_mistake_on_processes_leaves_no_files_and_the_traceback_is_told(tmp_path: Path) -> None:
+    answers = run_ranks(mistaken, 2, str(tmp_path))
+    for rank, (shown, said, notes) in enumerate(answers):
+        assert f"ranks are processes, this one is rank {rank} with stage {rank} on cpu>" in shown
+        assert "no_such_method" in said
+        assert not any("stageline doctor" in note for note in notes)
+    assert any("wrong_loss" in note for note in answers[0][2])
+    assert not list(tmp_path.iterdir())

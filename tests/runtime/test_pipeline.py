@@ -23,6 +23,7 @@ from support.pipelines import (
     Block,
     batch,
     blocks,
+    linear_pipeline,
     noisy,
     sizes,
     tied_model,
@@ -664,3 +665,14 @@ def test_a_layer_that_begins_to_draw_later_is_told_of_and_found() -> None:
     before = torch.get_rng_state()
     pipe.step(x, y)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_pipeline_says_what_it_is() -> None:
+    assert repr(linear_pipeline(schedule="zb-v")) == (
+        "<Pipeline of Sequential: 4 stages on 2 ranks, schedule zb-v, 2 microbatches; ranks are threads of this "
+        "process on cpu>"
+    )
+    assert repr(linear_pipeline(schedule="gpipe", ranks=1, microbatches=1)) == (
+        "<Pipeline of Sequential: 1 stage on 1 rank, schedule gpipe, 1 microbatch; in this process on cpu>"
+    )
+    assert "not made" in repr(sl.Pipeline.__new__(sl.Pipeline))

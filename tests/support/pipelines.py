@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -141,3 +142,39 @@ class Noisy(Block):
 def noisy() -> Any:
     torch.manual_seed(6)
     return nn.Sequential(*(Noisy() for _ in range(8)))
+
+
+class Average(nn.Module):
+    """Keeps a running mean in a buffer that it assigns anew, and one that it changes and uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.count: Tensor
+        self.scale: Tensor
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        self.scale.add_(1.0)
+        return torch.as_tensor(self.linear(x) * self.scale.clone())
+
+
+def linear_pipeline(**options: Any) -> sl.Pipeline:
+    """Four linear layers on two ranks, unless the options say otherwise."""
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    return sl.Pipeline(layers, **{"loss_fn": functional.mse_loss, "ranks": 2, "microbatches": 2, **options})
+
+
+def assert_steps_equal_loop(build: Any, x: Tensor, y: Tensor, microbatches: int = 2, **options: Any) -> sl.StepStats:
+    """Run two steps of a pipeline and of the plain loop, and compare every bit."""
+    torch.manual_seed(1)
+    model = build()
+    plain = copy.deepcopy(nn.Sequential(*model))
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, microbatches=microbatches, **options)
+    for _ in range(2):
+        stats = pipe.step(x, y)
+        assert stats.loss == one_process_step(plain, functional.mse_loss, x, y, microbatches)
+    assert_same_bits(gradients(nn.Sequential(*model)), gradients(plain))
+    return stats

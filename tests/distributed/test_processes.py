@@ -181,9 +181,9 @@ def test_models_losses_and_weights_that_differ_between_ranks_are_named_with_both
         for part in (
             "differ in the types of the parameters and buffers: rank 1 has '0.norm.weight torch.float64' and rank 0",
             "differ in the modules of the model: rank 1 has '1: torch.nn.modules.dropout.Dropout(p=0.2",
-            "differ in the modules of the model: rank 1 has '1: tests.runtime.test_processes.Odd' and rank 0 has '1: ",
-            "differ in loss_fn: rank 1 has 'tests.runtime.test_processes.doubled_loss, code",
-            "differ in loss_fn: rank 1 has 'tests.runtime.test_processes.unlike.<locals>.<lambda>",
+            "differ in the modules of the model: rank 1 has '1: tests.distributed.test_processes.Odd' and rank 0 has ",
+            "differ in loss_fn: rank 1 has 'tests.distributed.test_processes.doubled_loss, code",
+            "differ in loss_fn: rank 1 has 'tests.distributed.test_processes.unlike.<locals>.<lambda>",
             "rank 1 and rank 0 hold different values of 3.up.weight, which both use: rank 1 has [",
             "nothing",
             "rank 1 and rank 0 hold different values of 0.weight, which both use: rank 1 has [",
@@ -465,7 +465,7 @@ def cannot_gather(rank: int, told: Any) -> str:
 def test_a_state_that_cannot_be_told_is_an_error_on_all_ranks(told: Any) -> None:
     first, second = run_ranks(cannot_gather, 2, told)
     assert first == second
-    assert first.startswith(f"the state '3._extra_state' is {told}, which is neither a tensor nor something that JSON")
+    assert first.startswith(f"the state '3._extra_state' is {told}, which is neither a tensor nor a value that JSON")
 
 
 def clips(rank: int) -> list[str]:
@@ -755,3 +755,21 @@ def interrupted(rank: int) -> str:
 
 def test_an_interrupt_before_the_first_action_is_told_to_all() -> None:
     assert "rank 1" in run_ranks(interrupted, 2)[0]
+
+
+def tied_v(rank: int) -> Tensor:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Embedding(30, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 30, bias=False))
+    model[3].weight = model[0].weight
+    pipe = sl.Pipeline(model, loss_fn=functional.cross_entropy, schedule="zb-v", ranks=2, microbatches=4)
+    tokens = torch.randint(0, 30, (8,))
+    pipe.step(tokens, tokens)
+    found = dict(pipe.named_gradients())
+    return torch.as_tensor(found["0.weight"]) if "0.weight" in found else torch.zeros(0)
+
+
+def test_a_tied_weight_whose_uses_are_on_one_rank_of_several() -> None:
+    """That rank thought that there was nobody to tell, and the others waited for it."""
+    (first, second), expected = run_ranks(tied_v, 2), tied_v(0)
+    assert torch.equal(first, expected)
+    assert len(second) == 0

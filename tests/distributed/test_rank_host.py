@@ -1,0 +1,75 @@
+"""Ranks as threads of one process: an interrupt stops all of them."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.nn import functional
+
+import stageline as sl
+from stageline.testing import assert_same_bits, one_process_step
+from support.gradients import gradients
+from support.pipelines import Block, batch
+from support.threads import left_over
+
+
+def test_ctrl_c_stops_every_rank_and_stays_what_it_is() -> None:
+    """The ranks went on in the background and added into gradients; with one rank it became another error."""
+
+    class Interrupted(Block):
+        broken = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.broken:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    for ranks in (1, 2):
+        model: Any = nn.Sequential(Block(), Interrupted())
+        plain = copy.deepcopy(model)
+        pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=ranks, microbatches=4)
+        before = threading.enumerate()
+        with pytest.raises(KeyboardInterrupt):
+            pipe.step(*batch())
+        assert left_over(before) == []
+        model[1].broken = plain[1].broken = False
+        pipe.zero_grad()
+        pipe.step(*batch())
+        one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
+        assert_same_bits(gradients(model), gradients(plain))
+
+
+def test_ctrl_c_while_the_caller_waits_for_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Block):
+        runs = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Slow.runs += 1
+            if Slow.runs == 2:
+                assert told.wait(60)
+            return super().forward(x)
+
+    told = threading.Event()
+    join = threading.Thread.join
+    calls: list[int] = []
+
+    def interrupted(self: threading.Thread, timeout: float | None = None) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        told.set()  # the ranks have been told by now, and are waited for
+        join(self, timeout)
+
+    pipe = sl.Pipeline(nn.Sequential(Slow(), Slow()), loss_fn=functional.mse_loss, ranks=2, microbatches=8)
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pipe.step(*batch())
+    runs = Slow.runs
+    assert runs < 16
+    time.sleep(0.2)
+    assert Slow.runs == runs, "nothing goes on in the background"
