@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.cli.app import run
-from stageline.common.sizes import enough, read_size
+from stageline.common.units import parse_size, round_up_size
 from stageline.model.partition.partition import partition
 from stageline.model.profile.profile import Layer
 from stageline.model.split import even_sizes
@@ -346,8 +346,8 @@ def test_sizes_are_taken_as_the_command_takes_them() -> None:
 
 @given(st.floats(1.0, 1e15))
 def test_a_size_that_is_advised_is_enough_and_little_more(value: float) -> None:
-    assert value <= read_size(enough(value)) * (1 + 1e-9)
-    assert read_size(enough(value)) <= max(value + 1, value * 1.011)
+    assert value <= parse_size(round_up_size(value)) * (1 + 1e-9)
+    assert parse_size(round_up_size(value)) <= max(value + 1, value * 1.011)
 
 
 def test_a_plan_from_before_there_was_a_snapshot_is_read(tmp_path: Path) -> None:

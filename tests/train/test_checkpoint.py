@@ -750,7 +750,7 @@ def test_checkpoints_are_listed_verified_and_converted(tmp_path: Path, capsys: C
         ("verify step-00000001", "step-00000001 is no checkpoint: it does not exist"),
         ("list .", "has no checkpoints"),
         ("convert c out --dtype bfloat", "did you mean 'bfloat16'"),
-        ("convert c out --max-shard-size lots", "takes a size like 4GB, 500MB or 1GiB, got 'lots'"),
+        ("convert c out --max-shard-size lots", "takes a size, like 24GiB or 10G; got 'lots'"),
         ("convert c out --format zip", "zip"),
         ("convert c c", "c exists, and nothing is overwritten"),
         ("convert c a.safetensors --format stageline", "a checkpoint is a folder"),

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from stageline.common.errors import StagelineError
+from stageline.common.units import format_count, format_size
 from stageline.train.config.config import Config, Metrics
 from stageline.train.events import Logs, MetricsFile, read_metrics
-from stageline.train.events import figures as shown
 from stageline.train.events.screen import Pace, Part, fit, parts_of
 
 Capture = pytest.CaptureFixture[str]
@@ -446,9 +446,9 @@ def test_the_first_steps_count_only_until_there_are_others() -> None:
 @given(value=st.floats(1e-3, 1e15))
 def test_counts_and_sizes_are_within_a_twentieth_of_what_they_stand_for(value: float) -> None:
     unit = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-    text = shown.count(value)
+    text = format_count(value)
     assert float(text.rstrip("kMGTP")) * unit[text.lstrip("0123456789.e-")] == pytest.approx(value, rel=0.05)
-    number, name = shown.size(value * 1000).split()
+    number, name = format_size(value * 1000).split()
     powers = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     assert float(number) * 1024 ** powers.index(name) == pytest.approx(value * 1000, rel=0.05, abs=0.51)
 

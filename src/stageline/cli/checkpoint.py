@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json as plain_json
-import re
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +13,7 @@ import typer
 from stageline.cli.options import Json
 from stageline.cli.output import console, print_json
 from stageline.common.errors import StagelineError, shorten
+from stageline.common.units import format_size, parse_size
 
 if TYPE_CHECKING:
     from stageline.train.checkpoint import Checkpoint, Damage
@@ -115,7 +115,7 @@ def list_(path: Where, json: Json = False) -> None:
         cells = [Path(row["path"]).name, "", "", "", "", "", "yes" if row["whole"] else "no"]
         if "step" in row:
             when = datetime.datetime.fromtimestamp(row["written"]).strftime("%Y-%m-%d %H:%M:%S")
-            cells[1:6] = [_size(row["bytes"]), when, row["model"], f"{row['parameters']:,}", str(row["writers"])]
+            cells[1:6] = [format_size(row["bytes"]), when, row["model"], f"{row['parameters']:,}", str(row["writers"])]
         table.add_row(*(Text(_plain(cell)) for cell in cells))
     out = console()
     out.print(table)
@@ -149,9 +149,11 @@ def convert(
     """
     from stageline.train.checkpoint.convert import convert as write
 
-    most = _bytes(max_shard_size)
+    max_bytes = int(parse_size(max_shard_size, "--max-shard-size"))
+    if max_bytes < 1:
+        raise StagelineError(f"--max-shard-size must be at least 1 byte, got {shorten(max_shard_size)}")
     with _whole_one(path) as found:
-        made = write(found, out, dtype=dtype, format=format.value, max_shard_bytes=most)
+        made = write(found, out, dtype=dtype, format=format.value, max_shard_bytes=max_bytes)
         typer.echo(f"wrote the model of {found.path} to {made}")
 
 
@@ -195,7 +197,7 @@ def _warn(damage: Damage) -> None:
 
 def _whole(found: Checkpoint | None, path: Path) -> str:
     assert found is not None
-    return f"{path}: whole, step {found.step}, {len(found.manifest.files)} files, {_size(found.manifest.size)}"
+    return f"{path}: whole, step {found.step}, {len(found.manifest.files)} files, {format_size(found.manifest.size)}"
 
 
 def _model(found: Checkpoint) -> str:
@@ -208,34 +210,6 @@ def _model(found: Checkpoint) -> str:
         return ""
     names = data.get("architectures")
     return str(names[0] if isinstance(names, list) and names else data.get("model_type", ""))[:40]
-
-
-def _size(count: float) -> str:
-    """Bytes for people.
-
-    >>> _size(10), _size(12_345_678)
-    ('10 B', '12.3 MB')
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def _bytes(text: str) -> int:
-    """Bytes from what people write.
-
-    >>> _bytes("4GB"), _bytes("1 KiB"), _bytes("77")
-    (4000000000, 1024, 77)
-    """
-    found = re.fullmatch(r"\s*([0-9]{1,12})\s*(?:([kmgt])(i?)b?|b)?\s*", text, re.IGNORECASE)
-    if found is None or not (count := int(found[1])):
-        raise StagelineError(f"--max-shard-size takes a size like 4GB, 500MB or 1GiB, got {shorten(text)}")
-    base = 1024 if found[3] else 1000
-    for _ in range(" kmgt".index((found[2] or " ").lower())):
-        count *= base
-    return count
 
 
 def _plain(text: str) -> str:

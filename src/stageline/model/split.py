@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from stageline.common.errors import StagelineError, nearest, place_of, shorten
-from stageline.common.sizes import Size, read_sizes
+from stageline.common.units import Size, parse_sizes
 from stageline.model import huggingface
 from stageline.model.build.build import Description, describe
 from stageline.model.compiled_models import eager, inner, unwrapped, warn_of_wrapped
@@ -165,7 +165,7 @@ def split(
     if not isinstance(model, nn.Module):
         raise StagelineError(f"split takes a model, an nn.Module, got {shorten(model)}")
     refuse_arrays(example, "the example")
-    ask = CutConstraints(ranks, placement, read_sizes(memory), pinned, speed, schedule)
+    ask = CutConstraints(ranks, placement, parse_sizes(memory), pinned, speed, schedule)
     stacks = check_asked(stages, by, layers_per_stage, stack, ask, example)
     traced, needs = None, None
     around: tuple[str, ...] = ()

@@ -8,25 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from stageline.common.errors import NothingFits, StagelineError
-from stageline.common.sizes import enough
+from stageline.common.units import format_size, round_up_size
 from stageline.planning.search import Search
 from stageline.planning.trial import Asked, Found
 
 PATIENCE = 1.0
 """Seconds that one change is tried for."""
-
-
-def size(value: float) -> str:
-    """Bytes in units a person reads.
-
-    >>> size(9.77e9), size(512)
-    ('9.1 GiB', '512 B')
-    """
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if value >= 2**power:
-            scaled = value / 2**power
-            return f"{scaled:.0f} {unit}" if scaled >= 100 else f"{scaled:.3g} {unit}"
-    return f"{value:.0f} B"
 
 
 def what_again(again: Any) -> str:
@@ -57,19 +44,23 @@ def nothing_fits(search: Search, tell: Callable[[str], None]) -> StagelineError:
         )
     over = [rank.total - cap for rank, cap in zip(closest.memory, asked.caps, strict=True)]
     worst = max(range(len(over)), key=over.__getitem__)
-    parts = ", ".join(f"{name} {size(value)}" for name, value in closest.memory[worst]._asdict().items() if value)
+    parts = ", ".join(
+        f"{name} {format_size(value)}" for name, value in closest.memory[worst]._asdict().items() if value
+    )
     needs = closest.memory[worst].total
     said = [
         f"nothing fits: the closest, {closest.name} with {closest.microbatches} microbatches and "
-        f"{what_again(closest.again)} computed once more, needs {size(needs)} on rank {worst} ({parts}), and that may "
-        f"hold {size(asked.caps[worst])}"
+        f"{what_again(closest.again)} computed once more, needs {format_size(needs)} on rank {worst} ({parts}), "
+        f"and that may hold {format_size(asked.caps[worst])}"
     ]
     changes = []
     for change, found in _changes(search, tell):
         changes.append(dict(change))
-        shown = {name: enough(value) if name == "memory" else value for name, value in change.items()}
+        shown = {name: round_up_size(value) if name == "memory" else value for name, value in change.items()}
         words = ", ".join(f"{name}={value!r}" for name, value in shown.items())
-        said.append(f"{words} brings it to {size(found.peak)} ({found.name})" if "memory" not in change else words)
+        said.append(
+            f"{words} brings it to {format_size(found.peak)} ({found.name})" if "memory" not in change else words
+        )
     advice = f"; what would fit: {'; '.join(said[1:])}" if changes else "; use a smaller model or a leaner optimizer"
     return NothingFits(said[0] + advice, rank=worst, needs=needs, changes=changes)
 

@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from stageline.planning.advice import size, what_again
+from stageline.common.units import format_seconds, format_size
+from stageline.planning.advice import what_again
 
 if TYPE_CHECKING:
     from stageline.planning.plan import Plan
 
 HEAD = ("schedule", "stages", "microbatches", "computed again", "step", "bubble", "fullest rank", "")
-
-
-def seconds(value: float) -> str:
-    """In units a person reads.
-
-    >>> seconds(0.0123), seconds(2.5)
-    ('12.3 ms', '2.5 s')
-    """
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
 
 
 def explain(plan: Plan, rows: int) -> str:
@@ -36,15 +28,15 @@ def _figures(plan: Plan) -> Iterator[str]:
         if plan.samples > 1
         else (f"{where}, {again} computed once more")
     )
-    yield f"step        {seconds(plan.step_seconds)}, bubble {plan.bubble:.1%}"
+    yield f"step        {format_seconds(plan.step_seconds)}, bubble {plan.bubble:.1%}"
     if plan.gap is not None:
         known = "no order of this cut is faster" if plan.gap == 0 else f"at most {plan.gap:.1%} above the best order"
-        yield f"bound       {seconds(plan.bound or 0.0)}: {known}"
+        yield f"bound       {format_seconds(plan.bound or 0.0)}: {known}"
     totals = [rank.total for rank in plan.memory]
     fullest = max(range(len(totals)), key=totals.__getitem__)
-    parts = ", ".join(f"{name} {size(value)}" for name, value in plan.memory[fullest]._asdict().items() if value)
-    cap = f" of {size(plan.caps[fullest])}" if plan.caps is not None else ""
-    yield f"memory      {size(totals[fullest])}{cap} on rank {fullest}, the fullest: {parts}"
+    parts = ", ".join(f"{name} {format_size(value)}" for name, value in plan.memory[fullest]._asdict().items() if value)
+    cap = f" of {format_size(plan.caps[fullest])}" if plan.caps is not None else ""
+    yield f"memory      {format_size(totals[fullest])}{cap} on rank {fullest}, the fullest: {parts}"
     yield f"cut         {_counts(plan.layers_per_stage)} units"
 
 
@@ -60,7 +52,7 @@ def _table(plan: Plan, rows: int) -> Iterator[str]:
         list(HEAD),
         [
             made.name, str(made.stages), str(made.microbatches), what_again(plan.recompute),
-            seconds(plan.step_seconds), f"{plan.bubble:.1%}", size(max(totals)), "chosen",
+            format_seconds(plan.step_seconds), f"{plan.bubble:.1%}", format_size(max(totals)), "chosen",
         ],
     ]  # fmt: skip
     fitting = [each for each in plan.alternatives if each.fits]
@@ -76,11 +68,11 @@ def _table(plan: Plan, rows: int) -> Iterator[str]:
             why = f"{-more:.1%} faster, but gradients are not in order"
         if not each.fits:
             cap = 0.0 if plan.caps is None else plan.caps[each.rank]
-            why = f"does not fit: {size(each.memory - cap)} too much on rank {each.rank}"
+            why = f"does not fit: {format_size(each.memory - cap)} too much on rank {each.rank}"
         table.append(
             [
                 each.schedule, str(len(each.layers_per_stage)), str(each.microbatches), what_again(each.recompute),
-                seconds(each.seconds), f"{each.bubble:.1%}", size(each.memory), why,
+                format_seconds(each.seconds), f"{each.bubble:.1%}", format_size(each.memory), why,
             ]
         )  # fmt: skip
     widths = [max(len(row[column]) for row in table) for column in range(len(HEAD))]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from stageline.common.checked_json import NonNegative, PositiveInt
-from stageline.common.sizes import Size, read_size
+from stageline.common.units import Size, parse_size
 from stageline.model.profile.profile import Profile
 from stageline.planning.advice import nothing_fits
 from stageline.planning.memory import RankMemory
@@ -246,7 +246,7 @@ def plan(
         splits,
         caps=caps_of(memory, ranks, model),
         states=states_of(parameter_bytes, gradient_bytes_per_parameter, optimizer_bytes_per_parameter, interlock),
-        links=Links(transfer, read_size(bandwidth, "bandwidth") if isinstance(bandwidth, str) else bandwidth),
+        links=Links(transfer, parse_size(bandwidth, "bandwidth") if isinstance(bandwidth, str) else bandwidth),
         again=again_of(recompute, sizes),
         names=names_of(schedule),
         given=schedule if isinstance(schedule, Schedule) else None,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from stageline.common.errors import ScheduleError, StagelineError, nearest, shorten
-from stageline.common.sizes import read_sizes
+from stageline.common.units import parse_sizes
 from stageline.planning.batch_sizes import Sizes, measure
 from stageline.planning.memory import States
 from stageline.planning.stage_costs import Again
@@ -65,7 +65,7 @@ def caps_of(memory: Any, ranks: int, model: nn.Module | None) -> tuple[float, ..
     if memory is None:
         room = device_memory(model)
         return None if room is None else (room,) * ranks
-    read = read_sizes(memory)
+    read = parse_sizes(memory)
     given = list(read) if isinstance(read, Sequence | np.ndarray) else [read] * ranks
     wrong = [each for each in given if not isinstance(each, int | float) or isinstance(each, bool) or not each > 0]
     if len(given) != ranks or wrong:

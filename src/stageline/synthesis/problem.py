@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from stageline.common.errors import CostError, MemoryCapError, StagelineError, shorten
-from stageline.common.sizes import Size, read_sizes
+from stageline.common.units import Size, parse_sizes
 from stageline.schedules import action as kinds
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import LARGEST_SCHEDULE, whole
@@ -269,7 +269,7 @@ def _caps(memory: Size | Sequence[Size] | None, ranks: int) -> list[float]:
     if memory is None:
         return [math.inf] * ranks
     try:
-        caps = np.asarray(read_sizes(memory), dtype=np.float64)
+        caps = np.asarray(parse_sizes(memory), dtype=np.float64)
     except (TypeError, ValueError):
         caps = np.asarray(math.nan)
     if caps.ndim == 0:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stageline.common.errors import StagelineError, shorten
-from stageline.common.sizes import Size
+from stageline.common.units import Size
 from stageline.schedules import action as kinds
 from stageline.schedules.channels import check_channels
 from stageline.schedules.schedule import Schedule

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from stageline.common.checked_json import PositiveInt, Range, check_format, field, from_json, parse_json
 from stageline.common.errors import CostError, JsonError, StagelineError, shorten
 from stageline.common.files import read_text, write_text
+from stageline.common.units import format_seconds, format_size
 from stageline.model.profile.capture import LayerTrace, capture, state_storages, storages_of
 from stageline.model.profile.measure import CallBenchmark, Timer, preserved_state, run_round
 from stageline.model.units import layers_of
@@ -145,14 +146,14 @@ class Profile:
             [
                 layer.name if layer.calls == 1 else f"{layer.name} ×{layer.calls}",
                 layer.kind,
-                *(_time(getattr(layer, name)) for name in times),
-                *(_bytes(getattr(layer, name)) for name in (*sizes, "parameters", "message")),
+                *(format_seconds(getattr(layer, name)) for name in times),
+                *(format_size(getattr(layer, name)) for name in (*sizes, "parameters", "message")),
             ]
             for layer in self.layers
         ]
-        sums = [_time(sum(getattr(layer, name) for layer in self.layers)) for name in times]
-        sums += [_bytes(sum(getattr(layer, name) for layer in self.layers)) for name in sizes]
-        rows.append(["total", "", *sums, _bytes(self.parameters), ""])
+        sums = [format_seconds(sum(getattr(layer, name) for layer in self.layers)) for name in times]
+        sums += [format_size(sum(getattr(layer, name) for layer in self.layers)) for name in sizes]
+        rows.append(["total", "", *sums, format_size(self.parameters), ""])
         table = [list(header), *rows]
         widths = [max(len(row[column]) for row in table) for column in range(len(header))]
         lines = [
@@ -164,7 +165,7 @@ class Profile:
         ]
         tied = sum(layer.tied for layer in self.layers)
         notes = (
-            [f"tied parameters, {_bytes(tied)}, count in every layer that has them and once in the total"]
+            [f"tied parameters, {format_size(tied)}, count in every layer that has them and once in the total"]
             if tied
             else []
         )
@@ -380,27 +381,3 @@ def _machine(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"{platform.machine()}, {os.cpu_count()} processors"
-
-
-def _time(seconds: float) -> str:
-    """Format a duration in readable units.
-
-    >>> _time(0.00123), _time(2.5), _time(0.0)
-    ('1.23 ms', '2.5 s', '0')
-    """
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} µs" if seconds else "0"
-
-
-def _bytes(size: int) -> str:
-    """Format a size in readable units.
-
-    >>> _bytes(1536), _bytes(0), _bytes(3 * 2**30)
-    ('1.5 KiB', '0', '3 GiB')
-    """
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if size >= 2**power:
-            return f"{size / 2**power:.4g} {unit}"
-    return f"{size} B" if size else "0"

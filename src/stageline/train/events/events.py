@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stageline.common.checked_json import number_or_none
 from stageline.common.errors import StagelineError, shorten
+from stageline.common.units import format_duration, format_loss, format_size
 from stageline.train.config.config import Config
-from stageline.train.events import figures
-from stageline.train.events.figures import number_of
 from stageline.train.events.metrics_file import MetricsFile, Row, checked
 from stageline.train.events.screen import Pace, Screen, open_screen, parts_of
 
@@ -122,7 +122,7 @@ class Logs:
                 self._screen.say(f"finished: {where}" if why == "finished" else f"ended after {where}: {why}", style)
 
     def _begin(self, row: Row) -> None:
-        self._begun = number_of(row["time"]) if self._begun is None else self._begun
+        self._begun = number_or_none(row["time"]) if self._begun is None else self._begun
 
     def _step(self, row: Row) -> None:
         self._begin(row)
@@ -140,7 +140,7 @@ class Logs:
     def _show(self, *, now: bool) -> None:
         assert self._last is not None
         row, total = self._last, self.total_steps
-        now_is, taken = number_of(row["time"]), None
+        now_is, taken = number_or_none(row["time"]), None
         if row["step"] >= total and now_is is not None and self._begun is not None:
             taken = now_is - self._begun
         left = self._pace.left(row["step"], total)
@@ -153,17 +153,17 @@ def _steps(count: int) -> str:
 
 
 def _validation(row: Row) -> str:
-    loss, samples, seconds = (number_of(row.get(name)) for name in ("loss", "samples", "seconds"))
-    said = "no loss" if loss is None else f"loss {figures.loss(loss)}"
+    loss, samples, seconds = (number_or_none(row.get(name)) for name in ("loss", "samples", "seconds"))
+    said = "no loss" if loss is None else f"loss {format_loss(loss)}"
     said += "" if samples is None else f" on {samples:,.0f} sample{'s' * (samples != 1)}"
-    return said if seconds is None else f"{said}, {figures.moment(seconds)}"
+    return said if seconds is None else f"{said}, {format_duration(seconds)}"
 
 
 def _checkpoint(row: Row) -> str:
-    size, seconds, blocked = (number_of(row.get(name)) for name in ("bytes", "seconds", "blocked"))
-    said = [] if size is None else [figures.size(size)]
-    said += [] if seconds is None else [f"written in {figures.moment(seconds)}"]
-    said += [] if blocked is None else [f"training waited {figures.moment(blocked)}"]
+    size, seconds, blocked = (number_or_none(row.get(name)) for name in ("bytes", "seconds", "blocked"))
+    said = [] if size is None else [format_size(size, fixed=True)]
+    said += [] if seconds is None else [f"written in {format_duration(seconds)}"]
+    said += [] if blocked is None else [f"training waited {format_duration(blocked)}"]
     return f": {', '.join(said)}" if said else ""
 
 
@@ -194,9 +194,9 @@ class TensorBoard:
         if row["event"] in ("start", "end"):
             return
         name = "train" if row["event"] == "step" else row["event"]
-        now = number_of(row.get("time"))
+        now = number_or_none(row.get("time"))
         for key, value in row.items():
-            number = number_of(value)
+            number = number_or_none(value)
             if key not in LEFT_OUT and number is not None:
                 self._writer.add_scalar(f"{name}/{key}", number, step, walltime=now)
 

@@ -12,8 +12,8 @@ from collections import deque
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from stageline.train.events import figures
-from stageline.train.events.figures import number_of
+from stageline.common.checked_json import number_or_none
+from stageline.common.units import format_clock, format_count, format_loss, format_percent, format_size
 from stageline.train.events.metrics_file import Row
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class Pace:
 
     def add(self, row: Row) -> None:
         """Hear of a step; from one to the next counts what its own time does not, like loading data."""
-        step, now, own = row["step"], number_of(row.get("time")), number_of(row.get("seconds"))
+        step, now, own = row["step"], number_or_none(row.get("time")), number_or_none(row.get("seconds"))
         taken = own
         if self._before is not None and now is not None and step == self._before[0] + 1:
             taken = max(now - self._before[1], own or 0.0)
@@ -242,25 +242,27 @@ def parts_of(row: Row, total: int, left: float | None, taken: float | None = Non
     ' 12/300  loss 2.3100  2:31 left'
     """
     found = [Part(f"{row['step']:>{len(str(total))}}/{total}", 9, "bold")]
-    values = {name: number_of(row.get(name)) for name in ("loss", "tokens_per_s", "bubble", "planned_bubble", "memory")}
+    values = {
+        name: number_or_none(row.get(name)) for name in ("loss", "tokens_per_s", "bubble", "planned_bubble", "memory")
+    }
     if values["loss"] is not None:
         finite = math.isfinite(values["loss"])
-        found.append(Part(f"loss {figures.loss(values['loss'])}", 8, "" if finite else "bold red"))
+        found.append(Part(f"loss {format_loss(values['loss'])}", 8, "" if finite else "bold red"))
     if row.get("skipped") is True:
         found.append(Part("skipped", 6, "yellow"))
     if values["tokens_per_s"] is not None:
-        found.append(Part(f"{figures.count(values['tokens_per_s'])} tok/s", 4))
+        found.append(Part(f"{format_count(values['tokens_per_s'])} tok/s", 4))
     if values["bubble"] is not None:
-        found.append(Part(f"bubble {figures.share(values['bubble'])}", 5))
+        found.append(Part(f"bubble {format_percent(values['bubble'])}", 5))
     if values["planned_bubble"] is not None:
-        plan = f"plan {figures.share(values['planned_bubble'])}"
+        plan = f"plan {format_percent(values['planned_bubble'])}"
         found.append(Part(f"({plan})" if values["bubble"] is not None else f"bubble {plan}", 3, "dim"))
     if values["memory"] is not None:
-        found.append(Part(figures.size(values["memory"]), 2))
+        found.append(Part(format_size(values["memory"], fixed=True), 2))
     if taken is not None:
-        found.append(Part(f"took {figures.time(taken)}", 7))
+        found.append(Part(f"took {format_clock(taken)}", 7))
     elif left is not None:
-        found.append(Part(f"{figures.time(left)} left", 7, "cyan"))
+        found.append(Part(f"{format_clock(left)} left", 7, "cyan"))
     return found
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stageline.train.events import figures
-from stageline.train.events.figures import number_of
+from stageline.common.checked_json import number_or_none
+from stageline.common.units import format_count, format_loss, format_percent, format_size
 from stageline.train.events.metrics_file import Row
 
 NUM_BINS = 300
@@ -47,10 +48,10 @@ class Chart:
 
 
 FORMATS: dict[str, Callable[[float], str]] = {
-    "loss": figures.loss,
-    "count": figures.count,
-    "share": lambda value: figures.share(value, 1),
-    "size": figures.size,
+    "loss": format_loss,
+    "count": format_count,
+    "share": lambda value: format_percent(value, 1),
+    "size": partial(format_size, fixed=True),
     "number": lambda value: f"{value:.3g}",
 }
 
@@ -264,7 +265,7 @@ class Series:
         >>> Series.of([{"step": 2, "loss": 3.0}, {"step": 1, "loss": float("nan")}, {"step": 3}], "loss").values
         array([nan,  3.])
         """
-        pairs = sorted((row["step"], value) for row in rows if (value := number_of(row.get(name))) is not None)
+        pairs = sorted((row["step"], value) for row in rows if (value := number_or_none(row.get(name))) is not None)
         steps = np.array([step for step, _ in pairs], dtype=np.int64)
         values = np.array([value for _, value in pairs], dtype=np.float64)
         values[np.abs(values) > MAX_FINITE] *= np.inf

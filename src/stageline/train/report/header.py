@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 from html import escape
 
-from stageline.train.events import figures
-from stageline.train.events.figures import number_of
+from stageline.common.checked_json import number_or_none
+from stageline.common.units import format_clock, format_count, format_duration, format_loss, format_percent, format_size
 from stageline.train.report.charts import Series
 from stageline.train.report.run import Run
 
@@ -45,7 +45,7 @@ def _status(run: Run) -> tuple[str, str]:
     resumes = [str(row["step"]) for row in run.history.of("start") if row.get("resumed")]
     resumed = f" Resumed from step {', '.join(resumes[-8:])}." if resumes else ""
     end = run.end
-    times = [seconds for row in rows[-20:] if (seconds := number_of(row.get("time"))) is not None]
+    times = [seconds for row in rows[-20:] if (seconds := number_or_none(row.get("time"))) is not None]
     last_time = f" {_moment(times[-1])}" if times else ""
     if end is None:
         last_event = f"Last event{last_time or ' at an unknown time'}."
@@ -72,34 +72,34 @@ def _key_figures(run: Run) -> Iterator[tuple[str, str, str]]:
     loss = Series.of(rows, "loss")
     smooth = loss.smoothed()
     if len(smooth):
-        yield "Loss", figures.loss(float(smooth.values[-1])), f"smoothed; from {figures.loss(float(loss.finite[0]))}"
+        yield "Loss", format_loss(float(smooth.values[-1])), f"smoothed; from {format_loss(float(loss.finite[0]))}"
     validation = Series.of(run.history.of("validation"), "loss")
     if len(validation.finite):
         best = float(validation.finite.min())
         step = int(validation.steps[validation.values == best][0])
-        yield "Best validation loss", figures.loss(best), f"at step {step:,}"
+        yield "Best validation loss", format_loss(best), f"at step {step:,}"
     speed = Series.of(rows, "tokens_per_s").median(WARM_UP)
     if speed is not None:
         tokens = sum(Series.of(rows, "tokens").finite.tolist())
-        yield "Tokens per second", figures.count(speed), f"median; {figures.count(tokens)} in all"
+        yield "Tokens per second", format_count(speed), f"median; {format_count(tokens)} in all"
     bubble, planned = (Series.of(rows, name).median(WARM_UP) for name in ("bubble", "planned_bubble"))
     if bubble is not None:
-        plan = "" if planned is None else f"; planned {figures.share(planned, 1)}"
-        yield "Makespan bubble", figures.share(bubble, 1), f"median{plan}"
+        plan = "" if planned is None else f"; planned {format_percent(planned, 1)}"
+        yield "Makespan bubble", format_percent(bubble, 1), f"median{plan}"
     memory = Series.of(rows, "memory").finite
     if len(memory):
-        yield "Memory", figures.size(float(memory.max())), "at most"
+        yield "Memory", format_size(float(memory.max()), fixed=True), "at most"
     duration = _training_time(run)
     if duration is not None:
         seconds = Series.of(rows, "seconds").median(WARM_UP)
-        yield "Time", figures.time(duration), "" if seconds is None else f"{figures.moment(seconds)} a step, median"
+        yield "Time", format_clock(duration), "" if seconds is None else f"{format_duration(seconds)} a step, median"
 
 
 def _training_time(run: Run) -> float | None:
     """Return the time that the job ran, without the time between a stop and a resume."""
     duration, previous = 0.0, None
     for row in run.history.rows:
-        now = number_of(row.get("time"))
+        now = number_or_none(row.get("time"))
         if now is None:
             continue
         if previous is not None and row["event"] != "start":

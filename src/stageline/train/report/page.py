@@ -6,15 +6,16 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from stageline.common.checked_json import number_or_none
 from stageline.common.errors import StagelineError
 from stageline.common.files import write_text
+from stageline.common.units import format_duration, format_size
 from stageline.train.config.config import Config
-from stageline.train.events import figures
-from stageline.train.events.figures import number_of
 from stageline.train.report.charts import Chart, Line, Series, draw, step_axis
 from stageline.train.report.header import header
 from stageline.train.report.ranks import attribution, timelines
@@ -119,9 +120,9 @@ def _checkpoints(run: Run) -> str:
 
     body = "".join(
         f'<tr><th scope="row">{row["step"]:,}</th>'
-        + cell(number_of(row.get("bytes")), figures.size)
-        + cell(number_of(row.get("seconds")), figures.moment)
-        + cell(number_of(row.get("blocked")), figures.moment)
+        + cell(number_or_none(row.get("bytes")), partial(format_size, fixed=True))
+        + cell(number_or_none(row.get("seconds")), format_duration)
+        + cell(number_or_none(row.get("blocked")), format_duration)
         + "</tr>"
         for row in rows[-MAX_CHECKPOINTS:]
     )
