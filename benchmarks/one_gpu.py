@@ -214,7 +214,7 @@ def profile_step(name: str, pipe: sl.Pipeline, tokens: Tensor) -> None:
     executor_work = copy.copy(work)
     object.__setattr__(executor_work, "began", {0: (event, 0.0)})
     profiler.enable()
-    executor.run(executor_work, 60.0)
+    executor.run(executor_work)
     profiler.disable()
     torch.cuda.synchronize()
     print(name)

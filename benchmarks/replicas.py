@@ -56,7 +56,7 @@ def measure(rank: int, name: str, microbatches: int, megabytes: float, repeats: 
             pipe.zero_grad(set_to_none=False)
             replicas.pending = True  # so that nothing else differs between the ways
             replicas.overlap = way == "overlapped"
-            replicas.group.tell("", 0)  # begin together
+            replicas.group.broadcast("", 0)  # begin together
             began = time.perf_counter()
             pipe.step(x, x, sync=way != "without")
             if turn:

@@ -92,7 +92,7 @@ def test_a_policy_says_which_operators_are_not_computed_again(name: str, given: 
         pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, ranks=1, microbatches=2, **options)
         with Products() as found:
             executor = pipe._crew(2, training=True).executors[0]
-            executor.run(pipe._work(Batch(*batch(), training=True), 10, 10, 2), 10.0)
+            executor.run(pipe._work(Batch(*batch(), training=True), 10, 10, 2))
         return found.count, gradients(model)
 
     none, plain = products()

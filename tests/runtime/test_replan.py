@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stageline as sl
-from stageline.distributed.rank_host import ThreadWorld
+from stageline.distributed.thread_host import ThreadWorld
 from stageline.planning.reorder import Reordered, reorder
 from stageline.runtime import replan
 from stageline.runtime.replan import Watch

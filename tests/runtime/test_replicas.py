@@ -195,7 +195,7 @@ def unused(rank: int) -> None:
         assert grads["0.never.weight"] is None
         seen = grads["0.sometimes.weight"].tolist()
         assert pipe._replicas is not None
-        texts = [pipe._replicas.group.tell(str(seen), replica) for replica in range(2)]
+        texts = [pipe._replicas.group.broadcast(str(seen), replica) for replica in range(2)]
         assert texts[0] == texts[1]
 
 
@@ -291,15 +291,15 @@ def overlap(rank: int) -> tuple[int, list[int]]:
     """After how many actions each bucket was begun to be added up, and how many actions there are."""
     pipe = pipeline(model(), "zb-v", bucket_mb=0.001)
     assert pipe._replicas is not None
-    column: Any = pipe._replicas.group
-    begun, add = [], column.add
+    group: Any = pipe._replicas.group
+    begun, add = [], group.all_reduce_async
     world: Any = pipe._world
 
     def watched(flat: Tensor) -> Any:
         begun.append(world._control.done)
         return add(flat)
 
-    column.add = watched
+    group.all_reduce_async = watched
     before = world._control.done
     pipe.step(*data(pipe.replica))
     return world._control.done - before, [actions - before for actions in begun]

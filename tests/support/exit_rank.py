@@ -29,13 +29,13 @@ def lose_a_rank() -> sl.PipelineError:
     pipe.step(x, x)
     world = pipe._world
     if rank == ranks - 1:
-        world.add_up(np.zeros(1))  # so all have finished their step
+        world.all_reduce(np.zeros(1))  # so all have finished their step
         world.abandon(KeyboardInterrupt())
         print("left", flush=True)
         time.sleep(1000.0)
     try:
-        world.add_up(np.zeros(1))
-        world.add_up(np.zeros(1))
+        world.all_reduce(np.zeros(1))
+        world.all_reduce(np.zeros(1))
     except sl.PipelineError as error:
         print("lost", flush=True)
         print("kept in a buffer", end="")

@@ -38,7 +38,7 @@ def train(rank: int, fault: str) -> dict[str, Any]:
     assert_same_bits(mine, {name: alone[name] for name in mine}, "gradients")
     world: Any = pipe._world
     if fault and rank == RANKS - 1:
-        world.add_up(np.zeros(1))  # so all have finished their step
+        world.all_reduce(np.zeros(1))  # so all have finished their step
     if fault == "kill" and rank == RANKS - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "leave" and rank == RANKS - 1:
@@ -46,8 +46,8 @@ def train(rank: int, fault: str) -> dict[str, Any]:
         return {"said": ""}
     try:
         if fault:
-            world.add_up(np.zeros(1))
-            world.add_up(np.zeros(1))
+            world.all_reduce(np.zeros(1))
+            world.all_reduce(np.zeros(1))
     except sl.PipelineError as error:
         return {"said": str(error)}
     return {"said": ""}

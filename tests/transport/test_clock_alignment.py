@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import stageline as sl
 from stageline.cli.app import app
 from stageline.common.errors import TransportError
-from stageline.distributed.rank_host import ThreadWorld
+from stageline.distributed.thread_host import ThreadWorld
 from stageline.runtime.replan import Watch
 from stageline.timeline import draw
 from stageline.timeline.explain import typical_costs

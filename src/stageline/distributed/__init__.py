@@ -3,6 +3,6 @@
 Layout and mesh, process groups, collectives, and the hosts that run one step of the ranks of this process. This package
 runs programs that it is handed; it knows no stage and no autograd.
 
-Read in order: `layout`, `rank_host` (the protocols, and ranks as threads), `process_groups`, `collectives`,
-`process_host` (ranks as processes).
+Read in order: `layout`, `rank_host` (the protocols), `failures` (the error of a failed step), `thread_host`; then
+`process_groups`, `rendezvous`, `job_failures`, `collectives`, `process_host`, `process_exit` (ranks as processes).
 """

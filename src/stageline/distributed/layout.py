@@ -17,7 +17,7 @@ from stageline.common.errors import StagelineError, shorten
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from stageline.distributed.rank_host import World
+    from stageline.distributed.collectives import ProcessCollectives
 
 RANKS = ("pp",)
 REPLICAS = ("dp", "dp_replicate")
@@ -31,7 +31,7 @@ class Layout:
     >>> layout = Layout.even(ranks=2, replicas=3)
     >>> layout.rows
     ((0, 1), (2, 3), (4, 5))
-    >>> layout.place(3), layout.column(1)
+    >>> layout.place(3), layout.replica_group(1)
     ((1, 1), (1, 3, 5))
     """
 
@@ -89,7 +89,7 @@ class Layout:
         """The replica of a process, and its rank in it."""
         return self._places[process]
 
-    def column(self, rank: int) -> tuple[int, ...]:
+    def replica_group(self, rank: int) -> tuple[int, ...]:
         """The processes that are this rank of each replica: they hold the same stages."""
         return tuple(row[rank] for row in self.rows)
 
@@ -152,17 +152,16 @@ def find_layout(ranks: int, replicas: int | None, mesh: DeviceMesh | None, proce
     return Layout.even(ranks, replicas)
 
 
-def mesh_of(world: World) -> DeviceMesh:
-    """A mesh of the groups that a pipeline made for itself; nothing is sent for it."""
+def mesh_of(collectives: ProcessCollectives) -> DeviceMesh:
+    """A mesh of the groups that a pipeline made for itself; sends nothing."""
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    ways = getattr(world, "ways", None)
-    if ways is None:
-        raise StagelineError("all ranks are threads of this process, and a mesh is of processes: use torchrun")
-    if world.column is None:
-        return DeviceMesh.from_group(ways.replica, "cpu", mesh_dim_names=("pp",))
-    device, groups = ("cpu", [ways.column, ways.replica])
-    if ways.fast is not None:
-        device, groups = ("cuda", [ways.fast, ways.fast_replica])
-    return DeviceMesh.from_group(groups, device, torch.tensor(world.layout.rows), mesh_dim_names=("dp", "pp"))
+    groups = collectives.layout_groups
+    if collectives.replica_group is None:
+        return DeviceMesh.from_group(groups.replica, "cpu", mesh_dim_names=("pp",))
+    device, of_mesh = "cpu", [groups.replica_group, groups.replica]
+    if groups.replica_group_nccl is not None:
+        device, of_mesh = "cuda", [groups.replica_group_nccl, groups.replica_nccl]
+    rows = torch.tensor(collectives.layout.rows)
+    return DeviceMesh.from_group(of_mesh, device, rows, mesh_dim_names=("dp", "pp"))

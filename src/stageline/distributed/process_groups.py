@@ -24,9 +24,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from stageline.common.errors import ControlError, PipelineError, StagelineError
+from stageline.distributed.failures import note_record
 from stageline.distributed.layout import Layout
 from stageline.distributed.process_exit import keep_groups, leave_stuck
-from stageline.distributed.rank_host import note_record
 from stageline.distributed.rendezvous import Meeting
 from stageline.faults.flight_recorder import Flight
 from stageline.faults.monitor.blame import EVERYONE
@@ -41,15 +41,15 @@ BLAME = 2.0
 
 
 @dataclass(frozen=True)
-class Ways:
-    """The groups of one process in a layout of replicas."""
+class LayoutGroups:
+    """The process groups of one process in a layout of replicas."""
 
     replica: Any
-    """Of the ranks of its replica."""
-    column: Any = None
-    """Of its rank in all replicas; None where there is one replica."""
-    fast_replica: Any = None
-    fast: Any = None
+    """The ranks of its replica."""
+    replica_group: Any = None
+    """Its rank in all replicas; None where there is one replica."""
+    replica_nccl: Any = None
+    replica_group_nccl: Any = None
     """The same over NCCL, where every process has a GPU of its own."""
 
 
@@ -66,7 +66,7 @@ class Groups:
         """Collectives that were started and not waited for to their end."""
         self._asking: threading.Thread | None = None
         self._pipelines = 0
-        self._ways: dict[Layout, Ways] = {}
+        self._of_layout: dict[Layout, LayoutGroups] = {}
         together(self.watch, self._make)
 
     def _make(self) -> None:
@@ -82,29 +82,35 @@ class Groups:
         self._pipelines += 1
         return self._pipelines
 
-    def ways(self, layout: Layout) -> Ways:
-        """The groups of this process's replica and column, for a layout that all processes agree on."""
-        if layout not in self._ways:
-            found: list[Ways] = []
-            together(self.watch, lambda: found.append(self._make_ways(layout)))
-            self._ways[layout] = found[0]
-        return self._ways[layout]
+    def of_job(self) -> LayoutGroups:
+        """The groups of a job with one replica."""
+        return LayoutGroups(self.control)
 
-    def _make_ways(self, layout: Layout) -> Ways:
+    def for_layout(self, layout: Layout) -> LayoutGroups:
+        """The groups of a layout; made by all processes together, the first time."""
+        if layout not in self._of_layout:
+            made: list[LayoutGroups] = []
+            together(self.watch, lambda: made.append(self._make_for_layout(layout)))
+            self._of_layout[layout] = made[0]
+        return self._of_layout[layout]
+
+    def _make_for_layout(self, layout: Layout) -> LayoutGroups:
         if layout.replicas == 1:
-            return Ways(self.control)
+            return self.of_job()
         replica, rank = layout.place(dist.get_rank())
-        columns = [layout.column(each) for each in range(layout.ranks)]
+        replica_groups = [layout.replica_group(rank) for rank in range(layout.ranks)]
 
         def make(backend: str) -> list[Any]:
-            """A group for every replica and every column: all processes make all of them, in the same order."""
+            """A group for every replica and every rank: all processes make all of them, in the same order."""
             rows = [dist.new_group(row, backend=backend, group_desc="stageline replica") for row in layout.rows]
-            ends = [dist.new_group(column, backend=backend, group_desc="stageline column") for column in columns]
-            return [rows[replica], ends[rank]]
+            columns = [
+                dist.new_group(ranks, backend=backend, group_desc="stageline replica group") for ranks in replica_groups
+            ]
+            return [rows[replica], columns[rank]]
 
         with own_part_of_store(self._prefix):
             mine = make("gloo")
-            return Ways(*mine) if self.payloads is None else Ways(*mine, *make("nccl"))
+            return LayoutGroups(*mine) if self.payloads is None else LayoutGroups(*mine, *make("nccl"))
 
     def lost(self) -> str:
         """What a rank told that can go on no more; empty as long as there is none."""

@@ -1,14 +1,11 @@
-"""This process as one rank among others: messages over sockets of its own, blame over a channel of its own."""
+"""This process as one rank among others: messages over its own sockets, failures over its own control channel."""
 
 from __future__ import annotations
 
 import json
 import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,33 +13,30 @@ import torch
 import torch.distributed as dist
 
 from stageline.common.errors import PeerFailed, PipelineError, StagelineError, TransportError
-from stageline.distributed.collectives import Collectives, Column
-from stageline.distributed.layout import Layout, find_layout
-from stageline.distributed.process_exit import close_at_exit
-from stageline.distributed.process_groups import BLAME, several_processes
-from stageline.distributed.rank_host import (
+from stageline.distributed.collectives import ProcessCollectives
+from stageline.distributed.failures import (
     GRADIENTS,
-    Crew,
-    Failed,
-    Floats,
-    SumUp,
-    ThreadWorld,
-    World,
-    changed,
+    Change,
+    RankFailure,
+    changed_output,
     failure,
-    note_aside,
+    first_change,
+    is_about_form,
+    is_about_structure,
+    note_missing_value,
     note_record,
 )
-from stageline.faults.flight_recorder import Flight, worth_writing
+from stageline.distributed.layout import Layout, find_layout
+from stageline.distributed.process_groups import several_processes
+from stageline.distributed.rank_host import Floats, HostedStep, RankProgram, World
+from stageline.distributed.thread_host import ThreadWorld
+from stageline.faults.flight_recorder import Flight
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.verdict import Failure, Verdict, describe, located
 from stageline.faults.progress import Progress
-from stageline.runtime.executor import Executor, RankResult, Work
-from stageline.runtime.grad_reduce import Reducer
-from stageline.runtime.guards.changed_outputs import Change, first_change, is_about_form, is_about_structure
+from stageline.schedules.schedule import Schedule
 from stageline.transport.clock_alignment import Alignment
 from stageline.transport.protocol import Traffic, Transport
-from stageline.transport.tcp.transport import SocketTransport
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,7 +46,7 @@ ALIGN_EVERY = 10.0
 would take a thousandth of the time."""
 
 SMALL = 1 << 17
-"""Up to how many numbers of all ranks together are told to everyone as they are, and not added up on the way."""
+"""Up to how many numbers of all ranks together are gathered as they are, and not added up on the way."""
 
 
 def find_world(ranks: int, deadline: float, replicas: int | None = None, mesh: DeviceMesh | None = None) -> World:
@@ -60,66 +54,54 @@ def find_world(ranks: int, deadline: float, replicas: int | None = None, mesh: D
     if not several_processes(deadline):
         if mesh is not None or replicas not in (None, 1):
             find_layout(ranks, replicas, mesh, 1)
-        return ThreadWorld(ranks)
+        return ThreadWorld(ranks, deadline)
     return ProcessWorld(deadline, find_layout(ranks, replicas, mesh, dist.get_world_size()))
 
 
 def job_world(deadline: float) -> World:
     """All processes of a job, whatever pipelines they are part of; a process alone is all of it."""
     if not several_processes(deadline):
-        return ThreadWorld(1)
+        return ThreadWorld(1, deadline)
     return ProcessWorld(deadline, Layout.even(dist.get_world_size()))
 
 
-class ProcessWorld(Collectives):
+class ProcessWorld(ProcessCollectives):
     """This process is one rank of a torch.distributed group; the pipeline's own groups join it to the others."""
 
     def __init__(self, deadline: float, layout: Layout) -> None:
-        """Make the groups, all processes together, or use those of an earlier pipeline."""
         super().__init__(deadline, layout)
-        self._transport = SocketTransport(self._groups.links, self._groups.payloads, self._groups.count())
-        self._transport.patience = self._control.busy
         self._within = self._transport.exchange(layout.rows[self.replica])
-        across = self._transport.exchange(layout.column(self.here[0]))
-        self.column = Column(self, across) if layout.replicas > 1 else None
         self.clocks: Alignment | None = None
         self._clocks_are_stale, self._align_after = False, ALIGN_EVERY
-        self._flight = Flight(self._transport.rank, self._transport.ranks, self._control.job)
-        self._running: Executor | None = None
-        self._left = False
-        self._control.on_verdict(self._hear)
-        self._control.on_end(self._last_words)
-        _remember(self)
+        self._traffic: tuple[Schedule, dict[tuple[int, Traffic], int], dict[tuple[int, Traffic], int]] | None = None
 
     def transport(self, rank: int) -> Transport:
-        """This process's end."""
+        """The transport of this process."""
         return self._transport
 
     def progress(self, rank: int) -> Progress:
-        """The control channel reads it with every beat."""
+        """The control channel, which reads it with every beat."""
         return self._control
 
     def flight(self, rank: int) -> Flight:
-        """Where this rank notes what it did."""
-        return self._flight
+        """The flight recorder of this process."""
+        return self._failures.flight
 
     def begin(self) -> None:
-        """Begin a step; a job that lost a rank cannot."""
-        _remember(self)
+        """Begin a step; raise if the job lost a rank."""
+        self._failures.remember()
         self._control.begin()
-        verdict = self._control.verdict()
-        if verdict is not None and verdict.final:
-            raise self.over(self.named(verdict))
+        self._failures.check()
         if self._clocks_are_stale:
             self._align()
 
-    def agree(self, facts: dict[str, str]) -> None:
+    def check_same(self, facts: dict[str, str]) -> None:
         """Compare the facts, and then the clocks."""
-        super().agree(facts)
+        super().check_same(facts)
         self._align()
 
     def _align(self) -> None:
-        """Find out how far the clocks of this replica are apart, all its ranks together."""
+        """Measure the offsets between the clocks of this replica, all its ranks together."""
         began = time.perf_counter()
         self._clocks_are_stale = False
         self.clocks = self.align(self._within)
@@ -127,254 +109,164 @@ class ProcessWorld(Collectives):
 
     def end(self) -> None:
         """End a step."""
-        self._running = None
+        self._failures.running = None
         self._control.end()
 
-    def run(
-        self,
-        crew: Crew,
-        work: Work | None,
-        deadline: float,
-        sum_up: SumUp,
-        size: int,
-        refused: Exception | None = None,
-        reducer: Reducer | None = None,
-    ) -> tuple[list[RankResult], Floats]:
+    def abandon(self, error: BaseException) -> None:
+        """Leave a step for good, as after Ctrl-C, and tell the ranks that would wait for this one."""
+        self._failures.abandon(error)
+
+    def run(self, step: HostedStep) -> tuple[list[Any], Floats]:
         """Run this rank's program in this thread; all ranks come to the end of the step together, failed or not."""
-        results, own, failed = self.turn(crew, work, deadline, sum_up, size, refused, reducer)
+        results, own, failed = self.run_rank(step)
         return results, self._end_together(failed, own)
 
-    def turn(
-        self,
-        crew: Crew,
-        work: Work | None,
-        deadline: float,
-        sum_up: SumUp,
-        size: int,
-        refused: Exception | None = None,
-        reducer: Reducer | None = None,
-    ) -> tuple[list[RankResult], Floats, Failed | None]:
-        """Run this rank's program; failed or not, all its messages of this turn are sent and received afterwards."""
-        (executor,) = crew.executors
-        executor.stopped = None
-        self._running = executor
-        expected: dict[tuple[int, Traffic], int] = {}
-        owed: dict[tuple[int, Traffic], int] = {}
-        names = executor.names
-        for channel in crew.schedule.channels:
-            if channel.target == executor.rank:
-                expected[(names[channel.source], channel.traffic)] = len(channel.messages)
-            if channel.source == executor.rank:
-                owed[(names[channel.target], channel.traffic)] = len(channel.messages)
-        results: list[RankResult] = []
-        failed: Failed | None = None
-        device = None if executor.device is None else torch.device("cuda", executor.device)
-        self._transport.begin(expected, owed, device)
-        known = self._control.verdict()
-        if known is not None:  # it came while this step was being prepared
-            self._hear(known)
+    def run_rank(self, step: HostedStep) -> tuple[list[Any], Floats, RankFailure | None]:
+        """Run this rank's program; failed or not, all its messages of this step are sent and received afterwards."""
+        program: RankProgram = step.executors.executors[0]
+        program.stopped = None
+        self._failures.running = program
+        results: list[Any] = []
+        failed: RankFailure | None = None
+        device = None if program.device is None else torch.device("cuda", program.device)
+        self._transport.begin(*self._expected(step.executors.schedule, program), device)
+        verdict = self._control.verdict()
+        if verdict is not None:  # it came while this step was being prepared
+            self._failures.hear(verdict)
+        reducer = step.reducer
         if reducer is not None:
             reducer.begin()
         try:
-            if refused is not None or work is None:
-                raise refused or StagelineError("there is nothing to run")
-            results = [executor.run(work, deadline, None if reducer is None else reducer.ready)]
-            own = sum_up(results)
+            if step.refused is not None or step.request is None:
+                raise step.refused or StagelineError("there is nothing to run")
+            results = [program.run(step.request, None if reducer is None else reducer.ready)]
+            own = step.summarize(results)
         except BaseException as error:
-            failed = (time.time(), executor.doing, error)
-            own = np.zeros(size)
-            self._report(executor, error)
-        if reducer is not None:  # the others do as much: after a failure, too, nothing is left on the way
+            failed = RankFailure(time.time(), program.doing, error)
+            own = np.zeros(step.size)
+            self._report(program, error)
+        if reducer is not None:  # also after a failure: the other replicas wait for this one's part
             reducer.finish(failed is None)
         try:
-            self._transport.finish(deadline)
+            self._transport.finish(self.deadline)
         except TransportError as error:
-            raise self.lose(str(error)) from (failed[2] if failed else error)
+            raise self._failures.lose(str(error)) from (failed.error if failed else error)
         return results, own, failed
 
-    def _report(self, executor: Executor, error: BaseException) -> None:
-        """Tell all ranks of this one's failure, and learn whether another's was the cause of it."""
-        told = Failure.of(error, self._control.doing, secondary=isinstance(error, TransportError))
+    def _expected(
+        self, schedule: Schedule, program: RankProgram
+    ) -> tuple[dict[tuple[int, Traffic], int], dict[tuple[int, Traffic], int]]:
+        """How many messages this rank receives from, and sends to, each other rank in a step of the schedule."""
+        if self._traffic is None or self._traffic[0] is not schedule:
+            expected: dict[tuple[int, Traffic], int] = {}
+            owed: dict[tuple[int, Traffic], int] = {}
+            for channel in schedule.channels:
+                if channel.target == program.rank:
+                    expected[(program.names[channel.source], channel.traffic)] = len(channel.messages)
+                if channel.source == program.rank:
+                    owed[(program.names[channel.target], channel.traffic)] = len(channel.messages)
+            self._traffic = (schedule, expected, owed)
+        return self._traffic[1], self._traffic[2]
+
+    def _report(self, program: RankProgram, error: BaseException) -> None:
+        """Tell all ranks of this rank's failure, and learn whether another's was the cause of it."""
+        report = Failure.of(error, self._control.doing, secondary=isinstance(error, TransportError))
         if isinstance(error, PeerFailed):
-            told = replace(told, origin=error.origin)
+            report = replace(report, origin=error.origin)
         if not isinstance(error, Exception):  # this rank leaves the step, and does not come to its end with the others
-            told = replace(told, final=True)
-        self._control.report(told)
-        self._transport.fail(error, f"{self.layout.name(executor.name)} failed in {executor.doing}")
+            report = replace(report, final=True)
+        self._control.report(report)
+        self._transport.fail(error, f"{self.layout.name(program.name)} failed in {program.doing}")
         self._control.waits = EVERYONE
-        verdict = self._blamed()
-        executor.record(verdict, self._control.lost)
-        executor.forget()
+        verdict = self._failures.blamed()
+        program.record(verdict, self._control.lost)
+        program.forget()
         if not isinstance(error, Exception):
-            self._let_go()
+            self._failures.leave()
             raise error
         if verdict is not None and verdict.final:
-            raise self.over(verdict) from error
+            raise self._failures.over(verdict) from error
 
-    def _end_together(self, failed: Failed | None, own: Floats) -> Floats:
-        """Add up what all know; or let all ranks of all replicas know that one failed, and which was the first to."""
-        own_flags = np.zeros(3)
+    def _end_together(self, failed: RankFailure | None, own: Floats) -> Floats:
+        """Add up the summaries; or tell all ranks of all replicas that one failed, and which was the first to."""
+        flags = np.zeros(3)
         if failed is not None:
-            own_flags[int(isinstance(failed[2], PeerFailed))] = failed[0]
+            flags[int(isinstance(failed.error, PeerFailed))] = failed.time
         clocks = self.clocks
-        if self.here[0] == 0 and clocks is not None and not clocks.exact:  # and so all ranks hear it in the same step
-            own_flags[2] = time.perf_counter() - clocks.moment > self._align_after
-        origin, totals = self._gather_sums(own_flags, own)
+        if self.here[0] == 0 and clocks is not None and not clocks.exact:  # so that all ranks align in the same step
+            flags[2] = time.perf_counter() - clocks.moment > self._align_after
+        origin, totals = self._gather_sums(flags, own)
         if origin is None:
             return totals
-        raise self.failed(failed, origin) from (failed[2] if failed else None)
+        raise self.failed(failed, origin) from (failed.error if failed else None)
 
-    def failed(self, failed: Failed | None, origin: int, left: str = GRADIENTS) -> PipelineError:
-        """The error that all ranks raise together: what the process says that failed first.
+    def failed(self, failed: RankFailure | None, origin: int, left: str = GRADIENTS) -> PipelineError:
+        """The error that all ranks raise together: that of the process that failed first.
 
-        The records name it, too: the referee knows who was heard first, and that may be another.
+        The flight records name it, too; the failure monitor knows who was heard first, which may be another rank.
         """
-        mine: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        running = self._failures.running
         if failed is not None:
-            told = Failure.of(failed[2], located(failed[1]))
-            said = str(failure(self.layout.name(self.process), failed[1], failed[2], left))
-            mine = {"said": said, "where": self._control.where, "told": told.to_json()}
-            about = is_about_form(failed[2]), is_about_structure(failed[2])
-            if told.action == "F" and self._running is not None and any(about):
-                mine["step"], mine["about"] = self._running.step, about
-        heard = json.loads(self.tell_all(json.dumps(mine), origin))
-        error = PipelineError(heard["said"])
-        told, known = Failure(**heard["told"]), self._blamed()
-        verdict = self.named(
+            cause = Failure.of(failed.error, located(failed.doing))
+            text = str(failure(self.layout.name(self.process), failed.doing, failed.error, left))
+            own = {"text": text, "where": self._control.where, "cause": cause.to_json()}
+            about = is_about_form(failed.error), is_about_structure(failed.error)
+            if cause.action == "F" and running is not None and any(about):
+                own["step"], own["about"] = running.step, about
+        first = json.loads(self.broadcast_to_all(json.dumps(own), origin))
+        error = PipelineError(first["text"])
+        cause, blamed = Failure(**first["cause"]), self._failures.blamed()
+        verdict = self._failures.named(
             Verdict(
-                origin, "raised", heard["where"], told.doing, told.text, told.traceback, final=False,
-                round=self._control.round, action=told.action, stage=told.stage, microbatch=told.microbatch,
-                ranks=() if known is None else known.ranks,
+                origin, "raised", first["where"], cause.doing, cause.text, cause.traceback, final=False,
+                round=self._control.round, action=cause.action, stage=cause.stage, microbatch=cause.microbatch,
+                ranks=() if blamed is None else blamed.ranks,
             )
         )  # fmt: skip
-        if "step" in heard:
-            error, verdict = self._blame_change(error, verdict, int(heard["step"]), heard["about"], left)
+        if "step" in first:
+            error, verdict = self._blame_change(error, verdict, int(first["step"]), first["about"], left)
         if verdict.traceback and origin != self.process:
             error.add_note(f"on rank {origin}:\n{verdict.traceback}")
         if self.layout.ranks > 1:
-            note_aside(error, verdict)
-        note_record(error, [self._record(verdict)])
+            note_missing_value(error, verdict)
+        note_record(error, [self._failures.record(verdict)])
         return error
 
     def _blame_change(
         self, error: PipelineError, verdict: Verdict, step: int, about: Sequence[bool], left: str
     ) -> tuple[PipelineError, Verdict]:
-        """Name the rank whose stage changed what it passes on, where another one failed on it; all ranks ask this."""
-        changes = [] if self._running is None else self._running.outputs.changes
-        mine = first_change(step, verdict.stage, verdict.microbatch, changes, *about)
+        """Name the rank whose stage changed its output, where another one failed on it; all ranks call this."""
+        running = self._failures.running
+        own = first_change(step, verdict.stage, verdict.microbatch, () if running is None else running.changes, *about)
         replica = self.layout.place(verdict.culprit)[0]
-        stages = self.announce(np.array([0.0 if mine is None else mine.stage + 1.0]))()[replica, :, 0]
+        stages = self.all_gather(np.array([0.0 if own is None else own.stage + 1.0]))[replica, :, 0]
         if not stages.any():
             return error, verdict
         blamed = self.layout.rows[replica][int(np.argmin(np.where(stages > 0, stages, np.inf)))]
-        change = Change(*json.loads(self.tell_all(json.dumps(mine), blamed)))
+        change = Change(*json.loads(self.broadcast_to_all(json.dumps(own), blamed)))
         failed = f"stage {verdict.stage} on {self.layout.name(verdict.culprit)}"
-        named = changed(self.layout.name(blamed), change, failed, verdict.text, left)
-        return named, self.named(replace(verdict, culprit=blamed, stage=change.stage, doing=describe(change.place)))
+        error = changed_output(self.layout.name(blamed), change, failed, verdict.text, left)
+        verdict = replace(verdict, culprit=blamed, stage=change.stage, doing=describe(change.place))
+        return error, self._failures.named(verdict)
 
     def _gather_sums(self, flags: Floats, own: Floats) -> tuple[int | None, Floats]:
-        """Which process was the first to fail, if one did; and the sums of what the ranks of this replica know."""
+        """Which process was the first to fail, if one did; and the sums of the summaries of this replica."""
         small = own.size * self.layout.ranks <= SMALL
         rows = self.gather(self._within, np.concatenate([flags, own]) if small else flags)
         self._clocks_are_stale = bool(rows[:, 2].any())
         # When each kind of failure came first, and on which process: causes, and what follows from another's.
-        first = np.array([self._first(rows[:, kind], self.layout.rows[self.replica]) for kind in range(2)])
-        if self.column is not None:
-            known = self.column.gather(first.reshape(-1)).reshape(-1, 2, 2)
-            first = np.array([self._first(known[:, kind, 0], known[:, kind, 1]) for kind in range(2)])
-        if first[:, 0].any():
-            return int(first[0, 1] if first[0, 0] else first[1, 1]), np.zeros(0)
-        return None, rows[:, flags.size :].sum(axis=0) if small else self.add_up(own)
-
-    @staticmethod
-    def _first(times: Floats, processes: Sequence[int] | Floats) -> tuple[float, float]:
-        """The earliest of the times that are not 0, and whose it is."""
-        at = int(np.argmin(np.where(times > 0, times, np.inf)))
-        return float(times[at]), float(processes[at])
-
-    # What the control channel says.
-
-    def named(self, verdict: Verdict) -> Verdict:
-        """With the replica of the rank that failed, where there are several."""
-        several = self.layout.replicas > 1
-        return replace(verdict, replica=self.layout.place(verdict.culprit)[0]) if several else verdict
-
-    def _blamed(self) -> Verdict | None:
-        """Who failed first; waits a moment for it to become known."""
-        verdict = self._control.blame(BLAME)
-        return None if verdict is None else self.named(verdict)
-
-    def _hear(self, told: Verdict) -> None:
-        """Wake this rank, if it waits for a message that will not come, and let it begin no other action."""
-        verdict = self.named(told)
-        if verdict.final or verdict.round == self._control.round:
-            running = self._running
-            if running is not None:
-                running.stopped = PeerFailed(f"rank {self.process} stopped: {verdict}", verdict.culprit)
-            self._transport.interrupt(verdict.culprit, str(verdict), final=verdict.final)
-
-    def _last_words(self, verdict: Verdict | None) -> None:
-        """Of several pipelines, the one that ran last has something to say."""
-        if any(world() is self for world in _worlds):
-            self._record(verdict)
-
-    def abandon(self, error: BaseException) -> None:
-        """This rank leaves its step for good (Ctrl-C): tell all, who would wait for it."""
-        if not self._left:
-            self._control.report(replace(Failure.of(error, self._control.doing), final=True))
-            self._let_go()
-
-    def _record(self, verdict: Verdict | None) -> Path | None:
-        """Write the flight record, also where the step had not come to its first action."""
-        running = self._running
-        if running is not None:
-            return running.record(verdict, self._control.lost)
-        if not worth_writing(verdict):
-            return None
-        try:
-            control = self._control
-            return self._flight.write(verdict=verdict, doing=control.doing, waits=control.waits, lost=control.lost)
-        except OSError:
-            return None
-
-    def over(self, verdict: Verdict) -> PipelineError:
-        """The job lost a rank."""
-        self._lost = str(verdict)
-        error = PipelineError(f"{verdict}; {GRADIENTS.split(':')[0]}; this job cannot go on: start it again")
-        if verdict.traceback:
-            error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
-        note_record(error, [self._record(verdict)])
-        self._let_go()
-        return error
-
-    def _let_go(self) -> None:
-        """End the threads; one that comes back from native code while Python ends would take the process down."""
-        if not self._left:
-            self._left = True
-            self._transport.close()
-            close_at_exit(partial(self._transport.close, 1.0))
-            self._groups.keep()
-
-    def lose(self, text: str) -> PipelineError:
-        """This rank cannot go on; tell all, who may wait for it."""
-        verdict = self._blamed()
-        if verdict is not None and verdict.final:
-            return self.over(verdict)
-        self._lost = self._groups.lost() or (text if verdict is None else f"{verdict} ({text})")
-        self._groups.lose(self._lost)
-        error = PipelineError(
-            f"{self._lost}; no parameter was changed, and this pipeline cannot go on: start the processes again, or, "
-            "if all of them are alive, make a new Pipeline in each"
-        )
-        if verdict is not None and verdict.traceback and verdict.culprit != self.process:
-            error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
-        note_record(error, [self._record(verdict)])
-        return error
+        if rows[:, :2].any() or self.replica_group is not None:
+            first = np.array([_first(rows[:, kind], self.layout.rows[self.replica]) for kind in range(2)])
+            if self.replica_group is not None:
+                known = self.replica_group.all_gather(first.reshape(-1)).reshape(-1, 2, 2)
+                first = np.array([_first(known[:, kind, 0], known[:, kind, 1]) for kind in range(2)])
+            if first[:, 0].any():
+                return int(first[0, 1] if first[0, 0] else first[1, 1]), np.zeros(0)
+        return None, rows[:, flags.size :].sum(axis=0) if small else self.all_reduce(own)
 
 
-_worlds: list[weakref.ref[ProcessWorld]] = []
-"""The world that began a step last, or was made last."""
-
-
-def _remember(world: ProcessWorld) -> None:
-    _worlds[:] = [weakref.ref(world)]
+def _first(times: Floats, processes: Sequence[int] | Floats) -> tuple[float, float]:
+    """The earliest of the times that are not 0, and its process."""
+    at = int(np.argmin(np.where(times > 0, times, np.inf)))
+    return float(times[at]), float(processes[at])

@@ -122,7 +122,7 @@ def plan_together(
                 raise
             kind = "" if isinstance(error, StagelineError) else f"{type(error).__name__}: "
             said["error"] = f"{kind}{error}"
-    said = json.loads(world.tell_all(json.dumps(said), world.layout.rows[0][0]))
+    said = json.loads(world.broadcast_to_all(json.dumps(said), world.layout.rows[0][0]))
     if said["error"]:
         raise StagelineError(said["error"])
     return parse_plan(said["plan"], "the plan of rank 0")

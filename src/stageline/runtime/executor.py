@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from stageline.common.errors import PeerFailed, StagelineError
+from stageline.distributed.failures import Change
+from stageline.distributed.rank_host import RankExecutors
 from stageline.faults.flight_recorder import Flight, worth_writing
 from stageline.faults.monitor.verdict import Verdict, describe
 from stageline.faults.progress import Notes, Progress
@@ -33,8 +35,8 @@ from stageline.transport.protocol import Header, Message, Traffic, Transport
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one step is about: the microbatches of inputs and targets, and the weight of each in the loss."""
+class StepRequest:
+    """One step as every rank runs it: the microbatches, and the weight of each in the loss."""
 
     step: int
     samples: int
@@ -111,6 +113,7 @@ class Executor:
         own_stream: bool = False,
         progress: Progress | None = None,
         flight: Flight | None = None,
+        deadline: float = 60.0,
     ) -> None:
         """`stages` are those that this rank holds; on a GPU, they run in a stream of the rank's own if asked for.
 
@@ -119,6 +122,7 @@ class Executor:
         """
         self.schedule = schedule
         self.rank = rank
+        self.deadline = deadline
         self.names = list(range(schedule.ranks)) if names is None else list(names)
         self.name = self.names[rank]
         self.stages = stages
@@ -185,19 +189,19 @@ class Executor:
                 delivered = max(delivered, number + 1)
         return found
 
-    def run(self, work: Work, deadline: float, ready: Callable[[int], None] | None = None) -> RankResult:
+    def run(self, work: StepRequest, ready: Callable[[int], None] | None = None) -> RankResult:
         """Run the whole program once; `ready` is called with every stage whose gradients are complete."""
         if self.device is None:
-            return self._run(work, deadline, HostClock(len(self._tasks)), ready)
+            return self._run(work, HostClock(len(self._tasks)), ready)
         event, moment = work.began[self.device]
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             stream = torch.cuda.current_stream()
             stream.wait_event(event)
-            result = self._run(work, deadline, DeviceClock(len(self._tasks), stream, event, moment), ready)
+            result = self._run(work, DeviceClock(len(self._tasks), stream, event, moment), ready)
             result.over = stream.record_event()
         return result
 
-    def _run(self, work: Work, deadline: float, clock: Clock, ready: Callable[[int], None] | None) -> RankResult:
+    def _run(self, work: StepRequest, clock: Clock, ready: Callable[[int], None] | None) -> RankResult:
         progress, flown = self.progress, self.flight.actions
         self.step = work.step
         result = RankResult(clock, self.rank)
@@ -208,7 +212,7 @@ class Executor:
             if self.stopped is not None:
                 raise self.stopped
             progress.doing = task.place
-            arrived = self._input(task, work, deadline, result)
+            arrived = self._input(task, work, result)
             began = clock.start(position)
             with self.turns:
                 message = self._compute(task, arrived, work, result)
@@ -227,18 +231,18 @@ class Executor:
         result.split = (sum(total for total, _ in counts), sum(unsplit for _, unsplit in counts))
         return result
 
-    def _watch(self, work: Work) -> FiniteWatch | None:
+    def _watch(self, work: StepRequest) -> FiniteWatch | None:
         if not (work.training and work.check_finite):
             return None
         parts = {index: stage.part for index, stage in self.stages.items()}
         gradients = work.check_gradients and work.scale <= 1.0
         return FiniteWatch(self.schedule.stages, parts, gradients=gradients, on_gpu=self.device is not None)
 
-    def _header(self, task: _Task, work: Work, source: int, target: int, stage: int) -> Header:
+    def _header(self, task: _Task, work: StepRequest, source: int, target: int, stage: int) -> Header:
         traffic: Traffic = "forward" if task.kind == kinds.F else "backward"
         return Header(source, target, traffic, stage, task.microbatch, work.step)
 
-    def _input(self, task: _Task, work: Work, deadline: float, result: RankResult) -> Message | None:
+    def _input(self, task: _Task, work: StepRequest, result: RankResult) -> Message | None:
         """Wait for what the action takes from another stage."""
         if task.kind == kinds.W:
             return None
@@ -254,24 +258,24 @@ class Executor:
             if early is None:
                 return self._parked.pop(task.index)
             for other in early:
-                self._parked[other.index] = self._receive(other, work, deadline, result)
-        return self._receive(task, work, deadline, result)
+                self._parked[other.index] = self._receive(other, work, result)
+        return self._receive(task, work, result)
 
-    def _receive(self, task: _Task, work: Work, deadline: float, result: RankResult) -> Message:
+    def _receive(self, task: _Task, work: StepRequest, result: RankResult) -> Message:
         """Wait for the next message of a channel, which is the input of this task."""
         assert task.source is not None
         before = task.stage - (1 if task.kind == kinds.F else -1)
         header = self._header(task, work, task.source, self.name, before)
         self.awaited = (header, time.perf_counter())
         self.progress.waits = task.source
-        message = self.transport.receive(header, deadline)
+        message = self.transport.receive(header, self.deadline)
         self.progress.waits = None
         self.awaited = None
         came = result.arrived[task.index] = self.transport.arrived
         self.flight.received.append((task.source, header.traffic, before, task.microbatch, work.step, came, 0))
         return message
 
-    def _compute(self, task: _Task, arrived: Message | None, work: Work, result: RankResult) -> Message | None:
+    def _compute(self, task: _Task, arrived: Message | None, work: StepRequest, result: RankResult) -> Message | None:
         stage = self.stages[task.stage]
         if task.kind == kinds.F:
             return self._forward(stage, task, arrived, work, result)
@@ -289,7 +293,7 @@ class Executor:
         return None
 
     def _forward(
-        self, stage: Stage, task: _Task, arrived: Message | None, work: Work, result: RankResult
+        self, stage: Stage, task: _Task, arrived: Message | None, work: StepRequest, result: RankResult
     ) -> Message | None:
         if arrived is None:
             leaves, tree = flatten(self._here(work.inputs[task.microbatch]), "the batch")
@@ -346,7 +350,7 @@ class Executor:
         return pytree.tree_map(moved, tree, is_leaf=is_mask)
 
     def _message(
-        self, task: _Task, work: Work, leaves: Sequence[Leaf], tree: str, changed: Sequence[bool] = ()
+        self, task: _Task, work: StepRequest, leaves: Sequence[Leaf], tree: str, changed: Sequence[bool] = ()
     ) -> Message:
         """With an output, tell which tensors want a gradient; with gradients, which of them a hook changed."""
         target = self.name if task.target is None else task.target
@@ -370,6 +374,11 @@ class Executor:
             size = sum(leaf.nbytes for leaf in message.leaves if isinstance(leaf, Tensor))
             moment = time.perf_counter()
             self.flight.sent.append((task.target, head.traffic, head.stage, head.microbatch, head.step, moment, size))
+
+    @property
+    def changes(self) -> Sequence[Change]:
+        """Outputs of its stages that changed their form."""
+        return self.outputs.changes
 
     @property
     def doing(self) -> str:
@@ -399,6 +408,10 @@ class Executor:
         self._parked.clear()
         for stage in self.stages.values():
             stage.forget()
+
+
+Executors: TypeAlias = RankExecutors[Executor]
+"""A schedule, and the executors of the ranks of this process."""
 
 
 def device_of(stages: Iterable[Stage]) -> int | None:

@@ -28,7 +28,7 @@ class ReplicaSum(Protocol):
     def direct(self) -> bool:
         """Whether GPU tensors are summed without going through the host."""
 
-    def add(self, flat: Tensor) -> Callable[[], None]:
+    def all_reduce_async(self, flat: Tensor) -> Callable[[], None]:
         """Start the sum, in place; call the result to wait for it."""
 
 
@@ -120,7 +120,7 @@ class Reducer:
 
     >>> class Twice:  # two replicas with equal gradients
     ...     direct = False
-    ...     def add(self, flat):
+    ...     def all_reduce_async(self, flat):
     ...         return lambda: flat.mul_(2)
     >>> layer = nn.Linear(2, 1)
     >>> layer.weight.grad = torch.ones(1, 2)
@@ -228,7 +228,8 @@ class _Reduction:
             if not wait and not self._copied.query():
                 return False
             self._copied.synchronize()
-        self._done = self._group.add(torch.view_as_real(self._sent) if self._sent.is_complex() else self._sent)
+        flat = torch.view_as_real(self._sent) if self._sent.is_complex() else self._sent
+        self._done = self._group.all_reduce_async(flat)
         return True
 
     def wait(self) -> Tensor:

@@ -112,7 +112,7 @@ def common_seed(world: World, seed: int | None) -> int:
     if seed is not None and not isinstance(seed, int):
         raise StagelineError(f"seed is a whole number, got {shorten(seed)}")
     mine = (torch.initial_seed() if seed is None else seed) & (2**52 - 1)
-    return int(world.announce(np.array([float(mine)]))()[0, 0, 0])
+    return int(world.all_gather(np.array([float(mine)]))[0, 0, 0])
 
 
 def find_deadline(given: float | None) -> float:

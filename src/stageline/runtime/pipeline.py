@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from stageline.autograd.recompute import Choice, Policy, mark, understand
 from stageline.common.errors import PipelineError, StagelineError, shorten
+from stageline.distributed.collectives import ProcessCollectives
 from stageline.distributed.layout import mesh_of, ranks_of
 from stageline.distributed.process_host import find_world
-from stageline.distributed.rank_host import Crew, Floats
+from stageline.distributed.rank_host import Floats
 from stageline.model.compiled_models import any_compiled
 from stageline.model.split import Staged
 from stageline.model.stage_module.shared_state import Sharing
@@ -25,6 +26,7 @@ from stageline.runtime.batches.chunk_specs import ChunkSpecs
 from stageline.runtime.compile import Compile, compile_units
 from stageline.runtime.continuous.rollback import Make
 from stageline.runtime.continuous.run import Rates, Run
+from stageline.runtime.executor import Executors
 from stageline.runtime.grad_norm import clip_factor, norm_dtype, norms_of, owners_of, total_norm
 from stageline.runtime.grad_reduce import check_buckets
 from stageline.runtime.guards.foreign_reads import holders_of, readers
@@ -216,7 +218,7 @@ class Pipeline(Runner):
         self._waits = self._waits and self._alone  # processes must know at once which parameters are theirs
         if untold is not None and not self._waits:
             raise untold
-        self._world.agree(
+        self._world.check_same(
             {
                 **facts_of(self.model, self.schedule),
                 "the seed that was given": repr(seed),
@@ -243,7 +245,7 @@ class Pipeline(Runner):
         self._compares = compare_weights
         self._watched = Tensors([*_named_tensors(self.model), *described_tensors])
         self._replicas = self._join_replicas(bucket_mb, reduce_dtype)
-        self._crews: dict[tuple[int, bool], Crew] = {}
+        self._crews: dict[tuple[int, bool], Executors] = {}
         self._steps = 0
         self._agreed: int | None = None
         self._measured: Measured | None = None
@@ -288,7 +290,7 @@ class Pipeline(Runner):
 
     def _join_replicas(self, bucket_mb: float, dtype: torch.dtype | None) -> Replicas | None:
         """What joins this process to the other replicas, which must begin with the same weights."""
-        world, column = self._world, self._world.column
+        world, column = self._world, self._world.replica_group
         if column is None:
             return None
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -317,7 +319,11 @@ class Pipeline(Runner):
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The processes by replica ("dp") and rank ("pp"): the mesh that was given, or one of the pipeline's groups."""
-        return self._mesh if self._mesh is not None else mesh_of(self._world)
+        if self._mesh is not None:
+            return self._mesh
+        if not isinstance(self._world, ProcessCollectives):
+            raise StagelineError("all ranks are threads of this process, and a mesh is of processes: use torchrun")
+        return mesh_of(self._world)
 
     def __reduce__(self) -> Any:
         """Refuse to be copied or pickled: threads, connections and measured times belong to this one."""
@@ -443,7 +449,7 @@ class Pipeline(Runner):
         """The norm of each parameter's gradient, in the order of the model."""
         known = dict(self.named_gradients()) if gradients is None else gradients
         own = {name: known[name] for name, _ in self.named_parameters() if self.owns(name) and name in known}
-        return self._world.add_up(norms_of([name for name, _ in self.model.named_parameters()], own, norm_type))
+        return self._world.all_reduce(norms_of([name for name, _ in self.model.named_parameters()], own, norm_type))
 
     def _refuse_norm(self, norms: Floats, total: Tensor) -> None:
         """Name the parameters whose gradients are not finite, and their stages."""
@@ -509,7 +515,9 @@ class Pipeline(Runner):
         crew, results = done.crew, done.results
         times, clocks = done.outcome.times, self._world.clocks
         known = (lambda: times_of(crew, results, clocks).reshape(-1)) if times is None else lambda: times
-        self._measured = Measured(crew.schedule, self._world.later(known) if times is None else known, clocks)
+        self._measured = Measured(
+            crew.schedule, self._world.all_reduce_async(known) if times is None else known, clocks
+        )
         self._steps += 1
         self._notice(crew, lambda: lengths_of(crew, results, times) if self._alone or times is not None else None)
         measured = self._measured.timeline

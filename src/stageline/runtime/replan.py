@@ -129,7 +129,7 @@ class Watch:
         row = np.concatenate(
             [np.asarray(each) for each in costs.times(schedule.stages)] + [[float(np.max(costs.transfer))]]
         )
-        known: Floats = world.announce(row)().max(axis=(0, 1))
+        known: Floats = world.all_gather(row).max(axis=(0, 1))
         *times, transfer = np.split(known, [schedule.stages * (each + 1) for each in range(4)])
         forward, backward, first, second = (each.tolist() for each in times)
         return Costs(
@@ -158,7 +158,7 @@ class Watch:
                 said = {
                     "schedule": "".join(schedule_lines(found.schedule)), "before": found.before, "after": found.after
                 }  # fmt: skip
-        said = json.loads(world.tell_all(json.dumps(said), world.layout.rows[0][0]))
+        said = json.loads(world.broadcast_to_all(json.dumps(said), world.layout.rows[0][0]))
         if not said["schedule"]:
             return None
         made = schedule_from(parse_json(said["schedule"]))

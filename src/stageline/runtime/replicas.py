@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from stageline.common.errors import PipelineError
-from stageline.distributed.collectives import Column
+from stageline.distributed.collectives import ReplicaGroup
 from stageline.distributed.rank_host import Floats, World
 from stageline.runtime._torch_private import buffer_named
 from stageline.runtime.grad_reduce import Reducer
@@ -61,7 +61,7 @@ class Replicas:
     def __init__(
         self,
         world: World,
-        group: Column,
+        group: ReplicaGroup,
         schedule: Schedule,
         parts: Sequence[nn.Sequential],
         placed: Placed,
@@ -119,22 +119,22 @@ class Replicas:
             for part in self._parts
             for name, tensor in (*part.named_parameters(), *part.named_buffers())
         ]
-        known = self.group.gather(np.array([0.0, *(float(number) for _, number in mine)]))[:, 1:]
+        known = self.group.all_gather(np.array([0.0, *(float(number) for _, number in mine)]))[:, 1:]
         apart = np.argwhere((known != known[0]).any(axis=0)).reshape(-1)
-        differs = self.world.announce(np.array([float(len(apart) > 0)]))()[..., 0]
+        differs = self.world.all_gather(np.array([float(len(apart) > 0)]))[..., 0]
         if not differs.any():
             return
         layout, (_, rank) = self.world.layout, np.argwhere(differs)[0]
         message = ""
         if len(apart) and rank == self.world.here[0]:
-            first, processes = int(apart[0]), layout.column(int(rank))
+            first, processes = int(apart[0]), layout.replica_group(int(rank))
             other = int(np.argmax(known[:, first] != known[0, first]))
             message = (
                 f"the replicas start with different weights: {mine[first][0]} of {layout.name(processes[other])} is "
                 f"not that of {layout.name(processes[0])}; call torch.manual_seed with the same number in all of them "
                 "before the model is built, or load the same checkpoint"
             )
-        raise PipelineError(self.world.tell_all(message, layout.rows[0][int(rank)]))
+        raise PipelineError(self.world.broadcast_to_all(message, layout.rows[0][int(rank)]))
 
     def row(self, batch: Given, mode: int, count: float | None, elements: int, refused: bool) -> Floats:
         """The row that this process sends at the start of a step."""
@@ -148,7 +148,7 @@ class Replicas:
         if known[..., REFUSED].any():
             replica, rank = np.argwhere(known[..., REFUSED])[0]
             culprit = layout.rows[int(replica)][int(rank)]
-            reason = self.world.tell_all(f"{type(refused).__name__}: {refused}", culprit)
+            reason = self.world.broadcast_to_all(f"{type(refused).__name__}: {refused}", culprit)
             raise refused or PipelineError(f"{layout.name(culprit)} cannot run this batch: {reason}")
         for replica, rows in enumerate(known):
             wanted = [column for column in columns if column < len(NAMES)]
@@ -183,7 +183,7 @@ class Replicas:
         and for each replica whether its loss and gradients are finite.
         """
         sizes = (size for _, size in self._sizes(before))
-        rows = self.group.gather(np.array([sum(outcome.losses), float(outcome.described), float(good), *sizes]))
+        rows = self.group.all_gather(np.array([sum(outcome.losses), float(outcome.described), float(good), *sizes]))
         return rows[:, 0].tolist(), bool(rows[:, 1].any()), rows[:, 3:], (rows[:, 2] > 0).tolist()
 
     def _sizes(self, before: Taken) -> Iterator[tuple[tuple[nn.Module, str], float]]:
@@ -214,12 +214,12 @@ class Replicas:
                     )
                 buffer = buffer_named(owner, name)
                 if buffer is not None:
-                    self.group.spread(buffer.data)
+                    self.group.broadcast_tensor(buffer.data)
 
     def metrics(self, own: dict[str, float]) -> dict[str, float]:
         """Add the metrics of all replicas, in their order."""
         total: dict[str, float] = {}
         for replica in range(self.world.layout.replicas):
-            for name, value in json.loads(self.group.tell(json.dumps(own), replica)).items():
+            for name, value in json.loads(self.group.broadcast(json.dumps(own), replica)).items():
                 total[name] = total.get(name, 0.0) + value
         return total

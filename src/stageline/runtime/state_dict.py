@@ -29,7 +29,7 @@ def gather_state(world: World, ranks: int, own: Mapping[str, Any], order: Sequen
     state: dict[str, Any] = {}
     for rank in range(ranks):
         here = rank in world.here
-        entries = json.loads(world.tell(json.dumps(_describe(own, state)) if here else "", rank))
+        entries = json.loads(world.broadcast(json.dumps(_describe(own, state)) if here else "", rank))
         if isinstance(entries, str):
             raise StagelineError(entries)
         for name, entry in entries.items():
@@ -39,7 +39,7 @@ def gather_state(world: World, ranks: int, own: Mapping[str, Any], order: Sequen
             tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
             if here:
                 tensor = _copy(own[name])
-            world.share(tensor, rank)
+            world.broadcast_tensor(tensor, rank)
             state[name] = tensor
     return {name: state[name] for name in order}
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import PipelineError, StagelineError
-from stageline.distributed.rank_host import GRADIENTS, Crew, Floats, World, failure, note_record
+from stageline.distributed.failures import GRADIENTS, failure, note_record
+from stageline.distributed.rank_host import Floats, HostedStep, World
 from stageline.faults.monitor.verdict import Failure, Verdict, located
 from stageline.model.huggingface import own_loss
 from stageline.model.stage_module.shared_state import Sharing
@@ -32,7 +33,7 @@ from stageline.runtime.batches.input_gradients import (
     wanted,
     with_leaves,
 )
-from stageline.runtime.executor import Executor, RankResult, Work
+from stageline.runtime.executor import Executor, Executors, RankResult, StepRequest
 from stageline.runtime.grad_reduce import Reducer
 from stageline.runtime.guards.foreign_reads import ForeignReads, holders_of
 from stageline.runtime.guards.initial_weights import compare_weights, held_by_several
@@ -131,7 +132,7 @@ class Runner:
     """What this process has to do with other replicas; None where there is one."""
     _compiled: bool
     """Whether torch.compile runs the units."""
-    _crews: dict[tuple[int, bool], Crew]
+    _crews: dict[tuple[int, bool], Executors]
     _specs: ChunkSpecs
     """Along which dimensions batches are cut."""
     _parts: list[nn.Sequential]
@@ -240,7 +241,7 @@ class Runner:
             samples, total, rows, refused = self._agree_on(batch, 0 if reducer is None else reducer.elements)
             filled = min(self.schedule.microbatches, samples)  # the parts that are not empty come first
             crew = self._crew(filled, training=batch.training)
-            work: Work | None = None
+            work: StepRequest | None = None
             if refused is None:
                 try:
                     work = self._work(batch, samples, total, filled)
@@ -290,11 +291,11 @@ class Runner:
             refused, given = error, Given(None, np.array(REFUSED))
         if replicas is not None:
             row = replicas.row(given, batch.mode, batch.count, elements, refused is not None)
-            known = self._world.announce(row)()
+            known = self._world.all_gather(row)
             counts = replicas.agree(known, [] if alone else batch.columns, self._needs, refused)
             mine = known[self._world.replica, :, : len(NAMES)]
             return counts[self._world.replica], sum(counts), lambda: mine, None
-        heard = self._world.announce(given.row)
+        heard = self._world.all_gather_async(given.row)
 
         def rows() -> Floats:
             first: Floats = heard()[0]
@@ -310,7 +311,7 @@ class Runner:
         samples = int(self._agreed) if apart and self._agreed is not None else int(told.pop())
         return samples, samples, rows, refused or (PipelineError(apart) if apart else None)
 
-    def _work(self, batch: Batch, samples: int, total: int, filled: int) -> Work:
+    def _work(self, batch: Batch, samples: int, total: int, filled: int) -> StepRequest:
         """Cut the batch; parts that would be empty are left out."""
         parts = self.schedule.microbatches
         predicting = not batch.with_targets
@@ -322,7 +323,7 @@ class Runner:
         whole, roots = with_leaves(batch.inputs) if wants else (batch.inputs, ())
         with torch.enable_grad() if wants else nullcontext():  # gradients go from the parts to the whole
             inputs = input_parts(whole, parts, filled, self._specs)
-        return Work(
+        return StepRequest(
             step=self._steps,
             samples=total,
             inputs=inputs,
@@ -341,7 +342,7 @@ class Runner:
     def _name_of(self, parameter: nn.Parameter) -> str:
         return next((name for name, own in self.model.named_parameters() if own is parameter), "without a name")
 
-    def _check_work(self, crew: Crew, work: Work) -> None:
+    def _check_work(self, crew: Executors, work: StepRequest) -> None:
         """Refuse what a step cannot do with the keywords and hooks that there are."""
         if work.training:
             self._placed.refuse_hooks(self._name_of)
@@ -352,8 +353,8 @@ class Runner:
 
     def _run_crew(
         self,
-        crew: Crew,
-        work: Work | None,
+        crew: Executors,
+        work: StepRequest | None,
         refused: Exception | None,
         rows: Callable[[], Floats],
         batch: Batch,
@@ -376,13 +377,14 @@ class Runner:
         try:
             with no_collections():
                 results, totals = self._world.run(
-                    crew,
-                    given,
-                    self.deadline,
-                    lambda found: self._sum_up(crew, found, names, terms, batch.training),
-                    size,
-                    refused,
-                    meanwhile,
+                    HostedStep(
+                        crew,
+                        given,
+                        refused,
+                        lambda found: self._sum_up(crew, found, names, terms, batch.training),
+                        size,
+                        meanwhile,
+                    )
                 )
         except PipelineError as error:
             if refused is not None and not isinstance(refused, PipelineError):
@@ -403,7 +405,7 @@ class Runner:
             self._check_penalty(names, outcome)
             self._check_buffers(versions)
             self._check_generators(generators, crew)
-            gather(self._placed, self._world.share, self._alone)
+            gather(self._placed, self._world.broadcast_tensor, self._alone)
             if self._replicas is not None:
                 self._replicas.finish(reducer, changed, buffers)
             if batch.sync or self._world.replica == 0:  # what is added up over replicas later counts in one of them
@@ -412,7 +414,7 @@ class Runner:
         metrics = self._metrics(metrics_of(results, work.weights)) if described else {}
         return Done(crew, work, results, outcome, sum(losses) + outcome.penalty, metrics)
 
-    def _give_input_gradients(self, work: Work, results: Sequence[RankResult]) -> None:
+    def _give_input_gradients(self, work: StepRequest, results: Sequence[RankResult]) -> None:
         """Bring the gradients of the inputs where they belong, on the processes that hold stage 0."""
         gradients = {key: grads for result in results for key, grads in result.input_gradients.items()}
         owners = sorted(set(self.schedule.placement.table[:, 0].tolist()))
@@ -422,7 +424,7 @@ class Runner:
             give_gradients(work.inputs, work.input_roots, gradients)
 
     def _sum_up(
-        self, crew: Crew, results: list[RankResult], names: Sequence[str], terms: dict[str, Tensor], training: bool
+        self, crew: Executors, results: list[RankResult], names: Sequence[str], terms: dict[str, Tensor], training: bool
     ) -> Floats:
         """What the ranks that are here know of the step; `terms` takes the penalties of their parameters."""
         for executor, result in zip(crew.executors, results, strict=True):
@@ -442,7 +444,7 @@ class Runner:
             times = times_of(crew, results, self._world.clocks).reshape(-1)
         return np.concatenate([found, times, [float(known)]])
 
-    def _tells_times(self, crew: Crew) -> bool:
+    def _tells_times(self, crew: Executors) -> bool:
         """Whether the times of all actions are few enough to be told with everything else at the end of a step."""
         return not self._alone and 3 * crew.schedule.num_actions * crew.schedule.ranks <= FEW
 
@@ -452,20 +454,20 @@ class Runner:
             if apart:
                 raise PipelineError(apart)
 
-    def _not_finite(self, crew: Crew, work: Work, outcome: Outcome) -> NotFinite | None:
+    def _not_finite(self, crew: Executors, work: StepRequest, outcome: Outcome) -> NotFinite | None:
         """Why this replica's loss or gradients fail the step; None where they do not."""
         if not (work.training and self.check_finite):
             return None
         wrong = not_finite(outcome.losses, outcome.events, outcome.bad, crew.schedule)
         return wrong if wrong is None or not work.inputs else wrong.with_inputs(work.inputs)
 
-    def _check_finite(self, crew: Crew, wrong: NotFinite | None, good: Sequence[bool]) -> None:
+    def _check_finite(self, crew: Executors, wrong: NotFinite | None, good: Sequence[bool]) -> None:
         """Fail a step in which a loss or gradient is not finite, on all ranks of all replicas alike."""
         if all(good):
             return
         replica, layout = good.index(False), self._world.layout
         mine = {} if wrong is None else {"process": layout.rows[self._world.replica][wrong.rank], **wrong.to_json()}
-        heard = json.loads(self._world.tell_all(json.dumps(mine), layout.rows[replica][0]))
+        heard = json.loads(self._world.broadcast_to_all(json.dumps(mine), layout.rows[replica][0]))
         cause = ArithmeticError(heard["text"])
         error = failure(layout.name(heard["process"]), heard["doing"], cause)
         told = Failure.of(cause, located(heard["doing"]))
@@ -492,7 +494,7 @@ class Runner:
                     "that each see half of the microbatches; use a family with one direction, or evaluation mode for it"
                 )
 
-    def _check_generators(self, before: Generators, crew: Crew) -> None:
+    def _check_generators(self, before: Generators, crew: Executors) -> None:
         """Every layer that draws was seen to in its first microbatch; one that began later is found in the next."""
         if before.moved():
             for executor in crew.executors:
@@ -512,11 +514,11 @@ class Runner:
         owners = sorted({int(rank) for rank in self.schedule.placement.table[:, -1]})
         total: dict[str, float] = own if self._alone else {}
         for rank in [] if self._alone else owners:
-            for name, value in json.loads(self._world.tell(json.dumps(own), rank)).items():
+            for name, value in json.loads(self._world.broadcast(json.dumps(own), rank)).items():
                 total[name] = total.get(name, 0.0) + value
         return total if self._replicas is None else self._replicas.metrics(total)
 
-    def _crew(self, microbatches: int, *, training: bool) -> Crew:
+    def _crew(self, microbatches: int, *, training: bool) -> Executors:
         """The executors of all ranks for so many microbatches, made once."""
         key = (microbatches, training)
         if key not in self._crews:
@@ -569,7 +571,7 @@ class Runner:
         copies = module.copies() if isinstance(module, StagePart) else {}
         return {**self._placed.twins.get(module, {}), **copies}
 
-    def _crew_of(self, schedule: Schedule, stages: Mapping[int, Mapping[int, Stage]]) -> Crew:
+    def _crew_of(self, schedule: Schedule, stages: Mapping[int, Mapping[int, Stage]]) -> Executors:
         """The executors of the ranks that are here."""
         executors = [
             Executor(
@@ -581,6 +583,7 @@ class Runner:
                 own_stream=len(self._world.here) > 1,
                 progress=self._world.progress(rank),
                 flight=self._world.flight(rank),
+                deadline=self._world.deadline,
             )
             for rank in self._world.here
         ]
@@ -590,7 +593,7 @@ class Runner:
             lock = threading.Lock()
             for executor in executors:
                 executor.turns = lock
-        return Crew(schedule, executors)
+        return Executors(schedule, executors)
 
     def _look_at(self, watch: Watch, measured: Callable[[], Timeline] | None) -> None:
         """Compare the step with the plan, and take another order where that is better."""
@@ -600,7 +603,7 @@ class Runner:
             self._reorder(changed.schedule)
             self.replans.append(changed)
 
-    def _notice(self, crew: Crew, seconds: Callable[[], Floats | None]) -> None:
+    def _notice(self, crew: Executors, seconds: Callable[[], Floats | None]) -> None:
         """Tell of stages that became slower and stay so. `seconds` gives the lengths of all actions, if they are known.
 
         Those of a GPU are not known yet, and are not waited for.
@@ -647,8 +650,8 @@ def _event(device: int) -> Any:
 class Done:
     """A batch that ran."""
 
-    crew: Crew
-    work: Work
+    crew: Executors
+    work: StepRequest
     results: list[RankResult]
     outcome: Outcome
     loss: float

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from stageline.distributed.rank_host import Crew, Floats
+from stageline.distributed.rank_host import Floats
 from stageline.runtime.batches.chunk_specs import merge
-from stageline.runtime.executor import RankResult
+from stageline.runtime.executor import Executors, RankResult
 from stageline.runtime.guards.non_finite import WIDTH, Event, FiniteWatch, read_events, write_events
 from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
@@ -112,7 +112,7 @@ def joined(results: Sequence[RankResult], spec: Any = None) -> Any:
     return merge([found[microbatch] for microbatch in sorted(found)], spec, join_batch) if found else None
 
 
-def times_of(crew: Crew, results: Sequence[RankResult], clocks: Alignment | None) -> Floats:
+def times_of(crew: Executors, results: Sequence[RankResult], clocks: Alignment | None) -> Floats:
     """Start, end and arrival of every action of the ranks that are here, by the clock of the first rank; 0 for those of
     others."""
     schedule = crew.schedule
@@ -127,7 +127,7 @@ def times_of(crew: Crew, results: Sequence[RankResult], clocks: Alignment | None
     return times
 
 
-def lengths_of(crew: Crew, results: Sequence[RankResult], times: Floats | None = None) -> Floats:
+def lengths_of(crew: Executors, results: Sequence[RankResult], times: Floats | None = None) -> Floats:
     """How long every action took, by the times of all of them, or by the clocks of the ranks, which are all here."""
     if times is not None:
         start, end, _ = times.reshape(3, -1)

@@ -32,7 +32,7 @@ def find(folder: Path, step: int, world: World) -> Checkpoint | None:
             told["path"] = "" if chosen is None else str(chosen)
         except StagelineError as error:
             told["error"] = str(error)
-    told = json.loads(world.tell(json.dumps(told), 0))
+    told = json.loads(world.broadcast(json.dumps(told), 0))
     if told["error"]:
         raise StagelineError(told["error"])
     return open_checkpoint(Path(told["path"])) if told["path"] else None
@@ -67,7 +67,7 @@ def begin_with(pipe: Pipeline, given: str, world: World) -> None:
             told["path"] = str(path)
         except StagelineError as error:
             told["error"] = str(error)
-    told = json.loads(world.tell(json.dumps(told), 0))
+    told = json.loads(world.broadcast(json.dumps(told), 0))
     if told["error"]:
         raise StagelineError(f"checkpoint.initial_load_path is {given!r}: {told['error']}")
     load_weights(pipe.model, told["path"], cast=True)

@@ -156,7 +156,7 @@ class Show:
         last = int(of.setup.choice.schedule.placement.table[0, -1])
         values = np.array([token if of.layout.processes == 1 or of.layout.rank == last else 0, of.signal], float)
         if of.layout.processes > 1:
-            values = of.world.add_up(values)
+            values = of.world.all_reduce(values)
         self._sample_cut = bool(values[1])
         return None if self._sample_cut else int(values[0])
 

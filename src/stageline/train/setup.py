@@ -142,7 +142,7 @@ class Setup:
                 self.folder.claim(self.config)
             except StagelineError as error:
                 said["error"] = str(error)
-        said = json.loads(self.world.tell(json.dumps(said), 0))
+        said = json.loads(self.world.broadcast(json.dumps(said), 0))
         if said["error"]:
             raise StagelineError(said["error"])
         self.goes_on, self.notes = said["goes_on"], said["notes"]
@@ -151,10 +151,10 @@ class Setup:
         """Find processes that do not see the run's folder."""
         if self.layout.processes == 1:
             return
-        nonce = self.world.tell(leave_mark(self.folder.path) if self.layout.main else "", 0)
+        nonce = self.world.broadcast(leave_mark(self.folder.path) if self.layout.main else "", 0)
         blind = np.zeros(self.layout.processes)
         blind[self.layout.rank] = float(not sees_mark(self.folder.path, nonce))
-        blind = self.world.add_up(blind)
+        blind = self.world.all_reduce(blind)
         if self.layout.main:
             remove_mark(self.folder.path, nonce)
         if blind.any():
@@ -175,7 +175,7 @@ class Setup:
                 if self.layout.processes == 1:
                     raise
                 said["error"] = str(error)
-        said = json.loads(self.world.tell(json.dumps(said), 0))
+        said = json.loads(self.world.broadcast(json.dumps(said), 0))
         if said["error"]:
             raise StagelineError(said["error"])
         return parse_plan(said["plan"], "the plan of rank 0")

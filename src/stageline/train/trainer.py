@@ -164,7 +164,7 @@ class Trainer:
         """Add a number of each replica over all of them."""
         if self.layout.replicas == 1:
             return value
-        return float(self.world.add_up(np.array([value if self.layout.first else 0.0]))[0])
+        return float(self.world.all_reduce(np.array([value if self.layout.first else 0.0]))[0])
 
     # The steps.
 
@@ -213,7 +213,7 @@ class Trainer:
         self.show = Show(self)
         self.show.begin(resumed)
         self.logs.event("start", step=self.step, resumed=resumed)
-        self._attempt = self.world.tell(uuid.uuid4().hex if layout.main else "", 0)
+        self._attempt = self.world.broadcast(uuid.uuid4().hex if layout.main else "", 0)
         deadline = max(60.0, config.comm.train_timeout_seconds)
         # Every rank of the first replica writes what it has; ranks that are threads have one writer.
         number, count = (layout.rank % layout.ranks, layout.ranks) if self._many else (0, 1)
@@ -254,7 +254,7 @@ class Trainer:
         if self.layout.main and (self.folder.path / METRICS).is_file():
             ends = [row for row in read_metrics(self.folder.path / METRICS).of("end") if row["step"] == self.step]
             ended = "yes" if any(row.get("why") in ("finished", "early stop") for row in ends) else ""
-        return bool(self.world.tell(ended, 0))
+        return bool(self.world.broadcast(ended, 0))
 
     def _loop(self) -> str:
         """Make steps until one is the last; say why it was."""
@@ -321,7 +321,7 @@ class Trainer:
     def _stop_requested(self) -> bool:
         """Whether a signal came to any process; all of them call this and get the same answer."""
         value = float(self.signal)
-        return bool(self.world.add_up(np.array([value]))[0] if self._many else value)
+        return bool(self.world.all_reduce(np.array([value]))[0] if self._many else value)
 
     def _agree_to_stop(self) -> str:
         """Whether any process was asked to stop, or the main one's time is over; all give the same answer."""
@@ -331,7 +331,7 @@ class Trainer:
         if self._many:
             everyone = np.zeros((self.layout.processes, 3))
             everyone[self.layout.rank] = said
-            said = self.world.add_up(everyone.reshape(-1)).reshape(-1, 3)
+            said = self.world.all_reduce(everyone.reshape(-1)).reshape(-1, 3)
         if said[:, 2].any():
             self._not_saved(int(said[:, 2].argmax()))
         said = said.max(axis=0)
@@ -367,13 +367,13 @@ class Trainer:
             failed = np.zeros(self.layout.processes)
             failed[self.layout.rank] = float(error is not None)
             try:
-                failed = self.world.add_up(failed)
+                failed = self.world.all_reduce(failed)
             except StagelineError as lost:
                 if error is not None:
                     lost.add_note(str(error))
                 raise
             if failed.any():
-                text = self.world.tell(str(error or ""), int(failed.argmax()))
+                text = self.world.broadcast(str(error or ""), int(failed.argmax()))
                 raise error or CheckpointError(text)
         elif error is not None:
             raise error
@@ -398,7 +398,7 @@ class Trainer:
 
     def _not_saved(self, process: int) -> None:
         """End the job with the error of a checkpoint that a process could not write, on all of them alike."""
-        text = self.world.tell(str(self.writer.failed or ""), process)
+        text = self.world.broadcast(str(self.writer.failed or ""), process)
         self.writer.wait()
         raise CheckpointError(text)
 

@@ -93,7 +93,9 @@ def exchange(world: World, owners: Sequence[int], wants: Sequence[bool], own: Gr
     for owner in owners:
         mine = owner in world.here
         shapes = {microbatch: [_describe(grad) for grad in grads] for microbatch, grads in own.items()} if mine else {}
-        told = json.loads(world.tell(json.dumps({"wants": list(wants), "shapes": shapes}) if mine else "{}", owner))
+        told = json.loads(
+            world.broadcast(json.dumps({"wants": list(wants), "shapes": shapes}) if mine else "{}", owner)
+        )
         said[owner] = told["wants"]
         for text, described in told["shapes"].items():
             grads: list[Tensor | None] = []
@@ -103,7 +105,7 @@ def exchange(world: World, owners: Sequence[int], wants: Sequence[bool], own: Gr
                     continue
                 grad = own[int(text)][index] if mine else None
                 sent = torch.empty(shape[0], dtype=getattr(torch, shape[1])) if grad is None else grad.detach()
-                world.share(sent, owner)
+                world.broadcast_tensor(sent, owner)
                 grads.append(sent)
             gathered[int(text)] = grads
     first = owners[0]

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stageline.common.errors import PeerFailed, PipelineError, StagelineError
+from stageline.distributed.failures import RankFailure
 from stageline.distributed.process_host import ProcessWorld
-from stageline.distributed.rank_host import Failed, Floats
+from stageline.distributed.rank_host import Floats, HostedStep
 from stageline.runtime.continuous.rank_loop import LEFT, Judged, Lane, Offer, Terms
 from stageline.runtime.executor import RankResult
 from stageline.runtime.microbatches import NAMES, Given, disagreement
@@ -41,11 +42,9 @@ Plan = Callable[[int, Any, int], Offer]
 class ProcessGround:
     """This process's end."""
 
-    def __init__(
-        self, world: ProcessWorld, deadline: float, pull: Pull, plan: Plan, needs: Mapping[int, set[int]]
-    ) -> None:
+    def __init__(self, world: ProcessWorld, pull: Pull, plan: Plan, needs: Mapping[int, set[int]]) -> None:
         """Of a world of processes, which has one replica; `needs` says which ranks read the inputs and the targets."""
-        self._world, self._deadline, self._pull, self._plan = world, deadline, pull, plan
+        self._world, self._pull, self._plan = world, pull, plan
         self._needs = needs
         self._rank = world.here[0]
         self._coming: dict[int, tuple[Pulled, Callable[[], Floats]]] = {}
@@ -61,7 +60,7 @@ class ProcessGround:
 
     def _announce(self, step: int, pulled: Pulled) -> None:
         row = np.concatenate([pulled.given.row, [float(pulled.ended), float(pulled.error is not None)]])
-        self._coming[step] = (pulled, self._world.announce(row))
+        self._coming[step] = (pulled, self._world.all_gather_async(row))
 
     def offer(self, step: int) -> Offer:
         """What all ranks were given, one step ago, for this one."""
@@ -72,7 +71,7 @@ class ProcessGround:
         names = self._world.layout.rows[0]
         if rows[:, REFUSED].any():
             culprit = names[int(np.argmax(rows[:, REFUSED]))]
-            said = self._world.tell_all(f"{type(pulled.error).__name__}: {pulled.error}", culprit)
+            said = self._world.broadcast_to_all(f"{type(pulled.error).__name__}: {pulled.error}", culprit)
             told = PipelineError(f"the batches of {self._world.layout.name(culprit)} failed at step {step}: {said}")
             return Offer(step, error=pulled.error or told)
         ended = rows[:, ENDED] > 0
@@ -89,17 +88,15 @@ class ProcessGround:
 
     # A step.
 
-    def turn(self, offer: Offer) -> tuple[RankResult | None, Failed | None]:
+    def turn(self, offer: Offer) -> tuple[RankResult | None, RankFailure | None]:
         """Run the program; a rank that others wait for still sends what they wait for, or that it cannot."""
         assert offer.crew is not None
         self._world.begin()
         with no_collections():
-            results, _, failed = self._world.turn(
-                offer.crew, offer.work, self._deadline, lambda _: np.zeros(0), 0, offer.refused
-            )
+            results, _, failed = self._world.run_rank(HostedStep(offer.crew, offer.work, offer.refused))
         return (results[0] if results else None), failed
 
-    def stop(self, offer: Offer, failed: Failed) -> None:
+    def stop(self, offer: Offer, failed: RankFailure) -> None:
         """The others hear of it by what they wait for."""
 
     def tell(self, offer: Offer, row: Floats, result: RankResult | None) -> None:
@@ -110,10 +107,10 @@ class ProcessGround:
         if result is not None:
             times = times_of(crew, [result], self._world.clocks).reshape(-1)
         if times.size * crew.schedule.ranks > FEW:  # what the next step depends on is not to wait for them
-            self._told[offer.step] = self._world.later(lambda: row)
-            self.times[offer.step] = self._world.later(lambda: times)
+            self._told[offer.step] = self._world.all_reduce_async(lambda: row)
+            self.times[offer.step] = self._world.all_reduce_async(lambda: times)
             return
-        heard = cache(self._world.later(lambda: np.concatenate([row, times])))
+        heard = cache(self._world.all_reduce_async(lambda: np.concatenate([row, times])))
         self._told[offer.step] = lambda: heard()[:size]
         self.times[offer.step] = lambda: heard()[size:]
 
@@ -132,10 +129,10 @@ class ProcessGround:
             stopped = PeerFailed(f"step {offer.step} failed: {error}", self._world.process)
             self.turn(Offer(coming.step, coming.crew, refused=stopped))
 
-    def failure(self, offer: Offer, failed: Failed | None, culprit: int) -> BaseException:
+    def failure(self, offer: Offer, failed: RankFailure | None, culprit: int) -> BaseException:
         """All ranks raise what the first that failed says."""
         error = self._world.failed(failed, self._world.layout.rows[0][culprit], LEFT)
-        cause = None if failed is None else failed[2]
+        cause = None if failed is None else failed.error
         error.__cause__ = cause
         own = cause is not None and cause is offer.refused and isinstance(cause, StagelineError)
         return cause if own and cause is not None else error

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import PeerFailed, PipelineError
-from stageline.distributed.rank_host import Crew, Failed, Floats, failure
+from stageline.distributed.failures import RankFailure, failure
+from stageline.distributed.rank_host import Floats
 from stageline.runtime.continuous.rollback import Gradients, Part, Snapshot
 from stageline.runtime.continuous.step_record import Sheet, Told
-from stageline.runtime.executor import RankResult, Work
+from stageline.runtime.executor import Executors, RankResult, StepRequest
 from stageline.runtime.grad_norm import clip_factor, norms_of, total_norm
 from stageline.runtime.guards.loss_reads import Tensors
 from stageline.runtime.guards.non_finite import first
@@ -48,9 +49,9 @@ class Offer:
     """What a step of a run is to do, if there is one."""
 
     step: int
-    crew: Crew | None = None
+    crew: Executors | None = None
     """None where the run is over."""
-    work: Work | None = None
+    work: StepRequest | None = None
     error: BaseException | None = None
     """Why it is over, if not for want of batches."""
     refused: Exception | None = None
@@ -155,10 +156,10 @@ class Ground(Protocol):
     def offer(self, step: int) -> Offer:
         """What this step does; all ranks are offered the same."""
 
-    def turn(self, offer: Offer) -> tuple[RankResult | None, Failed | None]:
+    def turn(self, offer: Offer) -> tuple[RankResult | None, RankFailure | None]:
         """Run this rank's program."""
 
-    def stop(self, offer: Offer, failed: Failed) -> None:
+    def stop(self, offer: Offer, failed: RankFailure) -> None:
         """Let no rank go on with this step, or with one after it."""
 
     def tell(self, offer: Offer, row: Floats, result: RankResult | None) -> None:
@@ -173,7 +174,7 @@ class Ground(Protocol):
     def drain(self, offer: Offer, error: BaseException) -> None:
         """After a failure in this step, take part in the next one as far as others rely on it."""
 
-    def failure(self, offer: Offer, failed: Failed | None, culprit: int) -> BaseException:
+    def failure(self, offer: Offer, failed: RankFailure | None, culprit: int) -> BaseException:
         """The error that this rank raises for a step that failed."""
 
 
@@ -185,7 +186,7 @@ class Ran:
     buffers: Taken
     """As they were before it."""
     result: RankResult | None
-    failed: Failed | None
+    failed: RankFailure | None
 
 
 class Lane:
@@ -248,7 +249,7 @@ class Lane:
         ran.result, ran.failed = self.ground.turn(offer)
         return ran
 
-    def _apply(self, ran: Ran, crew: Crew) -> None:
+    def _apply(self, ran: Ran, crew: Executors) -> None:
         """Step this rank's optimizer, with the way back kept, and tell the others of the step."""
         executor = next(each for each in crew.executors if each.rank == self.rank)
         result, work, terms = ran.result, ran.offer.work, self.terms
@@ -272,7 +273,7 @@ class Lane:
                 self._part.step()
             self._gradients.after()
         except Exception as error:
-            ran.failed = (time.time(), executor.doing, error)
+            ran.failed = RankFailure(time.time(), executor.doing, error)
         else:
             executor.progress.doing = "after its last step"
             self.ground.tell(ran.offer, row, result)
@@ -308,12 +309,12 @@ class Lane:
             self._zero()
         self.ground.meet(judged.offer)
 
-    def _failure(self, ran: Ran, failed: Failed) -> BaseException:
+    def _failure(self, ran: Ran, failed: RankFailure) -> BaseException:
         """Tell all ranks of this one's failure, and learn whose came first."""
         self.ground.stop(ran.offer, failed)
-        when = (0.0, failed[0]) if isinstance(failed[2], PeerFailed) else (failed[0], 0.0)
+        when = (0.0, failed.time) if isinstance(failed.error, PeerFailed) else (failed.time, 0.0)
         self.ground.tell(ran.offer, self._sheet(ran.offer).write(self.rank, failed=when), None)
-        self.ground.drain(ran.offer, failed[2])
+        self.ground.drain(ran.offer, failed.error)
         culprit = self._sheet(ran.offer).read(self.ground.hear(ran.offer)).culprit
         assert culprit is not None
         return self.ground.failure(ran.offer, failed, culprit)

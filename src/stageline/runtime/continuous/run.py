@@ -18,12 +18,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from stageline.common.errors import PipelineError, StagelineError, nearest, shorten
 from stageline.distributed.process_host import ProcessWorld
-from stageline.distributed.rank_host import Crew, Floats, ThreadWorld
+from stageline.distributed.rank_host import Floats
+from stageline.distributed.thread_host import ThreadWorld
 from stageline.runtime.batches.input_gradients import wanted as wants_gradients
 from stageline.runtime.continuous.processes import ProcessGround, ProcessRun, Pulled
 from stageline.runtime.continuous.rank_loop import Ground, Judged, Lane, Offer, Terms, not_finite
 from stageline.runtime.continuous.rollback import Make, Part, find_optimizer
 from stageline.runtime.continuous.threads import ThreadRun
+from stageline.runtime.executor import Executors
 from stageline.runtime.grad_norm import norm_dtype
 from stageline.runtime.step import Batch
 from stageline.runtime.step_report import Measured, lengths_of
@@ -163,7 +165,7 @@ class Outside:
         with self.turn:
             if self._before.moved():
                 everyone = [executor for crew in self._pipe._crews.values() for executor in crew.executors]
-                self._pipe._check_generators(self._before, Crew(self._pipe.schedule, everyone))
+                self._pipe._check_generators(self._before, Executors(self._pipe.schedule, everyone))
             try:
                 yield
             finally:
@@ -266,13 +268,12 @@ class Course:
                 world,
                 terms,
                 lane,
-                pipe.deadline,
                 lambda step: self._offer(step, outside),
                 lambda: draw_in_turn(outside.turn),
             )
         else:
             assert isinstance(world, ProcessWorld)
-            ground = ProcessGround(world, pipe.deadline, lambda: self._pull(outside), self._plan, pipe._needs)
+            ground = ProcessGround(world, lambda: self._pull(outside), self._plan, pipe._needs)
             made = ProcessRun(world, terms, lane, ground)
         self._lanes = made.lanes
         return made

@@ -11,11 +11,13 @@ from dataclasses import replace
 import numpy as np
 
 from stageline.common.errors import PeerFailed
-from stageline.distributed.rank_host import Crew, Failed, Floats, ThreadWorld
+from stageline.distributed.failures import RankFailure
+from stageline.distributed.rank_host import Floats
+from stageline.distributed.thread_host import ThreadWorld
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.verdict import place
 from stageline.runtime.continuous.rank_loop import LEFT, Judged, Lane, Offer, Terms, judge
-from stageline.runtime.executor import Executor, RankResult
+from stageline.runtime.executor import Executor, Executors, RankResult
 from stageline.runtime.step_report import times_of
 from stageline.tensors.garbage import no_collections
 from stageline.tensors.thread_context import Surroundings
@@ -31,9 +33,9 @@ class Closed(Exception):
 class Board:
     """What the ranks and the caller of a run share."""
 
-    def __init__(self, world: ThreadWorld, ranks: int, deadline: float, first: int) -> None:
+    def __init__(self, world: ThreadWorld, ranks: int, first: int) -> None:
         """The first step may be made at once."""
-        self.world, self.ranks, self.deadline = world, ranks, deadline
+        self.world, self.ranks = world, ranks
         self.changed = threading.Condition()
         self.offers: dict[int, Offer] = {}
         self.rows: dict[int, dict[int, Floats]] = {}
@@ -98,7 +100,7 @@ class ThreadGround:
         self._board.wait(lambda: step in self._board.offers)
         return self._board.offers[step]
 
-    def turn(self, offer: Offer) -> tuple[RankResult | None, Failed | None]:
+    def turn(self, offer: Offer) -> tuple[RankResult | None, RankFailure | None]:
         """Run the program, unless a step that failed before this one, or this one, is known."""
         board = self._board
         assert offer.crew is not None
@@ -110,19 +112,19 @@ class ThreadGround:
                 stopped = board.stopped
                 executor.stopped = stopped[1] if stopped is not None and stopped[0] <= offer.step else None
                 board.at[self._rank] = (offer.step, executor)
-            return executor.run(offer.work, board.deadline), None
+            return executor.run(offer.work), None
         except BaseException as error:
-            failed = (time.time(), executor.doing, error)
+            failed = RankFailure(time.time(), executor.doing, error)
             self.stop(offer, failed)
             if not isinstance(error, Exception):
                 raise
             return None, failed
 
-    def stop(self, offer: Offer, failed: Failed) -> None:
+    def stop(self, offer: Offer, failed: RankFailure) -> None:
         """Wake those who wait for what will not come."""
         with self._board.changed:
-            self._board.failures.setdefault(self._rank, (offer.step, failed[2]))
-        self._board.stop(offer.step, self._rank, failed[2], f"rank {self._rank} failed {place(failed[1])}")
+            self._board.failures.setdefault(self._rank, (offer.step, failed.error))
+        self._board.stop(offer.step, self._rank, failed.error, f"rank {self._rank} failed {place(failed.doing)}")
 
     def tell(self, offer: Offer, row: Floats, result: RankResult | None) -> None:
         """Write it down."""
@@ -157,7 +159,7 @@ class ThreadGround:
     def drain(self, offer: Offer, error: BaseException) -> None:
         """What is left of a step is forgotten with the board."""
 
-    def failure(self, offer: Offer, failed: Failed | None, culprit: int) -> BaseException:
+    def failure(self, offer: Offer, failed: RankFailure | None, culprit: int) -> BaseException:
         """The caller raises the error; this rank just ends."""
         return Closed()
 
@@ -170,14 +172,13 @@ class ThreadRun:
         world: ThreadWorld,
         terms: Terms,
         make: Callable[[int, ThreadGround], Lane],
-        deadline: float,
         pull: Pull,
         started: Callable[[], None],
     ) -> None:
         """`make` gives a rank its lane; `started` is called on its thread before anything else."""
         self._started = started
         self._world, self._terms, self._pull = world, terms, pull
-        self._board = Board(world, len(world.here), deadline, terms.first)
+        self._board = Board(world, len(world.here), terms.first)
         self.lanes = [make(rank, ThreadGround(self._board, rank)) for rank in world.here]
         self._delivered = terms.first - 1
         self._threads: list[threading.Thread] = []
@@ -266,7 +267,7 @@ class ThreadRun:
                 return judged
         raise self._failure(offer.crew)
 
-    def _failure(self, crew: Crew) -> BaseException:
+    def _failure(self, crew: Executors) -> BaseException:
         """What came first: of the earliest step, a cause before what follows from it."""
         for thread in self._threads:
             thread.join()
@@ -276,7 +277,7 @@ class ThreadRun:
         return self._world.failed(crew, first, LEFT)
 
     @staticmethod
-    def _times(crew: Crew, results: Mapping[int, RankResult]) -> Callable[[], Floats]:
+    def _times(crew: Executors, results: Mapping[int, RankResult]) -> Callable[[], Floats]:
         found = [results[rank] for rank in sorted(results)]
         return lambda: times_of(crew, found, None).reshape(-1)
 

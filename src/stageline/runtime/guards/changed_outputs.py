@@ -8,36 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
-from stageline.common.errors import StagelineError
+from stageline.distributed.failures import Change
 from stageline.tensors.pytree import TENSOR, unflatten
 from stageline.transport.protocol import Message
-
-_ABOUT_FORM = re.compile(r"dtype|scalar type|shape|size|dimension|channels|same type|Expected", re.IGNORECASE)
-
-
-class Change(NamedTuple):
-    """An output that differs from the stage's earlier ones."""
-
-    step: int
-    microbatch: int
-    stage: int
-    before: str
-    now: str
-    of_structure: bool = False
-    """Whether the number of values or their containers changed, not only their types and shapes."""
-
-    @property
-    def place(self) -> tuple[str, int, int]:
-        """The action that produced it."""
-        return "F", self.stage, self.microbatch
-
-    def __str__(self) -> str:
-        return (
-            f"stage {self.stage} passes on {self.now} for microbatch {self.microbatch} of step {self.step}, and passed "
-            f"on {self.before} before"
-        )
 
 
 class Outputs:
@@ -97,54 +71,3 @@ class _Unquoted(str):
 
     def __repr__(self) -> str:
         return str(self)
-
-
-def origin_of(
-    error: BaseException, step: int, stage: int | None, microbatch: int | None, changes: Iterable[Change]
-) -> Change | None:
-    """The first change that explains the failure of a stage; None if none does."""
-    about_form, about_structure = is_about_form(error), is_about_structure(error)
-    return first_change(step, stage, microbatch, changes, about_form, about_structure)
-
-
-def is_about_structure(error: BaseException) -> bool:
-    """Whether a changed container or a missing value may be the cause of an error.
-
-    >>> is_about_structure(TypeError("must be Tensor, not tuple")), is_about_structure(ArithmeticError("nan"))
-    (True, False)
-    """
-    kinds = (TypeError, AttributeError, LookupError, ValueError)
-    return isinstance(error, kinds) and not isinstance(error, StagelineError)
-
-
-def is_about_form(error: BaseException) -> bool:
-    """Whether a changed type or shape of a tensor may be the cause of an error.
-
-    >>> is_about_form(RuntimeError("mat1 and mat2 must have the same dtype")), is_about_form(KeyError("mask"))
-    (True, False)
-    """
-    return isinstance(error, RuntimeError | ValueError | TypeError) and bool(_ABOUT_FORM.search(str(error)))
-
-
-def first_change(
-    step: int,
-    stage: int | None,
-    microbatch: int | None,
-    changes: Iterable[Change],
-    about_form: bool = True,
-    about_structure: bool = True,
-) -> Change | None:
-    """The change of the first stage before this one, for the same step and microbatch."""
-    earlier = [
-        change
-        for change in changes
-        if (change.step, change.microbatch) == (step, microbatch)
-        and stage is not None
-        and change.stage < stage
-        and (about_form or (about_structure and change.of_structure))
-    ]
-    return min(earlier, key=lambda change: change.stage, default=None)
-
-
-class ChangedOutput(TypeError):
-    """A stage failed because the output of an earlier one changed."""

@@ -40,7 +40,7 @@ def compare_weights(world: World, held: Mapping[str, tuple[Tensor, set[int]]]) -
     """Raise the same error in all processes if two of them hold different values of one weight."""
     (rank,) = world.here
     own = [float(digest(tensor)) if rank in ranks else 0.0 for tensor, ranks in held.values()]
-    known = world.announce(np.array(own))()
+    known = world.all_gather(np.array(own))
     for column, (name, (tensor, _)) in enumerate(held.items()):
         values = known[..., column]
         holders = np.argwhere(values)
@@ -49,7 +49,7 @@ def compare_weights(world: World, held: Mapping[str, tuple[Tensor, set[int]]]) -
             layout = world.layout
             first, second = (layout.rows[replica][at] for replica, at in (holders[0].tolist(), different[0]))
             mine = summarize(tensor) if values[world.replica, rank] else ""
-            one, other = (world.tell_all(mine, process) for process in (first, second))
+            one, other = (world.broadcast_to_all(mine, process) for process in (first, second))
             raise PipelineError(
                 f"{layout.name(second)} and {layout.name(first)} hold different values of {name}, which both use: "
                 f"{layout.name(second)} has {other} and {layout.name(first)} has {one}; start all with the same "

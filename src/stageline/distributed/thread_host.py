@@ -1,0 +1,190 @@
+"""All ranks as threads of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from stageline.common.errors import PeerFailed, StagelineError
+from stageline.distributed.collectives import ReplicaGroup
+from stageline.distributed.failures import GRADIENTS, changed_output, failure, note_record, origin_of
+from stageline.distributed.layout import Layout
+from stageline.distributed.rank_host import Floats, HostedStep, RankExecutors, RankProgram
+from stageline.faults.flight_recorder import Flight
+from stageline.faults.monitor.blame import EVERYONE
+from stageline.faults.monitor.verdict import Failure, Verdict, describe, place
+from stageline.faults.progress import Notes, Progress, busy
+from stageline.tensors.thread_context import Surroundings
+from stageline.transport.clock_alignment import Alignment
+from stageline.transport.protocol import Transport
+from stageline.transport.threads import ThreadHub
+
+
+class ThreadWorld:
+    """All ranks are threads of this process, so collectives have nothing to do."""
+
+    def __init__(self, ranks: int, deadline: float = 60.0) -> None:
+        self.here = list(range(ranks))
+        self.deadline = deadline
+        self.layout, self.replica = Layout.even(ranks), 0
+        self.replica_group: ReplicaGroup | None = None
+        self.single_process = True
+        self.clocks: Alignment | None = Alignment((0.0,) * ranks, (0.0,) * ranks, 0.0)
+        self.hub = ThreadHub(ranks)
+        self._progress = {rank: Notes() for rank in self.here}
+        self._flights = {rank: Flight(rank, ranks) for rank in self.here}
+        self.hub.patience = self._busy
+
+    def _busy(self, rank: int) -> bool:
+        """Whether to keep waiting for a rank; one that takes a message at this moment seems to wait, too."""
+        done = [notes.done for notes in self._progress.values()]
+        if busy(rank, self._progress):
+            return True
+        time.sleep(0.2)
+        return busy(rank, self._progress) or done != [notes.done for notes in self._progress.values()]
+
+    # Hosting ranks.
+
+    def transport(self, rank: int) -> Transport:
+        """The rank's end of the in-memory channels."""
+        return self.hub.end(rank)
+
+    def progress(self, rank: int) -> Progress:
+        """Where the rank says what it is doing."""
+        return self._progress[rank]
+
+    def flight(self, rank: int) -> Flight:
+        """The flight recorder of the rank."""
+        return self._flights[rank]
+
+    def begin(self) -> None:
+        """No-op: all ranks are in this process."""
+
+    def run(self, step: HostedStep) -> tuple[list[Any], Floats]:
+        """Run every rank on a thread of its own; the first failure stops all."""
+        if step.refused is not None or step.request is None:
+            raise step.refused or StagelineError("there is nothing to run")
+        self.hub.reset()
+        programs: list[RankProgram] = step.executors.executors
+        results: dict[int, Any] = {}
+        failures: dict[int, BaseException] = {}
+        context = Surroundings()
+
+        def run(program: RankProgram) -> None:
+            try:
+                results[program.rank] = context.run(lambda: program.run(step.request))
+                program.progress.doing = None
+            except BaseException as error:
+                failures[program.rank] = error
+                self._stop(programs, program.rank, error, f"rank {program.rank} failed {place(program.doing)}")
+
+        for program in programs:
+            program.stopped = None
+            program.progress.doing, program.progress.waits = "before its first action", None
+        if len(programs) == 1:
+            run(programs[0])  # a single rank needs no thread; on a GPU, a new thread is a third slower
+        else:
+            self._on_threads(programs, run)
+        if failures:
+            raise self.failed(step.executors, failures)
+        ordered = [results[rank] for rank in self.here]
+        return ordered, step.summarize(ordered)
+
+    def _stop(self, programs: list[RankProgram], rank: int, error: BaseException, where: str) -> None:
+        """Wake all ranks, and let none start another action."""
+        for program in programs:
+            program.stopped = program.stopped or PeerFailed(f"rank {program.rank} stopped: {where}", rank)
+        self.hub.set_failure(rank, error, where)
+
+    def _on_threads(self, programs: list[RankProgram], run: Callable[[RankProgram], None]) -> None:
+        threads = [
+            threading.Thread(target=run, args=(program,), name=f"stageline rank {program.rank}", daemon=True)
+            for program in programs
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException as error:  # a KeyboardInterrupt reaches this thread, and the ranks must hear of it
+            self._stop(programs, EVERYONE, error, "the step was interrupted")
+            for thread in threads:
+                if thread in threading.enumerate():  # including one that was interrupted while it started
+                    thread.join()
+            for program in programs:
+                program.forget()
+            raise
+
+    @staticmethod
+    def failed(
+        executors: RankExecutors[Any], failures: Mapping[int, BaseException], left: str = GRADIENTS
+    ) -> BaseException:
+        """The error of the rank that failed first; writes the flight records and drops what the step left."""
+        programs: list[RankProgram] = executors.executors
+        own = [rank for rank, error in failures.items() if not isinstance(error, PeerFailed)]
+        origin = (own or sorted(failures))[0]
+        first, program = failures[origin], programs[origin]
+        cause = Failure.of(first, program.progress.doing)
+        verdict = Verdict(
+            origin, "raised", doing=cause.doing, text=cause.text, traceback=cause.traceback, final=False,
+            action=cause.action, stage=cause.stage, microbatch=cause.microbatch,
+        )  # fmt: skip
+        error = failure(f"rank {origin}", program.doing, first, left)
+        changes = [change for other in programs for change in other.changes]
+        change = origin_of(first, program.step, cause.stage, cause.microbatch, changes) if cause.action == "F" else None
+        if change is not None:
+            blamed = executors.schedule.placement.rank_of(change.stage, change.microbatch)
+            error = changed_output(f"rank {blamed}", change, f"stage {cause.stage} on rank {origin}", cause.text, left)
+            verdict = replace(verdict, culprit=blamed, stage=change.stage, doing=describe(change.place))
+        note_record(error, [other.record(verdict) for other in programs])
+        for other in programs:
+            other.forget()
+        if not isinstance(first, Exception):
+            return first  # such as a KeyboardInterrupt
+        error.__cause__ = first
+        return error
+
+    def abandon(self, error: BaseException) -> None:
+        """No-op: all ranks are in this process and have stopped."""
+
+    def end(self) -> None:
+        """Mark all ranks as idle."""
+        for notes in self._progress.values():
+            notes.doing = notes.waits = None
+
+    # Collectives of one process.
+
+    def check_same(self, facts: dict[str, str]) -> None:
+        """No-op: there is one process."""
+
+    def all_gather(self, row: Floats) -> Floats:
+        """The row itself, by replica and rank."""
+        return row.reshape(1, 1, -1)
+
+    def all_gather_async(self, row: Floats) -> Callable[[], Floats]:
+        """The row itself, by replica and rank."""
+        return lambda: row.reshape(1, 1, -1)
+
+    def all_reduce(self, values: Floats) -> Floats:
+        """The values themselves."""
+        return values
+
+    def all_reduce_async(self, values: Callable[[], Floats]) -> Callable[[], Floats]:
+        """The values themselves, computed when they are asked for."""
+        return values
+
+    def broadcast(self, text: str, owner: int) -> str:
+        """The text itself."""
+        return text
+
+    def broadcast_to_all(self, text: str, process: int) -> str:
+        """The text itself."""
+        return text
+
+    def broadcast_tensor(self, tensor: Tensor, owner: int) -> None:
+        """No-op: the tensor is already here."""
