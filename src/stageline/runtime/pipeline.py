@@ -170,7 +170,7 @@ class Pipeline(Runner):
         check_penalty(penalty)
         if not callable(loss_fn):
             raise StagelineError(f"loss_fn is a function of output and target, got {shorten(loss_fn)}")
-        self.deadline = find_deadline(deadline)
+        seconds = find_deadline(deadline)
         self._specs = ChunkSpecs(args_chunk_spec, kwargs_chunk_spec, targets_chunk_spec, output_merge_spec)
         given, recipe = described(stages)
         ranks = ranks_of(mesh) if ranks is None and mesh is not None else ranks
@@ -182,7 +182,7 @@ class Pipeline(Runner):
                     "given; name a schedule, or plan with sl.plan and give its schedule"
                 )
             auto = automatic(
-                stages, given, recipe, ranks=ranks, replicas=replicas, mesh=mesh, deadline=self.deadline,
+                stages, given, recipe, ranks=ranks, replicas=replicas, mesh=mesh, deadline=seconds,
                 microbatches=microbatches, example=example, recompute=recompute, device=device, options=options,
             )  # fmt: skip
             given, schedule, recompute, microbatches, options = (
@@ -214,7 +214,7 @@ class Pipeline(Runner):
         self._waits = example is None and isinstance(given, nn.Module) and not isinstance(given, nn.Sequential)
         given, self._parts, untold = cut_or_wait(given, self.model, self.schedule.stages, example)
         self._mesh = mesh
-        self._world = auto.world if auto is not None else find_world(self.schedule.ranks, self.deadline, replicas, mesh)
+        self._world = auto.world if auto is not None else find_world(self.schedule.ranks, seconds, replicas, mesh)
         self._waits = self._waits and self._alone  # processes must know at once which parameters are theirs
         if untold is not None and not self._waits:
             raise untold
@@ -300,6 +300,18 @@ class Pipeline(Runner):
         if self._compares:
             found.compare_weights()
         return found
+
+    @property
+    def deadline(self) -> float:
+        """How many seconds a rank may be silent before a step fails."""
+        return self._world.deadline
+
+    @deadline.setter
+    def deadline(self, seconds: float) -> None:
+        self._world.deadline = seconds
+        for executors in self._crews.values():
+            for executor in executors.executors:
+                executor.deadline = seconds
 
     @property
     def ranks(self) -> int:

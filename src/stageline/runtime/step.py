@@ -115,7 +115,6 @@ class Runner:
     model: nn.Module
     schedule: Schedule
     loss_reduction: Reduction
-    deadline: float
     check_finite: bool
     penalty: Penalty | None
     _world: World
