@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 import stageline as sl
 from runtime_speed import BLOCKS, SIZES, VOCABULARY, loss_fn, model
-from stageline.model.profile.profile import Profile, profile_layers
+from stageline.model.profile.profile import Profile
+from stageline.model.profile.profiler import profile_layers
 from stageline.model.split import even_sizes
 from stageline.model.units import layers_of
 from stageline.testing import run_ranks

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from stageline.model.huggingface import own_loss
     from stageline.model.partition.partition import partition
     from stageline.model.profile.profile import Profile, read_profile
+    from stageline.model.profile.profiler import profile
     from stageline.model.skips import pop, skippable, stash
-    from stageline.model.split import Staged, profile, split
+    from stageline.model.split import split
+    from stageline.model.staged import Staged
     from stageline.planning.io import read_plan
     from stageline.planning.plan import Plan, plan
     from stageline.runtime.check import Report, check
@@ -140,7 +142,7 @@ _LATER = {
     "simulate": "stageline.timeline.simulate",
     "Timeline": "stageline.timeline.timeline",
     "Evaluation": "stageline.runtime.step_stats",
-    "Staged": "stageline.model.split",
+    "Staged": "stageline.model.staged",
     "pop": "stageline.model.skips",
     "skippable": "stageline.model.skips",
     "stash": "stageline.model.skips",
@@ -154,7 +156,7 @@ _LATER = {
     "plan": "stageline.planning.plan",
     "read_plan": "stageline.planning.io",
     "partition": "stageline.model.partition.partition",
-    "profile": "stageline.model.split",
+    "profile": "stageline.model.profile.profiler",
     "read_profile": "stageline.model.profile.profile",
     "split": "stageline.model.split",
     "Pipeline": "stageline.runtime.pipeline",

@@ -320,7 +320,7 @@ def test_a_config_of_hugging_face_is_a_model(made: Path, capsys: Capture) -> Non
             "returned a function as the targets; it must return a model, (model, inputs)",
         ),
         ("profile made_for_a_test:alone", "gives no inputs"),
-        ("inspect made_for_a_test:alone --stages 9", "has 2 units (0, 1), and 9 stages are asked for"),
+        ("inspect made_for_a_test:alone --stages 9", "has 2 units (0, 1), but 9 stages were requested"),
     ],
 )
 def test_models_that_cannot_be_found_are_said(words: str, said: str, made: Path, capsys: Capture) -> None:

@@ -148,7 +148,7 @@ def test_a_plan_knows_its_units_by_name(tmp_path: Path) -> None:
 
 
 def test_a_tower_that_is_in_no_unit_is_said() -> None:
-    said = r"model\.vision_tower\.embeddings … model\.multi_modal_projector of Llava.* is in no unit.*give example="
+    said = r"model\.vision_tower\.embeddings … model\.multi_modal_projector of Llava.* belongs to no unit.*give example="
     with pytest.warns(UserWarning, match=said):
         staged = sl.split(llava(), stages=2)
     assert "every stage holds model.vision_tower.embeddings … model.multi_modal_projector" in str(staged)
@@ -187,7 +187,7 @@ def test_blocks_that_fill_a_dict_for_later_ones_are_refused_by_name() -> None:
         hidden_size_per_layer_input=8, num_key_value_heads=1, head_dim=8, num_kv_shared_layers=2, layer_types=kinds,
         laurel_rank=4, sliding_window=4, activation_sparsity_pattern=[0.0] * 6, altup_num_inputs=2, pad_token_id=0,
     )  # fmt: skip
-    with pytest.raises(sl.PipelineError, match=r"model\.layers\.2 changes data of a UserDict that it is given"):
+    with pytest.raises(sl.PipelineError, match=r"model\.layers\.2 changes data of a UserDict among its inputs"):
         piped(model, {"input_ids": words(), "labels": words()})
 
 

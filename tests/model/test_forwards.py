@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import stageline as sl
-from stageline.model.stage_module.placeholder import Absent
+from stageline.model.stage_module.placeholder import PlaceholderTensor
 from stageline.testing import assert_same_bits, run_ranks
 from support.gradients import gradients, noise, plainly
 
@@ -210,12 +210,12 @@ class ChangesInput(Model):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (WithList, r"blocks\.0 changes a list that it is given, which other stages do not see; let it give back"),
+        (WithList, r"blocks\.0 changes a list among its inputs, which other stages do not see; let it return"),
         (WithAttribute, r"the forward reads blocks\.2\.aux, which blocks\.2 keeps of its forward as an attribute"),
         (Reentrant, r"in a checkpoint with use_reentrant=True, .*; use use_reentrant=False, or recompute="),
-        (Regularised, r"looks at all parameters, and a stage holds some; add such a term to the loss outside"),
+        (Regularised, r"reads all parameters, but a stage holds only some; add such a term to the loss outside"),
         (Counting, r"changes the buffer count outside of its units, and every stage runs that"),
-        (ChangesInput, r"changes its input\.0 in place; let it work on a copy"),
+        (ChangesInput, r"modifies its input\.0 in place; let it work on a copy"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*")
@@ -261,7 +261,7 @@ def test_what_is_set_on_the_model_later_counts() -> None:
         each.get_submodule("blocks.1").scale = 0.5  # type: ignore[assignment]
     assert pipe.step(X, Y).loss == plainly(plain, functional.mse_loss, X, Y, 2)
     model.get_submodule("blocks")._modules["0"] = Block()
-    with pytest.raises(sl.PipelineError, match=r"blocks\.0 was replaced after the pipeline was made"):
+    with pytest.raises(sl.PipelineError, match=r"blocks\.0 was replaced after the pipeline was created"):
         pipe.step(X, Y)
 
 
@@ -312,9 +312,9 @@ def test_an_example_that_does_not_fit_is_said() -> None:
 
 def test_inputs_that_the_first_stage_cannot_take_are_refused_in_its_words() -> None:
     pipe = sl.Pipeline(Model(), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
-    with pytest.raises(sl.PipelineError, match=r"cannot take its inputs: .*; Model takes \(x\), and was given y; a"):
+    with pytest.raises(sl.PipelineError, match=r"cannot take its inputs: .*; Model takes \(x\), but received y; a"):
         pipe.step({"y": X}, Y)
-    with pytest.raises(sl.PipelineError, match=r"Model takes \(x\), and was given 2 arguments"):
+    with pytest.raises(sl.PipelineError, match=r"Model takes \(x\), but received 2 arguments"):
         pipe.step((X, X), Y)
 
 
@@ -489,7 +489,7 @@ class InDicts(nn.Module):
         return torch.as_tensor(self.heads["first"](x) + self.heads["second"](x) + total)
 
 
-@pytest.mark.filterwarnings("ignore:what has to pass from stage to stage could not be found out")
+@pytest.mark.filterwarnings("ignore:could not infer what crosses the stage boundaries")
 def test_blocks_heads_and_parameters_may_be_in_dicts_and_lists() -> None:
     torch.manual_seed(0)
     model = InDicts()
@@ -567,7 +567,7 @@ def test_a_hook_on_what_crosses_a_cut_is_never_called_twice() -> None:
     torch.manual_seed(0)
     pipe = sl.Pipeline(Hooked(), loss_fn=functional.mse_loss, ranks=2, microbatches=2)
     with pytest.raises(
-        sl.PipelineError, match=r"puts a hook on what blocks\.1 gives, .* register_hook inside of a unit"
+        sl.PipelineError, match=r"registers a hook on the output of blocks\.1 .* register_hook inside of a unit"
     ):
         pipe.step(X, Y)
 
@@ -579,7 +579,7 @@ def test_a_hook_on_what_crosses_a_cut_is_never_called_twice() -> None:
 
 def test_what_is_known_of_an_absent_value_depends_on_all_that_decides_it() -> None:
     """What a function gave for the same arguments is remembered: not for others, and not what was made of it since."""
-    x = Absent.of(torch.empty(2, 3, dtype=torch.int64, device="meta"), "cpu", frozenset({"x"}))
+    x = PlaceholderTensor.of(torch.empty(2, 3, dtype=torch.int64, device="meta"), "cpu", frozenset({"x"}))
     for dtype in (torch.float32, torch.float64, torch.float32):
         torch.set_default_dtype(dtype)
         try:
@@ -594,5 +594,5 @@ def test_what_is_known_of_an_absent_value_depends_on_all_that_decides_it() -> No
 
 
 def _form(value: torch.Tensor) -> torch.Tensor:
-    assert isinstance(value, Absent)
-    return value._meta
+    assert isinstance(value, PlaceholderTensor)
+    return value.on_meta

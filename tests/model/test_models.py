@@ -211,18 +211,18 @@ def test_where_a_model_is_cut(ask: dict[str, Any], expected: Any) -> None:
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        ({"stages": 9}, r"GPT has 8 units \(transformer.wte … lm_head\), and 9 stages are asked for; give at most 8"),
+        ({"stages": 9}, r"GPT has 8 units \(transformer.wte … lm_head\), but 9 stages were requested; give at most 8"),
         ({"stages": 0}, "stages is a whole number of at least 1, got 0"),
         ({"by": "layer"}, r"by is one of .*, got 'layer' \(did you mean 'layers'\?\)"),
         ({"by": "type:Blok"}, r"no module of the class 'Blok' \(did you mean 'Block'\?\) in GPT"),
         ({"by": ["transformer.h.0", "transformer.h.9"]}, r"no unit 'transformer.h.9' \(did you mean 'transformer.h"),
         ({"by": ["transformer.h.2", "transformer.h.1"]}, "by names 2 units for 2 stages: give the first unit of each"),
-        ({"layers_per_stage": [4]}, "layers_per_stage has 1 numbers, and there are 2 stages"),
+        ({"layers_per_stage": [4]}, "layers_per_stage has 1 numbers, but there are 2 stages"),
         ({"layers_per_stage": [4, 0]}, r"is \[4, 0\], and 0 is not a number of layers: every stage needs at least one"),
         ({"layers_per_stage": [4, True]}, "True is not a number of layers"),
         (
             {"layers_per_stage": 2},
-            r"layers_per_stage is a list, how many blocks each stage has, such as \[2, 3, 3\]; got 2",
+            r"layers_per_stage is a list with the number of blocks of each stage, such as \[2, 3, 3\]; got 2",
         ),
         ({"layers_per_stage": [2, 2], "by": "parameters"}, "says where to cut, and so does by='parameters'; give one"),
         ({"stages": True}, "stages is a whole number of at least 1, got True"),
@@ -240,7 +240,7 @@ def test_where_a_model_is_cut(ask: dict[str, Any], expected: Any) -> None:
         ({"schedule": 3, "by": "parameters"}, r"schedule must be a family name or a Schedule .*, got 3"),
         ({"schedule": "zb-v", "by": "parameters", "ranks": 2}, "zb-v on 2 ranks has 4 stages, .* give stages=4"),
         ({"schedule": "1f1b", "by": "parameters", "placement": "v"}, "leave placement= out"),
-        ({"layers_per_stage": [4, 1]}, r"\[4, 1\], 5 in all, and the model has 4 blocks \(8 units"),
+        ({"layers_per_stage": [4, 1]}, r"\[4, 1\], 5 in total, but the model has 4 blocks \(8 units"),
         ({"stack": "transformer.g"}, r"no module 'transformer.g' \(did you mean 'transformer.h'\?\) in GPT"),
         ({"stack": "lm_head"}, "'lm_head' is a Linear without children"),
         ({"example": "text"}, "GPT cannot run on the example"),
@@ -312,7 +312,7 @@ def test_a_forward_that_takes_another_way_than_the_first_time_is_never_silently_
     pipe = sl.Pipeline(Chooses(), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=1)
     x, y = noise(2, 4), noise(2, 4)
     pipe.step((x, torch.tensor([1, 1])), y)
-    with pytest.raises(sl.PipelineError, match=r"needs the input\.0, which the stages before did not pass on"):
+    with pytest.raises(sl.PipelineError, match=r"needs the input\.0, which the earlier stages did not pass on"):
         pipe.step((x, torch.tensor([2, 2])), y)
 
 
@@ -494,7 +494,7 @@ def test_a_model_without_modules_is_traced_and_gives_its_own_bits(family: str) -
     assert sorted(pipe.state_dict()) == sorted(model.state_dict())
     assert all(len(list(part.parameters())) < 4 for part in pipe._parts)
     pipe.eval()
-    with pytest.raises(sl.PipelineError, match="traced while training; split it once more after"):
+    with pytest.raises(sl.PipelineError, match="traced in training mode; split it again after"):
         pipe.predict({"x": x, "scale": 1.0})
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stageline as sl
-from stageline.model.profile.profile import Layer, Profile, profile_layers, profile_model, read_profile
+from stageline.model.profile.profile import Layer, Profile, read_profile
+from stageline.model.profile.profiler import profile_layers, profile_model
 
 ROWS, WIDTH = 6, 16
 FLOAT = 4

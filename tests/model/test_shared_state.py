@@ -209,7 +209,7 @@ def test_a_value_that_a_layer_leaves_for_another_stage_is_refused(how: str, case
     model: Any = {"sequential": nn.Sequential(*layers), "list": layers, "model": Whole(layers)}[how]
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=family, ranks=4, microbatches=4)
     before = [parameter.detach().clone() for parameter in pipe.parameters()]
-    with pytest.raises(sl.PipelineError, match=r"can reach too.*sl\.skippable|as an attribute"):
+    with pytest.raises(sl.PipelineError, match=r"can also reach.*sl\.skippable|as an attribute"):
         pipe.step(*batch())
     assert all(torch.equal(one, two) for one, two in zip(before, pipe.parameters(), strict=True))
 
@@ -232,7 +232,7 @@ def test_what_is_left_only_later_is_refused_too() -> None:
     for _ in range(7):
         pipe.step(*batch())
     with pytest.raises(
-        sl.PipelineError, match=r"of stage 0 leaves a tensor .* in 1\.box\['h'\], which stage 1 can reach"
+        sl.PipelineError, match=r"of stage 0 stores a tensor .* in 1\.box\['h'\], which stage 1 can also reach"
     ):
         pipe.step(*batch())
 
@@ -249,7 +249,7 @@ def on_processes(rank: int) -> str:
 
 def test_processes_refuse_it_too() -> None:
     for said in run_ranks(on_processes, 2):
-        assert "0 of stage 0 leaves a tensor of shape (4, 4) in 0.box['h']" in said
+        assert "0 of stage 0 stores a tensor of shape (4, 4) in 0.box['h']" in said
 
 
 def same_as_a_loop(model: nn.Module, schedule: str = "1f1b", ranks: int = 2, **options: Any) -> None:
@@ -368,7 +368,7 @@ def test_a_module_whose_buffers_change_in_two_stages_is_refused(in_place: bool) 
     mean = Mean(in_place)
     model = nn.Sequential(Layer(), mean, Layer(), mean)
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=2, microbatches=4)
-    with pytest.raises(sl.PipelineError, match=r"1 of stage 0 leaves a tensor .* in 1\.mean"):
+    with pytest.raises(sl.PipelineError, match=r"1 of stage 0 stores a tensor .* in 1\.mean"):
         pipe.step(*batch())
 
 
@@ -445,7 +445,7 @@ class Told(nn.Module):
 @pytest.mark.parametrize("case", ["number", "method", "bound", "tensor", "dict of objects"])
 def test_an_object_that_a_unit_is_given_and_changes_is_refused(case: str) -> None:
     pipe = sl.Pipeline(Told(case), loss_fn=functional.mse_loss, ranks=2, microbatches=4)
-    with pytest.raises(sl.PipelineError, match=r"blocks\.0 changes .* of a \w+ that it is given, which other stages"):
+    with pytest.raises(sl.PipelineError, match=r"blocks\.0 changes .* of a \w+ among its inputs, which other stages"):
         pipe.step(*batch())
 
 
@@ -570,7 +570,7 @@ def left(case: str) -> nn.Sequential:
 def test_data_that_a_layer_leaves_for_another_stage_is_refused(case: str) -> None:
     pipe = sl.Pipeline(left(case), loss_fn=functional.mse_loss, ranks=2, microbatches=2)
     try:
-        with pytest.raises(sl.PipelineError, match=r"1 of stage 0 leaves an? .* which stage 1 can reach too"):
+        with pytest.raises(sl.PipelineError, match=r"1 of stage 0 stores an? .* which stage 1 can also reach"):
             pipe.step(*batch())
     finally:
         vars(functional).pop("_kept", None)

@@ -177,9 +177,9 @@ class Forgetful(Down):
 @pytest.mark.parametrize(
     ("layers", "said"),
     [
-        ([Down, nn.Tanh], r"layer 0 \(Down\) stashes 'skip', and no later layer pops it"),
-        ([nn.Tanh, Lonely], r"layer 1 \(Lonely\) pops 'missing', and no layer stashes it"),
-        ([Up, Down], r"layer 0 \(Up\) pops 'skip', and 1 \(Down\), which comes later, stashes it"),
+        ([Down, nn.Tanh], r"layer 0 \(Down\) stashes 'skip', but no later layer pops it"),
+        ([nn.Tanh, Lonely], r"layer 1 \(Lonely\) pops 'missing', but no layer stashes it"),
+        ([Up, Down], r"layer 0 \(Up\) pops 'skip', but 1 \(Down\), which comes later, stashes it"),
         ([Down, Down, Up], r"the skip 'skip' is stashed twice, by layers 0 \(Down\) and 1 \(Down\).*isolate"),
         ([Down, Up, Up], r"the skip 'skip' is popped twice"),
     ],
@@ -201,13 +201,13 @@ def test_a_layer_keeps_to_what_it_declares(layer: type[nn.Module], said: str) ->
 
 
 def test_misuse_of_the_decorator_is_said() -> None:
-    with pytest.raises(sl.StagelineError, match="forward is no generator"):
+    with pytest.raises(sl.StagelineError, match="forward is not a generator"):
         sl.skippable(stash=["x"])(nn.Linear)
     with pytest.raises(sl.StagelineError, match="a list of names"):
         sl.skippable(stash="skip")
     with pytest.raises(sl.StagelineError, match="has no skip 'x'; it has skip"):
         Down().isolate("here", only=["x"])  # type: ignore[operator]
-    with pytest.raises(sl.StagelineError, match="pops 'skip', and no layer before it stashed that"):
+    with pytest.raises(sl.StagelineError, match="pops 'skip', but no earlier layer stashed it"):
         Up()(batch()[0])
 
 

@@ -451,7 +451,7 @@ def test_a_plan_refuses_another_model() -> None:
         found.split(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))))
     layers = [nn.Linear(2, 2) for _ in range(6)]
     smaller = sl.plan(nn.Sequential(*layers[:4]), torch.ones(2, 2), ranks=2, microbatches=2, repeats=1, time_limit=0.5)
-    with pytest.raises(sl.StagelineError, match=r"the plan is for 4 units, 0 … 3, and Sequential has 4 beside them"):
+    with pytest.raises(sl.StagelineError, match=r"the plan is for 4 units, 0 … 3, but Sequential has also 4"):
         smaller.split(nn.Sequential(*layers))
 
 

@@ -367,7 +367,7 @@ def test_mistakes_are_told_in_words() -> None:
     mistakes: list[tuple[Callable[[], Any], str]] = [
         (lambda: make(schedule="1f1"), "did you mean '1f1b'"),
         (lambda: make(microbatches=None), "needs microbatches="),
-        (lambda: make(nn.Linear(8, 8), ranks=2).step(x, y), "Linear has 1 units .* and 2 stages are asked for"),
+        (lambda: make(nn.Linear(8, 8), ranks=2).step(x, y), "Linear has 1 units .* but 2 stages were requested"),
         (lambda: make([nn.Linear(2, 2), 3]), "or a list of functions that build its layers; got 3"),
         (lambda: make(schedule="1f1b", ranks=5), "5 stages, but the model has only 4 layers"),
         (lambda: make(list(blocks(4)), schedule="1f1b", ranks=3), "3 stages, but 4 were passed"),

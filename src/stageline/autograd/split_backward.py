@@ -18,7 +18,7 @@ backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -260,6 +260,19 @@ class SplitBackward:
                     last.add(root, grad)
             last.run()
         self._noted, self._together, self._nodes, self._last = [], [], [], ([], [])
+
+    def retained(self) -> Iterator[Any]:
+        """Yield what is held from I to W, as trees of tensors: gradients, and what nodes saved and did not release."""
+        for noted in self._noted:
+            yield noted.grads, noted.saved
+        yield [grad for _, grad in self._together], self._last[1]
+        for node in self._nodes:
+            for name in dir(node):
+                if name.startswith("_saved_") or name == "saved_tensors":
+                    try:
+                        yield getattr(node, name)
+                    except RuntimeError:  # released
+                        break
 
     def _by_hand(self, noted: _Noted, sums: tuple[list[Tensor], list[Tensor]]) -> list[tuple[int, Tensor]]:
         """Compute the gradients of one fork's edges; give back those that autograd is to bring to their parameters.

@@ -1,7 +1,7 @@
-"""What models of Hugging Face's transformers need beside what any model does; nothing here imports the library itself.
+"""Special cases for models of Hugging Face transformers. Nothing here imports the library.
 
-They collect router logits, hidden states and attentions by hooks while their forward runs. What a unit collects on its
-stage belongs to what the unit gives, and is collected again where a later stage runs the same forward.
+These models collect router logits, hidden states and attentions with hooks while their forward runs. What a unit
+collects on its stage is treated as part of its output, and is collected again when a later stage runs the forward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stageline.common.errors import StagelineError
 
 
 def pretrained(model: nn.Module) -> nn.Module | None:
-    """The model of the library inside of a model: itself, or what an adapter wraps."""
+    """Return the library's model inside of a model: the model itself, or the one that an adapter wraps."""
     library: Any = sys.modules.get("transformers.modeling_utils")
     if library is None:
         return None
@@ -25,7 +25,7 @@ def pretrained(model: nn.Module) -> nn.Module | None:
 
 
 def prepare(model: nn.Module) -> None:
-    """Let every part that is able to collect outputs do so with one set of hooks, before frames are made of it."""
+    """Install the library's hooks that collect outputs once, before frames are copied."""
     library: Any = sys.modules.get("transformers.modeling_utils")
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
     if library is None or capturing is None:
@@ -36,37 +36,37 @@ def prepare(model: nn.Module) -> None:
 
 
 def defaults_of(model: nn.Module) -> dict[str, Any]:
-    """Keywords that a stage needs unless a batch has them: no cache is filled, and so none is sent.
+    """Return keyword arguments for batches that omit them: without a cache, because stages cannot send one.
 
-    A model of several, such as one of pictures and text, hands the keyword on to the one that has a cache.
+    A model of several models, such as one for images and text, passes the keyword to the one with a cache.
     """
     inner = pretrained(model)
     if inner is None:
         return {}
     parameters = inspect.signature(inner.forward).parameters
-    hands_on = any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    if "use_cache" in parameters or (hands_on and _caches(getattr(inner, "config", None))):
+    passes_keywords = any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "use_cache" in parameters or (passes_keywords and _caches(getattr(inner, "config", None))):
         return {"use_cache": False}
     return {}
 
 
 def _caches(config: Any) -> bool:
-    """Whether a config inside of a config says that a cache is filled."""
+    """Whether a nested config enables a cache."""
     inside = [value for value in vars(config).values() if hasattr(value, "to_dict")] if config is not None else []
     return any(getattr(value, "use_cache", False) or _caches(value) for value in inside)
 
 
 def refuse_cache(value: Any, defaults: dict[str, Any]) -> None:
-    """Refuse a batch that asks for a cache, which is no value that stages can pass."""
+    """Refuse a batch that enables the cache, which stages cannot pass on."""
     if "use_cache" in defaults and isinstance(value, dict) and value.get("use_cache"):
         raise StagelineError(
             f"the batch has use_cache={value['use_cache']!r}; a pipeline fills no cache, and training needs none: "
-            "leave use_cache out, or give False"
+            "omit use_cache, or set it to False"
         )
 
 
 class _OnHost:
-    """A model that says it is on the host: what it makes for itself has contents, also where it has no memory yet."""
+    """A model that claims to be on the host, so that the tensors it creates have contents even if it is on meta."""
 
     device = torch.device("cpu")
 
@@ -78,65 +78,65 @@ class _OnHost:
 
 
 def example_of(model: nn.Module) -> Any:
-    """A small batch that a model of the library can be looked at with; None for others."""
+    """Return the small batch that a model of the library provides for tracing; None for other models."""
     inner = pretrained(model)
     property_of = inspect.getattr_static(type(inner), "dummy_inputs", None)
     if inner is None or not isinstance(property_of, property) or property_of.fget is None:
         return None
-    given = property_of.fget(_OnHost(inner))
-    if not isinstance(given, dict):
+    batch = property_of.fget(_OnHost(inner))
+    if not isinstance(batch, dict):
         return None
-    return {name: value for name, value in given.items() if isinstance(value, torch.Tensor)} | defaults_of(model)
+    return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)} | defaults_of(model)
 
 
 NO_LOSS = "has no loss"
-"""By these words `own_loss` says that there is none."""
+"""Part of the error of `own_loss`, by which callers recognize it."""
 
 
 def own_loss(output: Any, target: Any = None) -> torch.Tensor:
-    """The loss that a model computes itself, given labels among its inputs: `Pipeline(model, loss_fn=sl.own_loss, …)`.
+    """Return the loss that a model computes from labels among its inputs: `Pipeline(model, loss_fn=sl.own_loss, …)`.
 
     >>> own_loss({"loss": torch.tensor(2.0)})
     tensor(2.)
     """
-    found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if not isinstance(found, torch.Tensor):
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor):
         raise StagelineError(
             f"the model's output, a {type(output).__name__}, {NO_LOSS}; give it labels, or give another loss_fn"
         )
-    return found
+    return loss
 
 
 Collected = dict[str, list[Any]]
 
 
 def collected() -> Collected:
-    """The lists that outputs are collected in at this moment, by name."""
+    """Return the lists in which the library currently collects outputs, by name."""
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
     if capturing is None:
         return {}
-    found = capturing._active_collector.get()
-    return {} if not found else {name: items for name, items in found.items() if isinstance(items, list)}
+    collector = capturing._active_collector.get()  # private in transformers 5
+    return {} if not collector else {name: items for name, items in collector.items() if isinstance(items, list)}
 
 
 def collects(hook: Any) -> bool:
-    """Whether a hook is one that collects outputs."""
+    """Whether a hook is one of the library's that collect outputs."""
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def lengths(lists: Collected) -> dict[str, int]:
-    """How much is collected so far."""
+    """Return the lengths of the lists."""
     return {name: len(items) for name, items in lists.items()}
 
 
 def since(before: dict[str, int]) -> dict[str, tuple[Any, ...]]:
-    """What was collected since then."""
+    """Return what was collected since `lengths` returned `before`."""
     return {name: tuple(items[before[name] :]) for name, items in collected().items() if len(items) > before[name]}
 
 
-def collect(more: dict[str, tuple[Any, ...]]) -> None:
-    """Collect what a unit of another stage did."""
+def collect(outputs: dict[str, tuple[Any, ...]]) -> None:
+    """Add what a unit of another stage collected."""
     lists = collected()
-    for name, items in more.items():
+    for name, items in outputs.items():
         if name in lists:
             lists[name].extend(items)

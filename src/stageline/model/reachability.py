@@ -1,4 +1,4 @@
-"""What a layer can reach beside its parameters: containers, objects, other modules, closures, globals of its class."""
+"""Everything that a layer can reach: containers, objects, other modules, closures, and globals that its code uses."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "inplace"}
-"""What every module has: its tensors, its children, its hooks. Hooks are the user's own observers."""
+from stageline.model._torch_private import MODULE_ATTRIBUTES, buffers_of, children_of, parameters_of
+
+_INTERNAL = MODULE_ATTRIBUTES | {"_compiled_call_impl", "inplace"}
+"""Attributes that are not followed. Hooks are among them: they are the user's own observers."""
 
 _LIBRARIES = tuple(
     path for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_path(name))
 )
 _OURS = str(Path(__file__).resolve().parents[1])
-_OPEN = frozenset({"argparse", "collections", "queue", "types"})
-"""The standard library's modules whose objects are containers."""
-_LIMIT = 20_000
-"""Objects looked at for one stage; what refers to a whole program is given up on."""
+_CONTAINER_PACKAGES = frozenset({"argparse", "collections", "queue", "types"})
+"""Modules of the standard library whose objects are containers."""
+_MAX_OBJECTS = 20_000
+"""Maximum number of objects visited for one stage; the walk gives up on references to a whole program."""
 
 
 @dataclass(frozen=True)
-class Name:
+class GlobalName:
     """A global name that a function uses."""
 
     values: dict[str, Any]
@@ -40,25 +42,25 @@ class Name:
 
 @dataclass
 class Holder:
-    """Something that can be changed, and how a layer reaches it."""
+    """A mutable object, and how a layer reaches it."""
 
     value: Any
     path: str
     is_set: bool = False
-    """Of a global name or a class: whether code that was seen may set it, or an attribute of it."""
+    """For a global name or a class: whether the visited code may assign it, or an attribute of it."""
 
     @property
     def key(self) -> Any:
-        """What it is known by: a global name belongs to its module."""
-        return (id(self.value.values), self.value.name) if isinstance(self.value, Name) else id(self.value)
+        """Its identity; a global name is identified by its module and name."""
+        return (id(self.value.values), self.value.name) if isinstance(self.value, GlobalName) else id(self.value)
 
     def slots(self) -> dict[Any, Any]:
-        """What it holds now, by key, index or attribute."""
+        """Return its current contents by key, index or attribute."""
         return slots_of(self.value)
 
 
 def slots_of(value: Any) -> dict[Any, Any]:
-    """What an object holds, by key, index or attribute.
+    """Return the contents of an object by key, index or attribute.
 
     >>> slots_of([3, 4]), slots_of({"a": 1})
     ({0: 3, 1: 4}, {'a': 1})
@@ -67,38 +69,40 @@ def slots_of(value: Any) -> dict[Any, Any]:
         return dict(value)
     if isinstance(value, types.FunctionType):
         return dict(vars(value))
-    if isinstance(value, Name):
+    if isinstance(value, GlobalName):
         return {value.name: value.values[value.name]} if value.name in value.values else {}
     if isinstance(value, types.CellType):
         try:
             return {"": value.cell_contents}
-        except ValueError:  # nothing was put there yet
+        except ValueError:  # empty cell
             return {}
     if isinstance(value, list | tuple | deque | set | frozenset):
         return dict(enumerate(value))
     if isinstance(value, Tensor) or is_array(value):
         return {"": value}
     if isinstance(value, type | types.ModuleType):
-        found = {name: each for name, each in vars(value).items() if not name.startswith("__")}
         return {
-            name: each for name, each in found.items() if isinstance(each, nn.Module) or not isinstance(each, _CODE)
+            name: attribute
+            for name, attribute in vars(value).items()
+            if not name.startswith("__") and (isinstance(attribute, nn.Module) or not isinstance(attribute, _CODE))
         }
     if isinstance(value, nn.Module):
-        return {name: each for name, each in value.__dict__.items() if name not in _INTERNAL} | value._buffers
-    found = dict(getattr(value, "__dict__", {}))
+        attributes = {name: attribute for name, attribute in value.__dict__.items() if name not in _INTERNAL}
+        return attributes | buffers_of(value)
+    slots = dict(getattr(value, "__dict__", {}))
     for name in getattr(type(value), "__slots__", ()):
         if isinstance(name, str) and hasattr(value, name):
-            found[name] = getattr(value, name)
-    return found
+            slots[name] = getattr(value, name)
+    return slots
 
 
 def is_array(value: Any) -> bool:
-    """Whether something is an array of NumPy's."""
+    """Whether a value is a NumPy array."""
     return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
 def reach(layers: Sequence[tuple[str, nn.Module]]) -> dict[Any, Holder]:
-    """What the layers of a stage can reach that can be changed.
+    """Return the mutable objects that the layers of a stage can reach.
 
     >>> box = {}
     >>> layer = nn.Linear(2, 2)
@@ -110,10 +114,10 @@ def reach(layers: Sequence[tuple[str, nn.Module]]) -> dict[Any, Holder]:
 
 
 def reached_tensors(values: Sequence[tuple[str, Any]], frames: Sequence[nn.Module] = ()) -> list[Tensor] | None:
-    """The parameters and tensors that layers or functions can reach; None where there is too much to look through.
+    """Return the parameters and tensors that layers or functions can reach; None if there are too many objects.
 
-    Of modules in `frames` only the attributes that are no registered modules or tensors count. Closures of
-    libraries' functions are followed, too: a decorator may be one.
+    For modules in `frames`, only attributes that are not registered modules or tensors count. Closures of library
+    functions are followed, too: a decorator may be one.
 
     >>> layer, other = nn.ReLU(), nn.Linear(2, 2, bias=False)
     >>> layer.box = [other]
@@ -121,17 +125,17 @@ def reached_tensors(values: Sequence[tuple[str, Any]], frames: Sequence[nn.Modul
     [True]
     """
     walk = _Walk(through_libraries=True)
-    walk.frames(frames)
+    walk.add_frames(frames)
     walk.run(values)
     if walk.gave_up:
         return None
-    tensors: dict[int, Tensor] = {id(each): each for each in walk.parameters}
+    tensors: list[Tensor] = [*walk.parameters]
     for holder in walk.seen.values():
         if isinstance(holder.value, nn.Module):
-            tensors |= {id(each): each for each in holder.value._parameters.values() if each is not None}
+            tensors += [parameter for parameter in parameters_of(holder.value).values() if parameter is not None]
         elif isinstance(holder.value, Tensor):
-            tensors[id(holder.value)] = holder.value
-    return list(tensors.values())
+            tensors.append(holder.value)
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 class _Walk:
@@ -145,15 +149,17 @@ class _Walk:
         self.sets_classes = False
         self._queue: deque[tuple[Any, str]] = deque()
 
-    def frames(self, modules: Sequence[nn.Module]) -> None:
-        """Look at what modules hold beside their registered modules and tensors."""
+    def add_frames(self, modules: Sequence[nn.Module]) -> None:
+        """Add the attributes of modules that are not registered modules or tensors."""
         for module in modules:
-            self._queue.extend((each, name) for name, each in module.__dict__.items() if name not in _INTERNAL)
+            self._queue.extend(
+                (attribute, name) for name, attribute in module.__dict__.items() if name not in _INTERNAL
+            )
             self._class(type(module), type(module).__name__)
 
     def run(self, layers: Sequence[tuple[str, Any]]) -> dict[Any, Holder]:
         self._queue.extend((layer, name) for name, layer in layers)
-        while self._queue and len(self._done) < _LIMIT:
+        while self._queue and len(self._done) < _MAX_OBJECTS:
             value, path = self._queue.popleft()
             if id(value) not in self._done and not isinstance(value, _PLAIN):
                 self._done.add(id(value))
@@ -169,14 +175,14 @@ class _Walk:
             self._module(value, path)
         elif isinstance(value, nn.Parameter):
             self.parameters.append(value)
-        elif isinstance(value, _HELD) or is_array(value):
+        elif isinstance(value, _MUTABLE) or is_array(value):
             self._hold(value, path)
         elif isinstance(value, tuple | frozenset):
-            self._queue.extend((each, path) for each in value)
+            self._queue.extend((entry, path) for entry in value)
         elif isinstance(value, weakref.ref):
             self._queue.append((value(), path))
         elif isinstance(value, partial):
-            self._queue.extend((each, path) for each in (value.func, value.args, value.keywords))
+            self._queue.extend([(value.func, path), (value.args, path), (value.keywords, path)])
         elif isinstance(value, types.BuiltinMethodType):  # append of a list
             self._queue.append((value.__self__, path))
         elif isinstance(value, types.MethodType):
@@ -186,7 +192,7 @@ class _Walk:
         elif isinstance(value, type):
             self._class(value, path)
         elif isinstance(value, types.ModuleType):
-            if is_users(value.__name__):
+            if is_user_module(value.__name__):
                 self._hold(value, value.__name__)
         elif has_state(type(value)):
             self._hold(value, path)
@@ -198,31 +204,31 @@ class _Walk:
         holder = Holder(value, path)
         self.seen.setdefault(holder.key, holder)
         if not isinstance(value, Tensor) and not is_array(value):
-            self._queue.extend((each, _joined(path, value, key)) for key, each in holder.slots().items())
+            self._queue.extend((slot, _joined(path, value, key)) for key, slot in holder.slots().items())
 
     def _module(self, module: nn.Module, path: str) -> None:
         self._hold(module, path)
-        for name, child in module._modules.items():
+        for name, child in children_of(module).items():
             self._queue.append((child, f"{path}.{name}"))
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if buffer is not None:
                 self.seen.setdefault(id(buffer), Holder(buffer, f"{path}.{name}"))
         self._class(type(module), path)
 
     def _class(self, kind: type, path: str) -> None:
-        """What the class of an object holds for all of its objects, and what its methods use."""
-        for each in kind.__mro__:
-            if each is object or id(each) in self._classes or not is_users(each.__module__):
+        """Visit the class of an object: its class attributes, and what its methods use."""
+        for base in kind.__mro__:
+            if base is object or id(base) in self._classes or not is_user_module(base.__module__):
                 continue
-            self._classes.add(id(each))
-            self._hold(each, each.__qualname__)
-            for value in vars(each).values():
+            self._classes.add(id(base))
+            self._hold(base, base.__qualname__)
+            for value in vars(base).values():
                 function = getattr(value, "__func__", getattr(value, "fget", value))
                 if isinstance(function, types.FunctionType):
                     self._queue.append((function, path))
 
     def _function(self, function: types.FunctionType, path: str) -> None:
-        if not _in_users_code(function.__code__.co_filename):
+        if not _is_user_file(function.__code__.co_filename):
             if self._through_libraries:
                 self._queue.extend((cell, path) for cell in function.__closure__ or ())
             return
@@ -231,34 +237,34 @@ class _Walk:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__":
                 self._queue.append((cell, name))
-        self._queue.extend((each, path) for each in (function.__defaults__ or ()))
-        self._queue.extend((each, path) for each in (function.__kwdefaults__ or {}).values())
+        self._queue.extend((default, path) for default in (function.__defaults__ or ()))
+        self._queue.extend((default, path) for default in (function.__kwdefaults__ or {}).values())
         self.sets_classes = self.sets_classes or _may_set_classes(function.__code__)
         for name, is_set in _global_names(function.__code__).items():
             value = function.__globals__.get(name)
             if name in vars(builtins) or isinstance(value, _CODE):
                 self._queue.append((value, name))
                 continue
-            self._hold(Name(function.__globals__, name), name)
+            self._hold(GlobalName(function.__globals__, name), name)
             if is_set:
                 self.seen[id(function.__globals__), name].is_set = True
 
     def _libraries(self, function: types.FunctionType) -> None:
-        """The modules of libraries that a function names, and whether it sets something there."""
-        for names, is_set in _chains(function.__code__):
+        """Record the library modules that a function names, and whether it sets attributes there."""
+        for names, is_set in _attribute_chains(function.__code__):
             value = function.__globals__.get(names[0])
             modules = [value]
             for name in names[1:]:
                 value = getattr(value, name, None) if isinstance(value, types.ModuleType) else None
                 modules.append(value)
             for index, module in enumerate(modules):
-                if isinstance(module, types.ModuleType) and not is_users(module.__name__):
+                if isinstance(module, types.ModuleType) and not is_user_module(module.__name__):
                     holder = self.seen.setdefault(id(module), Holder(module, module.__name__))
                     holder.is_set = holder.is_set or (is_set and index == len(modules) - 1)
 
 
 def _joined(path: str, value: Any, key: Any) -> str:
-    if isinstance(value, types.CellType | Name):
+    if isinstance(value, types.CellType | GlobalName):
         return path
     if isinstance(value, dict | list | deque):
         return f"{path}[{key!r}]"
@@ -267,81 +273,74 @@ def _joined(path: str, value: Any, key: Any) -> str:
 
 @lru_cache(maxsize=4096)
 def _global_names(code: types.CodeType) -> dict[str, bool]:
-    """The global names that code uses, that of functions inside of it too, and whether it sets them."""
-    found: dict[str, bool] = {}
-    for each in dis.get_instructions(code):
-        if each.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"):
-            found[each.argval] = found.get(each.argval, False) or each.opname == "STORE_GLOBAL"
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= {name: is_set or found.get(name, False) for name, is_set in _global_names(constant).items()}
-    return found
+    """Return the global names that code and its nested functions use, and whether they are assigned."""
+    names: dict[str, bool] = {}
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"):
+            is_set = instruction.opname == "STORE_GLOBAL"
+            names[instruction.argval] = names.get(instruction.argval, False) or is_set
+    for nested in _nested(code):
+        names |= {name: is_set or names.get(name, False) for name, is_set in _global_names(nested).items()}
+    return names
+
+
+def _nested(code: types.CodeType) -> list[types.CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
 
 
 @lru_cache(maxsize=4096)
-def _chains(code: types.CodeType) -> tuple[tuple[tuple[str, ...], bool], ...]:
-    """The global names that code uses with the attributes behind them, and whether it sets an attribute there."""
-    found: list[tuple[tuple[str, ...], bool]] = []
+def _attribute_chains(code: types.CodeType) -> tuple[tuple[tuple[str, ...], bool], ...]:
+    """Return the global names that code uses, with the attributes after them, and whether an attribute is set there."""
+    chains: list[tuple[tuple[str, ...], bool]] = []
     names: tuple[str, ...] = ()
     sets = "setattr" in code.co_names
-    for each in dis.get_instructions(code):
-        if each.opname == "LOAD_GLOBAL":
-            names = (each.argval,)
-            found.append((names, sets))
-        elif names and each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            names = (*names, each.argval)
-            found.append((names, sets))
-        elif each.opname == "STORE_ATTR" and names:
-            found.append((names, True))
-        elif each.opname not in ("CACHE", "EXTENDED_ARG", "PRECALL"):
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            names = (instruction.argval,)
+            chains.append((names, sets))
+        elif names and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            names = (*names, instruction.argval)
+            chains.append((names, sets))
+        elif instruction.opname == "STORE_ATTR" and names:
+            chains.append((names, True))
+        elif instruction.opname not in ("CACHE", "EXTENDED_ARG", "PRECALL"):
             names = ()
-    inside = (_chains(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return tuple(dict.fromkeys((*found, *(chain for chains in inside for chain in chains))))
+    return tuple(dict.fromkeys((*chains, *(chain for nested in _nested(code) for chain in _attribute_chains(nested)))))
 
 
 @lru_cache(maxsize=4096)
 def _may_set_classes(code: types.CodeType) -> bool:
-    """Whether code sets attributes of something that is no local variable, as `self` is: perhaps of a class."""
+    """Whether code may set attributes of a class: of anything but a local variable such as `self`."""
     if "setattr" in code.co_names:
         return True
-    before = ""
-    for each in dis.get_instructions(code):
-        if each.opname == "STORE_ATTR" and not before.startswith("LOAD_FAST"):
+    previous = ""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "STORE_ATTR" and not previous.startswith("LOAD_FAST"):
             return True
-        before = each.opname
-    return any(_may_set_classes(each) for each in code.co_consts if isinstance(each, types.CodeType))
-
-
-@lru_cache(maxsize=1024)
-def _data_names(value: Any, size: int) -> tuple[str, ...]:
-    """The names of a class or a module that are neither functions nor classes; `size` is how many it has in all."""
-    return tuple(
-        name
-        for name, each in vars(value).items()
-        if not name.startswith("__") and (isinstance(each, nn.Module) or not isinstance(each, _CODE))
-    )
+        previous = instruction.opname
+    return any(map(_may_set_classes, _nested(code)))
 
 
 @lru_cache(maxsize=4096)
-def _in_users_code(file: str) -> bool:
+def _is_user_file(file: str) -> bool:
     return not file.startswith((*_LIBRARIES, _OURS))
 
 
-def is_users(module: str) -> bool:
-    """Whether a module, by its name, is no library's: one without a file was typed in."""
+def is_user_module(module: str) -> bool:
+    """Whether a module, given by name, belongs to the user and not to a library; interactive code has no file."""
     file = getattr(sys.modules.get(module), "__file__", None)
-    return module not in sys.stdlib_module_names and (file is None or _in_users_code(file))
+    return module not in sys.stdlib_module_names and (file is None or _is_user_file(file))
 
 
 def has_state(kind: type) -> bool:
-    """Whether objects of a class are looked into: those of the standard library and of torch are not."""
+    """Whether objects of a class are searched: not those of torch and most of the standard library."""
     package = kind.__module__.partition(".")[0]
-    return package in _OPEN or (
+    return package in _CONTAINER_PACKAGES or (
         package not in sys.stdlib_module_names and package not in ("torch", "numpy", "stageline")
     )
 
 
-_HELD = (
+_MUTABLE = (
     Tensor, dict, list, set, deque, types.CellType, weakref.WeakValueDictionary, weakref.WeakKeyDictionary,
 )  # fmt: skip
 _CODE = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, property)

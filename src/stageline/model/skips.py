@@ -1,7 +1,7 @@
-"""Skips between layers of an `nn.Sequential`: one layer stashes a tensor, a later one pops it.
+"""Skip connections in an `nn.Sequential`: one layer stashes a tensor, and a later one pops it.
 
-Layers pass one value from each to the next. A skip goes around: on a stage that neither makes nor takes it, it travels
-along with what the stage is given and passes on, and its gradient travels back the same way.
+Each layer passes one value to the next. A skip bypasses layers: a stage that neither stashes nor pops it passes it on
+together with its own value, and the gradient travels back the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Kind = TypeVar("Kind", bound=type[nn.Module])
 
 @dataclass(frozen=True)
 class Stash:
-    """Keep a value under a name for a later layer."""
+    """A request to keep a value under a name for a later layer."""
 
     name: str
     value: Any
@@ -32,13 +32,13 @@ class Stash:
 
 @dataclass(frozen=True)
 class Pop:
-    """Take the value that an earlier layer stashed."""
+    """A request for the value that an earlier layer stashed."""
 
     name: str
 
 
 def stash(name: str, value: Any) -> Stash:
-    """In the forward of a skippable layer: `yield sl.stash("skip", x)` keeps x for the layer that pops it.
+    """Keep a value for a later layer: `yield sl.stash("skip", x)` in the forward of a skippable layer.
 
     >>> stash("skip", None)
     Stash(name='skip', value=None)
@@ -47,7 +47,7 @@ def stash(name: str, value: Any) -> Stash:
 
 
 def pop(name: str) -> Pop:
-    """In the forward of a skippable layer: `x = yield sl.pop("skip")` takes what an earlier layer stashed.
+    """Take a value that an earlier layer stashed: `x = yield sl.pop("skip")` in the forward of a skippable layer.
 
     >>> pop("skip")
     Pop(name='skip')
@@ -55,21 +55,21 @@ def pop(name: str) -> Pop:
     return Pop(name)
 
 
-class _Open(threading.local):
+class _OpenSkips(threading.local):
     """The skips that this thread has stashed and not popped yet."""
 
     def __init__(self) -> None:
         self.skips: dict[str, Any] = {}
-        self.into: dict[str, Any] = self.skips
-        """Where the layer that runs now stashes."""
+        self.target: dict[str, Any] = self.skips
+        """Where the running layer stashes."""
 
 
-_open = _Open()
+_open = _OpenSkips()
 
 
 @contextmanager
 def carried(skips: dict[str, Any]) -> Iterator[None]:
-    """Let the layers that run inside pop from and stash into `skips`."""
+    """Let layers pop from and stash into `skips`."""
     before, _open.skips = _open.skips, skips
     try:
         yield
@@ -78,11 +78,11 @@ def carried(skips: dict[str, Any]) -> Iterator[None]:
 
 
 def skippable(stash: Sequence[str] = (), pop: Sequence[str] = ()) -> Callable[[Kind], Kind]:
-    """A class decorator: the layer hands tensors to later layers of its `nn.Sequential`, around those between them.
+    """Decorate a class of layers that pass tensors to later layers of an `nn.Sequential`, bypassing those in between.
 
-    Its forward is a generator. `stash` and `pop` name what it stashes and pops; each name that is stashed is popped
-    once, by a later layer. Layers of one class at several places get names of their own by `isolate`. The model runs as
-    it is, without a pipeline, too.
+    The forward of such a layer is a generator. `stash` and `pop` are the names that it stashes and pops; each stashed
+    name is popped once, by a later layer. If several layers are of one class, `isolate` gives each its own names. The
+    model also runs without a pipeline.
 
     >>> import torch, stageline as sl
     >>> @skippable(stash=["skip"])
@@ -103,10 +103,10 @@ def skippable(stash: Sequence[str] = (), pop: Sequence[str] = ()) -> Callable[[K
 
     def decorate(kind: Kind) -> Kind:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-            raise StagelineError(f"skippable decorates a class of nn.Module, got {shorten(kind)}")
+            raise StagelineError(f"skippable decorates a subclass of nn.Module, got {shorten(kind)}")
         if not inspect.isgeneratorfunction(kind.forward):
             raise StagelineError(
-                f"{kind.__name__}.forward is no generator; let it `yield sl.stash(name, tensor)` and "
+                f"{kind.__name__}.forward is not a generator; use `yield sl.stash(name, tensor)` and "
                 "`tensor = yield sl.pop(name)`"
             )
         _decorate(kind, stashes, pops)
@@ -119,31 +119,31 @@ def _names(names: Sequence[str], what: str) -> tuple[str, ...]:
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise StagelineError(f"skippable takes {what}= as a list of names, got {shorten(names)}")
     if len(set(names)) != len(names):
-        raise StagelineError(f"skippable's {what} names {shorten(list(names))} hold one of them twice")
+        raise StagelineError(f"skippable's {what} names {shorten(list(names))} contain a duplicate")
     return tuple(names)
 
 
 def _decorate(kind: Any, stashes: tuple[str, ...], pops: tuple[str, ...]) -> None:
-    # Of a class whose parent is skippable, too, the parent's call is left out.
+    # If the parent class is skippable, too, its wrapper of __call__ is replaced.
     plain, called = kind.forward, getattr(kind.__call__, "_skips_inner", kind.__call__)
 
     @wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         popped = kwargs.pop("_skips", None)
         if popped is None:  # forward was called directly
-            popped = _take(self)
+            popped = _pop_all(self)
         return _drive(self, plain(self, *args, **kwargs), popped)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # As a keyword, so that what runs a layer once more from what it was given gives it the same skips.
-        again = "_skips" in kwargs
-        if not again:
-            kwargs["_skips"] = _take(self)
-        before, _open.into = _open.into, {} if again else _open.skips
+        # As a keyword argument, so that recomputing a layer from its arguments gives it the same skips.
+        is_recomputed = "_skips" in kwargs
+        if not is_recomputed:
+            kwargs["_skips"] = _pop_all(self)
+        before, _open.target = _open.target, {} if is_recomputed else _open.skips
         try:
             return called(self, *args, **kwargs)
         finally:
-            _open.into = before
+            _open.target = before
 
     call._skips_inner = called  # type: ignore[attr-defined]
     kind.forward, kind.__call__ = forward, call
@@ -152,7 +152,7 @@ def _decorate(kind: Any, stashes: tuple[str, ...], pops: tuple[str, ...]) -> Non
 
 
 def isolate(layer: Any, namespace: str, only: Sequence[str] | None = None) -> Any:
-    """Give a layer's skips, or `only` some, names of their own: those of the layers with the same namespace."""
+    """Put a layer's skips, or `only` some, into a namespace that it shares with the layers it is paired with."""
     if not isinstance(namespace, str) or not namespace:
         raise StagelineError(f"isolate takes a namespace, a string, got {shorten(namespace)}")
     known = (*layer._skips_stashed, *layer._skips_popped)
@@ -165,59 +165,59 @@ def isolate(layer: Any, namespace: str, only: Sequence[str] | None = None) -> An
     return layer
 
 
-def _full(layer: Any, name: str) -> str:
+def _full_name(layer: Any, name: str) -> str:
     space = layer.__dict__.get("_skips_spaces", {}).get(name, "")
     return f"{space}/{name}" if space else name
 
 
-def _take(layer: Any) -> dict[str, Any]:
-    """What a layer pops, out of what is open."""
-    found = {}
+def _pop_all(layer: Any) -> dict[str, Any]:
+    """Remove the skips that a layer pops from the open ones."""
+    popped = {}
     for name in layer._skips_popped:
-        full = _full(layer, name)
-        if full not in _open.skips:
+        full_name = _full_name(layer, name)
+        if full_name not in _open.skips:
             raise StagelineError(
-                f"{type(layer).__name__} pops {full!r}, and no layer before it stashed that; layers with skips run "
+                f"{type(layer).__name__} pops {full_name!r}, but no earlier layer stashed it; layers with skips run "
                 "in the order of their nn.Sequential"
             )
-        found[name] = _open.skips.pop(full)
-    return found
+        popped[name] = _open.skips.pop(full_name)
+    return popped
 
 
 def _drive(layer: Any, steps: Generator[Any, Any, Any], popped: Mapping[str, Any]) -> Any:
     """Run the generator of a layer's forward to its end."""
     stashed: set[str] = set()
-    taken: set[str] = set()
+    used: set[str] = set()
     answer: Any = None
     while True:
         try:
-            wish = steps.send(answer)
+            request = steps.send(answer)
         except StopIteration as end:
-            break_off = [name for name in layer._skips_stashed if name not in stashed]
-            break_off += [name for name in layer._skips_popped if name not in taken]
-            if break_off:
+            unused = [name for name in layer._skips_stashed if name not in stashed]
+            unused += [name for name in layer._skips_popped if name not in used]
+            if unused:
                 raise StagelineError(
-                    f"{type(layer).__name__} declares the skip {break_off[0]!r}, and its forward neither stashes nor "
-                    "pops it; it must do so every time"
+                    f"{type(layer).__name__} declares the skip {unused[0]!r}, but its forward neither stashes nor pops "
+                    "it; it must do so every time"
                 ) from None
             return end.value
         answer = None
-        if isinstance(wish, Stash):
-            _declared(layer, wish.name, layer._skips_stashed, "stash")
-            stashed.add(wish.name)
-            _open.into[_full(layer, wish.name)] = wish.value
-        elif isinstance(wish, Pop):
-            _declared(layer, wish.name, layer._skips_popped, "pop")
-            taken.add(wish.name)
-            answer = popped[wish.name]
+        if isinstance(request, Stash):
+            _check_declared(layer, request.name, layer._skips_stashed, "stash")
+            stashed.add(request.name)
+            _open.target[_full_name(layer, request.name)] = request.value
+        elif isinstance(request, Pop):
+            _check_declared(layer, request.name, layer._skips_popped, "pop")
+            used.add(request.name)
+            answer = popped[request.name]
         else:
             raise StagelineError(
-                f"{type(layer).__name__}.forward yields {shorten(wish)}; a skippable layer yields sl.stash(name, "
+                f"{type(layer).__name__}.forward yields {shorten(request)}; a skippable layer yields sl.stash(name, "
                 "tensor) or sl.pop(name), and returns its output"
             )
 
 
-def _declared(layer: Any, name: str, names: Sequence[str], what: str) -> None:
+def _check_declared(layer: Any, name: str, names: Sequence[str], what: str) -> None:
     if name not in names:
         raise StagelineError(
             f"{type(layer).__name__} {'stashes' if what == 'stash' else 'pops'} {name!r}, which it does not declare; "
@@ -225,95 +225,90 @@ def _declared(layer: Any, name: str, names: Sequence[str], what: str) -> None:
         )
 
 
-# What crosses the cuts of a model.
+# Skips across stage boundaries
 
 
 @dataclass(frozen=True)
-class _End:
+class _SkipEnd:
     layer: str
     stage: int
-    place: int
+    position: int
 
 
 class SkipPart(nn.Sequential):
-    """The layers of a stage, and the skips that come to it and leave it beside its value."""
+    """The layers of a stage, and the skips that arrive and leave together with its value."""
 
     arrives: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
 
 
 def has_skips(module: nn.Module) -> bool:
-    """Whether a module, or one in it, stashes or pops."""
-    return any(hasattr(each, "_skips_popped") for each in module.modules())
+    """Whether a module, or one inside of it, stashes or pops."""
+    return any(hasattr(submodule, "_skips_popped") for submodule in module.modules())
 
 
 def parts_of(stages: Sequence[Sequence[tuple[str, nn.Module]]]) -> list[nn.Sequential]:
-    """A module for each stage of layers, which knows the skips that cross its ends.
+    """Return a module for each stage, which knows the skips that cross its boundaries.
 
     >>> [len(part) for part in parts_of([[("0", nn.Tanh())], [("1", nn.Tanh()), ("2", nn.Tanh())]])]
     [1, 2]
     """
     if not any(has_skips(layer) for layers in stages for _, layer in layers):
         return [nn.Sequential(OrderedDict(layers)) for layers in stages]
-    ends = _ends(stages)
-    found: list[nn.Sequential] = []
+    ends = _skip_ends(stages)
+    parts: list[nn.Sequential] = []
     for stage, layers in enumerate(stages):
         part = SkipPart(OrderedDict(layers))
         part.arrives = tuple(name for name, (start, stop) in ends.items() if start.stage < stage <= stop.stage)
         part.leaves = tuple(name for name, (start, stop) in ends.items() if start.stage <= stage < stop.stage)
-        found.append(part)
-    return found
+        parts.append(part)
+    return parts
+
+
+def _names_of(module: Any, kind: str) -> list[str]:
+    """Return the full names of the skips that a module "stashed" or "popped"."""
+    return [_full_name(module, name) for name in getattr(module, f"_skips_{kind}", ())]
 
 
 def check_units(units: Sequence[tuple[str, nn.Module]]) -> None:
-    """Refuse skips between units of a model with a forward of its own: there, values pass by that forward."""
+    """Refuse skips between units of a model with its own forward, which passes values itself."""
     for name, unit in units:
-        ends: tuple[set[str], set[str]] = (set(), set())
-        for each in unit.modules():
-            for some, names in zip(
-                ends, (getattr(each, "_skips_stashed", ()), getattr(each, "_skips_popped", ())), strict=True
-            ):
-                some.update(_full(each, skip) for skip in names)
-        alone = sorted(ends[0] ^ ends[1])
-        if alone:
+        stashed, popped = (
+            {skip for module in unit.modules() for skip in _names_of(module, kind)} for kind in ("stashed", "popped")
+        )
+        unpaired = sorted(stashed ^ popped)
+        if unpaired:
             raise StagelineError(
-                f"{name} stashes or pops {alone[0]!r} for another part of a model with a forward of its own; skips are "
+                f"{name} stashes or pops {unpaired[0]!r} for another part of a model with its own forward; skips are "
                 "for nn.Sequential and lists of stages: here, return the tensor and let the forward pass it on"
             )
 
 
-def _ends(stages: Sequence[Sequence[tuple[str, nn.Module]]]) -> dict[str, tuple[_End, _End]]:
-    """Where each skip begins and ends; refuse those that do not."""
-    starts: dict[str, _End] = {}
-    stops: dict[str, _End] = {}
-    place = 0
+def _skip_ends(stages: Sequence[Sequence[tuple[str, nn.Module]]]) -> dict[str, tuple[_SkipEnd, _SkipEnd]]:
+    """Return where each skip starts and ends; refuse skips that are not stashed once and popped once, later."""
+    ends: dict[str, dict[str, _SkipEnd]] = {"popped": {}, "stashed": {}}
+    position = 0
     for stage, layers in enumerate(stages):
         for name, layer in layers:
-            for each in layer.modules():
-                place += 1
-                here = _End(f"{name} ({type(each).__name__})", stage, place)
-                for known, skips, done in (
-                    (stops, getattr(each, "_skips_popped", ()), "popped"),
-                    (starts, getattr(each, "_skips_stashed", ()), "stashed"),
-                ):
-                    for skip in skips:
-                        _once(known, _full(each, skip), here, done)
-    for full, stop in stops.items():
-        if full not in starts or starts[full].place >= stop.place:
-            why = f"{starts[full].layer}, which comes later, stashes it" if full in starts else "no layer stashes it"
-            raise StagelineError(f"layer {stop.layer} pops {full!r}, and {why}; stash it in a layer before")
-    for full, start in starts.items():
-        if full not in stops:
+            for module in layer.modules():
+                position += 1
+                end = _SkipEnd(f"{name} ({type(module).__name__})", stage, position)
+                for kind, known in ends.items():
+                    for skip in _names_of(module, kind):
+                        if skip in known:
+                            raise StagelineError(
+                                f"the skip {skip!r} is {kind} twice, by layers {known[skip].layer} and {end.layer}; "
+                                "give each pair of layers a name of its own, with layer.isolate('name of the pair')"
+                            )
+                        known[skip] = end
+    starts, stops = ends["stashed"], ends["popped"]
+    for skip, stop in stops.items():
+        if skip not in starts or starts[skip].position >= stop.position:
+            why = f"{starts[skip].layer}, which comes later, stashes it" if skip in starts else "no layer stashes it"
+            raise StagelineError(f"layer {stop.layer} pops {skip!r}, but {why}; stash it in an earlier layer")
+    for skip, start in starts.items():
+        if skip not in stops:
             raise StagelineError(
-                f"layer {start.layer} stashes {full!r}, and no later layer pops it; pop it, or leave it out"
+                f"layer {start.layer} stashes {skip!r}, but no later layer pops it; pop it, or do not stash it"
             )
-    return {full: (start, stops[full]) for full, start in starts.items()}
-
-
-def _once(known: dict[str, _End], full: str, here: _End, done: str) -> None:
-    if full in known:
-        raise StagelineError(
-            f"the skip {full!r} is {done} twice, by layers {known[full].layer} and {here.layer}; give each pair of "
-            "layers a name of its own, with layer.isolate('name of the pair')"
-        )
-    known[full] = here
+    return {skip: (start, stops[skip]) for skip, start in starts.items()}

@@ -1,9 +1,9 @@
-"""The units that a model is cut between: its blocks, and the modules with parameters before, between and after them.
+"""The units of a model: its blocks, and the modules with parameters before, between and after them. They are never cut.
 
-A model whose body is a stack of blocks needs no tracing. Its blocks are found as the children of a `ModuleList` or
-`Sequential` of like modules, or else of a `ModuleDict`; every other module with parameters beside the stack is a unit
-of its own. What holds units is a *frame*, and runs on every stage; so does what has no parameters, such as rotary
-tables and dropout.
+A model whose body is a stack of blocks needs no tracing. Its blocks are the children of a `ModuleList` or `Sequential`
+of similar modules, or else of a `ModuleDict`; every other module with parameters is a unit of its own. A module that
+contains units is a *frame*, and runs on every stage. So do modules without parameters, such as rotary tables and
+dropout.
 
 ```text
  LlamaForCausalLM            frame
@@ -27,55 +27,56 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from stageline.common.errors import StagelineError, nearest
+from stageline.model._torch_private import buffers_of, children_of, non_persistent_buffers
 
 
 class NoStack(StagelineError):
-    """A model in which there is nothing to cut between."""
+    """A model without units to cut between."""
 
 
 def refuse_lazy(model: nn.Module, prefix: str = "") -> None:
-    """Refuse parameters and buffers that have no shape yet; `prefix` is what their names start with.
+    """Refuse parameters and buffers that have no shape yet; `prefix` is put before their names.
 
     >>> refuse_lazy(nn.Sequential(nn.LazyLinear(2)))
     Traceback (most recent call last):
     ...
     stageline.StagelineError: the parameter 0.weight has no shape yet, as in all lazy modules before their first
-    batch; run one through the model (model(inputs)) on every process, and then make the Pipeline
+    batch; run one through the model (model(inputs)) on every process, and then create the Pipeline
     """
     named = (("parameter", model.named_parameters()), ("buffer", model.named_buffers()))
     for what, name in ((what, name) for what, tensors in named for name, tensor in tensors if is_lazy(tensor)):
         raise StagelineError(
             f"the {what} {prefix}{name} has no shape yet, as in all lazy modules before their first batch; run one "
-            "through the model (model(inputs)) on every process, and then make the Pipeline"
+            "through the model (model(inputs)) on every process, and then create the Pipeline"
         )
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A module that is never cut, by its name in the model."""
+    """A module that is never cut, and its name in the model."""
 
     name: str
     module: nn.Module
     block: bool
-    """Whether it belongs to a stack of like modules."""
+    """Whether it belongs to a stack of similar modules."""
 
     @property
     def size(self) -> int:
-        """How many elements its parameters have."""
+        """The number of elements of its parameters."""
         refuse_lazy(self.module, f"{self.name}.")
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     @property
     def bytes(self) -> int:
-        """How many bytes its parameters have."""
+        """The number of bytes of its parameters."""
         return sum(parameter.nbytes for parameter in self.module.parameters())
 
 
 def find_units(model: nn.Module, stacks: Sequence[str] = (), kind: str = "") -> list[Unit]:
-    """The units of a model, in the order in which it defines them.
+    """Return the units of a model, in the order of definition.
 
     `stacks` names the containers whose children are the blocks, `kind` the class of the blocks; without either, every
-    outermost list of like modules is a stack.
+    outermost list of similar modules is a stack.
 
     >>> model = nn.Module()
     >>> model.embed, model.blocks = nn.Embedding(9, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
@@ -90,42 +91,42 @@ def find_units(model: nn.Module, stacks: Sequence[str] = (), kind: str = "") -> 
         if len(parts) < 2:
             raise NoStack(
                 f"{type(model).__name__} has no stack of blocks to cut: no ModuleList, Sequential or ModuleDict of "
-                f"like modules, and {len(parts)} parts with parameters ({', '.join(parts) or 'none'}); give an "
+                f"similar modules, and {len(parts)} parts with parameters ({', '.join(parts) or 'none'}); give an "
                 "nn.Sequential or a list of stages, name its blocks with by='type:ClassOfBlock', or give example= to "
-                "have it traced: sl.Pipeline(model, …, example=inputs), with inputs as step is given them"
+                "have it traced: sl.Pipeline(model, …, example=inputs), with inputs as for step"
             )
         return [Unit(name, child, False) for name, child in named]
-    frames = {name for block in blocks for name in _above(block)}
+    frames = {name for block in blocks for name in _ancestors(block)}
     return list(_collect(model, "", blocks, frames))
 
 
 def layers_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """The layers by name; a layer that stands in several places is listed in each, unlike in `named_children`.
+    """Return the layers by name; unlike `named_children`, a layer in several places is listed in each.
 
-    A stage of a model with a forward of its own is one layer.
+    A stage of a model with its own forward is one layer.
     """
     if getattr(model, "one_layer", False):
         return [("", model)]
-    return [(name, layer) for name, layer in model._modules.items() if layer is not None]
+    return [(name, layer) for name, layer in children_of(model).items() if layer is not None]
 
 
-def _collect(module: nn.Module, at: str, blocks: set[str], frames: set[str]) -> Iterator[Unit]:
-    for name, child in module._modules.items():
+def _collect(module: nn.Module, parent: str, blocks: set[str], frames: set[str]) -> Iterator[Unit]:
+    for name, child in children_of(module).items():
         if child is None:
             continue
-        path = f"{at}.{name}" if at else name
+        path = f"{parent}.{name}" if parent else name
         if path in blocks:
             yield from _block(child, path)
         elif _is_of_frame(child):
             continue
-        elif path in frames or type(child) in (nn.ModuleList, nn.ModuleDict):  # what is never called itself
+        elif path in frames or type(child) in (nn.ModuleList, nn.ModuleDict):  # never called themselves
             yield from _collect(child, path, blocks, frames)
         elif _has_parameters(child) or _has_state(child):
             yield Unit(path, child, False)
 
 
 def _block(module: nn.Module, path: str) -> Iterator[Unit]:
-    """A block; one that only holds modules is never called, and these are units: the first of them begins the block."""
+    """Yield a block. A container is never called, so its children are the units; the first of them starts the block."""
     if type(module) not in (nn.ModuleList, nn.ModuleDict):
         yield Unit(path, module, True)
         return
@@ -134,7 +135,7 @@ def _block(module: nn.Module, path: str) -> Iterator[Unit]:
 
 
 def _is_of_frame(module: nn.Module) -> bool:
-    """Whether a module only holds or makes parameters of the module around it, and is never called."""
+    """Whether a module only holds or computes parameters of the module around it, and is never called."""
     if isinstance(module, nn.ParameterList | nn.ParameterDict):
         return True
     children = list(module.children())
@@ -144,9 +145,9 @@ def _is_of_frame(module: nn.Module) -> bool:
 def _has_state(module: nn.Module) -> bool:
     """Whether a module has buffers that are part of the model's state, which only one stage may change."""
     return any(
-        key not in each._non_persistent_buffers_set
-        for each in module.modules()
-        for key, buffer in each._buffers.items()
+        name not in non_persistent_buffers(submodule)
+        for submodule in module.modules()
+        for name, buffer in buffers_of(submodule).items()
         if buffer is not None
     )
 
@@ -155,79 +156,85 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _above(path: str) -> Iterator[str]:
-    """The names of everything that holds a module."""
+def _ancestors(path: str) -> Iterator[str]:
     parts = path.split(".")
     return (".".join(parts[:end]) for end in range(len(parts)))
 
 
-def paths(model: nn.Module, at: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module by every name it has: one that stands in two places is there twice."""
-    yield at, model
-    for name, child in model._modules.items():
+def paths(model: nn.Module, parent: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module with its path; a module in two places is yielded twice."""
+    yield parent, model
+    for name, child in children_of(model).items():
         if child is not None:
-            yield from paths(child, f"{at}.{name}" if at else name)
+            yield from paths(child, f"{parent}.{name}" if parent else name)
 
 
 def _blocks(model: nn.Module, stacks: Sequence[str], kind: str) -> set[str]:
-    known = dict(paths(model))
+    modules = dict(paths(model))
     if kind:
-        found = [name for name, module in known.items() if name and type(module).__name__ == kind]
-        if not found:
-            classes = sorted({type(module).__name__ for module in known.values()})
+        names = [name for name, module in modules.items() if name and type(module).__name__ == kind]
+        if not names:
+            classes = sorted({type(module).__name__ for module in modules.values()})
             raise StagelineError(f"no module of the class {kind!r}{nearest(kind, classes)} in {type(model).__name__}")
-        return set(_outermost(found))
+        return set(_outermost(names))
     for name in stacks:
-        if name not in known:
-            raise StagelineError(f"there is no module {name!r}{nearest(name, known)} in {type(model).__name__}")
-        if not len(known[name]._modules):
-            raise StagelineError(f"{name!r} is a {type(known[name]).__name__} without children, and no stack of blocks")
+        if name not in modules:
+            raise StagelineError(f"there is no module {name!r}{nearest(name, modules)} in {type(model).__name__}")
+        if not children_of(modules[name]):
+            raise StagelineError(
+                f"{name!r} is a {type(modules[name]).__name__} without children, and no stack of blocks"
+            )
     chosen = list(stacks)
     for is_stack in (_is_list, _is_dict, _is_plain_list):
-        chosen = chosen or _outermost(name for name, module in known.items() if name and is_stack(module))
+        chosen = chosen or _outermost(name for name, module in modules.items() if name and is_stack(module))
     return {
-        f"{name}.{child}" for name in chosen for child, module in known[name]._modules.items() if module is not None
+        f"{name}.{child}"
+        for name in chosen
+        for child, module in children_of(modules[name]).items()
+        if module is not None
     }
 
 
 def _outermost(names: Iterable[str]) -> list[str]:
-    """Those names that are not inside of another one."""
-    found = set(names)
-    return [name for name in sorted(found) if not any(above in found for above in _above(name))]
+    """Return the names that are not inside of another one."""
+    all_names = set(names)
+    return [name for name in sorted(all_names) if all_names.isdisjoint(_ancestors(name))]
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether a module is a list of at least two modules with parameters, most of which are of one class.
+    """Whether a module is a list of at least two modules with parameters, at least half of them of one class.
 
-    A Sequential of single layers is rather a part of the model than a stack.
+    A Sequential of single layers is more likely a part of the model than a stack.
     """
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return False
-    like = _with_parameters(module)
+    children = _with_parameters(module)
     if isinstance(module, nn.Sequential):
-        like = [child for child in like if any(True for _ in child.children())]
-    return _most_alike(like)
+        children = [child for child in children if _has_children(child)]
+    return _mostly_one_class(children)
 
 
 def _is_plain_list(module: nn.Module) -> bool:
-    """The same, where a Sequential may also be of single layers."""
-    return isinstance(module, nn.ModuleList | nn.Sequential) and _most_alike(_with_parameters(module))
+    """Whether a module is such a list, or a Sequential of single layers."""
+    return isinstance(module, nn.ModuleList | nn.Sequential) and _mostly_one_class(_with_parameters(module))
 
 
 def _with_parameters(module: nn.Module) -> list[nn.Module]:
-    """The children with parameters; a list may hold None, too."""
-    return [child for child in module._modules.values() if child is not None and _has_parameters(child)]
+    return [child for child in children_of(module).values() if child is not None and _has_parameters(child)]
 
 
 def _is_dict(module: nn.Module) -> bool:
-    """Whether a module is a dict of blocks: all of one class, which holds other modules; heads mostly do not."""
+    """Whether a module is a dict of blocks: all of one class, with children of their own, unlike most heads."""
     if not isinstance(module, nn.ModuleDict):
         return False
-    held = [child for child in module._modules.values() if child is not None]
-    kinds = {type(child) for child in held}
-    return len(held) >= 2 and len(kinds) == 1 and all(any(True for _ in child.children()) for child in held)
+    blocks = [child for child in children_of(module).values() if child is not None]
+    return len(blocks) >= 2 and len(set(map(type, blocks))) == 1 and all(map(_has_children, blocks))
 
 
-def _most_alike(like: Sequence[nn.Module]) -> bool:
-    kinds = Counter(map(type, like))
-    return bool(kinds) and max(kinds.values()) >= 2 and 2 * max(kinds.values()) >= len(like)
+def _has_children(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
+
+
+def _mostly_one_class(modules: Sequence[nn.Module]) -> bool:
+    classes = Counter(map(type, modules))
+    return bool(classes) and max(classes.values()) >= 2 and 2 * max(classes.values()) >= len(modules)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from stageline.common.errors import StagelineError, shorten
 from stageline.model.profile.profile import Layer, Profile
-from stageline.model.split import profile as measure_profile
+from stageline.model.profile.profiler import profile as measure_profile
 from stageline.model.split import split
 from stageline.model.units import refuse_lazy
 from stageline.tensors.pytree import batch_size, refuse_arrays

@@ -38,7 +38,7 @@ from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline, share_above
 
 if TYPE_CHECKING:
-    from stageline.model.split import Staged
+    from stageline.model.staged import Staged
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from stageline.distributed.process_groups import several_processes
 from stageline.distributed.process_host import find_world
 from stageline.distributed.rank_host import World
 from stageline.model.build.build import Description, build
-from stageline.model.split import Staged, split
+from stageline.model.split import split
+from stageline.model.staged import Staged
 from stageline.model.units import NoStack, find_units
 from stageline.tensors.pytree import batch_size
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stageline.common.errors import StagelineError, shorten
 from stageline.model.compiled_models import unwrapped
 from stageline.model.huggingface import own_loss
-from stageline.model.split_request import whole
+from stageline.model.split import check_positive
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.batches.chunk_specs import ChunkSpecs
 from stageline.runtime.pipeline import Pipeline
@@ -128,7 +128,7 @@ def check(
     model = unwrapped(model)
     if not isinstance(model, nn.Module):
         raise StagelineError(f"check takes a model, an nn.Module, got {shorten(model)}")
-    whole("ranks", ranks)
+    check_positive("ranks", ranks)
     inputs, targets, loss = _parse_batch(batch, loss_fn)
     names = ("args_chunk_spec", "kwargs_chunk_spec", "targets_chunk_spec", "output_merge_spec")
     samples = count_samples(inputs, ChunkSpecs(*(options.get(name) for name in names)))

@@ -19,8 +19,8 @@ from stageline.distributed.layout import mesh_of, ranks_of
 from stageline.distributed.process_host import find_world
 from stageline.distributed.rank_host import Floats
 from stageline.model.compiled_models import any_compiled
-from stageline.model.split import Staged
-from stageline.model.stage_module.shared_state import Sharing
+from stageline.model.stage_module.shared_state import SharedState
+from stageline.model.staged import Staged
 from stageline.runtime.automatic_plan import Automatic, automatic
 from stageline.runtime.batches.chunk_specs import ChunkSpecs
 from stageline.runtime.compile import Compile, compile_units
@@ -259,7 +259,7 @@ class Pipeline(Runner):
             compile_units((part for stage, part in enumerate(self._parts) if self._holds(stage)), self._compile)
         self._compiled = self._compiled or any_compiled(self._parts)
         layers = [watched_layers(part) for part in self._parts]
-        self._sharing = Sharing.of(layers)
+        self._sharing = SharedState.of(layers)
         self._readers = readers(self._parts, layers, [stage for stage in range(len(layers)) if self._holds(stage)])
         held = [*self._sharing.holders(), *(holders_of(self._parts) if self._readers else ())]
         self._placed = (

@@ -17,7 +17,7 @@ from stageline.autograd.recompute import Recompute, training
 from stageline.autograd.split_backward import Arriving, SplitBackward
 from stageline.common.errors import StagelineError, TransportError, shorten
 from stageline.model.skips import SkipPart, carried
-from stageline.model.stage_module.shared_state import Watch
+from stageline.model.stage_module.shared_state import SharedStateWatch
 from stageline.model.stage_module.stage_module import StagePart
 from stageline.model.units import layers_of
 from stageline.runtime.guards.foreign_reads import ForeignReads
@@ -96,7 +96,7 @@ class Stage:
         *,
         spread: bool = True,
         loss_reads: LossReads | None = None,
-        watch: Watch | None = None,
+        watch: SharedStateWatch | None = None,
         foreign: ForeignReads | None = None,
     ) -> None:
         """`part` holds the layers by their names in the whole model; `spread` as below.

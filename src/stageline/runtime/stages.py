@@ -15,7 +15,8 @@ from stageline.common.errors import ScheduleError, StagelineError, UnknownOption
 from stageline.model.build.build import Description, describe
 from stageline.model.compiled_models import unwrapped
 from stageline.model.skips import parts_of
-from stageline.model.split import Staged, even_sizes, split
+from stageline.model.split import even_sizes, split
+from stageline.model.staged import Staged
 from stageline.model.units import NoStack, find_units, layers_of, refuse_lazy
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.function_layers import with_functions

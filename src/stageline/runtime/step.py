@@ -21,7 +21,7 @@ from stageline.distributed.failures import GRADIENTS, failure, note_record
 from stageline.distributed.rank_host import Floats, HostedStep, World
 from stageline.faults.monitor.verdict import Failure, Verdict, located
 from stageline.model.huggingface import own_loss
-from stageline.model.stage_module.shared_state import Sharing
+from stageline.model.stage_module.shared_state import SharedState
 from stageline.model.stage_module.stage_module import StagePart
 from stageline.runtime.batches.chunk_specs import ChunkSpecs
 from stageline.runtime.batches.input_gradients import (
@@ -119,7 +119,7 @@ class Runner:
     penalty: Penalty | None
     _world: World
     _placed: Placed
-    _sharing: Sharing
+    _sharing: SharedState
     _readers: frozenset[int]
     """The stages that can reach parameters of others through plain references."""
     _options: StageOptions

@@ -45,7 +45,7 @@ def choose(
     """The fastest of the schedules that were asked for, with its best cut; and what people should know of it.
 
     >>> import torch
-    >>> from stageline.model.split import profile
+    >>> from stageline.model.profile.profiler import profile
     >>> layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     >>> found, _ = choose(profile(layers, torch.ones(32, 64), repeats=1), Config(), ranks=2, microbatches=4)
     >>> len(found.alternatives) > 5, sum(found.layers_per_stage)

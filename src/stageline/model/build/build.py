@@ -16,9 +16,9 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stageline.common.errors import StagelineError, shorten
+from stageline.model._torch_private import TorchDispatchMode, buffers_of, has_hooks, make_subclass, parameters_of
 from stageline.model.build.recorder import ALLOCATES, record, recording
 from stageline.model.build.tape import META, StorageView, Tape
 from stageline.tensors.random_numbers import generator_alone
@@ -185,9 +185,9 @@ def _tensor_entries(model: nn.Module) -> list[_TensorEntry]:
     entries: dict[int, _TensorEntry] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         dotted = f"{prefix}." if prefix else ""
-        registered = [*module._parameters.items(), *module._buffers.items()]
-        siblings = [dotted + name for name, value in registered if value is not None]
-        for kind, attributes in (("parameter", module._parameters), ("buffer", module._buffers), ("", vars(module))):
+        parameters, buffers = parameters_of(module), buffers_of(module)
+        siblings = [dotted + name for name, value in (*parameters.items(), *buffers.items()) if value is not None]
+        for kind, attributes in (("parameter", parameters), ("buffer", buffers), ("", vars(module))):
             for name, value in attributes.items():
                 if name in ("_parameters", "_buffers", "_modules"):
                     continue
@@ -200,7 +200,7 @@ def _tensor_entries(model: nn.Module) -> list[_TensorEntry]:
     for entry in entries.values():
         if is_lazy(entry.tensor) or entry.tensor.layout is not torch.strided:
             raise StagelineError(f"cannot build {entry.label}: it has no shape yet or is not dense")
-        if entry.tensor._backward_hooks:
+        if has_hooks(entry.tensor):
             raise StagelineError(f"cannot build {entry.label}: it has hooks; register them after building")
     return list(entries.values())
 
@@ -229,7 +229,7 @@ def _like(old: Tensor, value: Tensor) -> Tensor:
     if type(old) is Tensor:
         new = value.detach().requires_grad_(requires_grad)
     else:
-        new = Tensor._make_subclass(type(old), value.detach(), requires_grad)
+        new = make_subclass(type(old), value.detach(), requires_grad)
     vars(new).update(vars(old))
     return new
 

@@ -6,16 +6,24 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stageline.common.errors import StagelineError, shorten
+from stageline.model._torch_private import (
+    TorchDispatchMode,
+    disable_torch_function,
+    patched_trunc_normal,
+    schema_arguments,
+    tensors_in,
+    tree_flatten,
+    tree_unflatten,
+)
 from stageline.model.build.tape import META, StorageView, Tape, storage_of
 
 # Operations that only allocate, and operations that overwrite a tensor without reading it.
@@ -34,7 +42,7 @@ def record(factory: Callable[[], M]) -> tuple[M, Tape]:
     """Call a constructor; return its model on the meta device, and the tape of its operations."""
     tape = Tape()
     recorder = _Recorder(tape)
-    with recording, _patched_trunc_normal(recorder), recorder, _HostDisguise(recorder):
+    with recording, patched_trunc_normal(partial(_recorded_trunc_normal, recorder)), recorder, _HostDisguise(recorder):
         try:
             model = factory()
         except Exception as error:
@@ -60,7 +68,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._is_paused:
             return func(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunction():
+        with disable_torch_function():
             return self._run(func, args, kwargs or {})
 
     @contextmanager
@@ -76,7 +84,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if name in _LIFTS and not args[0].is_meta:
             return self.tape.constant(args[0])
-        tensors = [tensor for tensor in tree_flatten((args, kwargs))[0] if isinstance(tensor, Tensor)]
+        tensors = tensors_in((args, kwargs))
         written = _written_arguments(func, args, kwargs)
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if tensors and not any(self.tape.contains(tensor) for tensor in tensors) and not (draws and not written):
@@ -97,7 +105,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written_views = [StorageView.of(leaf) for leaf in written]
         meta_args, meta_kwargs = tree_unflatten(flat, structure)
         arguments, keywords = tree_unflatten(views, structure)
-        if any(argument.name == "device" for argument in func._schema.arguments):
+        if any(argument.name == "device" for argument in schema_arguments(func)):
             meta_kwargs = {**meta_kwargs, "device": META}
             keywords = {**keywords, "device": torch.device("cpu")}
         if "pin_memory" in meta_kwargs:
@@ -108,7 +116,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if written:
                 raise self.refuse(f"torch cannot run {name} without memory", "") from None
             return self._run_with_values(func, args, kwargs, name)
-        outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        outputs = tensors_in(result)
         if name in ALLOCATES:
             for leaf in outputs:
                 self.tape.add(leaf)
@@ -197,33 +205,27 @@ class _HostDisguise(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextmanager
-def _patched_trunc_normal(recorder: _Recorder) -> Iterator[None]:
+def _recorded_trunc_normal(recorder: _Recorder, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Record `trunc_normal_`, which draws until values are in range, as one call."""
-    original = nn.init._no_grad_trunc_normal_
 
     def truncated(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
         if not recorder.tape.contains(tensor):
             return original(tensor, mean, std, a, b, generator=generator)
-        with torch._C.DisableTorchFunction():
+        with disable_torch_function():
             view = StorageView.of(tensor)
         recorder.tape.record(original, (view, mean, std, a, b), {}, None, [view], draws=True, overwrites=True)
         return tensor
 
-    nn.init._no_grad_trunc_normal_ = truncated
-    try:
-        yield
-    finally:
-        nn.init._no_grad_trunc_normal_ = original
+    return truncated
 
 
 def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors among the arguments that an operation modifies."""
     tensors = []
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_arguments(func)):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            tensors += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+            tensors += tensors_in(value)
     return tensors
 
 

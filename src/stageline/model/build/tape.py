@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
+
+from stageline.model._torch_private import disable_torch_function, neg_view, storage_pointer, tree_flatten, tree_map
 
 META = torch.device("meta")
 
@@ -45,7 +46,7 @@ class StorageView:
         tensor.set_(storage, self.offset, self.size, self.stride)
         if self.conjugate:
             tensor = tensor.conj()
-        return torch._neg_view(tensor) if self.negative else tensor
+        return neg_view(tensor) if self.negative else tensor
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +90,7 @@ class Call:
 
 def storage_of(tensor: Tensor) -> int:
     """Return an identifier of the tensor's storage, unique while the storage is alive."""
-    return int(tensor.untyped_storage()._cdata)
+    return storage_pointer(tensor.untyped_storage())
 
 
 def views_in(*values: Any) -> list[StorageView]:
@@ -108,7 +109,7 @@ class Tape:
 
     def contains(self, tensor: Tensor) -> bool:
         """Whether the tensor is a meta tensor whose value is on the tape."""
-        with torch._C.DisableTorchFunction():
+        with disable_torch_function():
             return tensor.is_meta and tensor.layout is torch.strided and storage_of(tensor) in self.storages
 
     def add(self, tensor: Tensor) -> StorageView:
@@ -260,7 +261,7 @@ class Tape:
 
     def _store(self, memory: dict[int, torch.UntypedStorage], call: Call, results: list[Any]) -> None:
         """Store new results where later calls expect them, with the recorded view."""
-        used = {int(storage._cdata) for storage in memory.values()}
+        used = set(map(storage_pointer, memory.values()))
         for position, view in call.new_results:
             result: Tensor = results[position]
             actual = StorageView.of(result)

@@ -1,4 +1,5 @@
-"""What the units of a model cost: time and bytes, measured.
+"""The measured costs of a model's units: seconds and bytes.
 
-Read in order: `profile` (the table and its file), `capture` (one observed run), `measure` (one unit alone).
+Read in order: `profile` (the table and its file), `profiler` (how it is measured), `capture` (one observed run),
+`measure` (one unit alone).
 """

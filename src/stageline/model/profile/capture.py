@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 
 from stageline.common.errors import StagelineError, shorten
+from stageline.model._torch_private import raw_version, tensors_in, tree_flatten
 from stageline.tensors.thread_context import autocasts
 
 Storages = dict[Any, int]
@@ -71,11 +71,6 @@ def storages_of(tensors: Sequence[Tensor]) -> Storages:
         except (RuntimeError, NotImplementedError):  # sparse, or a wrapper around other tensors
             storages[object()] = tensor.numel() * tensor.element_size()
     return storages
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Return all tensors of a pytree."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def state_storages(layers: Sequence[nn.Module]) -> Storages:
@@ -149,21 +144,21 @@ class _Observer:
             raise StagelineError(
                 f"{trace.title} ran without gradients; call the model outside of torch.no_grad() in run"
             )
-        leaves, tree = pytree.tree_flatten((args, kwargs))
+        leaves, tree = tree_flatten((args, kwargs))
         tensors = tensors_in(leaves)
         if not trace.calls:
             trace.inputs = storages_of(tensors)
         copies = [self._copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         trace.calls.append(Call(copies, tree, requires_grad, autocasts()))
-        self._versions.append([(tensor, tensor._version) for tensor in tensors])
+        self._versions.append([(tensor, raw_version(tensor)) for tensor in tensors])
         self.inside.append(trace)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Copy a tensor, once if several layers receive it, such as a mask."""
         keys = list(storages_of([tensor]))
         try:
-            key = (keys[0], tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+            key = (keys[0], tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, raw_version(tensor))
         except (RuntimeError, NotImplementedError):
             return tensor.detach().clone()
         if key not in self._copies:
@@ -172,7 +167,7 @@ class _Observer:
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         trace = self.inside.pop()
-        trace.calls[-1].mutates_inputs = any(tensor._version != version for tensor, version in self._versions.pop())
+        trace.calls[-1].mutates_inputs = any(raw_version(tensor) != version for tensor, version in self._versions.pop())
         tensors = tensors_in(output)
         if not tensors:
             raise StagelineError(

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from stageline.autograd.graph_plan import Plan
 from stageline.autograd.hooks import registered
 from stageline.autograd.split_backward import Arriving, SplitBackward
 from stageline.common.errors import StagelineError
-from stageline.model.profile.capture import Call, LayerTrace, Storages, storages_of, tensors_in
+from stageline.model._torch_private import hook_dictionaries, tensors_in, tree_unflatten
+from stageline.model.profile.capture import Call, LayerTrace, Storages, storages_of
 from stageline.tensors.buffers import all_buffers, put_back
 
 Value = TypeVar("Value")
@@ -82,7 +82,7 @@ class CallBenchmark:
         inputs = [leaf for leaf, requires_grad in zip(leaves, self._call.requires_grad, strict=True) if requires_grad]
         if self._call.mutates_inputs:
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self._call.tree)
+        args, kwargs = tree_unflatten(leaves, self._call.tree)
         return inputs, args, kwargs
 
     def forward(self, keep: bool) -> None:
@@ -128,7 +128,7 @@ class CallBenchmark:
         with self._error_context():
             split = graph.split(self._plans)
             split.input_gradients()
-            retained = storages_of(list(_retained_tensors(split)))
+            retained = storages_of([tensor for tree in split.retained() for tensor in tensors_in(tree)])
             split.weight_gradients()
         return sum(size for key, size in retained.items() if key not in state)
 
@@ -166,33 +166,13 @@ def run_round(calls: Sequence[CallBenchmark], keep: bool) -> None:
             backward(call, keep)
 
 
-def _retained_tensors(split: SplitBackward) -> Iterator[Tensor]:
-    """Yield what a backward holds between its halves: gradients, and what nodes saved and did not release."""
-    for noted in split._noted:
-        yield from tensors_in((noted.grads, noted.saved))
-    yield from tensors_in([grad for _, grad in split._together])
-    yield from tensors_in(split._last[1])
-    for node in split._nodes:
-        names = [name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
-        for name in names:
-            try:
-                yield from tensors_in(getattr(node, name))
-            except RuntimeError:  # released
-                break
-
-
 @contextmanager
 def preserved_state(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Restore gradients, buffers and random state on exit, and disable hooks of parameters meanwhile."""
     parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
     grads = [parameter.grad for parameter in parameters]
     buffers = [buffer for module in modules for buffer in all_buffers(module)]
-    hooks = [
-        (dictionary, dict(dictionary))
-        for parameter in parameters
-        for dictionary in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-        if dictionary
-    ]
+    hooks = [(dictionary, dict(dictionary)) for parameter in parameters for dictionary in hook_dictionaries(parameter)]
     cuda_devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     try:
         for parameter in parameters:

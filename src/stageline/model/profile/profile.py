@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
-
-import torch
-from torch import Tensor, nn
 
 from stageline.common.checked_json import PositiveInt, Range, check_format, field, from_json, parse_json
 from stageline.common.errors import CostError, JsonError, StagelineError, shorten
 from stageline.common.files import read_text, write_text
 from stageline.common.units import format_seconds, format_size
-from stageline.model.profile.capture import LayerTrace, capture, state_storages, storages_of
-from stageline.model.profile.measure import CallBenchmark, Timer, preserved_state, run_round
-from stageline.model.units import layers_of
 from stageline.timeline.costs import LARGEST_COST, Costs, PerPair
 
 FORMAT = "stageline-profile"
@@ -96,8 +88,9 @@ class Profile:
     ) -> Costs:
         """Return the costs of stages, given as (start, stop) of their layers, in seconds and bytes.
 
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> costs = profile_model(model, torch.randn(3, 4), repeats=1).costs([(0, 2), (2, 3)])
+        >>> import stageline as sl, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> costs = sl.profile(model, torch.randn(3, 4), repeats=1).costs([(0, 2), (2, 3)])
         >>> costs.activation, costs.message     # F keeps 3 × 4 and 3 × 8 numbers, then 3 × 8
         ([144.0, 96.0], [96.0, 24.0])
         """
@@ -177,7 +170,8 @@ class Profile:
     def write(self, path: str | Path) -> None:
         """Write the profile as JSON. An existing file is replaced atomically.
 
-        >>> profile = profile_model(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), repeats=1)
+        >>> import stageline as sl, torch
+        >>> profile = sl.profile(torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.randn(2, 4), repeats=1)
         >>> profile.write("profile.json")
         >>> read_profile("profile.json") == profile
         True
@@ -202,7 +196,8 @@ class Profile:
 def read_profile(path: str | Path) -> Profile:
     """Read a profile that `Profile.write` wrote.
 
-    >>> profile_model(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), repeats=1).write("profile.json")
+    >>> import stageline as sl, torch
+    >>> sl.profile(torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.randn(2, 4), repeats=1).write("profile.json")
     >>> read_profile("profile.json").layers[0].parameters
     80
     """
@@ -213,7 +208,8 @@ def read_profile(path: str | Path) -> Profile:
 def parse_profile(text: str, source: str) -> Profile:
     """Parse the JSON of a profile; errors name `source`.
 
-    >>> profile = profile_model(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), repeats=1)
+    >>> import stageline as sl, torch
+    >>> profile = sl.profile(torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.randn(2, 4), repeats=1)
     >>> parse_profile(profile.to_text(), "another rank") == profile
     True
     """
@@ -235,149 +231,3 @@ def parse_profile(text: str, source: str) -> Profile:
         )
     except JsonError as error:
         raise CostError(f"{source}: {error}") from None
-
-
-def profile_layers(
-    layers: Sequence[tuple[str, nn.Module]],
-    run: Callable[[], Any],
-    *,
-    repeats: int = 5,
-    warmup: int = 2,
-    device: torch.device | str | None = None,
-) -> Profile:
-    """Measure layers, given by name in the order in which data passes through them.
-
-    `run` runs the forward of the whole model once, to observe the inputs of every layer; then each layer is run alone
-    with those inputs. Gradients, buffers, random state and modes are left unchanged. Raises `StagelineError` if an
-    argument is invalid or a layer fails.
-
-    >>> body, head = nn.Linear(4, 8), nn.Linear(8, 2)
-    >>> x = torch.randn(3, 4)
-    >>> profile = profile_layers([("body", body), ("head", head)], lambda: head(body(x).relu()), repeats=1)
-    >>> [(layer.name, layer.parameters, layer.message) for layer in profile.layers]
-    [('body', 160, 96), ('head', 72, 24)]
-    """
-    layers = _check_layers(layers)
-    for name, value, minimum in (("repeats", repeats, 1), ("warmup", warmup, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise StagelineError(f"{name} must be an integer >= {minimum}, got {shorten(value)}")
-    modules = list(dict.fromkeys(module for _, module in layers))
-    with preserved_state(modules):
-        traces = capture(layers, run)
-        compute_device = torch.device(device) if device is not None else _device_of(traces)
-        timer, state = Timer(compute_device), state_storages(modules)
-        benchmarks = [[CallBenchmark(trace, call, timer) for call in trace.calls] for trace in traces]
-        residues = [sum(call.residue(state) for call in calls) for calls in benchmarks]
-        all_calls = [call for calls in benchmarks for call in calls]
-        for round_index in range(warmup + repeats):
-            run_round(all_calls, keep=round_index >= warmup)
-    measured: list[Layer] = []
-    earlier_weights: set[Any] = set()
-    for trace, calls, residue in zip(traces, benchmarks, residues, strict=True):
-        weights = storages_of(list(trace.module.parameters()))
-        measured.append(_measured_layer(trace, calls, residue, weights, earlier_weights))
-        earlier_weights |= set(weights)
-    return Profile(
-        tuple(measured),
-        _machine(compute_device),
-        str(compute_device),
-        torch.__version__,
-        torch.get_num_threads(),
-        repeats,
-    )
-
-
-def _measured_layer(
-    trace: LayerTrace,
-    calls: Sequence[CallBenchmark],
-    residue: int,
-    weights: Mapping[Any, int],
-    earlier_weights: set[Any],
-) -> Layer:
-    def outside(storages: Mapping[Any, int]) -> int:
-        return sum(size for key, size in storages.items() if key not in trace.saved and key not in weights)
-
-    return Layer(
-        name=trace.name,
-        kind=type(trace.module).__name__,
-        forward=sum(call.median("F") for call in calls),
-        backward_input=sum(call.median("I") for call in calls),
-        backward_weight=sum(call.median("W") for call in calls),
-        backward=sum(call.median("B") for call in calls),
-        activation=sum(trace.saved.values()),
-        residue=residue,
-        parameters=sum(weights.values()),
-        tied=sum(size for key, size in weights.items() if key in earlier_weights),
-        message=trace.message,
-        arriving=outside(trace.inputs),
-        leaving=outside(trace.outputs),
-        calls=len(calls),
-    )
-
-
-def profile_model(
-    model: nn.Module,
-    args: Any = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    layers: Sequence[tuple[str, nn.Module]] | None = None,
-    repeats: int = 5,
-    warmup: int = 2,
-    device: torch.device | str | None = None,
-) -> Profile:
-    """Measure the layers of a model that is called as `model(*args, **kwargs)`.
-
-    `layers` are (name, module) pairs, by default the children of an `nn.Sequential`. `args` is a tuple, or a single
-    argument.
-
-    >>> model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))
-    >>> profile = profile_model(model, torch.tensor([[1, 2, 3]]), repeats=1)
-    >>> [layer.kind for layer in profile.layers], profile.parameters
-    (['Embedding', 'Linear'], 360)
-    """
-    if layers is None:
-        if not isinstance(model, nn.Sequential):
-            raise StagelineError(
-                f"cannot infer the layers of a {type(model).__name__}; give layers=[(name, module), …] in the order "
-                "in which data passes through them"
-            )
-        layers = layers_of(model)
-    arguments = args if isinstance(args, tuple) else (args,)
-    return profile_layers(
-        layers, lambda: model(*arguments, **(kwargs or {})), repeats=repeats, warmup=warmup, device=device
-    )
-
-
-def _check_layers(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Return the layers as a list; raise `StagelineError` if they are invalid or would be counted twice."""
-    pairs = list(layers)
-    for pair in pairs:
-        is_pair = isinstance(pair, tuple) and len(pair) == 2
-        if not is_pair or not isinstance(pair[0], str) or not isinstance(pair[1], nn.Module):
-            raise StagelineError(f"layers must be (name, module) pairs, got {shorten(pair)}")
-    if not pairs:
-        raise StagelineError("layers is empty; give at least one (name, module) pair")
-    names = [name for name, _ in pairs]
-    repeated = [name for name in names if names.count(name) > 1]
-    if repeated:
-        raise StagelineError(f"two layers are named {repeated[0]!r}; names must be unique")
-    by_module = {module: name for name, module in pairs}
-    for name, module in pairs:
-        for inner in module.modules():
-            if inner is not module and inner in by_module:
-                raise StagelineError(f"layer {by_module[inner]!r} is inside layer {name!r}; list only one of them")
-    return pairs
-
-
-def _device_of(traces: Sequence[LayerTrace]) -> torch.device:
-    """Return the device of the layers: a GPU if any tensor is on one."""
-    tensors: list[Tensor] = [tensor for trace in traces for tensor in trace.module.parameters()]
-    tensors += [leaf for trace in traces for call in trace.calls for leaf in call.leaves if isinstance(leaf, Tensor)]
-    devices = [tensor.device for tensor in tensors]
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-
-
-def _machine(device: torch.device) -> str:
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return f"{platform.machine()}, {os.cpu_count()} processors"

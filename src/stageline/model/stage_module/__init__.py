@@ -1,5 +1,8 @@
 """One stage of a model: the model's own forward, in which only this stage's units compute.
 
-Read in order: `stage_module`, `forward_replay`, `boundary` (what crosses a cut), `placeholder` (tensors of other
-stages), `side_effects` (what a unit may not do), `traced` (the fallback through torch.export).
+Nothing here knows schedules or ranks.
+
+Read in order: `stage_module`, `forward_replay`, `boundary` (what crosses a stage boundary), `placeholder` (tensors of
+other stages), `dry_run` and `data_flow` (which values a unit needs). Then the checks: `inplace_history`,
+`side_effects`, `shared_state` and `counters`. `traced` is the fallback through torch.export.
 """

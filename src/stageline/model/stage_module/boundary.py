@@ -1,4 +1,4 @@
-"""What goes from stage to stage of a model that runs its own forward."""
+"""What crosses a stage boundary of a model that runs its own forward."""
 
 from __future__ import annotations
 
@@ -13,142 +13,146 @@ import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError
-from stageline.model.stage_module.placeholder import Absent, Keys
+from stageline.model._torch_private import version_of
+from stageline.model.stage_module.placeholder import PlaceholderTensor, ValueNames, on_meta
 from stageline.tensors.pytree import flatten, plain, unflatten
 
 INPUT = "input"
-GIVE = (
-    "give example= to Pipeline or split, a batch with the same inputs as step is given "
+GIVE_EXAMPLE = (
+    "give example= to Pipeline or split, a batch with the same inputs as step receives "
     "(sl.Pipeline(model, …, example=inputs))"
 )
-"""What to do about calls that were not seen."""
+"""The advice for calls that a dry run has not seen."""
 PARAMETER = "parameter "
-"""What the names of tensors of units start with, among the names of values."""
+"""Prefix of the names of values that are tensors of units."""
 
-Told = tuple[int, str, tuple[Any, ...]]
-"""Of a call: its position, the shape of its output's tree, and each leaf, a tensor as its type, shape and device."""
+OutputDescription = tuple[int, str, tuple[Any, ...]]
+"""The position of a call, the tree of its output, and its leaves; a tensor is given as dtype, shape and device."""
 
 
 @dataclass
-class Passed:
-    """What goes from stage to stage: the model's inputs, values that later units need, and what outputs are like."""
+class BoundaryValues:
+    """The values that cross a stage boundary: the model's inputs, outputs that later units need, and their forms."""
 
     tree: str
     leaves: list[Any]
-    """The model's arguments, flat."""
+    """The leaves of the model's arguments."""
     values: dict[str, Any]
-    told: list[Told]
-    changed: Keys = frozenset()
-    """Values that the forward changes in place, of which it gets copies."""
+    """Outputs of units, by name."""
+    outputs: list[OutputDescription]
+    copied: ValueNames = frozenset()
+    """Values that the forward modifies in place, and therefore receives as copies."""
     versions: dict[str, int] = field(default_factory=dict)
-    """How often each value had been changed in place when it was kept."""
+    """The version of every value when it was stored."""
 
     @classmethod
-    def first(cls, value: Any, defaults: Mapping[str, Any]) -> Passed:
-        """What the first stage is given: a tuple of arguments, a dict of keywords, or one argument."""
+    def first(cls, value: Any, defaults: Mapping[str, Any]) -> BoundaryValues:
+        """Return the values of the first stage, from a batch (see `arguments`)."""
         args, kwargs = arguments(value)
         leaves, tree = flatten((args, {**defaults, **kwargs}), "the batch")
         return cls(tree, list(leaves), {}, [])
 
     @classmethod
-    def read(cls, value: Any) -> Passed:
-        """What another stage wrote."""
-        tree, leaves, keys, values, told = value
-        return cls(tree, list(leaves), dict(zip(json.loads(keys), values, strict=True)), list(_told(told)))
+    def read(cls, value: Any) -> BoundaryValues:
+        """Return what `write` of the previous stage wrote."""
+        tree, leaves, names, values, outputs = value
+        return cls(tree, list(leaves), dict(zip(json.loads(names), values, strict=True)), list(_read_outputs(outputs)))
 
     def write(self) -> Any:
-        """As one tree of tensors and texts."""
-        told = json.dumps(self.told)
-        return (self.tree, tuple(self.leaves), json.dumps(list(self.values)), tuple(self.values.values()), told)
+        """Return everything as one tree of tensors and strings."""
+        outputs = json.dumps(self.outputs)
+        return (self.tree, tuple(self.leaves), json.dumps(list(self.values)), tuple(self.values.values()), outputs)
 
     def form(self) -> str:
-        """What decides which values are needed: the structure of the inputs and their types, and not their sizes."""
+        """Return what decides which values are needed: the structure of the inputs and their types, without sizes."""
         kinds = [f"{leaf.dtype}/{leaf.dim()}" if isinstance(leaf, Tensor) else repr(leaf) for leaf in self.leaves]
         return json.dumps([self.tree, kinds])
 
-    def inputs(self, absent: bool = False) -> tuple[Any, Any]:
-        """The arguments of the model; `absent` makes those that are numbers with a gradient stand for themselves."""
+    def inputs(self, placeholders: bool = False) -> tuple[Any, Any]:
+        """Return the arguments of the model; with `placeholders`, floating-point tensors are replaced by them."""
         for index, leaf in enumerate(self.leaves):
             if isinstance(leaf, Tensor):
-                self.versions[f"{INPUT}.{index}"] = _version(leaf)
-        found = [self._input(index, leaf, absent) for index, leaf in enumerate(self.leaves)]
-        args, kwargs = unflatten(found, self.tree)
+                self.versions[f"{INPUT}.{index}"] = version_of(leaf)
+        leaves = [self._input(index, leaf, placeholders) for index, leaf in enumerate(self.leaves)]
+        args, kwargs = unflatten(leaves, self.tree)
         return args, kwargs
 
-    def _input(self, index: int, leaf: Any, absent: bool) -> Any:
-        if isinstance(leaf, str) and leaf.startswith(_GONE):
-            dtype, shape, device = json.loads(leaf[len(_GONE) :])
-            return _absent(dtype, shape, device, f"{INPUT}.{index}")
-        if absent and isinstance(leaf, Tensor) and leaf.is_floating_point():
-            return Absent.of(on_meta(leaf), leaf.device, frozenset({f"{INPUT}.{index}"}))
+    def _input(self, index: int, leaf: Any, placeholders: bool) -> Any:
+        if isinstance(leaf, str) and leaf.startswith(_DROPPED):
+            dtype, shape, device = json.loads(leaf[len(_DROPPED) :])
+            return _placeholder(dtype, shape, device, f"{INPUT}.{index}")
+        if placeholders and isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return PlaceholderTensor.of(on_meta(leaf), leaf.device, frozenset({f"{INPUT}.{index}"}))
         return leaf
 
-    def forget_inputs(self, wanted: Keys) -> None:
-        """Replace inputs that no later stage needs by their type and shape; whole numbers, which are small, stay."""
+    def drop_inputs(self, needed: ValueNames) -> None:
+        """Replace inputs that no later stage needs by their form; integer inputs are small and stay."""
         for index, leaf in enumerate(self.leaves):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and f"{INPUT}.{index}" not in wanted:
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and f"{INPUT}.{index}" not in needed:
                 self.leaves = [*self.leaves]
-                self.leaves[index] = _GONE + json.dumps(_like(leaf))
+                self.leaves[index] = _DROPPED + json.dumps(_form(leaf))
 
-    def keep(self, position: int, name: str, found: Any, changed: Keys) -> None:
-        """Keep what a unit gave; a copy of what the forward is going to change."""
-        leaves, tree = flatten(found, name)
-        self.told.append(
-            (position, tree, tuple(_like(leaf) if isinstance(leaf, Tensor) else [leaf] for leaf in leaves))
+    def store(self, position: int, name: str, output: Any, copied: ValueNames) -> None:
+        """Store the output of a unit; values in `copied` are cloned, because the forward modifies them."""
+        leaves, tree = flatten(output, name)
+        self.outputs.append(
+            (position, tree, tuple(_form(leaf) if isinstance(leaf, Tensor) else [leaf] for leaf in leaves))
         )
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                key = key_of(position, index)
-                self.values[key] = leaf.clone() if key in changed else leaf
-                self.versions[key] = _version(self.values[key])
+                value_name = name_of_value(position, index)
+                self.values[value_name] = leaf.clone() if value_name in copied else leaf
+                self.versions[value_name] = version_of(self.values[value_name])
 
-    def moved(self, arrived: Passed) -> dict[str, int]:
-        """The values and inputs that were changed in place since they were kept, and how often."""
-        found = {key: _version(value) for key, value in self.values.items() if key in self.versions}
-        moved = {key: version for key, version in found.items() if version != self.versions[key]}
+    def changed(self, arrived: BoundaryValues) -> dict[str, int]:
+        """Return the values and inputs that were modified in place since they were stored, with their versions."""
+        versions = {name: version_of(value) for name, value in self.values.items() if name in self.versions}
+        changed = {name: version for name, version in versions.items() if version != self.versions[name]}
         for index, leaf in enumerate(arrived.leaves):
             name = f"{INPUT}.{index}"
-            if isinstance(leaf, Tensor) and name in arrived.versions and _version(leaf) != arrived.versions[name]:
-                moved[name] = _version(leaf)
-        return moved
+            if isinstance(leaf, Tensor) and name in arrived.versions and version_of(leaf) != arrived.versions[name]:
+                changed[name] = version_of(leaf)
+        return changed
 
-    def check_versions(self, arrived: Passed, inside: Keys) -> None:
-        """Refuse to pass on what the frame changed in place meanwhile: a later stage would change it once more.
+    def check_versions(self, arrived: BoundaryValues, changed_by_units: ValueNames) -> None:
+        """Refuse to pass on what the frame modified in place: a later stage would modify it again.
 
-        What units changed, `inside` of them, was changed once and goes on as it is.
+        A unit modifies its inputs only on its own stage, so `changed_by_units` may be passed on.
         """
-        for key in self.moved(arrived):
-            if key in inside:
+        for name in self.changed(arrived):
+            if name in changed_by_units:
                 continue
-            if key.startswith(INPUT):
-                raise StagelineError(f"the forward changes its {key} in place; let it work on a copy (x = x.clone())")
+            if name.startswith(INPUT):
+                raise StagelineError(f"the forward modifies its {name} in place; let it work on a copy (x = x.clone())")
             raise StagelineError(
-                f"the forward changes value {key} in place outside of its units; let it work on a copy (x.clone()) or "
-                "put the change into a unit"
+                f"the forward modifies value {name} in place outside of its units; let it work on a copy (x.clone()) "
+                "or move the change into a unit"
             )
 
     def output(self, position: int, name: str) -> Any:
-        """What a unit of an earlier stage gave, absent where it was not passed on."""
-        for at, tree, leaves in self.told:
-            if at == position:
-                found = [self._leaf(key_of(position, index), leaf) for index, leaf in enumerate(leaves)]
-                return unflatten(found, tree)
-        raise StagelineError(f"the model calls {name}, and no earlier stage did; {GIVE}, so that the calls are seen")
+        """Return the output of a unit of an earlier stage, with placeholders for what was not passed on."""
+        for call, tree, leaves in self.outputs:
+            if call == position:
+                return unflatten(
+                    [self._leaf(name_of_value(position, index), leaf) for index, leaf in enumerate(leaves)], tree
+                )
+        raise StagelineError(f"the model calls {name}, but no earlier stage did; {GIVE_EXAMPLE} to record the calls")
 
-    def _leaf(self, key: str, told: Sequence[Any]) -> Any:
-        if len(told) == 1:
-            return told[0]
-        if key in self.values:
-            return self.values[key].clone() if key in self.changed else self.values[key]
-        dtype, shape, device = told
-        return _absent(dtype, shape, device, key)
+    def _leaf(self, name: str, description: Sequence[Any]) -> Any:
+        if len(description) == 1:
+            return description[0]
+        if name in self.values:
+            return self.values[name].clone() if name in self.copied else self.values[name]
+        dtype, shape, device = description
+        return _placeholder(dtype, shape, device, name)
 
 
-_GONE = "\0absent "
+_DROPPED = "\0absent "
+"""Prefix of the form of an input that was dropped."""
 
 
 def arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as arguments and keywords: a tuple is the one, a dict the other, and all else the only argument.
+    """Return a batch as arguments and keywords: a tuple is arguments, a dict keywords, anything else one argument.
 
     >>> arguments((1, 2)), arguments({"x": 1}), arguments(3)
     (((1, 2), {}), ((), {'x': 1}), ((3,), {}))
@@ -159,53 +163,40 @@ def arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(value) if isinstance(value, tuple) else (value,)), {}
 
 
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def key_of(position: int, leaf: int) -> str:
-    """The name of a value: the call that gave it, and which leaf of its output it is."""
+def name_of_value(position: int, leaf: int) -> str:
+    """Return the name of a leaf of a call's output."""
     return f"{position}.{leaf}"
 
 
-def _like(leaf: Tensor) -> list[Any]:
+def _form(leaf: Tensor) -> list[Any]:
     return [str(leaf.dtype).removeprefix("torch."), list(leaf.shape), str(leaf.device)]
 
 
 @lru_cache(maxsize=256)
-def _told(text: str) -> list[Told]:
+def _read_outputs(text: str) -> list[OutputDescription]:
     return [(position, tree, tuple(leaves)) for position, tree, leaves in json.loads(text)]
 
 
-def _absent(dtype: str, shape: Sequence[int], device: str, key: str) -> Absent:
-    return Absent.of(torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta"), device, frozenset({key}))
+def _placeholder(dtype: str, shape: Sequence[int], device: str, name: str) -> PlaceholderTensor:
+    meta = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")
+    return PlaceholderTensor.of(meta, device, frozenset({name}))
 
 
-def on_meta(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape, layout and type without contents."""
-    if isinstance(tensor, Absent):
-        return tensor._meta
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def check_arguments(frame: nn.Module, arrived: Passed) -> None:
-    """Refuse inputs that the model does not take, in the words of its signature."""
+def check_arguments(frame: nn.Module, arrived: BoundaryValues) -> None:
+    """Refuse inputs that do not match the signature of the model."""
     args, kwargs = arrived.inputs()
     try:
-        takes = inspect.signature(frame.forward)
+        signature = inspect.signature(frame.forward)
     except (TypeError, ValueError):
         return
     try:
-        takes.bind(*args, **kwargs)
+        signature.bind(*args, **kwargs)
     except TypeError as error:
-        given = [f"{len(args)} arguments"] if args else []
-        given += [", ".join(kwargs)] if kwargs else []
+        received = [f"{len(args)} arguments"] if args else []
+        received += [", ".join(kwargs)] if kwargs else []
+        names = list(signature.parameters)
+        shown = f"({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
         raise StagelineError(
-            f"the first stage cannot take its inputs: {error}; {type(frame).__name__} takes {_shown(takes)}, and was "
-            f"given {' and '.join(given) or 'nothing'}; a tuple is its arguments, a dict its keywords"
+            f"the first stage cannot take its inputs: {error}; {type(frame).__name__} takes {shown}, but received "
+            f"{' and '.join(received) or 'nothing'}; a tuple is its arguments, a dict its keywords"
         ) from error
-
-
-def _shown(takes: inspect.Signature) -> str:
-    names = list(takes.parameters)
-    return f"({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"

@@ -1,8 +1,8 @@
-"""Tensors that are not there: they have a shape, a type and a device, and remember which values they stand for.
+"""Placeholder tensors: a shape, a dtype and a device without contents, and the values they stand for.
 
-A stage runs the whole forward of a model, and only its own units compute. What the others would give is absent: what is
-computed from it is absent too, without memory or time, up to the units that stand still. If one of the stage's own
-units is given something absent, it is an error that names it, and never a wrong number.
+A stage runs the whole forward of a model, but only its own units compute. The units of other stages return
+placeholders. Whatever is computed from a placeholder is a placeholder again, without memory and almost without time. If
+one of the stage's own units receives a placeholder, an error names the missing value; the unit never computes with it.
 """
 
 from __future__ import annotations
@@ -15,214 +15,231 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from stageline.common.errors import StagelineError
-from stageline.model.stage_module.inplace_history import History, Memory
+from stageline.model._torch_private import (
+    buffers_of,
+    no_torch_function,
+    parameters_of,
+    tensors_in,
+    tree_flatten,
+    tree_map,
+    wrapper_tensor,
+)
+from stageline.model.stage_module.inplace_history import InplaceHistory, StorageHistory
 
-Keys = frozenset[str]
-"""The names of the values that a tensor was computed from."""
+ValueNames = frozenset[str]
+"""The names of values that a tensor was computed from."""
 
 
 @dataclass
-class Writes:
-    """What a forward writes in place while it is looked at."""
+class InplaceWrites:
+    """In-place writes of a forward during a dry run."""
 
-    into_others: set[str] = field(default_factory=set)
-    """Absent values that were written into tensors that are there. What is computed from such a tensor does not know of
-    it, so all that comes later has to be taken to need them."""
+    into_real: set[str] = field(default_factory=set)
+    """Values whose placeholders were written into real tensors. Such a tensor does not know that it depends on them, so
+    everything later is assumed to need them."""
     changed: set[str] = field(default_factory=set)
-    """Absent values that were themselves changed."""
-    history: History = field(default_factory=History)
-    """What units change in place."""
+    """Values whose placeholders were themselves modified."""
+    history: InplaceHistory = field(default_factory=InplaceHistory)
+    """What units modify in place."""
 
 
-class _Looking(threading.local):
-    writes: Writes | None = None
+class _DryRunState(threading.local):
+    writes: InplaceWrites | None = None
 
 
-_looking = _Looking()
+_dry_run = _DryRunState()
 
 
 @contextmanager
-def writes_allowed(writes: Writes | None = None) -> Iterator[Writes]:
-    """While this lasts, absent values may be written into tensors that are there; gives what was written."""
-    _looking.writes = found = writes or Writes()
+def writes_allowed(writes: InplaceWrites | None = None) -> Iterator[InplaceWrites]:
+    """Allow and record writes of placeholders into real tensors."""
+    _dry_run.writes = writes = writes or InplaceWrites()
     try:
-        yield found
+        yield writes
     finally:
-        _looking.writes = None
-        found.history.close()
+        _dry_run.writes = None
+        writes.history.close()
 
 
-class Absent(Tensor):
+class PlaceholderTensor(Tensor):
     """A tensor without contents.
 
-    >>> x = Absent.of(torch.empty(2, 3, device="meta"), "cpu", frozenset({"blocks.0"}))
+    >>> x = PlaceholderTensor.of(torch.empty(2, 3, device="meta"), "cpu", frozenset({"blocks.0"}))
     >>> y = x.float() * torch.ones(3) + 1
-    >>> y.shape, y.device.type, sorted(keys_of(y)), torch.zeros_like(x).tolist()
+    >>> y.shape, y.device.type, sorted(placeholders_in(y)), torch.zeros_like(x).tolist()
     (torch.Size([2, 3]), 'cpu', ['blocks.0'], [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     """
 
-    _meta: Tensor
-    _keys: Keys
-    _memory: Memory
+    on_meta: Tensor
+    """A tensor of the same form on the meta device."""
+    value_names: ValueNames
+    storage_history: StorageHistory
 
     @staticmethod
-    def of(meta: Tensor, device: torch.device | str, keys: Keys) -> Absent:
-        """A tensor like one on the meta device, said to be on another one."""
-        made: Any = torch.Tensor._make_wrapper_subclass(
-            Absent, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=torch.device(device)
-        )
-        made._meta, made._keys = meta, keys
-        made._memory = Memory(next(iter(keys), None))
-        return made  # type: ignore[no-any-return]
+    def of(meta: Tensor, device: torch.device | str, value_names: ValueNames) -> PlaceholderTensor:
+        """Return a placeholder with the form of a meta tensor, on any device."""
+        placeholder: PlaceholderTensor = wrapper_tensor(PlaceholderTensor, meta, device)
+        placeholder.on_meta, placeholder.value_names = meta, value_names
+        placeholder.storage_history = StorageHistory(next(iter(value_names), None))
+        return placeholder
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Say what it stands for."""
-        return f"Absent({tuple(self.shape)}, {self.dtype}, of {', '.join(sorted(self._keys)) or 'nothing'})"
+        names = ", ".join(sorted(self.value_names)) or "nothing"
+        return f"PlaceholderTensor({tuple(self.shape)}, {self.dtype}, of {names})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Compute shapes and types alone."""
-        kwargs, writes = dict(kwargs or {}), _looking.writes
+        """Compute only shapes and dtypes."""
+        kwargs, writes = dict(kwargs or {}), _dry_run.writes
         name = func.name().split("::")[-1].split(".")[0]
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        keys: Keys = frozenset().union(*(leaf._keys for leaf in given if isinstance(leaf, Absent)))
-        device = next(leaf.device for leaf in given if isinstance(leaf, Absent))
+        inputs = tensors_in((args, kwargs))
+        value_names = placeholders_in(inputs)
+        device = next(tensor.device for tensor in inputs if isinstance(tensor, PlaceholderTensor))
         if name in ("_local_scalar_dense", "is_nonzero", "equal", "item"):
             raise StagelineError(
-                f"the model looks into a value of {', '.join(sorted(keys))} outside of its blocks ({name}), and that "
+                f"the model reads a value of {', '.join(sorted(value_names))} outside of its blocks ({name}), and that "
                 "value is on another stage"
             )
         if name.endswith("_like") or name.startswith("new_"):
-            return func(*_map(_real, args), **_map(_real, kwargs))
+            return func(*_map_tensors(_zeros, args), **_map_tensors(_zeros, kwargs))
         if kwargs.get("device") is not None:
             device, kwargs["device"] = torch.device(kwargs["device"]), torch.device("meta")
-        found = _shapes(name, func, _map(_meta, args), _map(_meta, kwargs))
-        changed = args[0] if name.endswith("_") and not name.startswith("__") and args else None
-        if isinstance(changed, Tensor):
-            if writes is not None:
-                writes.history.write(changed, writes.history.read(given))
-            if isinstance(changed, Absent):
-                if writes is not None:
-                    writes.changed |= changed._keys
-                changed._keys = keys
-                return changed
-            if writes is not None:
-                writes.into_others |= keys
-                return changed
-            raise StagelineError(
-                f"the model writes a value of {', '.join(sorted(keys))}, which is on another stage, into a tensor "
-                f"outside of its blocks ({name})"
-            )
-        result = pytree.tree_map(
-            lambda leaf: Absent.of(leaf, device, keys) if isinstance(leaf, Tensor) else leaf, found
+        meta_result = _meta_result(name, func, _map_tensors(on_meta, args), _map_tensors(on_meta, kwargs))
+        target = args[0] if name.endswith("_") and not name.startswith("__") and args else None
+        if isinstance(target, Tensor):
+            return _write(target, name, inputs, value_names, writes)
+        result = tree_map(
+            lambda leaf: PlaceholderTensor.of(leaf, device, value_names) if isinstance(leaf, Tensor) else leaf,
+            meta_result,
         )
         if writes is not None:
-            _remember(result, func, given, writes.history)
+            _share_history(result, func, inputs, writes.history)
         return result
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
 
-def _remember(result: Any, func: Any, given: Sequence[Tensor], history: History) -> None:
-    """Let a view share the memory of what it shows, and anything else know what it was computed from."""
-    reads = history.read(given)
-    for leaf in pytree.tree_leaves(result):
-        if isinstance(leaf, Absent):
-            shown = given[0] if func.is_view else None
-            leaf._memory = shown._memory if isinstance(shown, Absent) else Memory(reads=reads)
+def _write(
+    target: Tensor, name: str, inputs: Sequence[Tensor], value_names: ValueNames, writes: InplaceWrites | None
+) -> Tensor:
+    """Record an in-place operation on a placeholder, or of a placeholder on a real tensor."""
+    if writes is not None:
+        writes.history.write(target, writes.history.read(inputs))
+    if isinstance(target, PlaceholderTensor):
+        if writes is not None:
+            writes.changed |= target.value_names
+        target.value_names = value_names
+        return target
+    if writes is None:
+        raise StagelineError(
+            f"the model writes a value of {', '.join(sorted(value_names))}, which is on another stage, into a tensor "
+            f"outside of its blocks ({name})"
+        )
+    writes.into_real |= value_names
+    return target
 
 
-_known: dict[Any, Any] = {}
-"""What functions gave on the meta device, where their arguments say all about it: torch needs long to find it out."""
+def _share_history(result: Any, func: Any, inputs: Sequence[Tensor], history: InplaceHistory) -> None:
+    """Let a view share the history of its base, and any other result record its inputs."""
+    reads = history.read(inputs)
+    base = inputs[0] if func.is_view else None
+    for tensor in tensors_in(result):
+        if isinstance(tensor, PlaceholderTensor):
+            shared = base.storage_history if isinstance(base, PlaceholderTensor) else StorageHistory(reads=reads)
+            tensor.storage_history = shared
 
-MOST = 4096
-"""How many of them are remembered."""
+
+_meta_results: dict[Any, Any] = {}
+"""Results of operators on the meta device, by their arguments: torch is slow to compute them."""
+
+MAX_META_RESULTS = 4096
 
 
-def _shapes(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a function gives on the meta device, as it did for the same arguments before."""
-    if name.endswith("_"):  # it changes one of them
-        return _find_shapes(name, func, args, kwargs)
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    key = (func, torch.get_default_dtype(), spec, tuple(map(_described, leaves)))
+def _meta_result(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator on the meta device, or return its previous result for the same arguments."""
+    if name.endswith("_"):  # it modifies an argument
+        return _run_on_meta(name, func, args, kwargs)
+    leaves, spec = tree_flatten((args, kwargs))
+    key = (func, torch.get_default_dtype(), spec, tuple(map(_description, leaves)))
     try:
-        found = _known.get(key)
-    except TypeError:  # an argument that cannot be a part of a key
-        return _find_shapes(name, func, args, kwargs)
-    if found is None:
-        if len(_known) >= MOST:
-            _known.clear()
-        found = _known[key] = _find_shapes(name, func, args, kwargs)
-    return _map(Tensor.detach, found)  # each with a form of its own, which may be changed in place
+        result = _meta_results.get(key)
+    except TypeError:  # unhashable argument
+        return _run_on_meta(name, func, args, kwargs)
+    if result is None:
+        if len(_meta_results) >= MAX_META_RESULTS:
+            _meta_results.clear()
+        result = _meta_results[key] = _run_on_meta(name, func, args, kwargs)
+    return _map_tensors(Tensor.detach, result)  # callers may modify the form of theirs in place
 
 
-def _described(leaf: Any) -> Any:
-    """All that a function on the meta device can know of an argument."""
+def _description(leaf: Any) -> Any:
+    """Return everything that an operator on the meta device can know about an argument."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device, leaf.is_conj(), leaf.is_neg()
     return type(leaf), leaf
 
 
-def _find_shapes(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a function gives on the meta device, also where torch has no rule for it."""
-    if name == "bincount":  # as long as is asked for; longer ones are known only from the contents
-        least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
-        return torch.empty(max(int(least), 1), dtype=torch.int64, device="meta")
+def _run_on_meta(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if name == "bincount":  # torch has no rule for it; the true length may depend on the contents
+        minlength = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
+        return torch.empty(max(int(minlength), 1), dtype=torch.int64, device="meta")
     return func(*args, **kwargs)
 
 
-def _map(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    return pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+def _map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def _meta(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, Absent):
-        return tensor._meta
+def on_meta(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape, strides and dtype on the meta device."""
+    if isinstance(tensor, PlaceholderTensor):
+        return tensor.on_meta
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _real(tensor: Tensor) -> Tensor:
-    """Something of the same shape that costs no memory, for functions that only look at that."""
-    if isinstance(tensor, Absent):
+def _zeros(tensor: Tensor) -> Tensor:
+    """Replace a placeholder by zeros that take no memory, for operators that only look at the shape."""
+    if isinstance(tensor, PlaceholderTensor):
         return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
     return tensor
 
 
-def keys_of(tree: Any) -> Keys:
-    """The names of all absent values that a tree was computed from."""
-    return frozenset().union(*(leaf._keys for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Absent)))
+def placeholders_in(tree: Any) -> ValueNames:
+    """Return the names of all values that the placeholders of a tree stand for."""
+    return frozenset().union(*(leaf.value_names for leaf in tensors_in(tree) if isinstance(leaf, PlaceholderTensor)))
 
 
 @contextmanager
-def without_memory(frame: nn.Module, inputs: Any) -> Iterator[None]:
-    """While this lasts, tensors of a model that have no memory yet are absent, and said to be where the inputs are.
+def placeholders_for_meta(frame: nn.Module, inputs: Any) -> Iterator[None]:
+    """Replace the meta tensors of a model by placeholders on the device of the inputs.
 
-    A forward may move its buffers to the device of its inputs, and from the meta device torch moves none.
+    A forward may move its buffers to the device of its inputs, which torch refuses for meta tensors.
 
     >>> linear = nn.Linear(2, 2, device="meta")
-    >>> with without_memory(linear, torch.ones(1)):
+    >>> with placeholders_for_meta(linear, torch.ones(1)):
     ...     print(linear.weight.to("cpu"))
-    Absent((2, 2), torch.float32, of nothing)
+    PlaceholderTensor((2, 2), torch.float32, of nothing)
     """
-    device = next((leaf.device for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)), torch.device("cpu"))
-    places: list[dict[str, Any]] = [
-        held for module in frame.modules() for held in (module._parameters, module._buffers, vars(module))
+    device = next((tensor.device for tensor in tensors_in(inputs)), torch.device("cpu"))
+    dictionaries: list[dict[str, Any]] = [
+        dictionary
+        for module in frame.modules()
+        for dictionary in (parameters_of(module), buffers_of(module), vars(module))
     ]
-    metas = [
-        (held, name, value)
-        for held in places
-        for name, value in held.items()
-        if isinstance(value, Tensor) and not isinstance(value, Absent) and value.is_meta
+    replaced = [
+        (dictionary, name, value)
+        for dictionary in dictionaries
+        for name, value in dictionary.items()
+        if isinstance(value, Tensor) and not isinstance(value, PlaceholderTensor) and value.is_meta
     ]
     try:
-        for held, name, value in metas:
-            held[name] = Absent.of(value.detach(), device, frozenset())
+        for dictionary, name, value in replaced:
+            dictionary[name] = PlaceholderTensor.of(value.detach(), device, frozenset())
         yield
     finally:
-        for held, name, value in metas:
-            held[name] = value
+        for dictionary, name, value in replaced:
+            dictionary[name] = value

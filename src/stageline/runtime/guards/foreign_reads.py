@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError
 from stageline.model.reachability import reached_tensors
-from stageline.model.stage_module.placeholder import Absent
+from stageline.model.stage_module.placeholder import PlaceholderTensor
 from stageline.model.stage_module.stage_module import StagePart
 from stageline.runtime._torch_private import pytree, storage_id
 from stageline.runtime.guards.loss_reads import ReadWatch, Tensors, leaves_below
@@ -81,7 +81,7 @@ class ForeignReads:
         if not self._functions:
             output = layer(*args, **kwargs)
         else:
-            watch = ReadWatch(name_of, unless=Absent)
+            watch = ReadWatch(name_of, unless=PlaceholderTensor)
             try:
                 with watch:
                     output = layer(*args, **kwargs)

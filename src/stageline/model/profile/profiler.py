@@ -1,0 +1,209 @@
+"""Profile the layers of a model: measure their costs on this machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stageline.common.errors import StagelineError, shorten
+from stageline.model import huggingface
+from stageline.model.compiled_models import eager, unwrapped
+from stageline.model.profile.capture import LayerTrace, capture, state_storages, storages_of
+from stageline.model.profile.measure import CallBenchmark, Timer, preserved_state, run_round
+from stageline.model.profile.profile import Layer, Profile
+from stageline.model.stage_module.boundary import arguments
+from stageline.model.unit_order import in_call_order, units_of
+from stageline.model.units import Unit, layers_of, refuse_lazy
+from stageline.tensors.pytree import refuse_arrays
+
+
+def profile(model: nn.Module, example: Any, *, repeats: int = 5, warmup: int = 2) -> Profile:
+    """Measure the costs of a model's units: the times of F, I and W, and the bytes that are held between them.
+
+    `example` is one microbatch: a tuple of arguments, a dict of keywords, or the only argument.
+
+    >>> measured = profile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.ones(3, 4), repeats=1, warmup=0)
+    >>> [(layer.name, layer.parameters) for layer in measured.layers]
+    [('0', 80), ('1', 40)]
+    """
+    model = unwrapped(model)
+    if not isinstance(model, nn.Module):
+        raise StagelineError(f"profile takes a model, an nn.Module, got {shorten(model)}")
+    refuse_lazy(model)
+    refuse_arrays(example, "the example")
+    units = units_of(model)
+    if not isinstance(model, nn.Sequential):
+        huggingface.prepare(model)
+        with suppress(StagelineError):  # the costs do not depend on the order
+            units, _ = in_call_order(model, units, example)
+    return profile_units(model, units, example, repeats=repeats, warmup=warmup)
+
+
+def profile_units(
+    model: nn.Module, units: Sequence[Unit], example: Any, *, repeats: int = 5, warmup: int = 2
+) -> Profile:
+    """Measure every unit on its own, once even if the model calls it twice."""
+    refuse_lazy(model)
+    args, kwargs = arguments(example)
+    layers = {id(unit.module): (unit.name, unit.module) for unit in reversed(units)}
+    with eager(model, [unit.module for unit in units]):
+        return profile_model(
+            model,
+            args,
+            {**huggingface.defaults_of(model), **kwargs},
+            layers=list(reversed(layers.values())),
+            repeats=repeats,
+            warmup=warmup,
+        )
+
+
+def profile_layers(
+    layers: Sequence[tuple[str, nn.Module]],
+    run: Callable[[], Any],
+    *,
+    repeats: int = 5,
+    warmup: int = 2,
+    device: torch.device | str | None = None,
+) -> Profile:
+    """Measure layers, given by name in the order in which data passes through them.
+
+    `run` runs the forward of the whole model once, to observe the inputs of every layer; then each layer is run alone
+    with those inputs. Gradients, buffers, random state and modes are left unchanged. Raises `StagelineError` if an
+    argument is invalid or a layer fails.
+
+    >>> body, head = nn.Linear(4, 8), nn.Linear(8, 2)
+    >>> x = torch.randn(3, 4)
+    >>> profile = profile_layers([("body", body), ("head", head)], lambda: head(body(x).relu()), repeats=1)
+    >>> [(layer.name, layer.parameters, layer.message) for layer in profile.layers]
+    [('body', 160, 96), ('head', 72, 24)]
+    """
+    layers = _check_layers(layers)
+    for name, value, minimum in (("repeats", repeats, 1), ("warmup", warmup, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise StagelineError(f"{name} must be an integer >= {minimum}, got {shorten(value)}")
+    modules = list(dict.fromkeys(module for _, module in layers))
+    with preserved_state(modules):
+        traces = capture(layers, run)
+        compute_device = torch.device(device) if device is not None else _device_of(traces)
+        timer, state = Timer(compute_device), state_storages(modules)
+        benchmarks = [[CallBenchmark(trace, call, timer) for call in trace.calls] for trace in traces]
+        residues = [sum(call.residue(state) for call in calls) for calls in benchmarks]
+        all_calls = [call for calls in benchmarks for call in calls]
+        for round_index in range(warmup + repeats):
+            run_round(all_calls, keep=round_index >= warmup)
+    measured: list[Layer] = []
+    earlier_weights: set[Any] = set()
+    for trace, calls, residue in zip(traces, benchmarks, residues, strict=True):
+        weights = storages_of(list(trace.module.parameters()))
+        measured.append(_measured_layer(trace, calls, residue, weights, earlier_weights))
+        earlier_weights |= set(weights)
+    return Profile(
+        tuple(measured),
+        _machine(compute_device),
+        str(compute_device),
+        torch.__version__,
+        torch.get_num_threads(),
+        repeats,
+    )
+
+
+def _measured_layer(
+    trace: LayerTrace,
+    calls: Sequence[CallBenchmark],
+    residue: int,
+    weights: Mapping[Any, int],
+    earlier_weights: set[Any],
+) -> Layer:
+    def outside(storages: Mapping[Any, int]) -> int:
+        return sum(size for key, size in storages.items() if key not in trace.saved and key not in weights)
+
+    return Layer(
+        name=trace.name,
+        kind=type(trace.module).__name__,
+        forward=sum(call.median("F") for call in calls),
+        backward_input=sum(call.median("I") for call in calls),
+        backward_weight=sum(call.median("W") for call in calls),
+        backward=sum(call.median("B") for call in calls),
+        activation=sum(trace.saved.values()),
+        residue=residue,
+        parameters=sum(weights.values()),
+        tied=sum(size for key, size in weights.items() if key in earlier_weights),
+        message=trace.message,
+        arriving=outside(trace.inputs),
+        leaving=outside(trace.outputs),
+        calls=len(calls),
+    )
+
+
+def profile_model(
+    model: nn.Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    layers: Sequence[tuple[str, nn.Module]] | None = None,
+    repeats: int = 5,
+    warmup: int = 2,
+    device: torch.device | str | None = None,
+) -> Profile:
+    """Measure the layers of a model that is called as `model(*args, **kwargs)`.
+
+    `layers` are (name, module) pairs, by default the children of an `nn.Sequential`. `args` is a tuple, or a single
+    argument.
+
+    >>> model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))
+    >>> profile = profile_model(model, torch.tensor([[1, 2, 3]]), repeats=1)
+    >>> [layer.kind for layer in profile.layers], profile.parameters
+    (['Embedding', 'Linear'], 360)
+    """
+    if layers is None:
+        if not isinstance(model, nn.Sequential):
+            raise StagelineError(
+                f"cannot infer the layers of a {type(model).__name__}; give layers=[(name, module), …] in the order "
+                "in which data passes through them"
+            )
+        layers = layers_of(model)
+    positional = args if isinstance(args, tuple) else (args,)
+    return profile_layers(
+        layers, lambda: model(*positional, **(kwargs or {})), repeats=repeats, warmup=warmup, device=device
+    )
+
+
+def _check_layers(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Return the layers as a list; raise `StagelineError` if they are invalid or would be counted twice."""
+    pairs = list(layers)
+    for pair in pairs:
+        is_pair = isinstance(pair, tuple) and len(pair) == 2
+        if not is_pair or not isinstance(pair[0], str) or not isinstance(pair[1], nn.Module):
+            raise StagelineError(f"layers must be (name, module) pairs, got {shorten(pair)}")
+    if not pairs:
+        raise StagelineError("layers is empty; give at least one (name, module) pair")
+    names = [name for name, _ in pairs]
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        raise StagelineError(f"two layers are named {repeated[0]!r}; names must be unique")
+    by_module = {module: name for name, module in pairs}
+    for name, module in pairs:
+        for inner in module.modules():
+            if inner is not module and inner in by_module:
+                raise StagelineError(f"layer {by_module[inner]!r} is inside layer {name!r}; list only one of them")
+    return pairs
+
+
+def _device_of(traces: Sequence[LayerTrace]) -> torch.device:
+    """Return the device of the layers: a GPU if any tensor is on one."""
+    tensors: list[Tensor] = [tensor for trace in traces for tensor in trace.module.parameters()]
+    tensors += [leaf for trace in traces for call in trace.calls for leaf in call.leaves if isinstance(leaf, Tensor)]
+    devices = [tensor.device for tensor in tensors]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{platform.machine()}, {os.cpu_count()} processors"

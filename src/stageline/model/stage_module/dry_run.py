@@ -1,0 +1,197 @@
+"""Run a forward without computing anything, to learn which values every unit is computed from.
+
+Every unit returns placeholder tensors, which remember where they come from. So it is known which values have to cross a
+boundary: in a stack of blocks only the hidden states, in an encoder-decoder also the encoder's output, in a U-Net also
+the skip connections.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stageline.model import huggingface
+from stageline.model._torch_private import (
+    remove_forward_hooks,
+    tensors_in,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+    version_of,
+    without_dispatch_modes,
+)
+from stageline.model.stage_module.boundary import INPUT, BoundaryValues, name_of_value
+from stageline.model.stage_module.data_flow import CallOrder, CallOrderError, DataFlow
+from stageline.model.stage_module.inplace_history import InplaceHistory
+from stageline.model.stage_module.placeholder import (
+    InplaceWrites,
+    PlaceholderTensor,
+    on_meta,
+    placeholders_for_meta,
+    placeholders_in,
+    writes_allowed,
+)
+from stageline.model.stage_module.side_effects import Attributes, new_attributes, tensor_attributes
+from stageline.tensors.pytree import learn
+from stageline.tensors.random_numbers import generator_alone
+
+_SHAPE_ERRORS = ("cannot be multiplied", "reduction dim", "must match", "size mismatch", "normalized_shape", "channels")
+"""Parts of torch's messages for shapes that do not match, rather than for operators that need contents."""
+
+
+@dataclass
+class UnitTwins:
+    """The units of a model, and copies of them on the meta device, which are made on demand."""
+
+    modules: Mapping[str, Any]
+    """The units, each as an `Original`; they may be on the meta device."""
+    kept: dict[str, Attributes] = field(default_factory=dict)
+    """Attributes in which units keep tensors of their forward; the frame of another stage cannot read those."""
+    _twins: dict[str, nn.Module] = field(default_factory=dict)
+
+    def run(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Run the twin of a unit on meta tensors."""
+        if name not in self._twins:
+            self._twins[name] = meta_twin(self.modules[name].module)
+        twin = self._twins[name]
+        before = tensor_attributes(twin)
+        with without_dispatch_modes():
+            output = twin(*args, **kwargs)
+        self.kept[name] = self.kept.get(name, frozenset()).union(new_attributes(before, twin))
+        return output
+
+
+@dataclass
+class DryRun:
+    """A forward in progress in which every unit returns placeholders."""
+
+    units: UnitTwins
+    arrived: BoundaryValues
+    flow: DataFlow
+    calls: CallOrder | None = None
+    """The known order of calls, if any."""
+    history: InplaceHistory | None = None
+    """In-place changes, if they are to be recorded."""
+    called: list[str] = field(default_factory=list)
+    """The calls so far."""
+    inside_unit = False
+
+    def visit(self, name: str, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return placeholders for the output of a unit."""
+        previous_calls = self.called.count(name)
+        position = len(self.called) if self.calls is None else self.calls.position(name, previous_calls)
+        self.called.append(name)
+        self.flow.of_call[position] = placeholders_in((args, kwargs))
+        if self.history is not None:
+            self.history.use(position, (args, kwargs))
+        lists = huggingface.collected()
+        before = huggingface.lengths(lists)
+        output = self._meta_output(name, position, args, kwargs)
+        learn(output)
+        leaves, spec = tree_flatten((output, huggingface.since(before)))
+        for kind, size in before.items():
+            del lists[kind][size:]
+        device = next((tensor.device for tensor in tensors_in((args, kwargs))), "cpu")
+        placeholders = [
+            PlaceholderTensor.of(leaf, device, frozenset({name_of_value(position, index)}))
+            if isinstance(leaf, Tensor)
+            else leaf
+            for index, leaf in enumerate(leaves)
+        ]
+        output, collected = tree_unflatten(placeholders, spec)
+        huggingface.collect(collected)
+        return output
+
+    def _meta_output(self, name: str, position: int, args: Any, kwargs: Any) -> Any:
+        """Return the output of a unit on the meta device; if it cannot run there, its first input instead."""
+        # Every tensor gets a version of its own, so that a change of one is not mistaken for a change of another.
+        meta_args, meta_kwargs = tree_map(
+            lambda leaf: on_meta(leaf).data if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+        )
+        metas = tensors_in((meta_args, meta_kwargs))
+        versions = list(map(version_of, metas))
+        try:
+            output = self.units.run(name, meta_args, meta_kwargs)
+        except Exception as error:
+            if any(words in str(error) for words in _SHAPE_ERRORS) or not metas:
+                raise
+            self.flow.unknown_calls.add(position)
+            return metas[0]
+        self._record_changes(position, (args, kwargs), versions, list(map(version_of, metas)))
+        return output
+
+    def _record_changes(self, position: int, inputs: Any, before: Sequence[int], after: Sequence[int]) -> None:
+        if self.history is None or before == after:
+            return
+        input_names = {id(leaf): f"{INPUT}.{index}" for index, leaf in enumerate(self.arrived.leaves)}
+        for tensor, old, new in zip(tensors_in(inputs), before, after, strict=True):
+            if old != new:
+                self.history.change(tensor, position, input_names.get(id(tensor)))
+
+    def trace_flow(self, frame: nn.Module, boundaries: Sequence[int], everything: bool) -> None:
+        """Run the frame with a known call order; refuse in-place changes that later stages would miss."""
+        assert self.calls is not None
+        names = self.calls.names
+        args, kwargs = self.arrived.inputs(placeholders=True)
+        writes = InplaceWrites()
+        self.history, flow = writes.history, self.flow
+        try:
+            with torch.no_grad(), _generator_unchanged(), writes_allowed(writes):
+                output = frame(*args, **kwargs)
+                writes.history.use(len(names), output)
+                flow.of_output = placeholders_in(output) | writes.into_real
+                flow.copied = frozenset(writes.changed)
+                flow.everything = everything
+        except CallOrderError:
+            raise
+        except Exception as error:
+            warnings.warn(
+                f"could not infer what crosses the stage boundaries ({type(error).__name__}: {error}); "
+                "the outputs of all units are passed on",
+                stacklevel=2,
+            )
+            flow.everything = True
+            flow.unknown_calls.update(range(len(names)))
+        writes.history.check(names, boundaries, writes.changed)
+
+    def trace_order(self, frame: nn.Module) -> None:
+        """Run the frame with an unknown call order."""
+        args, kwargs = self.arrived.inputs(placeholders=True)
+        try:
+            with (
+                torch.no_grad(),
+                _generator_unchanged(),
+                placeholders_for_meta(frame, (args, kwargs)),
+                writes_allowed() as writes,
+            ):
+                self.flow.of_output = placeholders_in(frame(*args, **kwargs)) | writes.into_real
+        except Exception:
+            called = {id(self.units.modules[name].module) for name in self.called}
+            if {id(unit.module) for unit in self.units.modules.values()} - called:
+                raise  # code after the last unit does not matter for the order
+
+
+@contextmanager
+def _generator_unchanged() -> Iterator[None]:
+    """Preserve the state of the random number generator, and let no other stage draw meanwhile."""
+    with generator_alone(), torch.random.fork_rng(devices=[]):
+        yield
+
+
+def meta_twin(module: nn.Module) -> nn.Module:
+    """Copy a module to the meta device without copying its tensors."""
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        meta = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+    twin = copy.deepcopy(module, memo)
+    for submodule in twin.modules():  # the user's hooks must not see dry runs
+        remove_forward_hooks(submodule, keep=huggingface.collects)
+    return twin
