@@ -140,8 +140,8 @@ def test_a_plan_of_one_rank_is_read_as_it_was_written() -> None:
 def cuts_of(profile: sl.Profile, made: sl.Schedule) -> list[list[int]]:
     found = [even_sizes(len(profile.layers), made.stages)]
     shape = shape_of(made)
-    if shape.place is not None and shape.chunks <= 2:
-        found.append(partition(profile.seconds, made.ranks, shape.chunks, shape.place).layers_per_stage)
+    if shape.placement is not None and shape.chunks <= 2:
+        found.append(partition(profile.seconds, made.ranks, shape.chunks, shape.placement).layers_per_stage)
     return found
 
 
@@ -318,7 +318,7 @@ def test_the_advice_fits_where_nothing_did(given: dict[str, Any]) -> None:
         "samples": 2,
         "time_limit": 1.0,
     } | given
-    with pytest.raises(sl.NothingFits, match=r"nothing fits: the closest, .* on rank") as caught:
+    with pytest.raises(sl.NothingFits, match=r"nothing fits: the closest plan, .* on rank") as caught:
         sl.plan(**asked)
     assert caught.value.needs > given["memory"]
     assert caught.value.changes
@@ -398,7 +398,7 @@ def test_a_broken_file_is_refused_with_what_is_wrong(tmp_path: Path, change: dic
         ({"ranks": 2}, "needs microbatches="),
         ({"ranks": 2, "batch": 8}, "give samples="),
         ({"ranks": 2, "batch": 8, "samples": 1, "microbatches": 3}, r"do not divide batch=8; .* are \[2, 4\]"),
-        ({"ranks": 9, "microbatches": 2}, "the model has 4 units, and 9 ranks"),
+        ({"ranks": 9, "microbatches": 2}, "the model has 4 units, but 9 ranks"),
         ({"ranks": 2, "microbatches": 2, "memory": -1}, "memory is a number of bytes above 0"),
         ({"ranks": 2, "microbatches": 2, "memory": [1.0]}, "one for each of the 2 ranks"),
         ({"ranks": 2, "microbatches": 2, "memory": "much"}, "memory takes a size, like 24GiB or 10G; got 'much'"),
@@ -409,9 +409,9 @@ def test_a_broken_file_is_refused_with_what_is_wrong(tmp_path: Path, change: dic
         ({"ranks": 2, "microbatches": 2, "split": "tim"}, r"did you mean 'time'\?"),
         ({"ranks": 2, "microbatches": 2, "time_limit": float("nan")}, "number of seconds above 0"),
         ({"ranks": 2, "microbatches": 2, "layers_per_stage": [1, 1]}, "must add up to 4"),
-        ({"ranks": 2, "microbatches": 2, "optimizer_bytes_per_parameter": -8}, "number of bytes from 0"),
+        ({"ranks": 2, "microbatches": 2, "optimizer_bytes_per_parameter": -8}, "number of bytes of at least 0"),
         ({"ranks": 2, "microbatches": 2, "transfer": -1.0}, "transfer must be a number from 0"),
-        ({"ranks": 3, "microbatches": 2, "schedule": "zb-v"}, "no schedule of zb-v can be made for 4 units on 3 ranks"),
+        ({"ranks": 3, "microbatches": 2, "schedule": "zb-v"}, "no schedule of zb-v is possible for 4 units on 3 ranks"),
         ({"ranks": 2, "microbatches": 2, "profile": 5}, "expected a Profile"),
         ({"ranks": 2, "microbatches": 2, "profile": {0: even(4)}}, "1 or more samples"),
         ({"ranks": 2, "microbatches": 2, "profile": {1: even(4), 2: even(3)}}, "profiles have different layers"),
@@ -493,7 +493,7 @@ def test_the_command_says_what_does_not_fit(tmp_path: Path, capsys: pytest.Captu
     assert run([*words, "--memory", "900", "--schedule", "gpipe", "--recompute", "none"]) == 2
     said = capsys.readouterr().err
     assert "error: nothing fits" in said
-    advice = re.findall(r"(--[a-z]+) (\S+?)(?: brings|[;\n])", said)
+    advice = re.findall(r"(--[a-z]+) (\S+?)(?: needs|[;\n])", said)
     assert dict(advice).keys() >= {"--memory", "--ranks"}
     assert "=" not in said  # no words of Python
     for flag, value in advice:  # a command that is given what it advises runs
@@ -501,7 +501,7 @@ def test_the_command_says_what_does_not_fit(tmp_path: Path, capsys: pytest.Captu
         assert run(fits) == 0, fits
     capsys.readouterr()
     assert run([*words[:4], "--memory", "100"]) == 2
-    assert "plan needs --microbatches, how many a step has, or --batch" in capsys.readouterr().err
+    assert "plan needs --microbatches, the number in a step, or --batch" in capsys.readouterr().err
     assert run([*words, "--memory", "0"]) == 2
     assert "--memory is a number of bytes above 0 or a size like 24GiB" in capsys.readouterr().err
     assert run([*words, "--memory", "much"]) == 2
@@ -552,7 +552,7 @@ def test_a_pipeline_chooses_its_microbatches_and_builds_only_after_that() -> Non
             {"ranks": 2, "example": torch.ones(4, 8), "group": 3},
             "nor schedule='auto' has an option 'group', .* takes chunks",
         ),
-        ({"ranks": 9, "example": torch.ones(4, 8)}, "the model has 6 units, and 9 ranks"),
+        ({"ranks": 9, "example": torch.ones(4, 8)}, "the model has 6 units, but 9 ranks"),
         ({"ranks": 2, "example": torch.ones(4, 8), "microbatches": 0}, "microbatches is a whole number from 1"),
         ({"ranks": 2, "example": 5}, "the example must have tensors"),
     ],

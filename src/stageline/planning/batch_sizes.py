@@ -1,4 +1,4 @@
-"""What a model costs at any size of a microbatch: measured at some, in between and beyond on straight lines."""
+"""The costs of a model for any microbatch size: measured for some, interpolated linearly for others."""
 
 from __future__ import annotations
 
@@ -9,159 +9,151 @@ from itertools import pairwise
 from math import isqrt
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from stageline.common.errors import StagelineError, shorten
 from stageline.model.profile.profile import Layer, Profile
 from stageline.model.profile.profiler import profile as measure_profile
 from stageline.model.split import split
 from stageline.model.units import refuse_lazy
-from stageline.tensors.pytree import batch_size, refuse_arrays
+from stageline.tensors.pytree import batch_size, first_samples, refuse_arrays
 
 TIMES = ("forward", "backward_input", "backward_weight", "backward")
 BYTES = ("activation", "residue", "message", "arriving", "leaving")
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Profiles of one model, each of a microbatch of so many samples."""
+class SizedProfiles:
+    """Profiles of one model for several microbatch sizes."""
 
     profiles: Mapping[int, Profile]
-    """By the number of samples, the smallest first."""
+    """By number of samples, in ascending order."""
 
     @classmethod
-    def of(cls, given: Mapping[int, Profile]) -> Sizes:
-        """Sort them, and make sure that they are of one model."""
-        if not given:
-            raise StagelineError("there is no profile; give one or more, by the samples of their microbatch")
-        found = dict(sorted(given.items()))
-        for samples, each in found.items():
+    def of(cls, profiles: Mapping[int, Profile]) -> SizedProfiles:
+        """Sort profiles, and check that they are of one model."""
+        if not profiles:
+            raise StagelineError("there is no profile; give one or more, by the number of samples of their microbatch")
+        for samples, profile in sorted(profiles.items()):
             if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
                 raise StagelineError(f"a profile is of a microbatch of 1 or more samples, got {shorten(samples)}")
-            if not isinstance(each, Profile):
-                raise StagelineError(
-                    f"expected a Profile, as sl.profile and sl.read_profile make it, got {shorten(each)}"
-                )
-        names = [[layer.name for layer in each.layers] for each in found.values()]
+            if not isinstance(profile, Profile):
+                raise StagelineError(f"expected a Profile from sl.profile or sl.read_profile, got {shorten(profile)}")
+        names = [[layer.name for layer in profile.layers] for profile in profiles.values()]
         if any(first != second for first, second in pairwise(names)):
-            raise StagelineError("the profiles have different layers; give profiles of one model, at several sizes")
-        return cls(found)
+            raise StagelineError("the profiles have different layers; give profiles of one model for several sizes")
+        return cls(dict(sorted(profiles.items())))
 
     @property
-    def any(self) -> Profile:
-        """The largest."""
+    def largest(self) -> Profile:
+        """The profile with the most samples."""
         return self.profiles[max(self.profiles)]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the layers."""
+        return tuple(layer.name for layer in self.largest.layers)
+
     def at(self, samples: int) -> Profile:
-        """What it would cost with so many samples in a microbatch.
+        """Return the estimated costs for this number of samples in a microbatch.
 
         >>> layer = Layer("0", "Linear", 3.0, 1.0, 1.0, 2.0, 8, 8, 4, 0, 8, 0, 0, 1)
         >>> small = Profile((layer,), "a machine", "cpu", "2.13", 1, 1)
         >>> large = replace(small, layers=(replace(layer, forward=5.0, activation=32),))
-        >>> found = Sizes.of({2: small, 8: large}).at(4)
-        >>> round(found.layers[0].forward, 3), found.layers[0].activation
+        >>> estimate = SizedProfiles.of({2: small, 8: large}).at(4)
+        >>> round(estimate.layers[0].forward, 3), estimate.layers[0].activation
         (3.667, 16)
         """
         if samples in self.profiles:
             return self.profiles[samples]
-        known = list(self.profiles)
-        if len(known) == 1:  # in proportion
-            only = self.profiles[known[0]]
-            return _mixed(only, only, (samples / known[0], 0.0), (0.0, 0.0))
-        upper = min(max(bisect_left(known, samples), 1), len(known) - 1)
-        low, high = known[upper - 1], known[upper]
+        sizes = list(self.profiles)
+        if len(sizes) == 1:  # in proportion
+            only = self.profiles[sizes[0]]
+            return _combine(only, only, (samples / sizes[0], 0.0), (0.0, 0.0))
+        upper = min(max(bisect_left(sizes, samples), 1), len(sizes) - 1)
+        low, high = sizes[upper - 1], sizes[upper]
         share = (samples - low) / (high - low)
-        # Beyond what was measured a line may lead anywhere: fewer samples cost their share, more at least as much.
+        # Limit the extrapolation: fewer samples cost at least their share, and more at least as much.
         least = (samples / low, 0.0) if samples < low else (0.0, 1.0) if samples > high else (0.0, 0.0)
-        return _mixed(self.profiles[low], self.profiles[high], (1.0 - share, share), least)
+        return _combine(self.profiles[low], self.profiles[high], (1.0 - share, share), least)
 
     def note(self, sizes: Sequence[int]) -> str:
-        """Say which sizes were measured, and what was done for others; empty where all were."""
-        known = list(self.profiles)
+        """Say which sizes were measured, and how others were estimated; empty if all were measured."""
+        measured = list(map(str, self.profiles))
         if all(size in self.profiles for size in sizes):
             return ""
-        said = " and ".join(map(str, known)) if len(known) < 3 else f"{', '.join(map(str, known[:-1]))} and {known[-1]}"
-        how = "scaled in proportion" if len(known) == 1 else "taken from straight lines between and beyond them"
-        return f"measured with {said} samples in a microbatch; other sizes are {how}"
+        listed = " and ".join([", ".join(measured[:-1]), measured[-1]] if len(measured) > 1 else measured)
+        how = "scaled in proportion" if len(measured) == 1 else "interpolated and extrapolated linearly"
+        return f"measured with {listed} samples in a microbatch; other sizes are {how}"
 
 
-def _mixed(low: Profile, high: Profile, parts: tuple[float, float], least: tuple[float, float]) -> Profile:
-    """Of every value these parts of the first and of the second, and at least those."""
+def _combine(low: Profile, high: Profile, weights: tuple[float, float], least: tuple[float, float]) -> Profile:
+    """Return a weighted sum of all costs, but at least the sum with the weights `least`."""
     layers = []
     for one, two in zip(low.layers, high.layers, strict=True):
-        changed: dict[str, Any] = {}
+        combined: dict[str, Any] = {}
         for name in (*TIMES, *BYTES):
-            values = getattr(one, name), getattr(two, name)
-            mixed, floor = (weigh[0] * values[0] + weigh[1] * values[1] for weigh in (parts, least))
-            changed[name] = max(mixed, floor) if name in TIMES else round(max(mixed, floor))
-        layers.append(replace(one, **changed))
+            first, second = getattr(one, name), getattr(two, name)
+            value = max(weights[0] * first + weights[1] * second, least[0] * first + least[1] * second)
+            combined[name] = value if name in TIMES else round(value)
+        layers.append(replace(one, **combined))
     return replace(low, layers=tuple(layers))
 
 
-def by_calls(found: Profile, names: Sequence[str]) -> Profile:
-    """A layer for every call of a unit, also where the model calls one twice.
+def by_calls(profile: Profile, names: Sequence[str]) -> Profile:
+    """Return a profile with one layer for every call of a unit; `names` are the calls in order.
 
     >>> layer = Layer("a", "Linear", 2.0, 2.0, 2.0, 4.0, 8, 8, 4, 0, 8, 0, 0, 2)
     >>> twice = by_calls(Profile((layer,), "a machine", "cpu", "2.13", 1, 1), ["a", "a"])
-    >>> [(each.forward, each.calls) for each in twice.layers]
+    >>> [(layer.forward, layer.calls) for layer in twice.layers]
     [(1.0, 1), (1.0, 1)]
     """
-    if list(names) == [layer.name for layer in found.layers]:
-        return found
-    by_name = {layer.name: layer for layer in found.layers}
+    if list(names) == [layer.name for layer in profile.layers]:
+        return profile
+    by_name = {layer.name: layer for layer in profile.layers}
     layers: list[Layer] = []
     for name in names:
         layer = by_name[name]
-        shares: dict[str, Any] = {each: getattr(layer, each) / layer.calls for each in TIMES}
-        shares |= {each: getattr(layer, each) // layer.calls for each in ("activation", "residue")}
+        shares: dict[str, Any] = {field: getattr(layer, field) / layer.calls for field in TIMES}
+        shares |= {field: getattr(layer, field) // layer.calls for field in ("activation", "residue")}
         layers.append(replace(layer, calls=1, **shares))
-    return replace(found, layers=tuple(layers))
+    return replace(profile, layers=tuple(layers))
 
 
-def first_samples(tree: Any, samples: int) -> Any:
-    """A microbatch of its own of the first samples."""
-
-    def cut(leaf: Any) -> Any:
-        return leaf[:samples].clone() if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
-
-    return pytree.tree_map(cut, tree)
-
-
-def measure(
+def measure_sizes(
     model: nn.Module,
     example: Any,
     *,
     several: bool,
     repeats: int = 3,
     warmup: int = 1,
-    tell: Callable[[str], None] = lambda text: None,
-) -> Sizes:
-    """Profile a model on the example, and if `several` on fewer of its samples too.
+    progress: Callable[[str], None] = lambda text: None,
+) -> SizedProfiles:
+    """Profile a model on the example, and if `several`, also on fewer of its samples.
 
     >>> import torch
-    >>> found = measure(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.ones(9, 4), several=True, repeats=1)
-    >>> list(found.profiles)
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    >>> list(measure_sizes(model, torch.ones(9, 4), several=True, repeats=1).profiles)
     [1, 3, 9]
     """
     refuse_lazy(model)
     refuse_arrays(example, "the example")
     try:
-        whole = batch_size(example, "the example")
+        all_samples = batch_size(example, "the example")
     except StagelineError as error:
         if several:
             raise StagelineError(
-                f"{error}; or give microbatches= in place of batch=, and one microbatch as example"
+                f"{error}; or give microbatches= instead of batch=, and one microbatch as example"
             ) from None
-        whole = 1
+        all_samples = 1
     names = [unit.name for unit in split(model, 1, example=example).units]
-    found: dict[int, Profile] = {}
-    for samples in sorted({1, isqrt(whole), whole} if several else {whole}, reverse=True):
-        tell(f"measuring {len(names)} units with {samples} samples")
-        part = example if samples == whole else first_samples(example, samples)
+    profiles: dict[int, Profile] = {}
+    for samples in sorted({1, isqrt(all_samples), all_samples} if several else {all_samples}, reverse=True):
+        progress(f"measuring {len(names)} units with {samples} samples")
+        part = example if samples == all_samples else first_samples(example, samples)
         try:
-            found[samples] = by_calls(measure_profile(model, part, repeats=repeats, warmup=warmup), names)
+            profiles[samples] = by_calls(measure_profile(model, part, repeats=repeats, warmup=warmup), names)
         except Exception:
-            if samples == whole:
-                raise  # a smaller one may be too small for the model, and then nobody wants to know its cost
-    return Sizes.of(found)
+            if samples == all_samples:
+                raise  # a smaller microbatch may be too small for the model, and is then not a candidate
+    return SizedProfiles.of(profiles)

@@ -1,8 +1,8 @@
-"""What a plan is chosen from: the families at all their sizes, and the cuts that go with them."""
+"""What a plan is chosen from: families with all their chunk counts, cuts, and their simulated results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -10,177 +10,228 @@ from stageline.common.errors import ScheduleError, StagelineError
 from stageline.model.partition.partition import partition
 from stageline.model.profile.profile import Profile
 from stageline.model.split import even_sizes
-from stageline.planning.stage_costs import spans_of
+from stageline.planning.memory import RankMemory
+from stageline.planning.stage_costs import Recompute, spans_of
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import families, schedule
+from stageline.schedules.runs import backward, forward, weave
 from stageline.schedules.schedule import Schedule
 
-Place: TypeAlias = Literal["loop", "v"]
+PlacementKind: TypeAlias = Literal["loop", "v"]
 By: TypeAlias = Literal["time", "parameters", "layers"]
 CHUNKS = (2, 3, 4, 6, 8)
-"""How many stages of a rank are tried, where a family leaves it open."""
-EXACT = 300
-"""Up to how many layers times ranks two chunks in a loop are cut as well as can be: that takes long."""
+"""The numbers of stages per rank that are tried, if a family leaves it open."""
+MAX_EXACT = 300
+"""Up to this many layers times ranks, two chunks in a loop are cut optimally, which takes long."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How stages lie on ranks: how many there are, round the ranks or down and up."""
+    """The number of stages, and their placement on the ranks."""
 
     ranks: int
     stages: int
-    place: Place | None
-    """None where it is another way, which only an even cut is made for."""
+    placement: PlacementKind | None
+    """None for other placements, which get an even cut only."""
 
     @property
     def chunks(self) -> int:
-        """How many a rank has."""
+        """The number of stages of a rank."""
         return -(-self.stages // self.ranks)
+
+    @property
+    def rank_of(self) -> list[int]:
+        """The rank of every stage, for a loop or V placement."""
+        place = Placement.snake if self.placement == "v" else Placement.loop
+        return [int(rank) for rank in place(self.ranks, self.chunks).table[0]]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A family with options, and the shape that it has: what is known of a schedule before it is made."""
+class Candidate:
+    """A way to train, apart from the order of actions."""
+
+    shape: Shape
+    microbatches: int
+    samples: int
+    """In a microbatch."""
+    counts: tuple[int, ...]
+    """The number of units of every stage."""
+    recompute: Recompute
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate with a schedule, and its simulated time and memory."""
+
+    candidate: Candidate
+    name: str
+    """Of the schedule's family."""
+    options: Mapping[str, Any]
+    seconds: float
+    bubble: float
+    memory: tuple[RankMemory, ...]
+    fits: bool
+    schedule: Schedule | None = field(default=None, repr=False, compare=False)
+    """If the family and its options do not determine it."""
+
+    @property
+    def peak(self) -> float:
+        """The bytes of the fullest rank."""
+        return max(rank.total for rank in self.memory)
+
+    @property
+    def rating(self) -> tuple[float, float]:
+        """The value to minimise: the time, then the memory."""
+        return self.seconds, self.peak
+
+
+@dataclass(frozen=True)
+class FamilyVariant:
+    """A family with options, and the shape of its schedules."""
 
     name: str
     options: tuple[tuple[str, Any], ...]
     shape: Shape
 
     def make(self, microbatches: int) -> Schedule | None:
-        """The schedule; None where the family does not allow these sizes, or makes something else of them."""
+        """Return the schedule; None if the family does not allow these sizes, or gives another shape for them."""
         try:
             made = schedule(self.name, self.shape.ranks, microbatches, **dict(self.options))
         except ScheduleError:
             return None
-        fine = made.training and made.placement.directions == 1
-        return made if fine and shape_of(made) == self.shape else None
+        is_valid = made.training and made.placement.directions == 1
+        return made if is_valid and shape_of(made) == self.shape else None
 
 
-def shape_of(made: Schedule) -> Shape:
-    """The shape of a schedule."""
-    chunks, rest = divmod(made.stages, made.ranks)
-    table = made.placement.table[0].tolist()
-    places: dict[Place, Placement] = {
-        "loop": Placement.loop(made.ranks, max(1, chunks)),
-        "v": Placement.snake(made.ranks, max(1, chunks)),
+def shape_of(schedule: Schedule) -> Shape:
+    """Return the shape of a schedule."""
+    chunks, rest = divmod(schedule.stages, schedule.ranks)
+    table = schedule.placement.table[0].tolist()
+    placements: dict[PlacementKind, Placement] = {
+        "loop": Placement.loop(schedule.ranks, max(1, chunks)),
+        "v": Placement.snake(schedule.ranks, max(1, chunks)),
     }
-    place = next((name for name, placed in places.items() if placed.table[0].tolist() == table), None)
-    return Shape(made.ranks, made.stages, None if rest else place)
+    kind = next((name for name, placement in placements.items() if placement.table[0].tolist() == table), None)
+    return Shape(schedule.ranks, schedule.stages, None if rest else kind)
 
 
-def kinds_of(ranks: int, units: int, names: Sequence[str] | None, chunks: int | None) -> list[Kind]:
-    """Every training family, or those named, at all its chunks, with one direction and no more stages than units.
-
-    What shape a family has shows on two ranks as well as on many, and faster.
-    """
+def family_variants(ranks: int, units: int, names: Sequence[str] | None, chunks: int | None) -> list[FamilyVariant]:
+    """Return all unidirectional training families, or those named, with all chunk counts that the units allow."""
     known = families()
-    found = []
+    variants = []
     for name in known if names is None else names:
         if not known[name].training:
             continue
         for options in _options(known[name].options, ranks, units, chunks):
-            shape = _small_shape(name, options, ranks)
+            shape = _shape_on_few_ranks(name, options, ranks)
             if shape is not None and shape.stages <= units and (chunks is None or shape.chunks == chunks):
-                found.append(Kind(name, tuple(options.items()), shape))
-    return found
+                variants.append(FamilyVariant(name, tuple(options.items()), shape))
+    return variants
 
 
-def _small_shape(name: str, options: dict[str, Any], ranks: int) -> Shape | None:
-    for few, microbatches in ((1, 1), (1, 2)) if ranks == 1 else ((2, 1), (2, 4), (3, 6), (4, 8), (ranks, 2 * ranks)):
+def _shape_on_few_ranks(name: str, options: dict[str, Any], ranks: int) -> Shape | None:
+    """Return the shape of a family, judged by a small schedule, which is faster to build."""
+    sizes = ((1, 1), (1, 2)) if ranks == 1 else ((2, 1), (2, 4), (3, 6), (4, 8), (ranks, 2 * ranks))
+    for few_ranks, microbatches in sizes:
         try:
-            made = schedule(name, few, microbatches, **options)
+            small = schedule(name, few_ranks, microbatches, **options)
         except ScheduleError:
             continue
-        if not made.training or made.placement.directions > 1 or made.stages % few:
+        if not small.training or small.placement.directions > 1 or small.stages % few_ranks:
             return None
-        return Shape(ranks, made.stages // few * ranks, shape_of(made).place)
+        return Shape(ranks, small.stages // few_ranks * ranks, shape_of(small).placement)
     return None
 
 
 def _options(known: dict[str, Any], ranks: int, units: int, chunks: int | None) -> Iterator[dict[str, Any]]:
-    """The numbers of stages on a rank that a family can have here."""
+    """Yield the options that set the number of stages per rank."""
     most = units // ranks
     if "chunks" in known:
-        yield from ({"chunks": each} for each in ((chunks,) if chunks else CHUNKS) if each <= most)
+        yield from ({"chunks": count} for count in ((chunks,) if chunks else CHUNKS) if count <= most)
     elif "waves" in known:
-        yield from ({"waves": each} for each in (1, 2, 3, 4) if 2 * each <= most)
+        yield from ({"waves": count} for count in (1, 2, 3, 4) if 2 * count <= most)
     else:
         yield {}
 
 
+def one_by_one(ranks: int, microbatches: int) -> Schedule:
+    """Return a schedule in which each microbatch completes before the next one starts.
+
+    >>> [str(action) for action in one_by_one(2, 2).programs[1]]
+    ['1F0', '1B0', '1F1', '1B1']
+    """
+    runs = [
+        weave((forward(rank, range(microbatches)), 0), (backward(rank, range(microbatches)), 0))
+        for rank in range(ranks)
+    ]
+    return Schedule.from_runs(runs, Placement.loop(ranks, 1, microbatches), name="one-by-one")
+
+
 @dataclass
 class Cuts:
-    """Where the units are cut, for every shape: found once, for units of one size, as they hardly depend on it."""
+    """The cuts of the units for every shape, found once for one microbatch size: they hardly depend on it."""
 
     profile: Profile
     by: By = "time"
-    pinned: tuple[int, ...] | None = None
-    """How many units every stage has, where that is given."""
-    _found: dict[tuple[Shape, bool], list[tuple[int, ...]]] = field(default_factory=dict)
+    fixed: tuple[int, ...] | None = None
+    """The number of units of every stage, if the user has set it."""
+    _cuts: dict[tuple[Shape, bool], list[tuple[int, ...]]] = field(default_factory=dict)
 
-    def of(self, shape: Shape, again: bool = False) -> list[tuple[int, ...]]:
-        """How many units each stage has, in one or two ways: balanced, and even.
+    def of(self, shape: Shape, recompute: bool = False) -> list[tuple[int, ...]]:
+        """Return the number of units of each stage, for one or two cuts: balanced, and even.
 
-        With `again` every forward counts twice.
+        With `recompute`, every forward counts twice.
         """
-        if self.pinned is not None:
-            return [self.pinned] if len(self.pinned) == shape.stages else []
-        key = (shape, again)
-        if key not in self._found:
+        if self.fixed is not None:
+            return [self.fixed] if len(self.fixed) == shape.stages else []
+        key = (shape, recompute)
+        if key not in self._cuts:
             even = tuple(even_sizes(len(self.profile.layers), shape.stages))
-            balanced = None if shape.place is None or self.by == "layers" else self._balanced(shape, again)
+            balanced = None if shape.placement is None or self.by == "layers" else self._balanced(shape, recompute)
             cuts = [even] if balanced is None else [balanced] if self.by == "parameters" else [balanced, even]
-            self._found[key] = list(dict.fromkeys(cuts))
-        return self._found[key]
+            self._cuts[key] = list(dict.fromkeys(cuts))
+        return self._cuts[key]
 
-    def _balanced(self, shape: Shape, again: bool) -> tuple[int, ...]:
-        assert shape.place is not None
-        costs = self._costs(again)
-        if self._slow(shape):  # stages that are all even make even ranks
+    def _balanced(self, shape: Shape, recompute: bool) -> tuple[int, ...]:
+        assert shape.placement is not None
+        costs = self._costs(recompute)
+        if self._is_slow(shape):  # even stages make even ranks
             return tuple(partition(costs, shape.stages).layers_per_stage)
-        return tuple(partition(costs, shape.ranks, shape.chunks, shape.place).layers_per_stage)
+        return tuple(partition(costs, shape.ranks, shape.chunks, shape.placement).layers_per_stage)
 
-    def _slow(self, shape: Shape) -> bool:
-        large = len(self.profile.layers) * shape.ranks > EXACT
-        return shape.chunks > 2 or (shape.chunks == 2 and shape.place == "loop" and large)
+    def _is_slow(self, shape: Shape) -> bool:
+        """Whether an optimal cut would take long."""
+        is_large = len(self.profile.layers) * shape.ranks > MAX_EXACT
+        return shape.chunks > 2 or (shape.chunks == 2 and shape.placement == "loop" and is_large)
 
-    def _costs(self, again: bool) -> list[float]:
+    def _costs(self, recompute: bool) -> list[float]:
         if self.by == "parameters":
             return [float(layer.parameters) for layer in self.profile.layers]
-        return [layer.seconds + again * layer.forward for layer in self.profile.layers]
+        return [layer.seconds + recompute * layer.forward for layer in self.profile.layers]
 
     def roomier(
         self,
         shape: Shape,
         counts: Sequence[int],
-        held: Sequence[float],
+        totals: Sequence[float],
         caps: Sequence[float],
-        weight: float,
-        again: bool,
+        state_factor: float,
+        recompute: bool,
     ) -> tuple[int, ...] | None:
-        """A cut that moves units away from the ranks that hold too much, as fast as that allows; None if there is none.
+        """Return the fastest cut that moves units away from ranks above their memory cap; None if there is none.
 
-        `held` is what the ranks hold with `counts`. What a unit takes is not known before the order is, so that of all
-        units of a rank is taken to grow with their parameters (times `weight`) and activations.
+        `totals` is the memory of the ranks with `counts`. The memory of a unit depends on the order of actions, so it
+        is assumed to be proportional to its parameters (times `state_factor`) plus its activations.
         """
-        if self.pinned is not None or shape.place is None or self.by != "time":
+        if self.fixed is not None or shape.placement is None or self.by != "time" or self._is_slow(shape):
             return None
-        if self._slow(shape):
-            return None
-        size = [layer.parameters * weight + layer.activation for layer in self.profile.layers]
-        rank_of = ranks_of(shape)
+        size = [layer.parameters * state_factor + layer.activation for layer in self.profile.layers]
         own = [0.0] * shape.ranks
-        for (start, stop), rank in zip(spans_of(counts), rank_of, strict=True):
+        for (start, stop), rank in zip(spans_of(counts), shape.rank_of, strict=True):
             own[rank] += sum(size[start:stop])
-        room = [cap * (mine / total) if total else cap for mine, total, cap in zip(own, held, caps, strict=True)]
+        room = [cap * (mine / total) if total else cap for mine, total, cap in zip(own, totals, caps, strict=True)]
         try:
-            found = partition(self._costs(again), shape.ranks, shape.chunks, shape.place, memory=size, caps=room)
+            cut = partition(self._costs(recompute), shape.ranks, shape.chunks, shape.placement, memory=size, caps=room)
         except StagelineError:
             return None
-        return tuple(found.layers_per_stage)
-
-
-def ranks_of(shape: Shape) -> list[int]:
-    """The rank of every stage of a shape that has a name."""
-    placed = Placement.snake if shape.place == "v" else Placement.loop
-    return [int(rank) for rank in placed(shape.ranks, shape.chunks).table[0]]
+        return tuple(cut.layers_per_stage)

@@ -1,4 +1,4 @@
-"""Plans on disk: one JSON file with the schedule, the cut, the costs and what else was looked at."""
+"""Plans on disk: one JSON file with the schedule, the cut, the costs and the alternatives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VERSION = 1
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """All of a plan as plain data, with its figures for whoever reads the file."""
+    """Return a plan as plain data, with its figures for human readers."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -40,31 +40,31 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "caps": None if plan.caps is None else list(plan.caps),
         "notes": list(plan.notes),
         "costs": plan.costs.to_json(),
-        "alternatives": [asdict(each) for each in plan.alternatives],
+        "alternatives": [asdict(alternative) for alternative in plan.alternatives],
         "schedule": json.loads("".join(schedule_lines(plan.schedule))),
     }
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
-    """Write it; an existing file is replaced only when done."""
+    """Write a plan as JSON. An existing file is replaced atomically."""
     target = Path(path)
     if target.suffix.lower() != ".json":
-        raise StagelineError(f"a plan is written as JSON: end the name in .json, not {target.name!r}")
+        raise StagelineError(f"plans are written as JSON; the file name must end in .json, got {target.name!r}")
     write_text(target, _lines(to_json(plan)))
 
 
 def to_text(plan: Plan) -> str:
-    """The JSON that `Plan.write` writes."""
+    """Return the JSON that `Plan.write` writes."""
     return "".join(_lines(to_json(plan)))
 
 
 def _lines(data: Mapping[str, Any]) -> Iterator[str]:
-    """A field on one line; a rank of memory, an alternative and a rank of the schedule on one each."""
+    """Yield the JSON with one field per line, and one line per rank's memory and per alternative."""
     yield "{\n"
-    for number, (key, value) in enumerate(data.items()):
-        comma = "," if number < len(data) - 1 else ""
+    for index, (key, value) in enumerate(data.items()):
+        comma = "," if index < len(data) - 1 else ""
         if key in ("memory", "alternatives") and value:
-            inner = ",\n    ".join(json.dumps(each) for each in value)
+            inner = ",\n    ".join(map(json.dumps, value))
             yield f"  {json.dumps(key)}: [\n    {inner}\n  ]{comma}\n"
         else:
             yield f"  {json.dumps(key)}: {json.dumps(value)}{comma}\n"
@@ -76,10 +76,10 @@ def read_plan(path: str | Path) -> Plan:
 
     >>> import torch, stageline as sl
     >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
-    >>> found = sl.plan(model, torch.ones(2, 4), ranks=2, microbatches=4, repeats=1, time_limit=0.5)
-    >>> found.write("plan.json")
-    >>> again = read_plan("plan.json")
-    >>> again.schedule == found.schedule, again.step_seconds == found.step_seconds
+    >>> best = sl.plan(model, torch.ones(2, 4), ranks=2, microbatches=4, repeats=1, time_limit=0.5)
+    >>> best.write("plan.json")
+    >>> copy = read_plan("plan.json")
+    >>> copy.schedule == best.schedule, copy.step_seconds == best.step_seconds
     (True, True)
     """
     source = Path(path)

@@ -1,4 +1,4 @@
-"""`plan`: the fastest way to train a model on so many ranks that fits their memory, and why that one."""
+"""`plan`: the fastest way to train a model on a number of ranks within their memory."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from stageline.common.checked_json import NonNegative, PositiveInt
 from stageline.common.units import Size, parse_size
 from stageline.model.profile.profile import Profile
 from stageline.planning.advice import nothing_fits
+from stageline.planning.candidates import Trial
 from stageline.planning.memory import RankMemory
 from stageline.planning.request import (
     SYNTHESIZED,
-    again_of,
-    bytes_of,
-    caps_of,
+    PlanRequest,
+    bytes_per_parameter,
     check_sizes,
-    names_of,
     one_of,
-    positive,
-    sizes_of,
-    splits_of,
-    states_of,
+    positive_seconds,
+    read_caps,
+    read_families,
+    read_profiles,
+    read_recompute,
+    read_splits,
+    read_states,
 )
-from stageline.planning.search import Search
-from stageline.planning.stage_costs import Again, Links
-from stageline.planning.trial import Asked, Found, place_of
-from stageline.schedules.registry import schedule, whole
+from stageline.planning.search import PlanSearch
+from stageline.planning.stage_costs import Links, Recompute
+from stageline.schedules.registry import schedule as make_schedule
+from stageline.schedules.registry import whole
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import verify
 from stageline.timeline.costs import Costs, PerPair
@@ -43,111 +45,117 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way to train, and what it would take."""
+    """Another way to train, and its simulated time and memory."""
 
     schedule: str
     chunks: PositiveInt
     microbatches: PositiveInt
     layers_per_stage: tuple[PositiveInt, ...]
-    recompute: Again
+    recompute: Recompute
     seconds: NonNegative
     bubble: NonNegative
     memory: NonNegative
     """The bytes of the fullest rank."""
     rank: int
-    """Which that is."""
+    """The fullest rank."""
     fits: bool
 
     @classmethod
-    def of(cls, found: Found) -> Alternative:
-        """What a search found, shortly."""
-        totals = [rank.total for rank in found.memory]
+    def of(cls, trial: Trial) -> Alternative:
+        """Return the summary of a trial."""
+        totals = [rank.total for rank in trial.memory]
         fullest = max(range(len(totals)), key=totals.__getitem__)
+        candidate = trial.candidate
         return cls(
-            found.name, found.shape.chunks, found.microbatches, found.counts, found.again, found.seconds,
-            found.bubble, totals[fullest], fullest, found.fits,
+            trial.name, candidate.shape.chunks, candidate.microbatches, candidate.counts, candidate.recompute,
+            trial.seconds, trial.bubble, totals[fullest], fullest, trial.fits,
         )  # fmt: skip
+
+    @property
+    def kind(self) -> tuple[str, int, int, str]:
+        """What tells kinds of plans apart: everything but the cut and which units are recomputed."""
+        recompute = self.recompute if isinstance(self.recompute, str) else "units"
+        return self.schedule, self.chunks, self.microbatches, recompute
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """How to train a model: the cut, the microbatches, what is computed once more, the order; and what it will take.
+    """How to train a model: cut, microbatches, recomputation and schedule; and the expected time and memory.
 
     >>> import torch, stageline as sl
     >>> model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
-    >>> found = sl.plan(model, torch.ones(4, 16), ranks=2, microbatches=4, time_limit=0.5)
-    >>> found.microbatches, sum(found.layers_per_stage), found.recompute
+    >>> best = sl.plan(model, torch.ones(4, 16), ranks=2, microbatches=4, time_limit=0.5)
+    >>> best.microbatches, sum(best.layers_per_stage), best.recompute
     (4, 8, 'none')
-    >>> pipe = sl.Pipeline(found.split(model), loss_fn=nn.functional.mse_loss, schedule=found.schedule)
+    >>> pipe = sl.Pipeline(best.split(model), loss_fn=nn.functional.mse_loss, schedule=best.schedule)
     >>> pipe.step(torch.ones(16, 16), torch.ones(16, 16)).microbatches
     4
     """
 
     schedule: Schedule
     layers_per_stage: tuple[int, ...]
-    """How many units every stage has."""
-    recompute: Again
-    """What `Pipeline(recompute=…)` takes: "none", "stage", or the names of units."""
+    """The number of units of every stage."""
+    recompute: Recompute
+    """What is recomputed, as for `Pipeline(recompute=…)`: "none", "stage", or the names of units."""
     costs: Costs
-    """Of the stages, in seconds and bytes."""
+    """The costs of the stages, in seconds and bytes."""
     memory: tuple[RankMemory, ...]
-    """The most bytes of every rank, in parts."""
+    """The peak bytes of every rank, by purpose."""
     caps: tuple[float, ...] | None
-    """The bytes that every rank may hold, where there is a limit."""
+    """The memory limit of every rank, if there is one."""
     bound: float | None
-    """No order of this cut takes less, where that is known."""
+    """A lower bound on the step for this cut, if known."""
     alternatives: tuple[Alternative, ...]
-    """What else was simulated: those that fit by their time, then those that do not."""
+    """The other simulated plans: those that fit, fastest first, then those that do not."""
     samples: int
-    """In a microbatch."""
+    """The number of samples in a microbatch."""
     names: tuple[str, ...]
-    """Of the units."""
+    """The names of the units."""
     notes: tuple[str, ...] = ()
-    """What one should know of how it was found."""
+    """Remarks on the search."""
     timeline: Timeline = field(init=False)
     """The planned step."""
 
     def __post_init__(self) -> None:
-        """Simulate the step."""
         object.__setattr__(self, "timeline", simulate(self.schedule, self.costs))
 
     @property
     def ranks(self) -> int:
-        """How many ranks it is for."""
+        """The number of ranks."""
         return self.schedule.ranks
 
     @property
     def microbatches(self) -> int:
-        """How many microbatches a step has."""
+        """The number of microbatches in a step."""
         return self.schedule.microbatches
 
     @property
     def chunks(self) -> int:
-        """How many stages a rank holds."""
+        """The number of stages of a rank."""
         return self.schedule.chunks
 
     @property
     def step_seconds(self) -> float:
-        """How long a step is expected to take: its makespan."""
+        """The expected time of a step: its makespan."""
         return self.timeline.makespan
 
     @property
     def bubble(self) -> float:
-        """The share of the makespan that the busiest rank does not compute."""
+        """The fraction of the makespan in which the busiest rank is idle."""
         return share_above(self.timeline.makespan, self.timeline.ideal)
 
     @property
     def gap(self) -> float | None:
-        """How much of the bound the step is above it, at most: 0 where no order of this cut is better."""
+        """How far the step is above the bound, as a fraction of it; 0 if no order of this cut is faster."""
         if self.bound is None:
             return None
         above = self.step_seconds - self.bound
         return above / self.bound if self.bound > 0 and above > 1e-9 * self.bound else 0.0
 
     def split(self, model: nn.Module | Callable[[], nn.Module], example: Any = None) -> Staged:
-        """Cut the model as planned, between the units that were profiled, which the plan knows by name.
+        """Cut a model as planned, between the profiled units, which the plan knows by name.
 
-        `example` is needed where the forward uses weights of a unit outside of it.
+        `example` is needed if the forward uses weights of a unit outside of it.
         """
         from stageline.model.split import split, split_by_units
 
@@ -156,25 +164,24 @@ class Plan:
         return split_by_units(model, self.names, self.layers_per_stage, example)
 
     def explain(self, rows: int = 12) -> str:
-        """Say why this and not the next best: what it takes, and a table of the alternatives."""
+        """Return the figures of the plan, and a table of the alternatives."""
         from stageline.planning.explain import explain
 
         return explain(self, rows)
 
     def write(self, path: str | Path) -> None:
-        """Write it as JSON, for `sl.read_plan`."""
+        """Write the plan as JSON, for `sl.read_plan`."""
         from stageline.planning.io import write_plan
 
         write_plan(self, path)
 
     def to_json(self) -> dict[str, Any]:
-        """Turn it into plain data: what `write` writes."""
+        """Return the data that `write` writes."""
         from stageline.planning.io import to_json
 
         return to_json(self)
 
     def __repr__(self) -> str:
-        """Show what people ask for first."""
         peak = max(rank.total for rank in self.memory)
         return (
             f"<Plan: {self.schedule.name}, {self.ranks} ranks × {self.chunks}, {self.microbatches} microbatches, "
@@ -192,7 +199,7 @@ def plan(
     memory: Size | Sequence[Size] | None = None,
     profile: Profile | Mapping[int, Profile] | None = None,
     samples: int | None = None,
-    recompute: Again = "auto",
+    recompute: Recompute = "auto",
     schedule: str | Sequence[str] | Schedule = "auto",
     chunks: int | None = None,
     split: str = "time",
@@ -208,92 +215,85 @@ def plan(
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """Find the fastest way to train a model on so many ranks that fits their memory.
+    """Find the fastest way to train a model on a number of ranks within their memory.
 
-    `example` is one microbatch, and `microbatches` says how many of them a step has. Or `batch` says how many samples a
-    step has: then the number of microbatches is chosen among its divisors, and the model is measured on fewer samples
-    of the example too. Instead of model and example, `profile` is what `sl.profile` measured, on whatever machine, or
-    several by their samples; `samples` says how many one alone was measured with, where `batch` is given.
+    `example` is one microbatch, and `microbatches` the number of microbatches in a step. Alternatively, `batch` is the
+    number of samples in a step: then the number of microbatches is chosen among its divisors, and the model is also
+    measured on fewer samples of the example. Instead of a model and an example, give `profile`, from `sl.profile` on
+    any machine, or several profiles by number of samples; with `batch` and a single profile, `samples` is the number of
+    samples that it was measured with.
 
-    `memory` is what a rank may hold, in bytes or as text like "24GiB", or one for each; where the model is on a GPU,
-    that is what it has unless given. Parameters, gradients, the optimizer's state (8 bytes for a parameter: AdamW in
-    float32), activations and messages count; with `interlock` also what `Pipeline.run` keeps to take a step back.
-    `recompute` is "auto" (units or stages where memory asks for it), "none", "stage" or names of units. `schedule` may
-    name one family or several, or be a schedule whose cut is looked for; `chunks` is how many stages a rank has;
-    `split` is what the cut balances ("time", "parameters" or "layers"), or `layers_per_stage` says it. Messages take
-    `transfer` seconds, and their bytes over `bandwidth`, one number or one for each pair of ranks. The search takes
-    about `time_limit` seconds after what is measured.
+    `memory` is the limit of a rank, in bytes or as a string like "24GiB", or one per rank; by default, that of the
+    model's GPU. It includes parameters, gradients, optimizer state (8 bytes per parameter: AdamW in float32),
+    activations and messages; with `interlock`, also what `Pipeline.run` keeps to undo a step. `recompute` is "auto"
+    (units or stages if memory requires it), "none", "stage" or names of units. `schedule` is the name of one or several
+    families, or a schedule for which a cut is to be found; `chunks` is the number of stages per rank; `split` is what
+    the cut balances ("time", "parameters" or "layers"), and `layers_per_stage` fixes it. A message takes `transfer`
+    seconds plus its bytes divided by `bandwidth`; both are one number, or one per pair of ranks. After the measurement,
+    the search takes about `time_limit` seconds.
 
     >>> import torch, stageline as sl
     >>> model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(12)))
-    >>> found = sl.plan(model, torch.ones(4, 32), ranks=3, batch=16, schedule=["1f1b", "gpipe"], repeats=1)
-    >>> found.schedule.name in ("1f1b", "gpipe"), found.samples * found.microbatches
+    >>> best = sl.plan(model, torch.ones(4, 32), ranks=3, batch=16, schedule=["1f1b", "gpipe"], repeats=1)
+    >>> best.schedule.name in ("1f1b", "gpipe"), best.samples * best.microbatches
     (True, 16)
     >>> sl.plan(ranks=4, batch=8)
     Traceback (most recent call last):
     stageline.StagelineError: plan needs a model and an example, one microbatch to run it on, or profile=
     """
     ranks = whole("plan", "ranks", ranks)
-    tell = progress or (lambda text: None)
-    several = batch is not None
-    sizes = sizes_of(model, example, profile, samples, several, microbatches, repeats, tell)
-    splits = splits_of(sizes, batch, microbatches)
+    progress = progress or (lambda text: None)
+    profiles = read_profiles(model, example, profile, samples, batch is not None, repeats, progress)
     if parameter_bytes is None:
-        parameter_bytes = 4.0 if model is None else bytes_of(model)
-    asked = Asked(
-        sizes,
+        parameter_bytes = bytes_per_parameter(model)
+    request = PlanRequest(
+        profiles,
         ranks,
-        splits,
-        caps=caps_of(memory, ranks, model),
-        states=states_of(parameter_bytes, gradient_bytes_per_parameter, optimizer_bytes_per_parameter, interlock),
+        read_splits(profiles, batch, microbatches),
+        caps=read_caps(memory, ranks, model),
+        states=read_states(parameter_bytes, gradient_bytes_per_parameter, optimizer_bytes_per_parameter, interlock),
         links=Links(transfer, parse_size(bandwidth, "bandwidth") if isinstance(bandwidth, str) else bandwidth),
-        again=again_of(recompute, sizes),
-        names=names_of(schedule),
-        given=schedule if isinstance(schedule, Schedule) else None,
+        recompute=read_recompute(recompute, profiles),
+        names=read_families(schedule),
+        schedule=schedule if isinstance(schedule, Schedule) else None,
         chunks=None if chunks is None else whole("plan", "chunks", chunks),
         by=one_of("split", split, ("time", "parameters", "layers")),
-        pinned=None if layers_per_stage is None else tuple(int(count) for count in layers_per_stage),
+        counts=None if layers_per_stage is None else tuple(int(count) for count in layers_per_stage),
         synthesis=schedule == "auto" or (not isinstance(schedule, Schedule) and SYNTHESIZED in schedule),
-        time_limit=positive("time_limit", time_limit),
+        time_limit=positive_seconds("time_limit", time_limit),
         seed=seed,
     )
-    check_sizes(asked)
-    return find(asked, tell)
+    check_sizes(request)
+    return find_plan(request, progress)
 
 
-def find(asked: Asked, tell: Callable[[str], None] = lambda text: None) -> Plan:
-    """The best plan for what is asked, or an error that says what to change."""
-    search = Search(asked, tell)
+def find_plan(request: PlanRequest, progress: Callable[[str], None] = lambda text: None) -> Plan:
+    """Return the best plan for a request; raise an error with suggestions if nothing fits."""
+    search = PlanSearch(request, progress)
     search.run()
     best = search.best
     if best is None:
-        raise nothing_fits(search, tell)
-    made = best.schedule or schedule(best.name, asked.ranks, best.microbatches, **best.options)
-    verify(made)
-    notes = [asked.sizes.note([samples for _, samples in asked.splits])]
-    notes += ["the time limit ended the search before all was tried"] if search.was_cut else []
-    others = [each for each in search.found if each is not best]
+        raise nothing_fits(search, progress)
+    candidate = best.candidate
+    schedule = best.schedule or make_schedule(best.name, request.ranks, candidate.microbatches, **best.options)
+    verify(schedule)
+    notes = [request.profiles.note([samples for _, samples in request.splits])]
+    notes += ["the time limit ended the search before everything was tried"] if search.was_cut_short else []
+    # The best cut of every other kind of plan; trials are sorted.
+    alternatives: dict[Any, Alternative] = {}
+    for alternative in (Alternative.of(trial) for trial in search.trials if trial is not best):
+        alternatives.setdefault(alternative.kind, alternative)
+    alternatives.pop(Alternative.of(best).kind, None)
     return Plan(
-        schedule=made,
-        layers_per_stage=best.counts,
-        recompute=best.again,
-        costs=search.prices.costs(place_of(best)),
+        schedule=schedule,
+        layers_per_stage=candidate.counts,
+        recompute=candidate.recompute,
+        costs=search.evaluator.costs(candidate),
         memory=best.memory,
-        caps=asked.caps,
-        bound=search.floor(best),
-        alternatives=tuple(_distinct(map(Alternative.of, others), Alternative.of(best))),
-        samples=best.samples,
-        names=tuple(layer.name for layer in asked.sizes.any.layers),
+        caps=request.caps,
+        bound=search.lower_bound(best),
+        alternatives=tuple(alternatives.values()),
+        samples=candidate.samples,
+        names=request.profiles.names,
         notes=tuple(note for note in notes if note),
     )
-
-
-def _distinct(found: Any, best: Alternative) -> list[Alternative]:
-    """The best cut of every kind of plan; the chosen kind is not among its own alternatives."""
-    kinds: dict[Any, Alternative] = {}
-    for each in found:
-        again = each.recompute if isinstance(each.recompute, str) else "units"
-        kinds.setdefault((each.schedule, each.chunks, each.microbatches, again), each)
-    chosen = best.recompute if isinstance(best.recompute, str) else "units"
-    kinds.pop((best.schedule, best.chunks, best.microbatches, chosen), None)
-    return list(kinds.values())

@@ -1,8 +1,9 @@
-"""What a plan is asked for: checked, measured where that is needed, and as the search takes it."""
+"""The arguments of `plan`, checked, and measured where necessary."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,10 @@ from torch import nn
 
 from stageline.common.errors import ScheduleError, StagelineError, nearest, shorten
 from stageline.common.units import parse_sizes
-from stageline.planning.batch_sizes import Sizes, measure
-from stageline.planning.memory import States
-from stageline.planning.stage_costs import Again
-from stageline.planning.trial import Asked
+from stageline.planning.batch_sizes import SizedProfiles, measure_sizes
+from stageline.planning.candidates import By
+from stageline.planning.memory import StateBytes
+from stageline.planning.stage_costs import Links, Recompute
 from stageline.schedules.registry import families, find_family, schedule, whole
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import LARGEST_COST
@@ -22,167 +23,210 @@ from stageline.timeline.costs import LARGEST_COST
 SYNTHESIZED = "synthesized"
 
 
-def sizes_of(
-    model: Any, example: Any, profile: Any, samples: Any, several: bool, microbatches: Any, repeats: int, tell: Any
-) -> Sizes:
-    """The profiles that are given, or measured now."""
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a plan is for."""
+
+    profiles: SizedProfiles
+    ranks: int
+    splits: tuple[tuple[int, int], ...]
+    """The numbers of microbatches that are tried, each with the samples in a microbatch."""
+    caps: tuple[float, ...] | None = None
+    """The memory limit of every rank; None for no limit."""
+    states: StateBytes = field(default_factory=StateBytes)
+    links: Links = field(default_factory=Links)
+    recompute: Recompute = "auto"
+    """What is recomputed; "auto" to choose."""
+    names: tuple[str, ...] | None = None
+    """The families that are tried; None for all."""
+    schedule: Schedule | None = None
+    """The schedule, if only its cut is to be found."""
+    chunks: int | None = None
+    by: By = "time"
+    counts: tuple[int, ...] | None = None
+    """The number of units of every stage, if the cut is fixed."""
+    synthesis: bool = True
+    """Whether schedules are synthesized."""
+    time_limit: float = 5.0
+    seed: int = 0
+
+
+def read_profiles(
+    model: Any,
+    example: Any,
+    profile: Any,
+    samples: Any,
+    several: bool,
+    repeats: int,
+    progress: Callable[[str], None],
+) -> SizedProfiles:
+    """Return the profiles of the request, or measure the model."""
     if profile is None:
         if model is None or example is None:
             raise StagelineError("plan needs a model and an example, one microbatch to run it on, or profile=")
         if not isinstance(model, nn.Module):
             raise StagelineError(f"plan takes a model, an nn.Module, got {shorten(model)}")
-        return measure(model, example, several=several, repeats=repeats, tell=tell)
+        return measure_sizes(model, example, several=several, repeats=repeats, progress=progress)
     if isinstance(profile, Mapping):
-        return Sizes.of(profile)
+        return SizedProfiles.of(profile)
     if several and samples is None:
         raise StagelineError(
-            "batch= asks for other sizes of a microbatch than the profile's: give samples=, how many samples it was "
-            "measured with, or microbatches= in place of batch="
+            "batch= requires the costs of other microbatch sizes than the profile's: give samples=, the number of "
+            "samples it was measured with, or microbatches= instead of batch="
         )
-    return Sizes.of({1 if samples is None else whole("plan", "samples", samples): profile})
+    return SizedProfiles.of({1 if samples is None else whole("plan", "samples", samples): profile})
 
 
-def splits_of(sizes: Sizes, batch: int | None, microbatches: int | None) -> tuple[tuple[int, int], ...]:
-    """The numbers of microbatches that a step may have, and the samples in each."""
+def read_splits(profiles: SizedProfiles, batch: int | None, microbatches: int | None) -> tuple[tuple[int, int], ...]:
+    """Return the numbers of microbatches that a step may have, and the samples in each."""
     if batch is None:
         if microbatches is None:
             raise StagelineError(
-                "plan needs microbatches=, how many a step has, or batch=, how many samples, to choose that by itself"
+                "plan needs microbatches=, the number in a step, or batch=, the number of samples, to choose it"
             )
-        return ((whole("plan", "microbatches", microbatches), max(sizes.profiles)),)
+        return ((whole("plan", "microbatches", microbatches), max(profiles.profiles)),)
     batch = whole("plan", "batch", batch)
+    divisors = [count for count in range(1, batch + 1) if batch % count == 0]
     if microbatches is None:
-        return tuple((count, batch // count) for count in range(1, batch + 1) if batch % count == 0)
+        return tuple((count, batch // count) for count in divisors)
     count = whole("plan", "microbatches", microbatches)
     if batch % count:
-        near = sorted((each for each in range(1, batch + 1) if batch % each == 0), key=lambda each: abs(each - count))
+        near = sorted(divisors, key=lambda divisor: abs(divisor - count))
         raise StagelineError(f"microbatches={count} do not divide batch={batch}; the nearest that do are {near[:2]}")
     return ((count, batch // count),)
 
 
-def caps_of(memory: Any, ranks: int, model: nn.Module | None) -> tuple[float, ...] | None:
-    """What each rank may hold: as given, or what the model's GPU has."""
+def read_caps(memory: Any, ranks: int, model: nn.Module | None) -> tuple[float, ...] | None:
+    """Return the memory limit of each rank: as given, or that of the model's GPU."""
     if memory is None:
         room = device_memory(model)
         return None if room is None else (room,) * ranks
-    read = parse_sizes(memory)
-    given = list(read) if isinstance(read, Sequence | np.ndarray) else [read] * ranks
-    wrong = [each for each in given if not isinstance(each, int | float) or isinstance(each, bool) or not each > 0]
-    if len(given) != ranks or wrong:
+    sizes = parse_sizes(memory)
+    caps = list(sizes) if isinstance(sizes, Sequence | np.ndarray) else [sizes] * ranks
+    is_valid = all(isinstance(cap, int | float) and not isinstance(cap, bool) and cap > 0 for cap in caps)
+    if len(caps) != ranks or not is_valid:
         raise StagelineError(
             f"memory is a number of bytes above 0 or a size like 24GiB, or one for each of the {ranks} ranks, got "
             f"{shorten(memory)}"
         )
-    if all(each == float("inf") for each in given):
+    if all(cap == float("inf") for cap in caps):
         return None
-    return tuple(min(float(each), LARGEST_COST) for each in given)  # infinity is no JSON
+    return tuple(min(float(cap), LARGEST_COST) for cap in caps)  # JSON has no infinity
 
 
 def device_memory(model: nn.Module | None) -> float | None:
-    """Bytes of the GPU that a model is on, as far as this process has or can have them, less 5% that is lost between
-    tensors; None where it is on none."""
+    """Return the bytes of the model's GPU that this process has or can allocate, less 5% for fragmentation.
+
+    None if the model is not on a GPU.
+    """
     devices = {parameter.device for parameter in model.parameters()} if model is not None else set()
-    device = next((each for each in devices if each.type == "cuda"), None)
+    device = next((device for device in devices if device.type == "cuda"), None)
     if device is None:
         return None
     free, _ = torch.cuda.mem_get_info(device)
     return 0.95 * (free + torch.cuda.memory_reserved(device))
 
 
-def bytes_of(model: nn.Module) -> float:
-    """Of one parameter, on average."""
-    count = sum(parameter.numel() for parameter in model.parameters())
-    return sum(parameter.nbytes for parameter in model.parameters()) / count if count else 4.0
+def bytes_per_parameter(model: nn.Module | None) -> float:
+    """Return the average number of bytes of a parameter; 4 without a model."""
+    parameters = [] if model is None else list(model.parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    return sum(parameter.nbytes for parameter in parameters) / count if count else 4.0
 
 
-def states_of(parameter: Any, gradient: Any, optimizer: Any, interlock: Any) -> States:
-    """What is held for every parameter."""
-    for name, value, least in (
+def read_states(parameter: Any, gradient: Any, optimizer: Any, interlock: Any) -> StateBytes:
+    """Check the bytes per parameter."""
+    for name, value, minimum in (
         ("parameter_bytes", parameter, 0.1),
         ("gradient_bytes_per_parameter", 0.0 if gradient is None else gradient, 0.0),
         ("optimizer_bytes_per_parameter", optimizer, 0.0),
     ):
-        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value < 1e6:
-            raise StagelineError(f"{name} is a number of bytes from {least:g} upwards, got {shorten(value)}")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value < 1e6:
+            raise StagelineError(f"{name} is a number of bytes of at least {minimum:g}, got {shorten(value)}")
     if not isinstance(interlock, bool):
-        raise StagelineError(f"interlock is True where steps interlock (pipe.run), or False, got {shorten(interlock)}")
-    return States(float(parameter), None if gradient is None else float(gradient), float(optimizer), interlock)
+        raise StagelineError(f"interlock is True for continuous steps (pipe.run), or False, got {shorten(interlock)}")
+    return StateBytes(float(parameter), None if gradient is None else float(gradient), float(optimizer), interlock)
 
 
-def again_of(given: Any, sizes: Sizes) -> Again:
-    """What is computed once more."""
-    if isinstance(given, str) and given in ("auto", "none", "stage"):
-        return given
-    known = [layer.name for layer in sizes.any.layers]
-    chosen = given if isinstance(given, list | tuple | set | frozenset) else [given]
-    for name in chosen:
-        if name not in known:
+def read_recompute(value: Any, profiles: SizedProfiles) -> Recompute:
+    """Check what is recomputed."""
+    if isinstance(value, str) and value in ("auto", "none", "stage"):
+        return value
+    units = value if isinstance(value, list | tuple | set | frozenset) else [value]
+    for unit in units:
+        if unit not in profiles.names:
             raise StagelineError(
-                f"recompute is 'auto', 'none', 'stage' or names of units, got {shorten(name)}"
-                f"{nearest(str(name), ['auto', 'none', 'stage', *known])}"
+                f"recompute is 'auto', 'none', 'stage' or names of units, got {shorten(unit)}"
+                f"{nearest(str(unit), ['auto', 'none', 'stage', *profiles.names])}"
             )
-    return tuple(sorted(chosen)) or "none"
+    return tuple(sorted(units)) or "none"
 
 
-def names_of(given: Any) -> tuple[str, ...] | None:
-    """The families that are asked for; None for all."""
-    if isinstance(given, Schedule) or given == "auto":
+def read_families(value: Any) -> tuple[str, ...] | None:
+    """Return the names of the requested families; None for all."""
+    if isinstance(value, Schedule) or value == "auto":
         return None
-    names = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence) else [given]
-    found = []
+    names = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else [value]
+    family_names = []
     for name in names:
         if name != SYNTHESIZED:
-            found.append(find_family(name).name)
-            if not _trains(found[-1]):
-                raise StagelineError(f"schedule={name!r} is for inference; take one that trains, or 'auto'")
-    return tuple(found)
+            family_names.append(find_family(name).name)
+            if not _trains(family_names[-1]):
+                raise StagelineError(f"schedule={name!r} is for inference; use one that trains, or 'auto'")
+    return tuple(family_names)
 
 
 def _trains(name: str) -> bool:
-    """Whether a family has backwards, where the smallest schedule of it says so."""
+    """Whether a family has backwards, judged by its smallest schedule."""
     try:
         return families()[name].training and schedule(name, 1, 1).training
     except ScheduleError:
         return True
 
 
-def one_of(name: str, value: Any, known: tuple[str, ...]) -> Any:
-    """A word that must be one of these."""
-    if value not in known:
-        raise StagelineError(f"{name} is one of {', '.join(known)}, got {shorten(value)}{nearest(str(value), known)}")
+def one_of(name: str, value: Any, choices: tuple[str, ...]) -> Any:
+    """Refuse a value that is not among the choices."""
+    if value not in choices:
+        raise StagelineError(
+            f"{name} is one of {', '.join(choices)}, got {shorten(value)}{nearest(str(value), choices)}"
+        )
     return value
 
 
-def positive(name: str, value: Any) -> float:
-    """Seconds above 0."""
+def positive_seconds(name: str, value: Any) -> float:
+    """Refuse anything but a positive, finite number."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
         raise StagelineError(f"{name} is a number of seconds above 0, got {shorten(value)}")
     return float(value)
 
 
-def check_sizes(asked: Asked) -> None:
-    """Refuse what no cut can be made for."""
-    units = len(asked.sizes.any.layers)
-    stages = asked.ranks * (asked.chunks or 1)
+def check_sizes(request: PlanRequest) -> None:
+    """Refuse a request that no cut satisfies."""
+    units = len(request.profiles.names)
+    stages = request.ranks * (request.chunks or 1)
     if stages > units:
         raise StagelineError(
-            f"the model has {units} units, and {asked.ranks} ranks need at least {stages} stages, each of a unit; use "
-            f"fewer ranks{' or chunks' if asked.chunks else ''}, {max(1, units // (asked.chunks or 1))} ranks at most"
+            f"the model has {units} units, but {request.ranks} ranks need at least {stages} stages; "
+            f"use fewer ranks{' or chunks' if request.chunks else ''}, {max(1, units // (request.chunks or 1))} ranks "
+            "at most"
         )
-    if asked.given is not None and asked.given.stages > units:
+    if request.counts is not None and (sum(request.counts) != units or min(request.counts, default=0) < 1):
         raise StagelineError(
-            f"{asked.given.name} has {asked.given.stages} stages, and the model only {units} units; use fewer ranks or "
-            "chunks, or another schedule"
-        )
-    if asked.pinned is not None and (sum(asked.pinned) != units or min(asked.pinned, default=0) < 1):
-        raise StagelineError(
-            f"layers_per_stage is {shorten(list(asked.pinned))}; every stage needs a unit, and they must add up to "
+            f"layers_per_stage is {shorten(list(request.counts))}; every stage needs a unit, and they must add up to "
             f"{units}"
         )
-    if asked.given is not None and not asked.given.training:
-        raise StagelineError(f"{asked.given.name} is for inference; give a schedule that trains")
-    if asked.given is not None and (asked.given.ranks, asked.given.microbatches) != (asked.ranks, asked.splits[0][0]):
+    schedule, microbatches = request.schedule, request.splits[0][0]
+    if schedule is None:
+        return
+    if schedule.stages > units:
         raise StagelineError(
-            f"the schedule has {asked.given.ranks} ranks and {asked.given.microbatches} microbatches, and the plan is "
-            f"for {asked.ranks} and {asked.splits[0][0]}"
+            f"{schedule.name} has {schedule.stages} stages, but the model has only {units} units; use fewer ranks or "
+            "chunks, or another schedule"
+        )
+    if not schedule.training:
+        raise StagelineError(f"{schedule.name} is for inference; give a schedule that trains")
+    if (schedule.ranks, schedule.microbatches) != (request.ranks, microbatches):
+        raise StagelineError(
+            f"the schedule has {schedule.ranks} ranks and {schedule.microbatches} microbatches, but the plan is for "
+            f"{request.ranks} and {microbatches}"
         )

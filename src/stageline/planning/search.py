@@ -1,4 +1,4 @@
-"""Looking for the fastest plan that fits: all families simulated, schedules synthesized for the best few cuts."""
+"""Search for the fastest plan that fits: simulate all families, then synthesize schedules for the best few cuts."""
 
 from __future__ import annotations
 
@@ -11,338 +11,358 @@ from typing import Any
 import numpy as np
 
 from stageline.common.errors import StagelineError
-from stageline.planning.candidates import Cuts, Kind, Shape, kinds_of, shape_of
-from stageline.planning.evaluate import SLACK, Prices
-from stageline.planning.memory import RankMemory
-from stageline.planning.request import SYNTHESIZED
-from stageline.planning.trial import Asked, Found, Place, one_by_one, place_of
+from stageline.planning.candidates import (
+    Candidate,
+    Cuts,
+    FamilyVariant,
+    Shape,
+    Trial,
+    family_variants,
+    one_by_one,
+    shape_of,
+)
+from stageline.planning.evaluate import SLACK, Evaluator
+from stageline.planning.request import SYNTHESIZED, PlanRequest
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import verify
 from stageline.synthesis.synthesize import synthesize
 from stageline.timeline.memory import peaks_of
 from stageline.timeline.simulate import simulate
-from stageline.timeline.timeline import share_above
+from stageline.timeline.timeline import Timeline, share_above
 
-BETTER = 0.005
-"""A synthesized order must be this share faster than a family to be taken: a name is worth something too."""
-FEW = 4
-"""For how many cuts a schedule is synthesized."""
-MOST = 16
-"""More microbatches than so many for a rank are tried only where nothing fits: their bubble is next to nothing."""
-TRIES = 6
-"""How many cuts are looked for that take units from full ranks: that takes longer than all else."""
-SPEED = 12_000
-"""About how many actions an order is made for in a second."""
-SMALL = 20_000
-"""Schedules of so many actions are simulated in no time: of the first number of microbatches all of them are."""
-KEPT = 64
-"""How many schedules are kept to be used again."""
+MIN_GAIN = 0.005
+"""A synthesized order must be this fraction faster than a family: a well-known name is worth something, too."""
+MAX_SYNTHESES = 4
+"""The number of candidates for which a schedule is synthesized."""
+MAX_MICROBATCHES_PER_RANK = 16
+"""More microbatches are tried only if nothing fits: the bubble is negligible by then."""
+MAX_MOVES = 6
+"""The number of cuts that move units away from full ranks; finding them is slow."""
+ACTIONS_PER_SECOND = 12_000
+"""The approximate speed of synthesis."""
+MAX_QUICK_ACTIONS = 20_000
+"""Schedules up to this size are simulated regardless of the time limit, for the first number of microbatches."""
+MAX_SCHEDULES = 64
+"""The number of schedules that are kept for reuse."""
 
 
-class Search:
-    """Tries what was asked for, the most promising first, until all is tried or the time is over."""
+class PlanSearch:
+    """Tries candidates, the most promising first, until all are tried or the time is up."""
 
-    def __init__(self, asked: Asked, tell: Callable[[str], None] = lambda text: None) -> None:
-        """`tell` is told in words what is being done."""
-        self.asked, self._tell = asked, tell
-        self.prices = Prices(asked)
-        self.cuts = Cuts(asked.sizes.any, asked.by, asked.pinned)
-        self.units = len(asked.sizes.any.layers)
-        self.found: list[Found] = []
-        self.bounds: dict[Place, float] = {}
-        """For every place that a schedule was synthesized for: no order takes less."""
-        self.best: Found | None = None
-        self.was_cut = False
-        """Whether the time was over before all was tried."""
-        self._began = time.monotonic()
+    def __init__(self, request: PlanRequest, progress: Callable[[str], None] = lambda text: None) -> None:
+        """`progress` receives messages about the search."""
+        self.request, self._progress = request, progress
+        self.evaluator = Evaluator(request)
+        self.cuts = Cuts(request.profiles.largest, request.by, request.counts)
+        self.units = len(request.profiles.names)
+        self.trials: list[Trial] = []
+        self.bounds: dict[Candidate, float] = {}
+        """Lower bounds from synthesis."""
+        self.best: Trial | None = None
+        self.was_cut_short = False
+        """Whether the time was up before everything was tried."""
+        self._start_time = time.monotonic()
         self._schedules: dict[Any, Schedule | None] = {}
-        self._tries = 0
-        self._screened = False
+        self._moves = 0
+        self._has_screened = False
 
     @property
     def elapsed(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self._began
+        return time.monotonic() - self._start_time
 
     def run(self) -> None:
-        """Simulate the families, make those fit that do not, then synthesize."""
-        asked = self.asked
-        synthesizes = asked.synthesis and asked.given is None
-        until = (0.6 if synthesizes else 1.0) * asked.time_limit
-        likely = [split for split in asked.splits if split[0] <= max(MOST * asked.ranks, asked.splits[0][0])]
-        for splits in (likely, [split for split in asked.splits if split not in likely]):
-            for split in self._in_order(splits if self.best is None else []):
+        """Simulate the families, save memory where they do not fit, then synthesize."""
+        request = self.request
+        synthesizes = request.synthesis and request.schedule is None
+        until = (0.6 if synthesizes else 1.0) * request.time_limit
+        most = max(MAX_MICROBATCHES_PER_RANK * request.ranks, request.splits[0][0])
+        likely = [split for split in request.splits if split[0] <= most]
+        for splits in (likely, [split for split in request.splits if split not in likely]):
+            for split in self._by_bound(splits if self.best is None else []):
                 self._screen(split, until)
-                self._squeeze(split, until)
+                self._save_memory(split, until)
         if synthesizes:
             self._synthesize()
-        if self.best is None and asked.given is None and asked.names is None:
-            self._leanest()
-        if self._only_made and self.best is not None:
-            self.found = [each for each in self.found if each.name == SYNTHESIZED]
-        self.found.sort(key=lambda each: (not each.fits, *each.order))
+        if self.best is None and request.schedule is None and request.names is None:
+            self._try_one_by_one()
+        if self._only_synthesized and self.best is not None:
+            self.trials = [trial for trial in self.trials if trial.name == SYNTHESIZED]
+        self.trials.sort(key=lambda trial: (not trial.fits, *trial.rating))
 
-    def _over(self, until: float) -> bool:
-        """Whether it is time to stop; later while nothing fits."""
-        sure = self.best is not None or self._only_made
-        if self.elapsed <= (until if sure else max(until, self.asked.time_limit)):
+    def _time_is_up(self, until: float) -> bool:
+        """Whether to stop; while nothing fits, the whole time limit applies."""
+        has_plan = self.best is not None or self._only_synthesized
+        if self.elapsed <= (until if has_plan else max(until, self.request.time_limit)):
             return False
-        self.was_cut = True
+        self.was_cut_short = True
         return True
 
     @property
-    def _only_made(self) -> bool:
-        """Whether no family is asked for by name: then they only show which cuts an order is made for."""
-        return self.asked.names == ()
+    def _only_synthesized(self) -> bool:
+        """Whether no family is requested by name: they then only show which cuts to synthesize a schedule for."""
+        return self.request.names == ()
 
-    # Families.
+    # Families
 
     def _screen(self, split: tuple[int, int], until: float) -> None:
-        """All families with every cut for their shape."""
-        first = not self._screened
-        self._screened = True
-        for kind in self._kinds:
-            small = first and 3 * kind.shape.stages * split[0] <= SMALL
-            if not small and self._over(until):
+        """Simulate all families with every cut for their shape."""
+        is_first = not self._has_screened
+        self._has_screened = True
+        for variant in self._variants:
+            is_quick = is_first and 3 * variant.shape.stages * split[0] <= MAX_QUICK_ACTIONS
+            if not is_quick and self._time_is_up(until):
                 return
-            places = self._hopeful(kind.shape, *split)
-            made = self._made(kind, split[0]) if places else None
-            if made is not None:
-                for place in places:
-                    self._add(made, place)
+            candidates = self._promising_cuts(variant.shape, *split)
+            schedule = self._schedule(variant, split[0]) if candidates else None
+            if schedule is not None:
+                for candidate in candidates:
+                    self._simulate(schedule, candidate)
         best = "" if self.best is None else f", best {self.best.name} {1e3 * self.best.seconds:.4g} ms"
-        self._tell(f"{len(self.found)} plans simulated{best}")
+        self._progress(f"{len(self.trials)} plans simulated{best}")
 
     @cached_property
-    def _kinds(self) -> list[Kind]:
-        asked = self.asked
-        if asked.given is None:
-            return kinds_of(asked.ranks, self.units, asked.names or None, asked.chunks)
-        return [Kind(asked.given.name, tuple(asked.given.options.items()), shape_of(asked.given))]
+    def _variants(self) -> list[FamilyVariant]:
+        request = self.request
+        if request.schedule is None:
+            return family_variants(request.ranks, self.units, request.names or None, request.chunks)
+        schedule = request.schedule
+        return [FamilyVariant(schedule.name, tuple(schedule.options.items()), shape_of(schedule))]
 
-    def _in_order(self, splits: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The numbers of microbatches, those with the lowest bound first."""
-        shape = Shape(self.asked.ranks, self.asked.ranks, "loop")
+    def _by_bound(self, splits: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the numbers of microbatches, lowest bound first."""
+        shape = Shape(self.request.ranks, self.request.ranks, "loop")
 
         def bound(split: tuple[int, int]) -> float:
-            return min(
-                (self.prices.bound(Place(shape, *split, cut, "none")) for cut in self.cuts.of(shape)), default=0.0
-            )
+            candidates = [Candidate(shape, *split, cut, "none") for cut in self.cuts.of(shape)]
+            return min(map(self.evaluator.bound, candidates), default=0.0)
 
         return sorted(splits, key=lambda split: (bound(split), split))
 
-    def _hopeful(self, shape: Shape, microbatches: int, samples: int) -> list[Place]:
-        """The cuts that could be faster than what was found."""
-        again = "none" if self.asked.again == "auto" else self.asked.again
-        places = [Place(shape, microbatches, samples, counts, again) for counts in self.cuts.of(shape)]
-        return [place for place in places if not self._hopeless(place)]
+    def _promising_cuts(self, shape: Shape, microbatches: int, samples: int) -> list[Candidate]:
+        """Return the cuts that could be faster than the best trial."""
+        recompute = "none" if self.request.recompute == "auto" else self.request.recompute
+        candidates = [Candidate(shape, microbatches, samples, counts, recompute) for counts in self.cuts.of(shape)]
+        return [candidate for candidate in candidates if not self._is_hopeless(candidate)]
 
-    def _made(self, kind: Kind, microbatches: int) -> Schedule | None:
-        """A schedule, and the last ones again without making them anew."""
-        if self.asked.given is not None:
-            return self.asked.given
-        key = (kind.name, kind.options, microbatches)
+    def _schedule(self, variant: FamilyVariant, microbatches: int) -> Schedule | None:
+        if self.request.schedule is not None:
+            return self.request.schedule
+        key = (variant.name, variant.options, microbatches)
         if key not in self._schedules:
-            if len(self._schedules) >= KEPT:
+            if len(self._schedules) >= MAX_SCHEDULES:
                 self._schedules.pop(next(iter(self._schedules)))
-            self._schedules[key] = kind.make(microbatches)
+            self._schedules[key] = variant.make(microbatches)
         return self._schedules[key]
 
-    # Where memory is short.
+    # Saving memory
 
-    def _squeeze(self, split: tuple[int, int], until: float) -> None:
-        """Make what does not fit fit, the most promising first; what is slower than the best before need not try."""
-        mine = [each for each in self.found if not each.fits and (each.microbatches, each.samples) == split]
-        for each in sorted(mine, key=self._squeezed):
-            if self._over(until):
-                return
-            if self.best is not None and each.seconds >= self.best.seconds:
-                continue
-            made = self._made(Kind(each.name, tuple(each.options.items()), each.shape), each.microbatches)
-            if made is None or self.asked.caps is None:
-                continue
-            if self.asked.again == "auto":
-                self._compute_again(made, place_of(each))
-            if self._tries < TRIES:
-                self._tries += 1
-                self._move_units(made, each)
-
-    def _leanest(self) -> None:
-        """One microbatch after the other, in as little memory as there is: where this does not fit, nothing does."""
-        shape = Shape(self.asked.ranks, self.asked.ranks, "loop")
-        if self.asked.caps is None or (self.asked.chunks or 1) != 1:
-            return
-        units = tuple(sorted({layer.name for layer in self.asked.sizes.any.layers}))
-        again = ("none", units, "stage") if self.asked.again == "auto" else (self.asked.again,)
-        for split in sorted(self.asked.splits, key=lambda split: split[1])[:3]:
-            for each in again:
-                for counts in self.cuts.of(shape):
-                    self._alone(Place(shape, *split, counts, each))
-                    cut = None if self.best is not None else self._roomier(self.found[-1])
-                    if cut is not None:
-                        self._alone(Place(shape, *split, cut, each))
-                    if self.best is not None:
-                        return
-
-    def _alone(self, place: Place) -> None:
-        """One microbatch after the other: the first tells of all, and simulating thousands in a row takes long."""
-        count = place.microbatches
-        timeline = simulate(one_by_one(place.shape.ranks, 1), self.prices.costs(place))
-        memory = self.prices.memory(timeline, place)
-        bubble = share_above(timeline.makespan, timeline.ideal)
-        made = one_by_one(place.shape.ranks, count)
-        self._note(place, made, count * timeline.makespan, bubble, memory, keep=True)
-
-    def _squeezed(self, each: Found) -> float:
-        """About what it will take: the share of activations that must go is computed once more, a third of the time."""
-        caps = self.asked.caps or [rank.total for rank in each.memory]
-        over = [
-            min(1.0, max(0.0, rank.total - cap) / rank.activations) if rank.activations else 0.0
-            for rank, cap in zip(each.memory, caps, strict=True)
+    def _save_memory(self, split: tuple[int, int], until: float) -> None:
+        """Change trials that do not fit, the most promising first, if they are faster than the best."""
+        too_large = [
+            trial
+            for trial in self.trials
+            if not trial.fits and (trial.candidate.microbatches, trial.candidate.samples) == split
         ]
-        return each.seconds * (1 + max(over) / 3)
+        for trial in sorted(too_large, key=self._estimated_seconds):
+            if self._time_is_up(until):
+                return
+            if self.best is not None and trial.seconds >= self.best.seconds:
+                continue
+            variant = FamilyVariant(trial.name, tuple(trial.options.items()), trial.candidate.shape)
+            schedule = self._schedule(variant, trial.candidate.microbatches)
+            if schedule is None or self.request.caps is None:
+                continue
+            if self.request.recompute == "auto":
+                self._recompute(schedule, trial.candidate)
+            if self._moves < MAX_MOVES:
+                self._moves += 1
+                self._move_units(schedule, trial)
 
-    def _hopeless(self, place: Place) -> bool:
-        return self.best is not None and self.prices.bound(place) >= self.best.seconds * (1 - SLACK)
+    def _estimated_seconds(self, trial: Trial) -> float:
+        """Estimate the time once it fits: the excess share of activations is recomputed, for a third of the time."""
+        caps = self.request.caps or [rank.total for rank in trial.memory]
+        excess = [
+            min(1.0, max(0.0, rank.total - cap) / rank.activations) if rank.activations else 0.0
+            for rank, cap in zip(trial.memory, caps, strict=True)
+        ]
+        return trial.seconds * (1 + max(excess) / 3)
 
-    def _move_units(self, made: Schedule, each: Found) -> None:
-        """Try a cut that takes units from the ranks that hold too much."""
-        place, cut = place_of(each), self._roomier(each)
-        if cut is not None and not self._hopeless(replace(place, counts=cut)):
-            self._add(made, replace(place, counts=cut))
+    def _is_hopeless(self, candidate: Candidate) -> bool:
+        return self.best is not None and self.evaluator.bound(candidate) >= self.best.seconds * (1 - SLACK)
 
-    def _roomier(self, each: Found) -> tuple[int, ...] | None:
-        asked, held = self.asked, [rank.total for rank in each.memory]
-        if asked.caps is None or each.fits:
+    def _move_units(self, schedule: Schedule, trial: Trial) -> None:
+        """Try a cut that moves units away from ranks above their cap."""
+        counts = self._roomier_cut(trial)
+        if counts is not None:
+            candidate = replace(trial.candidate, counts=counts)
+            if not self._is_hopeless(candidate):
+                self._simulate(schedule, candidate)
+
+    def _roomier_cut(self, trial: Trial) -> tuple[int, ...] | None:
+        request, candidate = self.request, trial.candidate
+        if request.caps is None or trial.fits:
             return None
-        weight, again = sum(asked.states.factors), each.again != "none"
-        cut = self.cuts.roomier(each.shape, each.counts, held, asked.caps, weight, again)
-        return None if cut == each.counts else cut
+        totals = [rank.total for rank in trial.memory]
+        state_factor, recompute = sum(request.states.factors), candidate.recompute != "none"
+        cut = self.cuts.roomier(candidate.shape, candidate.counts, totals, request.caps, state_factor, recompute)
+        return None if cut == candidate.counts else cut
 
-    def _compute_again(self, made: Schedule, place: Place) -> None:
-        """Compute units once more on the ranks that hold too much, as few as will do; or whole stages."""
-        names = self._fewest(made, place)
-        if names and self._add(made, replace(place, again=names)):
+    def _recompute(self, schedule: Schedule, candidate: Candidate) -> None:
+        """Recompute units on the ranks above their cap, as few as possible; or whole stages."""
+        units = self._fewest_units(schedule, candidate)
+        if units and self._simulate(schedule, replace(candidate, recompute=units)):
             return
-        for counts in dict.fromkeys([place.counts, *self.cuts.of(place.shape, again=True)]):
-            stages = replace(place, counts=counts, again="stage")
-            if self._hopeless(stages) or not self._add(made, stages):
+        for counts in dict.fromkeys([candidate.counts, *self.cuts.of(candidate.shape, recompute=True)]):
+            stages = replace(candidate, counts=counts, recompute="stage")
+            if self._is_hopeless(stages) or not self._simulate(schedule, stages):
                 return
 
-    def _fewest(self, made: Schedule, place: Place) -> tuple[str, ...]:
-        """For every rank the units that save most for their time, until it fits; none where it cannot.
+    def _fewest_units(self, schedule: Schedule, candidate: Candidate) -> tuple[str, ...]:
+        """Return for every rank the units that save most per time, until it fits; () if it cannot fit.
 
-        Only what is kept is counted here, and messages as they are when nothing is computed once more.
+        Bisects over the number of units per rank. Message buffers are taken from a step without recomputation.
         """
-        queues = self.prices.queues(place, made.placement.table[0].tolist())
-        plain = self.prices.memory(simulate(made, self.prices.costs(replace(place, again="none"))), place)
+        queues = self.evaluator.recompute_queues(candidate, schedule.placement.table[0].tolist())
+        plain_timeline = simulate(schedule, self.evaluator.costs(replace(candidate, recompute="none")))
+        plain = self.evaluator.memory(plain_timeline, candidate)
 
         def fits(counts: Sequence[int]) -> list[bool]:
-            costs = self.prices.costs(replace(place, again=_first(queues, counts)))
-            peaks = peaks_of(made, costs)
-            return self.prices.fitting(
+            costs = self.evaluator.costs(replace(candidate, recompute=_first(queues, counts)))
+            peaks = peaks_of(schedule, costs)
+            return self.evaluator.fits(
                 [rank._replace(activations=peak) for rank, peak in zip(plain, peaks, strict=True)]
             )
 
         low, high = [0] * len(queues), [len(queue) for queue in queues]
         if not all(fits(high)):
             return ()
-        while any(one < two for one, two in zip(low, high, strict=True)):
-            middle = [(one + two) // 2 for one, two in zip(low, high, strict=True)]
-            for rank, enough in enumerate(fits(middle)):
+        while low != high:
+            middle = [(least + most) // 2 for least, most in zip(low, high, strict=True)]
+            for rank, is_enough in enumerate(fits(middle)):
                 if low[rank] < high[rank]:
-                    low[rank], high[rank] = (low[rank], middle[rank]) if enough else (middle[rank] + 1, high[rank])
+                    low[rank], high[rank] = (low[rank], middle[rank]) if is_enough else (middle[rank] + 1, high[rank])
         return _first(queues, high)
 
-    def _add(self, made: Schedule, place: Place, keep: bool = False) -> bool:
-        """Simulate; say whether it fits."""
-        timeline = simulate(made, self.prices.costs(place))
-        memory = self.prices.memory(timeline, place)
-        bubble = share_above(timeline.makespan, timeline.ideal)
-        return self._note(place, made, timeline.makespan, bubble, memory, keep or self.asked.given is not None)
+    def _try_one_by_one(self) -> None:
+        """Try the order with the least memory, one microbatch after the other: if it does not fit, nothing does."""
+        request = self.request
+        shape = Shape(request.ranks, request.ranks, "loop")
+        if request.caps is None or (request.chunks or 1) != 1:
+            return
+        units = tuple(sorted(set(request.profiles.names)))
+        choices = ("none", units, "stage") if request.recompute == "auto" else (request.recompute,)
+        for split in sorted(request.splits, key=lambda split: split[1])[:3]:
+            for recompute in choices:
+                for counts in self.cuts.of(shape):
+                    self._simulate_one_by_one(Candidate(shape, *split, counts, recompute))
+                    roomier = None if self.best is not None else self._roomier_cut(self.trials[-1])
+                    if roomier is not None:
+                        self._simulate_one_by_one(Candidate(shape, *split, roomier, recompute))
+                    if self.best is not None:
+                        return
 
-    def _note(
-        self, place: Place, made: Schedule, seconds: float, bubble: float, memory: tuple[RankMemory, ...], keep: bool
+    def _simulate_one_by_one(self, candidate: Candidate) -> None:
+        """Simulate one microbatch and multiply: thousands in a row would take long."""
+        ranks, count = candidate.shape.ranks, candidate.microbatches
+        timeline = simulate(one_by_one(ranks, 1), self.evaluator.costs(candidate))
+        self._add(candidate, one_by_one(ranks, count), timeline, count * timeline.makespan, keep_schedule=True)
+
+    # Trials
+
+    def _simulate(self, schedule: Schedule, candidate: Candidate, keep_schedule: bool = False) -> bool:
+        """Simulate a candidate, and return whether it fits."""
+        timeline = simulate(schedule, self.evaluator.costs(candidate))
+        keep_schedule = keep_schedule or self.request.schedule is not None
+        return self._add(candidate, schedule, timeline, timeline.makespan, keep_schedule)
+
+    def _add(
+        self, candidate: Candidate, schedule: Schedule, timeline: Timeline, seconds: float, keep_schedule: bool
     ) -> bool:
-        """Keep what was found; say whether it fits."""
-        each = Found(
-            made.name, dict(made.options), place.shape, place.microbatches, place.samples, place.counts, place.again,
-            seconds, bubble, memory, all(self.prices.fitting(memory)), made if keep else None,
-        )  # fmt: skip
-        self.found.append(each)
-        better = each.fits and (self.best is None or each.order < self.best.order)
-        wanted = not self._only_made or made.name == SYNTHESIZED
-        if better and wanted and (self.asked.given is not None or _keeps_order(made)):
-            self.best = each
-        return each.fits
+        memory = self.evaluator.memory(timeline, candidate)
+        trial = Trial(
+            candidate,
+            schedule.name,
+            dict(schedule.options),
+            seconds,
+            share_above(timeline.makespan, timeline.ideal),
+            memory,
+            all(self.evaluator.fits(memory)),
+            schedule if keep_schedule else None,
+        )
+        self.trials.append(trial)
+        is_better = trial.fits and (self.best is None or trial.rating < self.best.rating)
+        is_requested = not self._only_synthesized or schedule.name == SYNTHESIZED
+        # Gradients must add up in the order of the microbatches, so that their bits do not depend on the schedule.
+        if is_better and is_requested and (self.request.schedule is not None or verify(schedule).in_order):
+            self.best = trial
+        return trial.fits
 
-    # Schedules made for their costs.
+    # Synthesis
 
     def _synthesize(self) -> None:
-        asked = self.asked
-        places = self._promising()
-        for number, place in enumerate(places):
-            if self.elapsed > asked.time_limit and self.best is not None:
-                self.was_cut = True
+        request = self.request
+        candidates = self._promising_candidates()
+        for index, candidate in enumerate(candidates):
+            if self.elapsed > request.time_limit and self.best is not None:
+                self.was_cut_short = True
                 return
-            self._tell(f"making an order for {place.microbatches} microbatches in {place.shape.stages} stages")
-            left = max(0.2, (asked.time_limit - self.elapsed) / (len(places) - number))
-            if 3 * place.shape.stages * place.microbatches > SPEED * left and not self._only_made:
-                continue
-            room = self.prices.room(place)
-            if room is not None and min(room) < 0:
+            shape, microbatches = candidate.shape, candidate.microbatches
+            self._progress(f"synthesizing a schedule for {microbatches} microbatches in {shape.stages} stages")
+            time_left = max(0.2, (request.time_limit - self.elapsed) / (len(candidates) - index))
+            is_large = 3 * shape.stages * microbatches > ACTIONS_PER_SECOND * time_left
+            room = self.evaluator.room(candidate)
+            if (is_large and not self._only_synthesized) or (room is not None and min(room) < 0):
                 continue
             try:
-                made = synthesize(
-                    self.prices.costs(place),
-                    asked.ranks,
-                    place.microbatches,
+                synthesized = synthesize(
+                    self.evaluator.costs(candidate),
+                    request.ranks,
+                    microbatches,
                     memory=room,
-                    chunks=place.shape.chunks,
-                    placement="vee" if place.shape.place == "v" else "loop",
-                    time_limit=left,
-                    seed=asked.seed,
+                    chunks=shape.chunks,
+                    placement="vee" if shape.placement == "v" else "loop",
+                    time_limit=time_left,
+                    seed=request.seed,
                 )
             except StagelineError:
                 continue  # nothing fits here, or it is too large
-            if made.was_interrupted:
-                raise KeyboardInterrupt  # it is for the whole search, not for one order
-            self.bounds[place] = made.lower_bound
-            if self.best is None or made.achieved < self.best.seconds * (1 - BETTER):
-                self._add(made.schedule, place, keep=True)
+            if synthesized.was_interrupted:
+                raise KeyboardInterrupt  # meant for the whole search
+            self.bounds[candidate] = synthesized.lower_bound
+            if self.best is None or synthesized.achieved < self.best.seconds * (1 - MIN_GAIN):
+                self._simulate(synthesized.schedule, candidate, keep_schedule=True)
 
-    def _promising(self) -> list[Place]:
-        """Where an order of its own could be better than all families: where the best families are, and around."""
+    def _promising_candidates(self) -> list[Candidate]:
+        """Return the candidates for which a synthesized order could be better than all families."""
         best = self.best
-        around = sorted((each for each in self.found if each.shape.place), key=lambda each: (not each.fits, each.order))
-        if best is None and around and around[0].fits:
-            return list(dict.fromkeys(place_of(each) for each in around))[:FEW]
+        trials = [trial for trial in self.trials if trial.candidate.shape.placement]
+        by_rating = sorted(trials, key=lambda trial: (not trial.fits, trial.rating))
         if best is not None:
-            places = list(dict.fromkeys(place_of(each) for each in around))
-            could = [place for place in places if self.prices.bound(place) < best.seconds * (1 - BETTER)]
-            return list(dict.fromkeys([*([place_of(best)] if place_of(best) in could else []), *could]))[:FEW]
-        tightest = sorted((each for each in self.found if each.shape.place), key=self._excess)
-        return list(dict.fromkeys(place_of(each) for each in tightest))[:FEW]
+            candidates = dict.fromkeys(trial.candidate for trial in by_rating)
+            could_win = [
+                candidate for candidate in candidates if self.evaluator.bound(candidate) < best.seconds * (1 - MIN_GAIN)
+            ]
+            first = [best.candidate] if best.candidate in could_win else []
+            return list(dict.fromkeys([*first, *could_win]))[:MAX_SYNTHESES]
+        if not (by_rating and by_rating[0].fits):
+            by_rating = sorted(trials, key=self._excess)
+        return list(dict.fromkeys(trial.candidate for trial in by_rating))[:MAX_SYNTHESES]
 
-    def _excess(self, each: Found) -> float:
-        """How far above its cap the fullest rank is."""
-        caps = self.asked.caps or tuple(np.inf for _ in each.memory)
-        return max(rank.total - cap for rank, cap in zip(each.memory, caps, strict=True))
+    def _excess(self, trial: Trial) -> float:
+        """Return how far the fullest rank is above its cap."""
+        caps = self.request.caps or tuple(np.inf for _ in trial.memory)
+        return max(rank.total - cap for rank, cap in zip(trial.memory, caps, strict=True))
 
-    def floor(self, each: Found) -> float:
-        """What no order of this cut takes less than."""
-        place = place_of(each)
-        return min(each.seconds, max(self.prices.bound(place), self.bounds.get(place, 0.0)))
+    def lower_bound(self, trial: Trial) -> float:
+        """Return a lower bound on the step for this candidate, over all orders."""
+        bound = max(self.evaluator.bound(trial.candidate), self.bounds.get(trial.candidate, 0.0))
+        return min(trial.seconds, bound)
 
     @cached_property
-    def closest(self) -> Found | None:
-        """Of those that do not fit, the one with the least above its cap."""
-        return min(self.found, key=self._excess, default=None)
-
-
-def _keeps_order(made: Schedule) -> bool:
-    """Whether gradients add up in the order of the microbatches, so that bits do not depend on the schedule."""
-    return verify(made).in_order
+    def closest(self) -> Trial | None:
+        """The trial that exceeds its cap the least."""
+        return min(self.trials, key=self._excess, default=None)
 
 
 def _first(queues: Sequence[Sequence[str]], counts: Sequence[int]) -> tuple[str, ...]:

@@ -146,9 +146,9 @@ def _plan(
     model: nn.Module, ranks: int, microbatches: int | None, example: Any, recompute: Choice, shared: int, chunks: Any
 ) -> Plan:
     """Measure a part of the batch, as large as a microbatch, and plan."""
-    from stageline.planning.batch_sizes import first_samples
     from stageline.planning.plan import plan
     from stageline.planning.request import device_memory
+    from stageline.tensors.pytree import first_samples
 
     whole = batch_size(example, "the example")
     if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):

@@ -282,6 +282,15 @@ def batch_size(tree: Any, what: str) -> int:
     return sizes.pop()
 
 
+def first_samples(tree: Any, samples: int) -> Any:
+    """Copy the first samples of a batch."""
+
+    def cut(leaf: Any) -> Any:
+        return leaf[:samples].clone() if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
+
+    return pytree.tree_map(cut, tree)
+
+
 def split_batch(tree: Any, parts: int) -> list[Any]:
     """Cut every tensor along its first dimension, sizes differing by at most one, larger first.
 

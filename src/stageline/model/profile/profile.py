@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from stageline.common.checked_json import PositiveInt, Range, check_format, field, from_json, parse_json
-from stageline.common.errors import CostError, JsonError, StagelineError, shorten
+from stageline.common.errors import CostError, JsonError, shorten
 from stageline.common.files import read_text, write_text
 from stageline.common.units import format_seconds, format_size
 from stageline.timeline.costs import LARGEST_COST, Costs, PerPair
