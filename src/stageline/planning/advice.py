@@ -10,7 +10,7 @@ from typing import Any
 from stageline.common.errors import NothingFits, StagelineError
 from stageline.common.units import format_size, round_up_size
 from stageline.planning.candidates import Trial
-from stageline.planning.explain import describe_recompute
+from stageline.planning.explain import describe_memory, describe_recompute
 from stageline.planning.request import PlanRequest
 from stageline.planning.search import PlanSearch
 
@@ -35,14 +35,11 @@ def nothing_fits(search: PlanSearch, progress: Callable[[str], None]) -> Stageli
         )
     excess = [rank.total - cap for rank, cap in zip(closest.memory, request.caps, strict=True)]
     worst = max(range(len(excess)), key=excess.__getitem__)
-    parts = ", ".join(
-        f"{name} {format_size(value)}" for name, value in closest.memory[worst]._asdict().items() if value
-    )
     needed, candidate = closest.memory[worst].total, closest.candidate
     message = (
         f"nothing fits: the closest plan, {closest.name} with {candidate.microbatches} microbatches and "
-        f"{describe_recompute(candidate.recompute)} recomputed, needs {format_size(needed)} on rank {worst} ({parts}); the "
-        f"limit is {format_size(request.caps[worst])}"
+        f"{describe_recompute(candidate.recompute)} recomputed, needs {format_size(needed)} on rank {worst} "
+        f"({describe_memory(closest.memory[worst])}); the limit is {format_size(request.caps[worst])}"
     )
     changes, suggestions = [], []
     for change, trial in _changes(search, progress):

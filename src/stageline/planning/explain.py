@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from stageline.common.units import format_seconds, format_size
+from stageline.planning.memory import RankMemory
 from stageline.planning.stage_costs import Recompute
 
 if TYPE_CHECKING:
@@ -27,6 +28,11 @@ def describe_recompute(recompute: Recompute) -> str:
     return f"{len(recompute)} unit{'s' if len(recompute) != 1 else ''}"
 
 
+def describe_memory(memory: RankMemory) -> str:
+    """Return the parts of a rank's memory that are not empty."""
+    return ", ".join(f"{name} {format_size(value)}" for name, value in memory._asdict().items() if value)
+
+
 def explain(plan: Plan, rows: int) -> str:
     """Return the figures, then the table."""
     return "\n".join([*_figures(plan), "", *_table(plan, rows), *(f"note: {note}" for note in plan.notes)])
@@ -45,9 +51,11 @@ def _figures(plan: Plan) -> Iterator[str]:
         yield f"bound       {format_seconds(plan.bound or 0.0)}: {quality}"
     totals = [rank.total for rank in plan.memory]
     fullest = max(range(len(totals)), key=totals.__getitem__)
-    parts = ", ".join(f"{name} {format_size(value)}" for name, value in plan.memory[fullest]._asdict().items() if value)
     cap = f" of {format_size(plan.caps[fullest])}" if plan.caps is not None else ""
-    yield f"memory      {format_size(totals[fullest])}{cap} on rank {fullest}, the fullest: {parts}"
+    yield (
+        f"memory      {format_size(totals[fullest])}{cap} on rank {fullest}, the fullest: "
+        f"{describe_memory(plan.memory[fullest])}"
+    )
     counts = plan.layers_per_stage
     shown = " ".join(map(str, counts[:32]))
     yield f"cut         {shown if len(counts) <= 32 else f'{shown} … ({len(counts)} stages)'} units"
