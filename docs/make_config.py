@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stageline.train.config.options import Option, options, sections, value_text
+from stageline.train.config.options import Option, options, sections, toml_value
 
 PAGE = Path(__file__).parent / "config.md"
 START, END = "<!-- options: written by docs/make_config.py -->", "<!-- end of options -->"
-RESUMING = {"same": "**same**", "warning": "warning", "free": ""}
+RESUME = {"same": "**same**", "warning": "warning", "free": ""}
 
 
 def tables() -> str:
@@ -17,18 +17,16 @@ def tables() -> str:
 
 
 def _section(section: str, sentence: str) -> str:
-    head = (
-        f"### {section}\n\n{sentence}\n\n| option | takes | default | resuming | |\n| --- | --- | --- | --- | --- |\n"
-    )
+    head = f"### {section}\n\n{sentence}\n\n| option | value | default | resume | |\n| --- | --- | --- | --- | --- |\n"
     return head + "".join(_row(option) for option in options().values() if option.section == section)
 
 
 def _row(option: Option) -> str:
     cells = (
         f"`{option.name}`",
-        ", ".join(f"`{choice}`" for choice in option.choices) or option.takes,
-        f"`{value_text(option.default)}`",
-        RESUMING[option.resuming],
+        ", ".join(f"`{choice}`" for choice in option.choices) or option.expected,
+        f"`{toml_value(option.default)}`",
+        RESUME[option.resume],
         option.help,
     )
     return "| " + " | ".join(cell.replace("|", "\\|").replace("*.", "\\*.") for cell in cells) + " |\n"

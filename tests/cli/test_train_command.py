@@ -1,4 +1,4 @@
-"""`stageline train` as people use it: its flags, its help, its errors, and what it hands on."""
+"""`stageline train` as people use it: its flags, its help, its errors, and the config it trains with."""
 
 from __future__ import annotations
 
@@ -12,36 +12,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stageline.cli.app import run
-from stageline.cli.words import understand
+from stageline.cli.train_flags import as_settings
 from stageline.train.config.config import Config
-from stageline.train.config.io import argument, read_config
-from stageline.train.config.options import Option, options
+from stageline.train.config.io import read_config
+from stageline.train.config.options import Option, flag_value, options
 from stageline.train.config.rules import GPT_UNITS
 
 Capture = pytest.CaptureFixture[str]
 
 
 class Trainers:
-    """Stands where the training job is; keeps what it is given, and ends with a code."""
+    """Takes the place of the trainer and keeps the configs it receives."""
 
     def __init__(self) -> None:
         self.configs: list[Config] = []
-        self.code = 0
 
     def __call__(self, config: Config) -> Trainers:
         self.configs.append(config)
         return self
 
-    def run(self) -> int:
-        return self.code
+    def run(self) -> None:
+        pass
 
 
 @pytest.fixture
 def trainers(monkeypatch: pytest.MonkeyPatch) -> Trainers:
-    found, module = Trainers(), ModuleType("stageline.train.trainer")
-    module.Trainer = found  # type: ignore[attr-defined]
+    recorder, module = Trainers(), ModuleType("stageline.train.trainer")
+    module.Trainer = recorder  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "stageline.train.trainer", module)
-    return found
+    return recorder
 
 
 def train(*words: str) -> int:
@@ -49,7 +48,7 @@ def train(*words: str) -> int:
 
 
 def refused(capsys: Capture, *words: str) -> list[str]:
-    """The lines of what is said when a command line is refused."""
+    """Return the lines of the error."""
     assert train(*words) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -91,38 +90,39 @@ def test_switches(words: str, value: bool, trainers: Trainers) -> None:
 
 @pytest.mark.parametrize("option", options().values(), ids=lambda option: option.key)
 def test_every_option_is_a_flag_in_three_spellings(option: Option) -> None:
-    text = argument(option.sample)
+    text = flag_value(option.sample)
     wanted = read_config(None, [f"{option.key}={text}"])
     for words in ([f"--{option.key}", text], [f"--{option.key}={text}"], [f"--{option.key.replace('_', '-')}", text]):
-        asked = understand(words)
-        assert (asked.errors, asked.path) == ([], None)
-        assert read_config(None, asked.sets) == wanted
+        (setting,) = as_settings(words)
+        assert read_config(None, [setting.removeprefix("--set=")]) == wanted
 
 
 @given(st.lists(st.text() | st.sampled_from([f"--{key}" for key in options()]) | st.text().map("--".__add__)))
 def test_no_words_are_lost(words: list[str]) -> None:
-    """Whatever is typed is a file, a setting, or an error."""
-    asked = understand(words)
-    assert bool(words) == bool(asked.path or asked.sets or asked.errors or asked.switches)
+    """Whatever is typed is a file, a setting, a switch or an error."""
+    rewritten = list(as_settings(words))
+    assert bool(rewritten) == bool(words)
+    for word in words:
+        assert word.startswith("-") or any(word in result for result in rewritten)
 
 
-def test_all_mistakes_of_words_and_file_are_said_at_once(trainers: Trainers, capsys: Capture) -> None:
+def test_all_errors_of_words_and_file_are_reported_at_once(trainers: Trainers, capsys: Capture) -> None:
     Path("job.toml").write_text("[training]\nsteps = 0\n")
     words = "--trainig.seed 4 job.toml model.dim=3 --no-training.seed --chek --training.steps --job.description"
     lines = refused(capsys, *words.split(), "--model.dim=x", "--qqqqqq", "7", "-p", "second.toml")
     assert lines == [
-        "error: 11 mistakes in the config:",
-        "  there is no option --trainig.seed; did you mean --training.seed?",
+        "error: 11 errors in the config:",
         "  'model.dim=3' is neither an option nor a .toml file; did you mean --set model.dim=3?",
-        "  --no-training.seed is no option: only true or false can be turned off; write --training.seed 0",
-        "  there is no option --chek; did you mean --check?",
-        "  --training.steps needs a value, like --training.steps 200",
-        "  --job.description needs a value, like --job.description 'the first run'",
-        "  there is no option --qqqqqq",
-        "  there is no option -p",
+        "  unknown option --chek; did you mean --check?",
         "  there are two config files, job.toml and second.toml; give one",
-        "  job.toml: training.steps is 0; it takes a whole number from 1 upwards, like steps = 200",
-        "  model.dim is x; it takes a whole number from 1 upwards, like model.dim=128",
+        "  job.toml: training.steps is 0; it must be an integer >= 1, for example steps = 200",
+        "  unknown option --trainig.seed; did you mean --training.seed?",
+        "  unknown option --no-training.seed; did you mean --training.seed?",
+        "  --training.steps has no value; write --training.steps=200",
+        "  --job.description has no value; write '--job.description=the first run'",
+        "  model.dim is x; it must be an integer >= 1, for example model.dim=128",
+        "  unknown option --qqqqqq",
+        "  unknown option -p",
     ]
     assert trainers.configs == []
 
@@ -134,16 +134,19 @@ def test_the_printed_config_is_the_one_of_the_words(trainers: Trainers, capsys: 
     assert trainers.configs == []
 
 
-def test_a_check_says_what_does_not_go_together_and_trains_nothing(trainers: Trainers, capsys: Capture) -> None:
+def test_a_check_reports_wrong_combinations_and_trains_nothing(trainers: Trainers, capsys: Capture) -> None:
     assert train("--check") == 0
-    assert capsys.readouterr().out == "the config is fine\n"
+    assert capsys.readouterr().out == "the config is valid\n"
     assert train("--check", "--parallelism.data_parallel_replicate_degree", "2") == 0
-    assert "is 2, and replicas are processes: start 8 with torchrun --nproc-per-node 8" in capsys.readouterr().out
+    assert (
+        "is 2, and each replica needs its own processes: start 8 with torchrun --nproc-per-node 8"
+        in capsys.readouterr().out
+    )
     (line,) = refused(capsys, "--check", "--model.n_heads", "3")
-    assert line.startswith("error: model.dim is 128 and model.n_heads is 3, which does not divide it; take 126 or 129")
+    assert line.startswith("error: model.dim is 128, which is not a multiple of model.n_heads 3; use 126 or 129")
     assert refused(capsys, "--model.n_heads", "3") == [line]
     assert train("--check", "--print-config") == 0
-    assert capsys.readouterr().err == "the config is fine\n"
+    assert capsys.readouterr().err == "the config is valid\n"
     assert trainers.configs == []
 
 
@@ -157,7 +160,7 @@ def test_a_check_finds_what_the_run_would_refuse(capsys: Capture) -> None:
     many = ("--parallelism.pipeline_parallel_degree", "40")
     (line,) = refused(capsys, "--check", *many)
     assert line.startswith("error: parallelism.pipeline_parallel_degree is 40, which makes 40 stages")
-    assert "model.n_layers 8 makes 12; take up to 12 ranks" in line
+    assert "with model.n_layers 8, there are 12; use at most 12 ranks" in line
     assert refused(capsys, *many) == [line]  # the run says the same
     for words, expected in (
         ("--parallelism.pipeline_parallel_degree 8 --parallelism.pipeline_parallel_schedule zb-v", "makes 16 stages"),
@@ -205,10 +208,9 @@ def test_help_fits_the_terminal_and_has_every_option(
     shown = " ".join(out.replace("│", " ").split())
     for example in ("stageline train job.toml", "--set optimizer.lr=3e-4", "torchrun --nproc-per-node 4"):
         assert out.index(example) < out.index("╭")
-    assert "--set SECTION.KEY=VALUE" in shown
-    if width < 110:
-        assert all(option.help in shown for option in options().values())
-        assert "Steps of the optimizer. [from 1 upwards; default: 200]" in shown
+    assert "KEY=VALUE" in shown
+    assert all(option.help in shown for option in options().values())
+    assert "Number of optimizer steps. [>= 1; default: 200]" in shown
 
 
 def test_help_check_and_the_printed_config_leave_torch_alone() -> None:
@@ -224,13 +226,21 @@ print(codes, "torch" in sys.modules)
     assert done.stdout.endswith("[0, 0, 0, 2] False\n"), done.stderr
 
 
-def test_flags_are_completed(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+@pytest.mark.parametrize(
+    ("words", "completions"),
+    [
+        ("job.toml --training.lo", ["--training.local_batch_size", "--training.loss", "--training.loss_weights"]),
+        ("--no-compile", ["--no-compile.enable"]),
+        ("--pri", ["--print-config"]),
+        ("--training.dtype b", ["bfloat16"]),
+    ],
+)
+def test_flags_and_choices_are_completed(
+    words: str, completions: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    line = f"stageline train {words}"
     monkeypatch.setenv("_STAGELINE_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", "stageline train job.toml --training.lo")
-    monkeypatch.setenv("COMP_CWORD", "3")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
     run([])
-    assert capsys.readouterr().out.split() == [
-        "--training.local_batch_size",
-        "--training.loss",
-        "--training.loss_weights",
-    ]
+    assert capsys.readouterr().out.split() == completions

@@ -200,7 +200,7 @@ def test_a_folder_where_nothing_was_made_can_be_used_for_another_configuration()
     refused("does not exist", "checkpoint.initial_load_path=nowhere")
     assert Path("run/config.toml").exists()
     assert train("model.dim=16").step == 4
-    refused("model.dim is 8 and was 16")
+    refused("model.dim is 8 but was 16")
 
 
 def test_a_start_that_is_refused_late_leaves_the_config_of_the_run() -> None:

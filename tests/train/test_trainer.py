@@ -271,8 +271,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tokens: Path) -
 
 def test_a_run_of_something_else_is_not_overwritten(tokens: Path) -> None:
     train(tokens, "training.steps=2")
-    refused(tokens, "training.seed is 1 and was 0", "training.seed=1")
-    refused(tokens, "model.dim is 32 and was 16", "model.dim=32")
+    refused(tokens, "training.seed is 1 but was 0", "training.seed=1")
+    refused(tokens, "model.dim is 32 but was 16", "model.dim=32")
     refused(tokens, "16 samples in a step|8 samples in a step", "training.local_batch_size=16")
     raw = np.fromfile(tokens, dtype=np.uint16)
     raw[5] = (raw[5] + 1) % 32

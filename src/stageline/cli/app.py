@@ -39,7 +39,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-app.command("train", cls=train.Train)(train.command)
+app.command("train", cls=train.TrainCommand, context_settings={"ignore_unknown_options": True})(train.command)
 app.add_typer(checkpoint.app, name="checkpoint")
 for verb in (
     report,

@@ -3,82 +3,125 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
+from stageline.common.errors import shorten
+
 if TYPE_CHECKING:
     from stageline.train.config.config import Parallelism
 
-# What knows the options of a config is imported where it is needed: the other verbs need not wait for it.
+# The config and its flags are imported where they are used, so that the other verbs start without them.
 
 
-class Train(TyperCommand):
-    """A command with a flag for every option of a config: words keep their order, and help is made from the fields."""
+class TrainCommand(TyperCommand):
+    """A command with a flag for each option of a config, beside the parameters of its function."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters of the function and the flags."""
+        from stageline.cli.train_flags import config_flags
+
+        return [*super().get_params(ctx), *config_flags()]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Leave the words as they are, but for a cry for help."""
-        asks = any(word in ("-h", "--help") for word in args)
-        return super().parse_args(ctx, ["--help"] if asks else ["--", *args])
+        """Rewrite each flag as a setting, then parse."""
+        from stageline.cli.train_flags import as_settings
+
+        return super().parse_args(ctx, list(as_settings(args)))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the help."""
-        from stageline.cli.manual import manual
+        """Print typer's help of the function, then a panel for each section of the config."""
+        from stageline.cli.train_flags import section_panels
 
-        out = Console(highlight=False)
-        for part in manual(self.help or "", out.width):
-            out.print(part)
-
-    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Complete flags."""
-        from stageline.cli.words import flags
-
-        found = super().shell_complete(ctx, incomplete)
-        item = type(super().shell_complete(ctx, "--help")[0])
-        return [*found, *(item(flag, help=said) for flag, said in flags() if flag.startswith(incomplete or " "))]
+        own = TyperCommand(self.name, params=self.params, help=self.help, rich_markup_mode=self.rich_markup_mode)
+        own.format_help(ctx, formatter)
+        console = Console(highlight=False)
+        for panel in section_panels():
+            console.print(panel)
 
 
-def command(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-    """Train a model: a built-in job, or one from a config file, with every option as a flag.
+def command(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[CONFIG.toml]", help="Config file of the job.", show_default=False)
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set any option; the value is TOML or plain text."),
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the resolved config as TOML with comments, and exit.")
+    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Report what is wrong with the config, and exit.")] = False,
+) -> None:
+    """Train a model: the built-in job, or one from a config file, with every option as a flag.
 
-    What is not said in the file or by a flag is as by default. --set and flags win over the file, later ones over
-    earlier ones.
+    Unset options use their defaults. Flags and --set override the file; later ones override earlier ones.
+
+    \b
+    stageline train                                  # the built-in job
+    stageline train job.toml --training.steps 1000 --no-validation.enable
+    stageline train job.toml --set optimizer.lr=3e-4 --set model.dropout=0.1
+    stageline train --print-config > job.toml        # a file to start from
+    torchrun --nproc-per-node 4 -m stageline train job.toml
     """
-    from stageline.cli.words import understand
-    from stageline.train.config.io import complain, gather
+    from stageline.train.config.io import raise_errors, read_with_errors
 
-    asked = understand(words or [])
-    config, errors = gather(asked.path, asked.sets)
-    complain([*asked.errors, *errors])
-    printing, checking = "--print-config" in asked.switches, "--check" in asked.switches
-    if printing:
+    path, word_errors = find_file(words or [])
+    config, config_errors = read_with_errors(path, settings or [])
+    raise_errors([*word_errors, *config_errors])
+    if print_config:
         typer.echo(config.to_toml(), nl=False)
-    if checking or not printing:
-        from stageline.train.config.rules import known_without_torch, validate
+    if check or not print_config:
+        from stageline.train.config.rules import needs_no_preflight, validate
 
         validate(config)
-    if checking and not known_without_torch(config):
-        from stageline.train.preflight import preflight
+    if check:
+        if not needs_no_preflight(config):
+            from stageline.train.preflight import preflight
 
-        preflight(config)
-    if checking:
-        typer.echo(f"{asked.path or 'the config'} is fine{_processes(config.parallelism)}", err=printing)
-    if asked.switches:
+            preflight(config)
+        typer.echo(f"{path or 'the config'} is valid{_processes_needed(config.parallelism)}", err=print_config)
+    if check or print_config:
         return
     from stageline.train.trainer import Trainer
 
     Trainer(config).run()
 
 
-def _processes(asked: Parallelism) -> str:
-    """What a job with replicas has to be started with, where the check itself runs in one process."""
-    replicas = asked.data_parallel_replicate_degree
+def find_file(words: Iterable[str]) -> tuple[str | None, list[str]]:
+    """Return the config file among the words that are not flags of the config, and the errors in the others.
+
+    >>> find_file(["a.toml", "--chek"])
+    ('a.toml', ['unknown option --chek; did you mean --check?'])
+    """
+    from stageline.cli.train_flags import suggest_command_flag
+
+    path, errors = None, []
+    for word in words:
+        if word.startswith("-"):
+            suggestion = suggest_command_flag(word)
+            errors.append(f"unknown option {word}" + (f"; did you mean {suggestion}?" if suggestion else ""))
+        elif not word.endswith(".toml"):
+            suggestion = f"; did you mean --set {word}?" if "=" in word else ""
+            errors.append(f"{shorten(word)} is neither an option nor a .toml file{suggestion}")
+        elif path is not None:
+            errors.append(f"there are two config files, {path} and {word}; give one")
+        else:
+            path = word
+    return path, errors
+
+
+def _processes_needed(parallelism: Parallelism) -> str:
+    """How to start a job with replicas, if the check itself runs in one process."""
+    replicas = parallelism.data_parallel_replicate_degree
     if replicas < 2 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return ""
-    count = asked.pipeline_parallel_degree * replicas
+    processes = parallelism.pipeline_parallel_degree * replicas
     return (
-        f"; parallelism.data_parallel_replicate_degree is {replicas}, and replicas are processes: start {count} "
-        f"with torchrun --nproc-per-node {count} -m stageline train"
+        f"; parallelism.data_parallel_replicate_degree is {replicas}, and each replica needs its own processes: start "
+        f"{processes} with torchrun --nproc-per-node {processes} -m stageline train"
     )

@@ -17,7 +17,7 @@ from stageline.model.build.build import describe
 from stageline.model.split import split
 from stageline.train.checkpoint.reader import at_step
 from stageline.train.config.config import Config
-from stageline.train.config.io import complain
+from stageline.train.config.io import raise_errors
 from stageline.train.config.rules import too_few_units
 from stageline.train.layout import Layout, find_layout
 from stageline.train.run_folder import RunFolder
@@ -41,7 +41,7 @@ def preflight(config: Config) -> None:
             sentences += list(check(setup))
         except StagelineError as error:
             sentences.append(str(error))
-    complain(sentences)
+    raise_errors(sentences)
 
 
 def _layout(config: Config) -> Layout:

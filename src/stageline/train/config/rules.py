@@ -1,4 +1,4 @@
-"""What no option can know of another: whether the options of a config go together, and what they name is there."""
+"""Rules that no single option can check: whether options go together, and whether the files they name exist."""
 
 from __future__ import annotations
 
@@ -12,133 +12,131 @@ from pathlib import Path, PurePath
 from stageline.common.errors import StagelineError, nearest
 from stageline.schedules.io import read_schedule
 from stageline.schedules.registry import find_family, schedule
-from stageline.train.config.config import Config
-from stageline.train.config.io import complain
-from stageline.train.config.options import Unfit, options, show, unfit, value_text
+from stageline.train.config.config import Config, Parallelism
+from stageline.train.config.io import raise_errors
+from stageline.train.config.options import BadValue, options, show, toml_value
 
 LOSSES = ("cross_entropy", "weighted_cross_entropy", "mse", "own")
 DATASETS = ("python", "text", "memmap", "dataset")
 GPT_UNITS = 4
-"""Those of the built-in GPT beside its blocks: two embeddings, the last norm, the head."""
-SEARCHED = 10_000
-"""How far from a number one looks for a divisor to offer."""
+"""Units of the built-in GPT beside its blocks: two embeddings, the last norm, the head."""
+SEARCH_DISTANCE = 10_000
+"""How far from a number to search for a divisor to suggest."""
 
 
 def validate(config: Config) -> None:
-    """Refuse a config that no job can be made of; the error has a line for everything that is wrong.
+    """Raise an error with one line for each problem if the config cannot run.
 
     >>> validate(Config())
     >>> validate(Config.read(None, "model.dim=100", "model.n_heads=8"))
     Traceback (most recent call last):
     ...
-    stageline.StagelineError: model.dim is 100 and model.n_heads is 8, which does not divide it;
-        take 96 or 104 for model.dim, or 5 or 10 for model.n_heads
+    stageline.StagelineError: model.dim is 100, which is not a multiple of model.n_heads 8;
+        use 96 or 104 for model.dim, or 5 or 10 for model.n_heads
     """
-    complain(mistakes(config))
+    raise_errors(find_errors(config))
 
 
-def mistakes(config: Config) -> list[str]:
-    """Everything that is wrong with a config, one sentence each.
+def find_errors(config: Config) -> list[str]:
+    """Return everything that is wrong with a config, one sentence each.
 
-    >>> mistakes(Config())
+    >>> find_errors(Config())
     []
     """
-    return list(_fields(config)) or [sentence for check in CHECKS for sentence in check(config)]
+    return list(_value_errors(config)) or [error for rule in RULES for error in rule(config)]
 
 
-def _fields(config: Config) -> Iterator[str]:
-    """What Python lets one write and no file would: values of a wrong type or out of bounds."""
-    for key, option in options().items():
-        value = getattr(getattr(config, option.section), option.name)
+def _value_errors(config: Config) -> Iterator[str]:
+    """Values of a wrong type or out of bounds, which Python can assign but no file can contain."""
+    for option in options().values():
+        value = option.get(config)
         try:
             option.accept(value)
-        except Unfit as error:
-            yield unfit(key, show(value), error, value_text(option.sample))
+        except BadValue as problem:
+            yield option.error(show(value), problem, toml_value(option.sample))
 
 
 def _model(config: Config) -> Iterator[str]:
     model = config.model
     if model.name == "gpt" and model.dim % model.n_heads:
         yield (
-            f"model.dim is {model.dim} and model.n_heads is {model.n_heads}, which does not divide it; take "
+            f"model.dim is {model.dim}, which is not a multiple of model.n_heads {model.n_heads}; use "
             f"{multiples(model.dim, model.n_heads)} for model.dim, or {divisors(model.dim, model.n_heads)} for "
             "model.n_heads"
         )
     if model.name != "gpt" and ":" not in model.name:
         yield from _hugging_face(Path(model.name))
-    tokenizer = Path(model.tokenizer_path)
-    if model.tokenizer_path != "bytes" and not tokenizer.is_file():
+    if model.tokenizer_path != "bytes" and not Path(model.tokenizer_path).is_file():
         yield (
-            f"model.tokenizer_path is {show(model.tokenizer_path)}, and there is no such file; give a tokenizer.json, "
-            f"or bytes{nearest(model.tokenizer_path, ['bytes'])}"
+            f"model.tokenizer_path is {show(model.tokenizer_path)}, which does not exist; use a tokenizer.json, or "
+            f"bytes{nearest(model.tokenizer_path, ['bytes'])}"
         )
 
 
 def _hugging_face(path: Path) -> Iterator[str]:
-    file = path / "config.json" if path.is_dir() else path
+    shown, file = show(str(path)), path / "config.json" if path.is_dir() else path
     if not file.is_file():
         yield (
-            f"model.name is {show(str(path))}; it takes gpt{nearest(str(path), ['gpt'])}, a config.json that is there, "
-            "a folder that has one, or package.module:function"
+            f"model.name is {shown}; it must be gpt{nearest(str(path), ['gpt'])}, an existing config.json, a folder "
+            "that holds one, or package.module:function"
         )
         return
     try:
-        known = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        yield f"model.name is {show(str(path))}, and {file} is no JSON: {error}"
+        yield f"model.name is {shown}, but {file} is not valid JSON: {error}"
         return
-    if not isinstance(known, dict) or "model_type" not in known:
-        yield f"model.name is {show(str(path))}, and {file} has no model_type, as a Hugging Face config has"
+    if not isinstance(content, dict) or "model_type" not in content:
+        yield f"model.name is {shown}, but {file} has no model_type, so it is not a Hugging Face config"
 
 
 def _data(config: Config) -> Iterator[str]:
     training, validation = config.training, config.validation
     if ":" not in training.dataset and training.dataset not in DATASETS:
         yield (
-            f"training.dataset is {show(training.dataset)}; it takes one of {', '.join(DATASETS)}"
+            f"training.dataset is {show(training.dataset)}; it must be one of {', '.join(DATASETS)}"
             f"{nearest(training.dataset, DATASETS)}, or package.module:function"
         )
     if training.dataset in ("text", "memmap", "dataset") and not training.dataset_path:
         yield (
-            f"training.dataset is {training.dataset}, and training.dataset_path is empty; say where the data is, like "
+            f"training.dataset is {training.dataset}, but training.dataset_path is empty; set it, for example "
             "training.dataset_path=data/train.txt"
         )
     if training.dataset == "python" and training.dataset_path:
         yield (
-            f"training.dataset is python, which comes with Python, and training.dataset_path is "
-            f"{show(training.dataset_path)}; for files of your own, training.dataset is text, memmap or dataset"
+            "training.dataset is python, which needs no path, but training.dataset_path is "
+            f"{show(training.dataset_path)}; for your own files, set training.dataset to text, memmap or dataset"
         )
-    named = [("training.dataset_path", training.dataset_path), ("validation.dataset_path", validation.dataset_path)]
-    for key, paths in named if ":" not in training.dataset else []:
-        for path in filter(None, map(str.strip, paths.split(","))):
-            if not Path(path).exists():
-                yield f"{key} names {show(path)}, and there is no such file or folder"
+    paths = {"training.dataset_path": training.dataset_path, "validation.dataset_path": validation.dataset_path}
+    for key, names in paths.items() if ":" not in training.dataset else ():
+        for name in filter(None, map(str.strip, names.split(","))):
+            if not Path(name).exists():
+                yield f"{key} names {show(name)}, which does not exist"
     if validation.dataset_path and not validation.enable:
         yield (
-            f"validation.dataset_path is {show(validation.dataset_path)}, and validation.enable is false; enable it, "
-            "or leave the path out"
+            f"validation.dataset_path is {show(validation.dataset_path)}, but validation.enable is false; enable "
+            "validation, or remove the path"
         )
 
 
 def _folders(config: Config) -> Iterator[str]:
-    inside = {
+    folders = {
         "checkpoint.folder": config.checkpoint.folder,
         "metrics.save_tb_folder": config.metrics.save_tb_folder,
     }
-    for key, name in inside.items():
+    for key, name in folders.items():
         path = PurePath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts:
-            yield f"{key} is {show(name)}; it is a folder inside of job.dump_folder: give its name alone"
+            yield f"{key} is {show(name)}; it must be the name of a folder inside job.dump_folder"
     if not config.job.dump_folder:
-        yield "job.dump_folder is empty; name a folder, like outputs"
+        yield "job.dump_folder is empty; set a folder, for example outputs"
 
 
 def _patience(config: Config) -> Iterator[str]:
-    asked = config.validation
-    if asked.patience and not asked.enable:
+    if config.validation.patience and not config.validation.enable:
         yield (
-            f"validation.patience is {asked.patience}, and validation.enable is false, so there is no loss to wait "
-            "for; enable it, or leave the patience out"
+            f"validation.patience is {config.validation.patience}, but validation.enable is false; enable validation, "
+            "or set the patience to 0"
         )
 
 
@@ -146,163 +144,158 @@ def _loss(config: Config) -> Iterator[str]:
     training = config.training
     if ":" not in training.loss and training.loss not in LOSSES:
         yield (
-            f"training.loss is {show(training.loss)}; it takes one of {', '.join(LOSSES)}"
+            f"training.loss is {show(training.loss)}; it must be one of {', '.join(LOSSES)}"
             f"{nearest(training.loss, LOSSES)}, or package.module:function"
         )
-    weighted = training.loss == "weighted_cross_entropy"
-    if weighted and not training.loss_weights:
+    is_weighted = training.loss == "weighted_cross_entropy"
+    if is_weighted and not training.loss_weights:
         yield (
-            "training.loss is weighted_cross_entropy, and training.loss_weights is empty; give one weight for each "
-            "class, like training.loss_weights=1.0,0.5, or take cross_entropy"
+            "training.loss is weighted_cross_entropy, but training.loss_weights is empty; set one weight per class, "
+            "for example training.loss_weights=1.0,0.5, or use cross_entropy"
         )
-    if not weighted and training.loss_weights:
+    if not is_weighted and training.loss_weights:
         yield (
-            f"training.loss_weights has {len(training.loss_weights)} weights, and training.loss is {training.loss}, "
-            "which has no use for them; take weighted_cross_entropy, or leave them out"
+            f"training.loss_weights has {len(training.loss_weights)} weights, but training.loss is {training.loss}, "
+            "which does not use them; use weighted_cross_entropy, or remove the weights"
         )
 
 
 def _batch(config: Config) -> Iterator[str]:
     local, size = config.training.local_batch_size, config.parallelism.pipeline_parallel_microbatch_size
     if local % size:
-        over = "is more than" if size > local else f"leaves {local % size} of"
         yield (
-            f"parallelism.pipeline_parallel_microbatch_size is {size}, which {over} the {local} samples of "
-            f"training.local_batch_size; take {divisors(local, size)} for the microbatch, or {multiples(local, size)} "
-            "for the local batch"
+            f"parallelism.pipeline_parallel_microbatch_size is {size}, which does not divide training.local_batch_size "
+            f"{local}; use {divisors(local, size)} for the microbatch, or {multiples(local, size)} for the local batch"
         )
     replicas, whole = config.parallelism.data_parallel_replicate_degree, config.training.global_batch_size
     at_once = local * max(1, replicas)
     if whole % at_once:
-        by = f" × {replicas} replicas (parallelism.data_parallel_replicate_degree)" if replicas > 1 else ""
+        times = f" × {replicas} replicas (parallelism.data_parallel_replicate_degree)" if replicas > 1 else ""
         yield (
-            f"training.global_batch_size is {whole}, which is no multiple of training.local_batch_size {local}{by}; "
-            f"take {multiples(whole, at_once)}, or 0 for one local batch a replica"
+            f"training.global_batch_size is {whole}, which is not a multiple of training.local_batch_size "
+            f"{local}{times}; use {multiples(whole, at_once)}, or 0 for one local batch per replica"
         )
 
 
 def _learning_rate(config: Config) -> Iterator[str]:
     steps, ratio, warmup = config.training.steps, config.lr_scheduler.decay_ratio, config.lr_scheduler.warmup_steps
     if -1 < ratio < 0:
-        yield f"lr_scheduler.decay_ratio is {ratio}; it takes -1, or a share of the steps from 0 to 1"
-    falling = round(ratio * steps)
-    if ratio > 0 and warmup + falling > steps:
-        longer = f", or at least {math.ceil(warmup / (1 - ratio)) + 1} for the steps" if ratio < 1 else ""
+        yield f"lr_scheduler.decay_ratio is {ratio}; it must be -1, or a fraction of the steps from 0 to 1"
+    decay = round(ratio * steps)
+    if ratio > 0 and warmup + decay > steps:
+        longer = f", or at least {math.ceil(warmup / (1 - ratio)) + 1} steps" if ratio < 1 else ""
         yield (
-            f"lr_scheduler.warmup_steps is {warmup} and lr_scheduler.decay_ratio is {ratio}, {falling} steps, together "
-            f"more than the {steps} of training.steps; take up to {steps - falling} for the warm-up{longer}"
+            f"lr_scheduler.warmup_steps is {warmup} and lr_scheduler.decay_ratio is {ratio} ({decay} steps), together "
+            f"more than training.steps {steps}; use at most {steps - decay} warm-up steps{longer}"
         )
 
 
-def _recomputation(config: Config) -> Iterator[str]:
-    asked = config.activation_checkpoint
-    if asked.mode == "selective" and not asked.modules:
+def _recompute(config: Config) -> Iterator[str]:
+    recompute = config.activation_checkpoint
+    if recompute.mode == "selective" and not recompute.modules:
         yield (
-            "activation_checkpoint.mode is selective, and activation_checkpoint.modules is empty; name modules, like "
-            "activation_checkpoint.modules=blocks.*.mlp, or take full"
+            "activation_checkpoint.mode is selective, but activation_checkpoint.modules is empty; name modules, for "
+            "example activation_checkpoint.modules=blocks.*.mlp, or use full"
         )
-    if asked.mode != "selective" and asked.modules:
+    if recompute.mode != "selective" and recompute.modules:
         yield (
-            f"activation_checkpoint.modules is {show(asked.modules)}, and activation_checkpoint.mode is {asked.mode}; "
-            "take selective, or leave the modules out"
+            f"activation_checkpoint.modules is {show(recompute.modules)}, but activation_checkpoint.mode is "
+            f"{recompute.mode}; use selective, or remove the modules"
         )
 
 
 def _schedule(config: Config) -> Iterator[str]:
-    asked, local, key = config.parallelism, config.training.local_batch_size, "parallelism.pipeline_parallel_schedule"
-    name, size, ranks = (
-        asked.pipeline_parallel_schedule,
-        asked.pipeline_parallel_microbatch_size,
-        asked.pipeline_parallel_degree,
-    )
-    if asked.pipeline_parallel_schedule_csv:
-        yield from _schedule_file(asked.pipeline_parallel_schedule_csv, name, ranks, local, size)
+    layout, local, key = config.parallelism, config.training.local_batch_size, "parallelism.pipeline_parallel_schedule"
+    name, ranks = layout.pipeline_parallel_schedule, layout.pipeline_parallel_degree
+    size = layout.pipeline_parallel_microbatch_size
+    if layout.pipeline_parallel_schedule_csv:
+        yield from _schedule_file(layout, local)
         return
     if name.lower() == "auto":
         return
     try:
         family = find_family(name)
     except StagelineError as error:
-        yield f"{key} is {show(name)}: {error}; or take auto"
+        yield f"{key} is {show(name)}: {error}; or use auto"
         return
-    chunks = {"chunks": asked.pipeline_parallel_chunks} if asked.pipeline_parallel_chunks else {}
+    chunks = {"chunks": layout.pipeline_parallel_chunks} if layout.pipeline_parallel_chunks else {}
     if chunks and "chunks" not in family.options:
         yield (
-            f"parallelism.pipeline_parallel_chunks is {chunks['chunks']}, and {key} is {name}, which leaves no choice; "
-            f"take 0, or a family that has chunks, like interleaved"
+            f"parallelism.pipeline_parallel_chunks is {chunks['chunks']}, but {key} is {name}, which has no such "
+            "choice; use 0, or a family with chunks, for example interleaved"
         )
     elif local % size == 0:
         try:
             if not schedule(name, ranks, local // size, **chunks).training:
-                yield f"{key} is {name}, which is for inference; take one that trains, or auto"
+                yield f"{key} is {name}, which is for inference; use a family that trains, or auto"
         except StagelineError as error:
             yield (
-                f"{key} is {name}, for the {ranks} ranks of parallelism.pipeline_parallel_degree and {local // size} "
-                f"microbatches, training.local_batch_size {local} / parallelism.pipeline_parallel_microbatch_size "
-                f"{size}: {error}"
+                f"{key} is {name}, with parallelism.pipeline_parallel_degree {ranks} and {local // size} microbatches "
+                f"(training.local_batch_size {local} / parallelism.pipeline_parallel_microbatch_size {size}): {error}"
             )
 
 
-def _schedule_file(file: str, name: str, ranks: int, local: int, size: int) -> Iterator[str]:
-    key = "parallelism.pipeline_parallel_schedule_csv"
+def _schedule_file(layout: Parallelism, local: int) -> Iterator[str]:
+    file, name = layout.pipeline_parallel_schedule_csv, layout.pipeline_parallel_schedule
+    ranks, size = layout.pipeline_parallel_degree, layout.pipeline_parallel_microbatch_size
+    problem = f"parallelism.pipeline_parallel_schedule_csv is {show(file)}"
     if name.lower() != "auto":
-        yield f"{key} is {show(file)}, and parallelism.pipeline_parallel_schedule is {name}; leave one of them out"
+        yield f"{problem}, but parallelism.pipeline_parallel_schedule is {name}; set one of them"
     try:
-        found = read_schedule(file)
+        plan = read_schedule(file)
     except StagelineError as error:
-        yield f"{key} is {show(file)}: {error}"
+        yield f"{problem}: {error}"
         return
-    if found.ranks != ranks:
+    if plan.ranks != ranks:
         yield (
-            f"{key} is {show(file)}, a schedule for {found.ranks} ranks, and parallelism.pipeline_parallel_degree is "
-            f"{ranks}; take {found.ranks}"
+            f"{problem}, a schedule for {plan.ranks} ranks, but parallelism.pipeline_parallel_degree is {ranks}; use "
+            f"{plan.ranks}"
         )
-    if local % size == 0 and found.microbatches != local // size:
+    if local % size == 0 and plan.microbatches != local // size:
         yield (
-            f"{key} is {show(file)}, a schedule for {found.microbatches} microbatches, and training.local_batch_size "
-            f"{local} / parallelism.pipeline_parallel_microbatch_size {size} makes {local // size}; take "
-            f"{found.microbatches * size} for the local batch"
+            f"{problem}, a schedule for {plan.microbatches} microbatches, but training.local_batch_size {local} / "
+            f"parallelism.pipeline_parallel_microbatch_size {size} is {local // size}; use "
+            f"{plan.microbatches * size} for the local batch"
         )
 
 
 def _units(config: Config) -> Iterator[str]:
-    """The built-in GPT is known without building it."""
-    if config.model.name == "gpt":
+    if config.model.name == "gpt":  # its units are known without building it
         units = config.model.n_layers + GPT_UNITS
-        yield from too_few_units(config, units, f"model.n_layers {config.model.n_layers} makes {units}")
+        yield from too_few_units(config, units, f"with model.n_layers {config.model.n_layers}, there are {units}")
 
 
-def too_few_units(config: Config, units: int, said: str) -> Iterator[str]:
-    """Whether a model of so many units can be cut into the stages that are asked for; `said` is how many it has.
+def too_few_units(config: Config, units: int, reason: str) -> Iterator[str]:
+    """Check that a model with this many units can be split into the stages of the config; `reason` says why so many.
 
     >>> print(*too_few_units(Config.read(None, "parallelism.pipeline_parallel_degree=40"), 8, "the model has 8"))
-    parallelism.pipeline_parallel_degree is 40, which makes 40 stages, and every stage needs a unit of the model:
-    the model has 8; take up to 8 ranks, or a model with at least 40
+    parallelism.pipeline_parallel_degree is 40, which makes 40 stages, but every stage needs a unit of the model:
+    the model has 8; use at most 8 ranks, or a model with at least 40 units
     """
-    asked, local = config.parallelism, config.training.local_batch_size
-    ranks, chunks = asked.pipeline_parallel_degree, asked.pipeline_parallel_chunks
+    layout, local = config.parallelism, config.training.local_batch_size
+    ranks, chunks = layout.pipeline_parallel_degree, layout.pipeline_parallel_chunks
     stages = ranks * max(1, chunks)
-    how = f" and parallelism.pipeline_parallel_chunks is {chunks}" if chunks else ""
-    with suppress(StagelineError):  # what is wrong with the schedule itself is said elsewhere
-        if asked.pipeline_parallel_schedule_csv:
-            stages = read_schedule(asked.pipeline_parallel_schedule_csv).stages
-            how = f" and parallelism.pipeline_parallel_schedule_csv is {show(asked.pipeline_parallel_schedule_csv)}"
-        elif asked.pipeline_parallel_schedule.lower() != "auto":
-            microbatches = max(1, local // asked.pipeline_parallel_microbatch_size)
-            given = {"chunks": chunks} if chunks else {}
-            stages = schedule(asked.pipeline_parallel_schedule, ranks, microbatches, **given).stages
-            how += f" and parallelism.pipeline_parallel_schedule is {asked.pipeline_parallel_schedule}"
+    cause = f" and parallelism.pipeline_parallel_chunks is {chunks}" if chunks else ""
+    with suppress(StagelineError):  # `_schedule` reports what is wrong with the schedule itself
+        if layout.pipeline_parallel_schedule_csv:
+            stages = read_schedule(layout.pipeline_parallel_schedule_csv).stages
+            cause = f" and parallelism.pipeline_parallel_schedule_csv is {show(layout.pipeline_parallel_schedule_csv)}"
+        elif layout.pipeline_parallel_schedule.lower() != "auto":
+            microbatches = max(1, local // layout.pipeline_parallel_microbatch_size)
+            extra = {"chunks": chunks} if chunks else {}
+            stages = schedule(layout.pipeline_parallel_schedule, ranks, microbatches, **extra).stages
+            cause += f" and parallelism.pipeline_parallel_schedule is {layout.pipeline_parallel_schedule}"
     if stages > units:
         most = units // max(1, stages // ranks)
-        fewer = f"take up to {most} ranks" if most else "take fewer chunks, or another schedule"
+        fewer = f"use at most {most} ranks" if most else "use fewer chunks, or another schedule"
         yield (
-            f"parallelism.pipeline_parallel_degree is {ranks}{how}, which makes {stages} stages, and every stage needs "
-            f"a unit of the model: {said}; {fewer}, or a model with at least {stages}"
+            f"parallelism.pipeline_parallel_degree is {ranks}{cause}, which makes {stages} stages, but every stage "
+            f"needs a unit of the model: {reason}; {fewer}, or a model with at least {stages} units"
         )
 
 
-Check = Callable[[Config], Iterator[str]]
-CHECKS: tuple[Check, ...] = (
+Rule = Callable[[Config], Iterator[str]]
+RULES: tuple[Rule, ...] = (
     _folders,
     _model,
     _data,
@@ -310,28 +303,28 @@ CHECKS: tuple[Check, ...] = (
     _loss,
     _batch,
     _learning_rate,
-    _recomputation,
+    _recompute,
     _schedule,
     _units,
 )
 
 
-def known_without_torch(config: Config) -> bool:
-    """Whether `validate` says all that can be said of a config before it runs: nothing has to be opened or built.
+def needs_no_preflight(config: Config) -> bool:
+    """Whether `validate` checks everything that can be checked without opening files or building a model.
 
-    >>> known_without_torch(Config()), known_without_torch(Config.read(None, "model.name=package:function"))
+    >>> needs_no_preflight(Config()), needs_no_preflight(Config.read(None, "model.name=package:function"))
     (True, False)
     """
     built_in = config.model.name == "gpt" and config.model.tokenizer_path == "bytes" and not config.model.vocab_size
     plain = config.training.dataset == "python" and config.training.loss == "cross_entropy"
     new = not Path(config.job.dump_folder).exists() and not config.checkpoint.initial_load_path
-    chooses = config.activation_checkpoint.mode == "selective" or config.checkpoint.load_step >= 0
-    patient = config.validation.patience or config.validation.dataset_path
-    return bool(built_in and plain and new and not chooses and not patient and "WORLD_SIZE" not in os.environ)
+    selects = config.activation_checkpoint.mode == "selective" or config.checkpoint.load_step >= 0
+    validates = config.validation.patience or config.validation.dataset_path
+    return bool(built_in and plain and new and not selects and not validates and "WORLD_SIZE" not in os.environ)
 
 
 def multiples(value: int, of: int) -> str:
-    """The multiples of a number that are nearest to a value, below and above.
+    """Return the nearest multiples of a number, below and above a value.
 
     >>> multiples(100, 8), multiples(3, 8)
     ('96 or 104', '8')
@@ -341,12 +334,12 @@ def multiples(value: int, of: int) -> str:
 
 
 def divisors(value: int, near: int) -> str:
-    """The divisors of a value that are nearest to a number, below and above.
+    """Return the nearest divisors of a value, below and above a number.
 
     >>> divisors(100, 8), divisors(16, 20)
     ('5 or 10', '16')
     """
-    below = range(min(near - 1, value), 0, -1)[:SEARCHED]
-    above = range(near + 1, value + 1)[:SEARCHED]
-    found = [next((each for each in side if value % each == 0), None) for side in (below, above)]
-    return " or ".join(str(each) for each in found if each) or "1"
+    below = range(min(near - 1, value), 0, -1)[:SEARCH_DISTANCE]
+    above = range(near + 1, value + 1)[:SEARCH_DISTANCE]
+    nearest_divisors = (next((number for number in side if value % number == 0), None) for side in (below, above))
+    return " or ".join(str(number) for number in nearest_divisors if number) or "1"
