@@ -274,8 +274,8 @@ def test_a_job_goes_on_when_nobody_can_read_what_it_says(reader: str) -> None:
 
 
 def test_folders_of_a_run_are_inside_of_it() -> None:
-    refused("checkpoint.folder is .* inside of job.dump_folder", "checkpoint.folder=/tmp/elsewhere")
-    refused("metrics.save_tb_folder is .* inside of job.dump_folder", "metrics.save_tb_folder=../elsewhere")
+    refused("checkpoint.folder is .* inside job.dump_folder", "checkpoint.folder=/tmp/elsewhere")
+    refused("metrics.save_tb_folder is .* inside job.dump_folder", "metrics.save_tb_folder=../elsewhere")
     refused("job.dump_folder is empty", "job.dump_folder=")
 
 

@@ -255,7 +255,7 @@ def refused(tokens: Path, match: str, *more: str, run: str = "run") -> None:
 def test_what_does_not_fit_is_refused_before_anything_is_written(tokens: Path) -> None:
     refused(tokens, "pipeline_parallel_microbatch_size", "parallelism.pipeline_parallel_microbatch_size=16", run="new")
     refused(tokens, "replicas are processes", "parallelism.data_parallel_replicate_degree=2", run="new")
-    refused(tokens, "no such file or folder", "training.dataset_path=/nowhere/x.bin", run="new")
+    refused(tokens, "which does not exist", "training.dataset_path=/nowhere/x.bin", run="new")
     empty = tokens.parent / "empty.bin"
     empty.write_bytes(b"")
     refused(tokens, "empty", f"training.dataset_path={empty}", run="new")
