@@ -160,7 +160,7 @@ ERRORS = {
     "show 1f1b -p 2 -m 2 --forward 1,2,3": "forward has 3 values and the schedule has 2 stages",
     "show 1f1b -p 2 -m 2 --forward many": "--forward takes a number",
     "show 1f1b -p 2 -m 2 --scale 1,2,3": "scale has 3 factors for 2 microbatches",
-    "show 1f1b -p 2 -m 2 --costs nowhere.json": "cannot read costs from nowhere.json",
+    "show 1f1b -p 2 -m 2 --costs nowhere.json": "cannot read nowhere.json: No such file",
     "show 1f1b -p 2 -m 2 --option depth": "--option takes KEY=VALUE",
     "show nowhere.csv": "cannot read nowhere.csv: No such file",
     "show 1f1b -p 2 -m 2 --svg /no/such/a.svg": "cannot write the picture to /no/such/a.svg",
