@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stageline.common.errors import StagelineError, place_of
+from stageline.common.imports import find_function
 from stageline.model.huggingface_config import config_file, read_config
-from stageline.model.imports import find_function
 
 if TYPE_CHECKING:
     from torch import nn

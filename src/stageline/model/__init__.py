@@ -1,8 +1,10 @@
 """From a model to stages.
 
 This package finds the units of a model, decides where to cut it, measures it and builds only what a rank owns. It does
-not run schedules.
+not run schedules, and knows nothing of transports.
 
-Read in order: `units`, `split`, then `stage_module/` (one stage of a model), `partition/` (where to cut), `profile/`
-(what units cost) and `build/` (materializing a rank's own tensors). `huggingface` holds what transformers' models need.
+Read in order: `units`, `unit_order` (the order of their calls), `split`, `staged` (the result), then `stage_module/`
+(one stage of a model), `partition/` (where to cut), `profile/` (the costs of units) and `build/` (allocating a rank's
+own tensors). Special cases: `skips` (skip connections), `compiled_models`, `huggingface` and `huggingface_config`.
+`reachability` finds what a layer can reach through Python references.
 """

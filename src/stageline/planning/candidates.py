@@ -96,11 +96,11 @@ class FamilyVariant:
     def make(self, microbatches: int) -> Schedule | None:
         """Return the schedule; None if the family does not allow these sizes, or gives another shape for them."""
         try:
-            made = schedule(self.name, self.shape.ranks, microbatches, **dict(self.options))
+            result = schedule(self.name, self.shape.ranks, microbatches, **dict(self.options))
         except ScheduleError:
             return None
-        is_valid = made.training and made.placement.directions == 1
-        return made if is_valid and shape_of(made) == self.shape else None
+        is_valid = result.training and result.placement.directions == 1
+        return result if is_valid and shape_of(result) == self.shape else None
 
 
 def shape_of(schedule: Schedule) -> Shape:

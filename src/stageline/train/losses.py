@@ -76,7 +76,7 @@ def find_loss(name: str, weights: tuple[float, ...] = (), model_loss: Any = None
     if name == "own":
         return Loss(own_loss, "mean")
     if ":" in name:
-        from stageline.model.imports import find_function
+        from stageline.common.imports import find_function
 
         return Loss(find_function(name), "mean")
     known = ["cross_entropy", "weighted_cross_entropy", "mse", "own"]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from stageline.common.errors import StagelineError, nearest, shorten
-from stageline.model.imports import find_function
+from stageline.common.imports import find_function
 from stageline.train.config.config import Config
 from stageline.train.data.documents import dataset_documents, document_tokens, python_documents, splits, text_documents
 from stageline.train.data.memmap import memmap_tokens

@@ -1,4 +1,4 @@
-"""Functions that a configuration names as package.module:function."""
+"""Import functions that are named as package.module:function."""
 
 from __future__ import annotations
 
