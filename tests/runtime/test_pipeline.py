@@ -8,14 +8,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import stageline as sl
-from stageline.schedules.runs import PAIRED
 from stageline.testing import assert_same_bits, one_process_step
 from support.gradients import gradients
 from support.pipelines import (
@@ -56,7 +54,7 @@ def test_the_measured_timeline_has_the_schedules_actions_in_its_order(name: str)
     assert measured.schedule == pipe.schedule
     for planned_one, measured_one in zip(planned.actions(0), measured.actions(0), strict=True):
         assert planned_one.action == measured_one.action
-    pairs = np.flatnonzero(pipe.schedule.kinds >= PAIRED)
+    pairs = pipe.schedule.pairs
     assert len(pairs) == 0 or name == "dualpipe-v"
     assert (measured.start[pairs] == measured.start[pairs + 1]).all()
     assert (measured.end[pairs] == measured.end[pairs + 1]).all()

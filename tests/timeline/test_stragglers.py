@@ -89,6 +89,15 @@ class Sleeper(nn.Module):
         return torch.as_tensor(self.linear(x))
 
 
+def test_a_pipeline_of_hundreds_of_stages_is_watched() -> None:
+    schedule = sl.schedule("zb-h1", ranks=300, microbatches=1)
+    watch = Stragglers(schedule)
+    normal = sl.simulate(schedule).end - sl.simulate(schedule).start
+    slow = np.where(schedule.stage_ids == 290, 2 * normal, normal)
+    stages = [straggler.stage for step in range(40) for straggler in watch.after(normal if step < 20 else slow)]
+    assert stages == [290]
+
+
 def train(rank: int, how: str, stragglers: bool = True, at: int = 14, count: int = 26) -> list[str]:
     """What is logged in steps of three stages, of which the second becomes slow."""
     torch.manual_seed(0)

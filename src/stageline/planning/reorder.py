@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from stageline.common.errors import StagelineError
 from stageline.planning.candidates import shape_of
 from stageline.schedules import action as kinds
-from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
 from stageline.synthesis.synthesize import synthesize
 from stageline.timeline.costs import Costs
@@ -80,4 +79,4 @@ def reorder(
 
 def splits(schedule: Schedule) -> bool:
     """Whether any backward of a schedule is split, so that the costs of both halves are known."""
-    return bool((schedule.kinds % PAIRED == kinds.W).any())
+    return bool((schedule.action_kinds == kinds.W).any())

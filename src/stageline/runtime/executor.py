@@ -26,7 +26,6 @@ from stageline.runtime.guards.changed_outputs import Outputs
 from stageline.runtime.guards.non_finite import FiniteWatch
 from stageline.runtime.stage import Stage
 from stageline.schedules import action as kinds
-from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.aliases import noted, read_pairs, sharing
 from stageline.tensors.pytree import Leaf, flatten, refuse_layout, unflatten
@@ -156,12 +155,11 @@ class Executor:
 
     def _task(self, index: int) -> _Task:
         schedule, rank_of = self.schedule, self.schedule.placement.rank_of
-        kind = int(schedule.kinds[index] % PAIRED)
+        kind = int(schedule.action_kinds[index])
         stage, microbatch = int(schedule.stage_ids[index]), int(schedule.microbatch_ids[index])
-        step = {kinds.F: 1, kinds.B: -1, kinds.I: -1, kinds.W: 0}[kind]
-        before, after = stage - step, stage + step
-        source = rank_of(before, microbatch) if step and 0 <= before < schedule.stages else None
-        target = rank_of(after, microbatch) if step and 0 <= after < schedule.stages else None
+        before, after = schedule.input_stage(index), schedule.output_stage(index)
+        source = None if before is None else rank_of(before, microbatch)
+        target = None if after is None else rank_of(after, microbatch)
         return _Task(
             index,
             kind,

@@ -20,7 +20,6 @@ from stageline.runtime.microbatches import NAMES, SCALE, Given, digest, disagree
 from stageline.runtime.shared_parameters import Placed
 from stageline.runtime.step_report import Outcome
 from stageline.schedules import action as kinds
-from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.buffers import Taken
 
@@ -50,7 +49,7 @@ def finishing_order(schedule: Schedule, rank: int) -> list[int]:
     mine = list(schedule.slices())[rank]
     last: dict[int, int] = {}
     for index in range(mine.start, mine.stop):
-        if schedule.kinds[index] % PAIRED != kinds.F:
+        if schedule.action_kinds[index] != kinds.F:
             last[int(schedule.stage_ids[index])] = index
     return sorted(last, key=lambda stage: last[stage])
 

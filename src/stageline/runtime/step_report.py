@@ -14,7 +14,6 @@ from stageline.distributed.rank_host import Floats
 from stageline.runtime.batches.chunk_specs import merge
 from stageline.runtime.executor import Executors, RankResult
 from stageline.runtime.guards.non_finite import WIDTH, Event, FiniteWatch, read_events, write_events
-from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.pytree import join_batch
 from stageline.timeline.timeline import Timeline, Transfers
@@ -160,11 +159,11 @@ class Measured:
 def timeline_of(schedule: Schedule, times: Floats, uncertainty: float | None) -> Timeline:
     """A measured timeline from starts, ends and arrivals, and how far the clocks of ranks may be apart."""
     start, end, came = times - times[0].min()
-    pairs = np.flatnonzero(schedule.kinds >= PAIRED)  # a pair is one entry: its halves have the same times
+    pairs = schedule.pairs  # a pair is one entry: its halves have the same times
     start[pairs + 1] = start[pairs] = np.minimum(start[pairs], start[pairs + 1])
     end[pairs] = end[pairs + 1] = np.maximum(end[pairs], end[pairs + 1])
     graph = schedule.graph
-    receivers = np.flatnonzero((graph.source >= 0) & (graph.rank != graph.rank[graph.source]))
+    receivers = graph.receivers
     sent = end[graph.source[receivers]]
     arrived = np.maximum(np.minimum(came[receivers], start[receivers]), sent)
     moved = Transfers(receivers, sent, arrived)

@@ -15,6 +15,10 @@ KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 F, B, I, W = range(4)
 """The kinds as the numbers that arrays hold."""
 
+OUTPUT_STEP = (1, -1, -1, 0)
+"""For each kind, the distance from its stage to the stage that takes its output: F passes it on to the next stage, B
+and I to the previous one, W to none."""
+
 LARGEST_INDEX = 2**31 - 1
 
 _ACTION = re.compile(r"([0-9]{1,12})([FBIW])([0-9]{1,12})")

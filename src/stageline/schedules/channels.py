@@ -27,7 +27,6 @@ from stageline.common.errors import ScheduleError
 from stageline.schedules import action as kinds
 from stageline.schedules.action import Action
 from stageline.schedules.dependencies import Indices, Ints
-from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
 
 Traffic = Literal["forward", "backward"]
@@ -98,7 +97,7 @@ class Channels(Sequence[Channel]):
         senders = self.senders[self.bounds[index] : self.bounds[index + 1]]
         receiver = int(self.receivers[self.bounds[index]])
         rank = self.schedule.graph.rank
-        forward = self.schedule.kinds[senders[0]] % PAIRED == kinds.F
+        forward = self.schedule.action_kinds[senders[0]] == kinds.F
         traffic: Traffic = "forward" if forward else "backward"
         sent, taken = _Messages(self.schedule, np.sort(senders)), _Messages(self.schedule, senders)
         ends = int(rank[senders[0]]), int(rank[receiver])
@@ -162,7 +161,7 @@ def channels_of(schedule: Schedule) -> Channels:
         taken = np.flatnonzero(source >= 0)
         source = source[taken]
         source_rank = graph.rank[source]
-        number = source_rank * 2 + (schedule.kinds[mine][taken] % PAIRED != kinds.F)
+        number = source_rank * 2 + (schedule.action_kinds[mine][taken] != kinds.F)
         number[source_rank == target] = -1
         order = np.argsort(number, kind="stable")[np.count_nonzero(number < 0) :]
         senders.append(source[order])

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stageline.schedules import action as kinds
-from stageline.schedules.runs import PAIRED
+from stageline.schedules.action import OUTPUT_STEP
 from stageline.schedules.schedule import Schedule
 
 Ints: TypeAlias = NDArray[np.integer[Any]]
@@ -47,6 +47,11 @@ class Graph:
     """How actions and entries belong together, where some entries are overlapped pairs."""
     first: Ints
     """For each rank, its first entry, and one more for the end."""
+
+    @cached_property
+    def receivers(self) -> Ints:
+        """The actions that take their input from another rank."""
+        return np.flatnonzero((self.source >= 0) & (self.rank != self.rank[self.source]))
 
     @property
     def entries(self) -> int:
@@ -149,16 +154,16 @@ class Pairs:
 
 def graph_of(schedule: Schedule) -> Graph:
     """Find what waits for what; the schedule must be complete (see `rules`)."""
-    plain = schedule.kinds % PAIRED
-    is_forward = plain == kinds.F
+    is_forward = schedule.action_kinds == kinds.F
     source = np.full(schedule.num_actions, -1, dtype=np.int32)
-    _link(source, schedule, is_forward, -schedule.microbatches)
-    _link(source, schedule, (plain == kinds.B) | (plain == kinds.I), schedule.microbatches)
+    steps = np.array(OUTPUT_STEP)[schedule.action_kinds]
+    for step in (1, -1):
+        _link(source, schedule, steps == step, -step * schedule.microbatches)
 
     rank = np.repeat(np.arange(schedule.ranks, dtype=np.int32), np.diff(schedule.bounds))
     if not schedule.has_overlaps:
         return Graph(source, rank, None, schedule.bounds)
-    second = np.concatenate([[False], schedule.kinds[:-1] >= PAIRED])
+    second = np.concatenate([[False], schedule.pair_starts[:-1]])
     entry_of = np.cumsum(~second, dtype=np.int32) - np.int32(1)
     entries = int(entry_of[-1]) + 1
     forward_of, backward_of = (np.full(entries, -1, dtype=np.int32) for _ in range(2))

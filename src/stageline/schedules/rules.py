@@ -17,7 +17,6 @@ from stageline.schedules import action as kinds
 from stageline.schedules.action import KINDS
 from stageline.schedules.channels import check_channels
 from stageline.schedules.dependencies import Ints
-from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
 
 Rule: TypeAlias = Callable[[Schedule], None]
@@ -80,14 +79,14 @@ def check_owner(schedule: Schedule) -> None:
 
 def check_overlap(schedule: Schedule) -> None:
     """An overlapped pair is one F and one B or I."""
-    pairs = np.flatnonzero(schedule.kinds >= PAIRED)
+    pairs = schedule.pairs
     if not len(pairs):
         return
     ends = schedule.bounds[1:]
     for index in pairs[np.isin(pairs + 1, ends)].tolist():
         _fail(schedule, index, "overlap", "is the forward of a pair that has no backward")
-    first, second = schedule.kinds[pairs], schedule.kinds[pairs + 1]
-    bad = np.flatnonzero((first != PAIRED + kinds.F) | ~np.isin(second, (kinds.B, kinds.I)))
+    first, second = schedule.action_kinds[pairs], schedule.action_kinds[pairs + 1]
+    bad = np.flatnonzero((first != kinds.F) | ~np.isin(second, (kinds.B, kinds.I)) | schedule.pair_starts[pairs + 1])
     if len(bad):
         index = int(pairs[bad[0]])
         _fail(
@@ -99,7 +98,7 @@ def check_complete(schedule: Schedule) -> None:
     """Every stage runs F and its backward (B, or I and W) exactly once for each microbatch; F alone in inference."""
     size = schedule.stages * schedule.microbatches
     key = schedule.keys
-    plain = schedule.kinds % PAIRED
+    plain = schedule.action_kinds
     if size > schedule.num_actions:
         present = np.unique(key[plain == kinds.F])
         missing = int(np.argmax(np.append(present, -1) != np.arange(len(present) + 1)))
@@ -205,7 +204,7 @@ def _check_local_order(schedule: Schedule) -> None:
     """F comes before the backward of the same stage and microbatch, and I before W, on the rank they share."""
     done_at = np.zeros(schedule.stages * schedule.microbatches, dtype=np.int32)
     for mine in schedule.slices():
-        plain = schedule.kinds[mine] % PAIRED
+        plain = schedule.action_kinds[mine]
         key = schedule.keys[mine]
         forward, weight = np.flatnonzero(plain == kinds.F), np.flatnonzero(plain == kinds.W)
         back = np.flatnonzero((plain == kinds.B) | (plain == kinds.I))
@@ -214,7 +213,7 @@ def _check_local_order(schedule: Schedule) -> None:
             needs = done_at[key[then]]
             wrong = needs > then
             # A pair starts both at once, so its backward cannot need its forward.
-            wrong |= (needs == then - 1) & (schedule.kinds[mine][needs] >= PAIRED)
+            wrong |= (needs == then - 1) & schedule.pair_starts[mine][needs]
             if wrong.any():
                 late, need = int(then[np.argmax(wrong)]), int(needs[np.argmax(wrong)])
                 _, position = schedule.where(mine.start + need)

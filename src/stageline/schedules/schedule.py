@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stageline.common.errors import ScheduleError, shorten
-from stageline.schedules.action import KINDS, LARGEST_INDEX, Action, Entry, Overlap, parse_entry
+from stageline.schedules.action import KINDS, LARGEST_INDEX, OUTPUT_STEP, Action, Entry, Overlap, parse_entry
 from stageline.schedules.placement import Placement
 from stageline.schedules.runs import PAIRED, Run
 
@@ -202,12 +202,46 @@ class Schedule:
 
     def action(self, index: int) -> Action:
         """Make the action of this number, counted through all ranks."""
-        return Action(KINDS[self.kinds[index] % PAIRED], int(self.stage_ids[index]), int(self.microbatch_ids[index]))
+        return Action(KINDS[self.action_kinds[index]], int(self.stage_ids[index]), int(self.microbatch_ids[index]))
+
+    @cached_property
+    def action_kinds(self) -> NDArray[np.uint8]:
+        """The kind of each action: F, B, I or W of `schedules.action`, whether or not it is part of a pair."""
+        return self.kinds % np.uint8(PAIRED)
+
+    @cached_property
+    def pair_starts(self) -> NDArray[np.bool_]:
+        """For each action, whether it is the forward of an overlapped pair; the next action is the backward."""
+        return self.kinds >= PAIRED
+
+    @property
+    def pairs(self) -> NDArray[np.int64]:
+        """The index of the forward of each overlapped pair."""
+        return np.flatnonzero(self.pair_starts)
 
     @property
     def has_overlaps(self) -> bool:
         """Whether any forward and backward are issued together."""
-        return bool((self.kinds >= PAIRED).any())
+        return bool(self.pair_starts.any())
+
+    def input_stage(self, index: int) -> int | None:
+        """Return the stage whose output this action takes, or None.
+
+        >>> import stageline as sl
+        >>> s = sl.schedule("1f1b", ranks=2, microbatches=1)
+        >>> [(str(s.action(index)), s.input_stage(index), s.output_stage(index)) for index in range(4)]
+        [('0F0', None, 1), ('0B0', 1, None), ('1F0', 0, None), ('1B0', None, 0)]
+        """
+        return self._neighbour(index, -1)
+
+    def output_stage(self, index: int) -> int | None:
+        """Return the stage that takes the output of this action, or None."""
+        return self._neighbour(index, 1)
+
+    def _neighbour(self, index: int, direction: int) -> int | None:
+        step = OUTPUT_STEP[self.action_kinds[index]]
+        stage = int(self.stage_ids[index]) + direction * step
+        return stage if step and 0 <= stage < self.stages else None
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:

@@ -12,7 +12,6 @@ from stageline.common.errors import ScheduleError, shorten
 from stageline.schedules import action as kinds
 from stageline.schedules.channels import Channel, Channels, least_look_ahead
 from stageline.schedules.rules import RULES
-from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
 
 
@@ -172,10 +171,10 @@ def _peaks(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """The most activations, residues and both that each rank holds while it runs any of its actions."""
     found = []
     for mine in schedule.slices():
-        plain = schedule.kinds[mine] % PAIRED
+        plain = schedule.action_kinds[mine]
         gives_back = ((plain == kinds.B) | (plain == kinds.I) | (not schedule.training)).astype(np.int64)
         activations = np.cumsum((plain == kinds.F) - gives_back) + gives_back  # held until the action's end
-        head = np.flatnonzero(schedule.kinds[mine] >= PAIRED)
+        head = np.flatnonzero(schedule.pair_starts[mine])
         activations[head] = activations[head + 1]
         puts_off = (plain == kinds.I).astype(np.int64) - (plain == kinds.W)
         residues = np.cumsum(puts_off) - puts_off  # what there was before the action
@@ -189,7 +188,7 @@ def _in_order(schedule: Schedule) -> bool:
     A B adds to the weights where it stands, a split backward where its W stands: of a stage that mixes them, neither
     the B nor the W alone tell the order of the additions.
     """
-    plain = schedule.kinds % PAIRED
+    plain = schedule.action_kinds
     for half in (kinds.I, kinds.W):
         index = np.flatnonzero((plain == kinds.B) | (plain == half))
         stage, microbatch = schedule.stage_ids[index], schedule.microbatch_ids[index]

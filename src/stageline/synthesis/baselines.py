@@ -13,7 +13,6 @@ from stageline.schedules.channels import check_channels
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import Family, families
 from stageline.schedules.registry import schedule as build_schedule
-from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import ensure_progress
 from stageline.synthesis.list_scheduling import Plan, Programs, schedule_of
@@ -59,7 +58,7 @@ def objective_of(problem: Problem, timeline: Timeline) -> float:
 def programs_of(schedule: Schedule) -> Programs:
     """Return the actions of every rank as codes."""
     size = schedule.stages * schedule.microbatches
-    codes = (schedule.kinds % PAIRED).astype(np.int64) * size + schedule.keys
+    codes = schedule.action_kinds.astype(np.int64) * size + schedule.keys
     return [codes[part].tolist() for part in schedule.slices()]
 
 
@@ -113,7 +112,7 @@ def _groups(problem: Problem) -> list[int]:
 
 def _conforms(problem: Problem, schedule: Schedule) -> bool:
     """Whether backwards are split as required and every stage runs F, I and W in microbatch order."""
-    kind = schedule.kinds % PAIRED
+    kind = schedule.action_kinds
     if problem.split is not None and bool((kind == (kinds.B if problem.split else kinds.I)).any()):
         return False
     for mask in (kind == kinds.F, (kind == kinds.B) | (kind == kinds.I), (kind == kinds.B) | (kind == kinds.W)):
@@ -139,7 +138,7 @@ def _variants(schedule: Schedule) -> list[Schedule]:
     if not schedule.has_overlaps:
         return [schedule]
     sequential = Schedule(
-        schedule.kinds % PAIRED,
+        schedule.action_kinds,
         schedule.stage_ids,
         schedule.microbatch_ids,
         schedule.bounds,

@@ -11,7 +11,6 @@ import numpy as np
 from stageline.common.errors import ScheduleError
 from stageline.schedules.action import KINDS, Action
 from stageline.schedules.dependencies import Ints
-from stageline.schedules.runs import PAIRED
 from stageline.timeline.costs import Floats
 from stageline.timeline.timeline import Timeline, share_above
 
@@ -66,7 +65,7 @@ class Comparison:
         if kind not in KINDS:
             raise ScheduleError(f"an action is of kind F, B, I or W, not {kind!r}")
         code = KINDS.index(kind)
-        chosen = schedule.kinds % PAIRED == code
+        chosen = schedule.action_kinds == code
         stage = schedule.stage_ids[chosen]
         total = np.bincount(stage, weights=self.longer[chosen], minlength=schedule.stages)
         count = np.bincount(stage, minlength=schedule.stages)
@@ -118,4 +117,4 @@ def compare(first: Timeline, second: Timeline) -> Comparison:
 def _keys(timeline: Timeline) -> Ints:
     """A number for each action that does not depend on where it runs."""
     schedule = timeline.schedule
-    return schedule.keys * np.int64(4) + schedule.kinds % PAIRED
+    return schedule.keys * np.int64(4) + schedule.action_kinds

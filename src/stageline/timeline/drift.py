@@ -11,7 +11,6 @@ import numpy as np
 
 from stageline.common.errors import CostError
 from stageline.schedules import action as kinds
-from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Costs, Floats
 from stageline.timeline.simulate import simulate
@@ -116,7 +115,7 @@ class _Kinds:
     def runs(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """By kind and stage."""
         found = np.zeros((4, self.schedule.stages), dtype=bool)
-        found[self.schedule.kinds % PAIRED, self.schedule.stage_ids] = True
+        found[self.schedule.action_kinds, self.schedule.stage_ids] = True
         return found
 
     def work(self, times: Sequence[Floats]) -> Floats:

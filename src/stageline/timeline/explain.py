@@ -12,7 +12,6 @@ import numpy as np
 from stageline.common.errors import ScheduleError
 from stageline.schedules.action import KINDS
 from stageline.schedules.dependencies import Ints
-from stageline.schedules.runs import PAIRED
 from stageline.timeline.costs import LARGEST_COST, Costs, Floats
 from stageline.timeline.idle import entry_times, leads_of, waits_of
 from stageline.timeline.simulate import simulate
@@ -208,7 +207,7 @@ def _groups(timeline: Timeline) -> _Groups:
     schedule, graph = timeline.schedule, timeline.schedule.graph
     entries = graph.actions_of_entries()
     lead = leads_of(timeline)
-    kind = (schedule.kinds[lead] % PAIRED).astype(np.int64)
+    kind = schedule.action_kinds[lead].astype(np.int64)
     stage = schedule.stage_ids[lead].astype(np.int64)
     if len(entries) == 2:
         pairs = np.flatnonzero((entries[0] >= 0) & (entries[1] >= 0))

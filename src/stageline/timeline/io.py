@@ -75,7 +75,7 @@ def _timeline(data: Mapping[str, Any]) -> Timeline:
     schedule = schedule_from(data.get("schedule"))
     ensure_progress(schedule)
     graph = schedule.graph
-    receivers = np.flatnonzero((graph.source >= 0) & (graph.rank != graph.rank[graph.source]))
+    receivers = graph.receivers
     per_rank = np.diff(schedule.bounds)
     messages = np.bincount(graph.rank[receivers], minlength=schedule.ranks)
     start, end = (_times(data, name, per_rank, "actions") for name in ("start", "end"))

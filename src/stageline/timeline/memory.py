@@ -10,14 +10,13 @@ from __future__ import annotations
 import numpy as np
 
 from stageline.schedules import action as kinds
-from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Costs, Floats, per_stage
 
 
 def _levels(schedule: Schedule, costs: Costs, low: int, high: int) -> tuple[Floats, Floats]:
     """The memory of one rank during and after each of its actions."""
-    plain = schedule.kinds[low:high] % PAIRED
+    plain = schedule.action_kinds[low:high]
     stage, microbatch = schedule.stage_ids[low:high], schedule.microbatch_ids[low:high]
     scale = costs.scales(schedule.microbatches)[microbatch]
     activation = per_stage("activation", costs.activation, schedule.stages)[stage] * scale
@@ -31,7 +30,7 @@ def _levels(schedule: Schedule, costs: Costs, low: int, high: int) -> tuple[Floa
     after = np.maximum(np.cumsum(takes - frees), 0.0)  # rounding may leave less than nothing
     before = np.concatenate([[0.0], after[:-1]])
     during = before + takes + transient
-    head = np.flatnonzero(schedule.kinds[low:high] >= PAIRED)
+    head = np.flatnonzero(schedule.pair_starts[low:high])
     # A pair holds what both need from its start to its end.
     both = during[head] + transient[head + 1]
     during[head] = during[head + 1] = both
@@ -56,7 +55,7 @@ def memory_of(schedule: Schedule, costs: Costs, start: Floats, end: Floats, rank
     levels = np.stack([during, after], axis=1).reshape(-1)
     if schedule.has_overlaps:
         # The first action of a pair ends where the second does: keep the pair's common start and end.
-        head = np.flatnonzero(schedule.kinds[low:high] >= PAIRED)
+        head = np.flatnonzero(schedule.pair_starts[low:high])
         keep = np.ones(len(times), dtype=bool)
         keep[2 * head + 1] = keep[2 * head + 2] = False
         times, levels = times[keep], levels[keep]

@@ -6,7 +6,6 @@ import numpy as np
 
 from stageline.common.errors import CostError, shorten
 from stageline.schedules.dependencies import Graph
-from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import ensure_progress
 from stageline.timeline.costs import Costs, Floats, per_stage
@@ -33,9 +32,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     graph = schedule.graph
     hop = hop_times(schedule, costs)
     start, end = _run(graph, durations(schedule, costs), hop)
-    receivers = np.flatnonzero((graph.source >= 0) & (graph.rank != graph.rank[graph.source]))
-    sent = end[graph.source[receivers]]
-    transfers = Transfers(receivers, sent, sent + hop[receivers])
+    sent = end[graph.source[graph.receivers]]
+    transfers = Transfers(graph.receivers, sent, sent + hop[graph.receivers])
     return Timeline(schedule=schedule, start=start, end=end, transfers=transfers, costs=costs)
 
 
@@ -43,10 +41,10 @@ def durations(schedule: Schedule, costs: Costs) -> Floats:
     """How long each action takes; both actions of an overlapped pair take what the pair takes."""
     times = np.stack(costs.times(schedule.stages))
     scale = costs.scales(schedule.microbatches)
-    taken = times.take((schedule.kinds % PAIRED) * np.int32(schedule.stages) + schedule.stage_ids)
+    taken = times.take(schedule.action_kinds * np.int32(schedule.stages) + schedule.stage_ids)
     if costs.scale is not None:
         taken *= scale[schedule.microbatch_ids]
-    pairs = np.flatnonzero(schedule.kinds >= PAIRED)
+    pairs = schedule.pairs
     if len(pairs):
         both = taken[pairs] + taken[pairs + 1]
         if costs.overlap is not None:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stageline.schedules import action as kinds
-from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Floats
 
@@ -160,7 +159,7 @@ class _Groups:
     """Which actions of a schedule are of one kind and stage."""
 
     def __init__(self, schedule: Schedule) -> None:
-        key = (schedule.kinds % PAIRED) * schedule.stages + schedule.stage_ids
+        key = schedule.action_kinds.astype(np.int64) * schedule.stages + schedule.stage_ids
         self._order = np.argsort(key, kind="stable")
         self._keys, self._starts = np.unique(key[self._order], return_index=True)
         self._stages = schedule.stages

@@ -13,7 +13,6 @@ import numpy as np
 from stageline.common.errors import ScheduleError
 from stageline.schedules.action import Action
 from stageline.schedules.dependencies import Ints
-from stageline.schedules.runs import PAIRED
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Costs, Floats
 from stageline.timeline.idle import Idle, idle_of
@@ -127,7 +126,7 @@ class Timeline:
     def busy(self) -> tuple[float, ...]:
         """How long each rank computes; an overlapped pair counts once."""
         taken = self.end - self.start
-        taken[np.flatnonzero(self.schedule.kinds >= PAIRED) + 1] = 0.0
+        taken[self.schedule.pairs + 1] = 0.0
         return tuple(float(taken[mine].sum()) for mine in self.schedule.slices())
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stageline.schedules.runs import PAIRED
+from stageline.schedules.action import KINDS
 from stageline.schedules.schedule import Schedule
 
 
@@ -51,10 +51,9 @@ class Boxes:
 
 def boxes_of(schedule: Schedule) -> Boxes:
     """Return the boxes of a schedule; an overlapped pair is one box."""
-    paired = schedule.kinds >= PAIRED
-    first = np.flatnonzero(~np.concatenate([[False], paired[:-1]]))
-    letter = np.array(list("FBIW"))[schedule.kinds[first] % PAIRED]
-    letter[paired[first]] = "&"
+    first = np.flatnonzero(~np.concatenate([[False], schedule.pair_starts[:-1]]))
+    letter = np.array(KINDS)[schedule.action_kinds[first]]
+    letter[schedule.pair_starts[first]] = "&"
     rank = np.repeat(np.arange(schedule.ranks), np.diff(schedule.bounds))[first]
     return Boxes(rank, first, letter, _odd_chunks(schedule)[rank, schedule.stage_ids[first]])
 
