@@ -18,8 +18,18 @@ from stageline.model.split import check_positive
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.batches.chunk_specs import ChunkSpecs
 from stageline.runtime.pipeline import Pipeline
-from stageline.runtime.reference import Difference, OneProcess, copy_batch, count_samples, differences
-from stageline.runtime.rounding import FINE, Reasons, Reordered, differentiable, within
+from stageline.runtime.reference import (
+    FINE,
+    Difference,
+    OneProcess,
+    Reasons,
+    Reordered,
+    copy_batch,
+    count_samples,
+    differences,
+    differentiable,
+    within,
+)
 from stageline.runtime.stage import Stage
 from stageline.runtime.step import Batch
 from stageline.schedules.schedule import Schedule
