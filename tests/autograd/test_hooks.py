@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stageline as sl
-from stageline.autograd.hooks import registered
+from stageline.autograd.engine import registered_hooks
 from stageline.autograd.split_backward import SplitBackward
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
 from support.gradients import gradients
@@ -260,11 +260,11 @@ def test_hooks_act_once_on_processes() -> None:
 def test_what_this_package_registers_is_not_counted() -> None:
     linear = nn.Linear(8, 8)
     x = torch.randn(3, 8, requires_grad=True)
-    before = registered()
+    before = registered_hooks()
     for _ in range(2):
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             output = linear(x)
         split = SplitBackward([output], [torch.ones_like(output)], [x])
         split.input_gradients()
         split.weight_gradients()
-    assert registered() == before
+    assert registered_hooks() == before

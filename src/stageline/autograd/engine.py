@@ -1,28 +1,49 @@
-"""Autograd's engine, called directly: what surrounds it in `torch.autograd` costs more than a small action's own work.
+"""Autograd's engine, called directly, and the hooks around it.
 
-`torch.autograd.backward` and `.grad` look at every tensor they are given, in Python, before they call the engine. Here
-the roots are known to be in order, and the engine itself refuses gradients that do not fit. Tensors of other classes
-than torch's own have a say in how they are run backwards, so those go the usual way.
+`torch.autograd.backward` and `.grad` check every tensor in Python before they call the engine, which takes longer than
+the work of a small action. The roots are valid here, and the engine itself refuses gradients that do not fit. Tensor
+subclasses may override the backward, so they take the usual way.
+
+A hook on a tensor or node may change a gradient or count its calls, so it must run exactly once, in I or in W. torch
+does not tell which nodes have hooks, but it numbers every hook that Python registers. If the number grew between a
+forward and its backward, the graph may have hooks, and its backward is not split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import graph
 from torch.autograd.graph import GradientEdge, Node
+from torch.utils.hooks import RemovableHandle
+
+from stageline.autograd._torch_private import (
+    hooks_registered,
+    prepend_hook,
+    run_engine,
+    tensor_hooks,
+    version_of,
+    without_torch_function,
+)
 
 Root = Tensor | GradientEdge
 
+Versions = dict[int, list[tuple[Tensor, int]]]
+"""By the number of a leaf: its gradients before its hooks ran, and the versions of these gradients."""
+
 _PLAIN = frozenset([Tensor, nn.Parameter, GradientEdge])
-_engine: Any = getattr(graph, "_engine_run_backward", None)
+_lock = threading.Lock()
+_uncounted = 0
+"""How many of the registered hooks are from `add_prehook`."""
+_MARK = "stageline"
 
 
 def backward(roots: Sequence[Root], grads: Sequence[Tensor | None]) -> None:
-    """Add the gradients of all leaves behind some roots to them; None is the gradient of a single number by itself.
+    """Accumulate the gradients of all leaves behind some roots; None stands for the gradient 1 of a scalar.
 
     >>> leaf = torch.ones(2, requires_grad=True)
     >>> backward([(3 * leaf).sum()], [None])
@@ -30,7 +51,7 @@ def backward(roots: Sequence[Root], grads: Sequence[Tensor | None]) -> None:
     tensor([3., 3.])
     """
     if _usual(roots):
-        _engine(tuple(roots), _filled(roots, grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        run_engine(tuple(roots), _filled(roots, grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
     else:
         torch.autograd.backward(list(roots), list(grads))  # type: ignore[arg-type]
 
@@ -45,24 +66,77 @@ def gradients(
     (tensor([3., 3.]),)
     """
     if _usual(roots) and _usual(inputs):
-        found = _engine(
-            tuple(roots), _filled(roots, grads), keep, False, tuple(inputs), allow_unreachable=True,
-            accumulate_grad=False,
+        return tuple(
+            run_engine(
+                tuple(roots), _filled(roots, grads), keep, False, tuple(inputs), allow_unreachable=True,
+                accumulate_grad=False,
+            )
         )  # fmt: skip
-        return tuple(found)
     return torch.autograd.grad(list(roots), list(inputs), list(grads), retain_graph=keep, allow_unused=True)  # type: ignore[arg-type]
 
 
+def backward_to(
+    leaves: Sequence[Tensor], roots: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> tuple[list[Tensor | None], list[bool]]:
+    """Run a whole backward; return the gradient of each leaf, and whether a hook on the leaf changed it.
+
+    The second list is empty if no leaf has hooks.
+
+    >>> leaf = torch.ones(2, requires_grad=True)
+    >>> backward_to([leaf], [(3 * leaf).sum()], [None])
+    ([tensor([3., 3.])], [])
+    """
+    versions = watch_hooks(leaves)
+    with ArrivingGradients(leaves) as arrived:
+        if roots:
+            backward(roots, grads)
+    return arrived, changed_by_hooks(arrived, versions)
+
+
+class ArrivingGradients:
+    """Collects the gradients of leaves during a backward, exactly as they arrive.
+
+    Accumulated in `.grad`, a transposed or expanded gradient would be copied into the layout of its leaf, and the
+    kernels that take it next could choose another way to compute.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self._leaves = leaves
+        # Keep the nodes: no graph holds that of a leaf that is only passed on, and a new one would have no hook.
+        self._hooks: list[tuple[Node, RemovableHandle]] = []
+
+    def __enter__(self) -> list[Tensor | None]:
+        """Return the list to be filled: a gradient for each leaf, None where none arrives."""
+        arrived: list[Tensor | None] = [None] * len(self._leaves)
+        for index, leaf in enumerate(self._leaves):
+            if leaf.requires_grad:
+                node = node_of(leaf)
+                self._hooks.append((node, add_prehook(node, _taking(arrived, index))))
+        return arrived
+
+    def __exit__(self, *error: object) -> None:
+        for _, handle in self._hooks:
+            handle.remove()
+
+
+def _taking(arrived: list[Tensor | None], index: int) -> Callable[[tuple[Tensor | None, ...]], tuple[None]]:
+    def hook(grads: tuple[Tensor | None, ...]) -> tuple[None]:
+        arrived[index] = grads[0]
+        return (None,)
+
+    return hook
+
+
 def node_of(tensor: Tensor) -> Node:
-    """The node that a tensor's gradient comes to first.
+    """The node that the gradient of a tensor arrives at first.
 
     >>> leaf = torch.ones(2, requires_grad=True)
     >>> node_of(leaf).name().split("::")[-1], node_of(leaf * 2).name()
     ('AccumulateGrad', 'MulBackward0')
     """
     if type(tensor) not in _PLAIN:
-        # A class of the user's would have view_as give a view of a view, which is one node further away.
-        with torch._C.DisableTorchFunctionSubclass():
+        # Otherwise view_as of a subclass may return a view of a view, which is one node further away.
+        with without_torch_function():
             return _node_of(tensor)
     return _node_of(tensor)
 
@@ -76,11 +150,87 @@ def _node_of(tensor: Tensor) -> Node:
 
 
 def _usual(roots: Sequence[Root]) -> bool:
-    return _engine is not None and all(type(root) in _PLAIN for root in roots)
+    return run_engine is not None and all([type(root) in _PLAIN for root in roots])
 
 
 def _filled(roots: Sequence[Root], grads: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     return tuple(
-        torch.ones_like(root) if grad is None else grad  # type: ignore[arg-type]
-        for root, grad in zip(roots, grads, strict=True)
+        [
+            torch.ones_like(root) if grad is None else grad  # type: ignore[arg-type]
+            for root, grad in zip(roots, grads, strict=True)
+        ]
     )
+
+
+# Hooks.
+
+
+def registered_hooks() -> int:
+    """How many hooks were registered in this process so far, except those of `add_prehook`.
+
+    >>> leaf, before = torch.ones(2, requires_grad=True), registered_hooks()
+    >>> handle = (leaf * 2).register_hook(print)
+    >>> registered_hooks() - before
+    1
+    """
+    with _lock:
+        return hooks_registered() - _uncounted
+
+
+def add_prehook(node: Any, hook: Callable[..., Any]) -> RemovableHandle:
+    """Register a prehook that a split backward calls correctly, so that `registered_hooks` need not count it."""
+    global _uncounted
+    with _lock:
+        handle: RemovableHandle = node.register_prehook(hook)
+        _uncounted += 1
+    return handle
+
+
+def accumulators_held(parameters: Iterable[Tensor]) -> bool:
+    """Whether something holds the node that accumulates a parameter's gradient, as a hook on that node requires.
+
+    Call this while no graph of these parameters is alive, since a graph holds these nodes too.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> accumulators_held([weight])
+    False
+    >>> node = weight.view_as(weight).grad_fn.next_functions[0][0]
+    >>> accumulators_held([weight])
+    True
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in trained:
+        _metadata(parameter)[_MARK] = True
+    return any(_metadata(parameter).pop(_MARK, False) for parameter in trained)
+
+
+def _metadata(parameter: Tensor) -> dict[str, Any]:
+    """The metadata of the node that accumulates a parameter's gradient; it is lost with the node."""
+    node: Any = node_of(parameter)
+    metadata: dict[str, Any] = node.metadata
+    return metadata
+
+
+def watch_hooks(leaves: Sequence[Tensor]) -> Versions:
+    """Before a backward: note the gradients of leaves with hooks as they are when the hooks have not run yet.
+
+    In one process, an input of a stage is the output of the stage before, and hooks of both stages run in the order in
+    which they were registered: those of the stage before come first. In a pipeline they come last, which makes no
+    difference only if the others change nothing.
+    """
+    versions: Versions = {}
+    for index, leaf in enumerate(leaves):
+        if tensor_hooks(leaf):
+            noted = versions[index] = []
+            prepend_hook(leaf, lambda grad, noted=noted: noted.append((grad, version_of(grad))))  # type: ignore[misc]
+    return versions
+
+
+def changed_by_hooks(grads: Sequence[Tensor | None], versions: Versions) -> list[bool]:
+    """After a backward: whether a hook changed the gradient of each leaf; empty if no leaf has hooks."""
+    if not versions:
+        return []
+    return [
+        any(after is not grad or version_of(grad) != version for grad, version in versions.get(index, ()))
+        for index, after in enumerate(grads)
+    ]

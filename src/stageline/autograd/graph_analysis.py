@@ -9,6 +9,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from stageline.autograd._torch_private import input_metadata, sequence_number
 from stageline.autograd.graph_plan import CHECKPOINT, Fork, Plan, hooked_by, saved_names
 from stageline.autograd.graph_walk import Edge
 from stageline.autograd.weight_gradients import HALVES, Half, Wanted
@@ -168,7 +169,7 @@ class _Analysis:
 
     def _by_hand(self, half: Half, number: int, edges: Sequence[int], leaves: Sequence[int]) -> bool:
         leads_to_complex = any(self.nodes[leaf].variable.is_complex() for leaf in leaves)  # type: ignore[attr-defined]
-        usual = not (leads_to_complex or self.nodes[number]._input_metadata[0].dtype.is_complex)
+        usual = not (leads_to_complex or input_metadata(self.nodes[number])[0].dtype.is_complex)
         apart = half.data == {0, 1} or not half.data & set(edges)
         return usual and apart and half.fits(self.nodes[number])
 
@@ -200,7 +201,7 @@ class _Analysis:
                     if self.behind[child] & together:
                         together |= self.behind[child]
         plan.together = sorted(together)
-        for fork in sorted(found, key=lambda fork: -self.nodes[fork.node]._sequence_nr()):
+        for fork in sorted(found, key=lambda fork: -sequence_number(self.nodes[fork.node])):
             kept = [
                 (edge, child)
                 for edge, child in zip(fork.edges, fork.children, strict=True)

@@ -18,9 +18,9 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from stageline.autograd._torch_private import pytree, version_of
 from stageline.common.errors import StagelineError, shorten
 from stageline.tensors.buffers import Buffers
 from stageline.tensors.random_numbers import generator_state, replayed
@@ -175,7 +175,7 @@ _buffers: weakref.WeakKeyDictionary[nn.Module, Buffers] = weakref.WeakKeyDiction
 
 
 def _versions(tree: Any) -> list[int]:
-    return [leaf._version for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [version_of(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 class _Handle:

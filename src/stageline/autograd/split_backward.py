@@ -18,7 +18,7 @@ backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from stageline.autograd import engine, hooks
+from stageline.autograd import engine
+from stageline.autograd._torch_private import add_tensors, has_hooks, input_metadata, sequence_number, tensor_hooks
 from stageline.autograd.graph_analysis import make_plan
 from stageline.autograd.graph_plan import Fork, Plan
 from stageline.autograd.weight_gradients import Wanted
@@ -53,42 +54,6 @@ class _Noted:
     fork: Fork
     grads: tuple[Tensor | None, ...] = ()
     saved: tuple[Any, ...] = ()
-
-
-class Arriving:
-    """Takes the gradients that come to leaves in a backward, just as they come.
-
-    Gathered in `.grad`, one that is transposed or expanded would be copied into the layout of its leaf, and the kernels
-    that take it next could choose another way to compute.
-    """
-
-    def __init__(self, leaves: Sequence[Tensor]) -> None:
-        """`leaves` are those of the graph that the data came in by."""
-        self._leaves = leaves
-        # Nodes are kept: one of a leaf that is only passed on is held by no graph, and would be made anew without hook.
-        self._hooks: list[tuple[Node, Any]] = []
-
-    def __enter__(self) -> list[Tensor | None]:
-        """Give back the list that is filled: a gradient for each leaf, None where none came."""
-        found: list[Tensor | None] = [None] * len(self._leaves)
-        for index, leaf in enumerate(self._leaves):
-            if leaf.requires_grad:
-                node = engine.node_of(leaf)
-                self._hooks.append((node, hooks.add_prehook(node, _taking(found, index))))
-        return found
-
-    def __exit__(self, *error: object) -> None:
-        """Leave the graph as it was."""
-        for _, hook in self._hooks:
-            hook.remove()
-
-
-def _taking(found: list[Tensor | None], index: int) -> Callable[[tuple[Tensor | None, ...]], tuple[None]]:
-    def hook(grads: tuple[Tensor | None, ...]) -> tuple[None]:
-        found[index] = grads[0]
-        return (None,)
-
-    return hook
 
 
 @dataclass
@@ -175,9 +140,8 @@ class SplitBackward:
         for noted in early:
             noted.saved = noted.fork.half.take(self._nodes[noted.fork.node])  # type: ignore[union-attr]
         forks = [GradientEdge(self._nodes[noted.fork.node], 0) for noted in early]
-        handles = [hooks.add_prehook(self._nodes[noted.fork.node], self._noting(noted)) for noted in late]
-        own_hooks = [parameter._backward_hooks for parameter in parameters if parameter._backward_hooks]
-        quiet = [(dictionary, dict(dictionary)) for dictionary in own_hooks]
+        handles = [engine.add_prehook(self._nodes[noted.fork.node], self._noting(noted)) for noted in late]
+        quiet = [(hooks, dict(hooks)) for parameter in parameters if (hooks := tensor_hooks(parameter))]
         for dictionary, _ in quiet:
             dictionary.clear()  # they fire once, when W hands the gradients out
         try:
@@ -219,9 +183,8 @@ class SplitBackward:
     def _whole(self) -> list[Tensor | None]:
         """Run a backward that cannot be split, all of it."""
         self.unsplit = self.total
-        with Arriving(self.inputs) as found:
-            engine.backward(self.outputs, self.grads)
-        return self._done(found)
+        gradients, _ = engine.backward_to(self.inputs, self.outputs, self.grads)
+        return self._done(gradients)
 
     def _noting(self, noted: _Noted) -> Any:
         node, half = self._nodes[noted.fork.node], noted.fork.half
@@ -253,7 +216,7 @@ class SplitBackward:
                 if soon.bytes > PENDING:
                     soon.run()
             if sums[0]:
-                torch._foreach_add_(*sums)
+                add_tensors(*sums)
             soon.run()
             for root, grad in self._called_entries() or zip(*self._last, strict=True):
                 if grad is not None:
@@ -284,11 +247,11 @@ class SplitBackward:
         if grad is None or fork.half is None:
             return []
         wanted: Sequence[Wanted]
-        if fork.wanted is not None and self.direct and not any(map(_has_hooks, fork.targets)):
+        if fork.wanted is not None and self.direct and not any(map(has_hooks, fork.targets)):
             wanted, plain = fork.wanted, [True] * len(fork.wanted)
         else:
             plain = [
-                self.direct and fork.alone and target is not None and not _has_hooks(target) for target in fork.targets
+                self.direct and fork.alone and target is not None and not has_hooks(target) for target in fork.targets
             ]
             wanted = [self._wanted(fork, index, plain[index]) for index in range(len(fork.edges))]
         left = []
@@ -311,7 +274,7 @@ class SplitBackward:
             target = fork.targets[index]
             return Wanted(fork.edges[index], target.shape, target.dtype, fork.turned[index])
         number, output = fork.children[index]
-        there = self._nodes[number]._input_metadata[output]
+        there = input_metadata(self._nodes[number])[output]
         return Wanted(fork.edges[index], torch.Size(there.shape), there.dtype)
 
     def _run_again(self, noted: _Noted) -> None:
@@ -336,8 +299,8 @@ class SplitBackward:
         if self._rest or any(BackwardCFunction in type(node).__mro__ for node in arrived):
             return []
         called: list[tuple[GradientEdge, Tensor | None]] = []
-        for node, grads in sorted(arrived.items(), key=lambda item: -item[0]._sequence_nr()):
-            gradients = _call(node, [grads.get(index) for index in range(len(node._input_metadata))])
+        for node, grads in sorted(arrived.items(), key=lambda item: -sequence_number(item[0])):
+            gradients = _call(node, [grads.get(index) for index in range(len(input_metadata(node)))])
             for (child, output), grad in zip(node.next_functions, gradients, strict=True):
                 if child is not None:
                     called.append((GradientEdge(child, output), grad))
@@ -355,7 +318,3 @@ def _call(node: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
 def _shares(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors lie in the same memory: one may be the other, or a view of it."""
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-
-
-def _has_hooks(parameter: Any) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from stageline.autograd import hooks
+from stageline.autograd import engine
 from stageline.common.errors import StagelineError
 from stageline.runtime._torch_private import has_accumulate_hooks, has_gradient_hooks, share_gradient_hooks
 from stageline.runtime.guards.wrappers import wrapper_in
@@ -66,8 +66,8 @@ class Placed:
 
     def refuse_hooks(self, name_of: Callable[[nn.Parameter], str]) -> None:
         """Refuse hooks and wrappers that need the whole gradient, which no rank has before the end of a step."""
-        if self.copies and self._hooks != hooks.registered():
-            self._hooks = hooks.registered()
+        if self.copies and self._hooks != engine.registered_hooks():
+            self._hooks = engine.registered_hooks()
             for original, _ in self.copies:
                 refuse_wrapper(original)
         for parameter, stages in self.stages.items():

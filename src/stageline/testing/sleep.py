@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stageline.autograd.hooks import add_prehook
+from stageline.autograd.engine import add_prehook
 
 
 class Slept(NamedTuple):

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from stageline.autograd.engine import ArrivingGradients, registered_hooks
 from stageline.autograd.graph_plan import Plan
-from stageline.autograd.hooks import registered
-from stageline.autograd.split_backward import Arriving, SplitBackward
+from stageline.autograd.split_backward import SplitBackward
 from stageline.common.errors import StagelineError
 from stageline.model._torch_private import hook_dictionaries, tensors_in, tree_unflatten
 from stageline.model.profile.capture import Call, LayerTrace, Storages, storages_of
@@ -88,14 +88,14 @@ class CallBenchmark:
     def forward(self, keep: bool) -> None:
         """Run F; one of the backwards below must follow. Record its time if `keep`, else it is a warm-up."""
         inputs, args, kwargs = self._new_inputs()
-        hooks_before = registered()
+        hooks_before = registered_hooks()
         with self._error_context(), ExitStack() as stack:
             for autocast in self._call.autocasts:
                 stack.enter_context(autocast)
             seconds, output = self._timer(lambda: self._trace.module(*args, **kwargs))
         self._record("F", seconds, keep)
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        self._graph = _Graph(inputs, outputs, registered() != hooks_before)
+        self._graph = _Graph(inputs, outputs, registered_hooks() != hooks_before)
 
     def halves(self, keep: bool) -> None:
         """Run I and W."""
@@ -115,7 +115,7 @@ class CallBenchmark:
         seconds = 0.0
         if graph.outputs:
             grads = graph.grads()
-            with self._error_context(), Arriving(graph.inputs):
+            with self._error_context(), ArrivingGradients(graph.inputs):
                 seconds, _ = self._timer(lambda: torch.autograd.backward(graph.outputs, grads))
         self._record("B", seconds, keep)
 

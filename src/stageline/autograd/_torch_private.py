@@ -1,0 +1,74 @@
+"""Private API of torch that this package relies on. Seen with torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import graph
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+__all__ = [
+    "add_tensors",
+    "has_hooks",
+    "hooks_registered",
+    "input_metadata",
+    "prepend_hook",
+    "pytree",
+    "run_engine",
+    "saved",
+    "sequence_number",
+    "tensor_hooks",
+    "version_of",
+    "without_torch_function",
+]
+
+run_engine: Any = getattr(graph, "_engine_run_backward", None)
+"""The call into autograd's engine that `torch.autograd.backward` makes; None where torch has no such function."""
+
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor was modified in place."""
+
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
+"""A context in which tensor subclasses are treated as plain tensors."""
+
+add_tensors: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = torch._foreach_add_
+"""Add the second tensors to the first ones in place, in as few kernels as possible."""
+
+tensor_hooks: Callable[[Tensor], OrderedDict[int, Any] | None] = attrgetter("_backward_hooks")
+"""The hooks of `Tensor.register_hook`."""
+
+input_metadata: Callable[[Any], Sequence[Any]] = attrgetter("_input_metadata")
+"""Shape and dtype of each gradient that a node takes."""
+
+
+def hooks_registered() -> int:
+    """How many hooks were registered in this process so far, on tensors, nodes and modules."""
+    return RemovableHandle.next_id
+
+
+def prepend_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call a hook before those that a tensor has; torch does not count it."""
+    tensor._backward_hooks = OrderedDict({-1: hook, **(tensor._backward_hooks or {})})
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether autograd calls a hook when the gradient of a parameter arrives or is accumulated."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def sequence_number(node: Any) -> int:
+    """The place of a node in the order in which the forward created them."""
+    return int(node._sequence_nr())
+
+
+def saved(node: Any, *names: str) -> tuple[Any, ...]:
+    """What a node saved for its backward, by name."""
+    return tuple(getattr(node, f"_saved_{name}") for name in names)
+
+
