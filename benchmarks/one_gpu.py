@@ -93,7 +93,7 @@ def held_by_stage(pipe: sl.Pipeline, tokens: Tensor) -> list[tuple[float, float]
     outputs = []
     for index in sorted(stages):
         before = ready()
-        leaves, _ = stages[index].forward(0, 0, leaves, "tensor", [index > 0], True, {})
+        leaves = stages[index].forward(0, 0, leaves, "tensor", [index > 0], True, {}).leaves
         if index == len(stages) - 1:
             stages[index].loss(0, 0, leaves[0], work.targets[0], 1 / MICROBATCHES, True)
         outputs.append(leaves[0])
@@ -106,13 +106,13 @@ def held_by_stage(pipe: sl.Pipeline, tokens: Tensor) -> list[tuple[float, float]
         leaves = []
         given = None if grad is None else [grad]
         if split:
-            (grad,) = stages[index].backward_input(0, given)
+            (grad,), _ = stages[index].backward_input(0, given)
             del given
             before = ready()
             stages[index].backward_weight(0)
             held[index][1] = float(before - ready())
         else:
-            (grad,) = stages[index].backward(0, given)
+            (grad,), _ = stages[index].backward(0, given)
     pipe.zero_grad()
     return [(first, second) for first, second in held]
 

@@ -122,7 +122,7 @@ def test_only_the_inputs_of_a_chosen_module_are_kept() -> None:
     model: Any = nn.Sequential(Watched(), nn.Linear(8, 8))
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="zb-h1", ranks=1, microbatches=1, recompute="0")
     stage = pipe._crew(1, training=True).executors[0].stages[0]
-    output, _ = stage.forward(0, 0, [torch.randn(2, 8)], "tensor", [False], True, {})
+    output = stage.forward(0, 0, [torch.randn(2, 8)], "tensor", [False], True, {})
     gc.collect()
     assert watched[0]() is None
     del output

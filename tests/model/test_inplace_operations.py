@@ -178,9 +178,7 @@ def test_a_change_that_comes_later_is_refused_in_true_words() -> None:
         front.weight.copy_(torch.eye(4))
     model = nn.Sequential(front, Sometimes())
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=2, microbatches=2)
-    with pytest.raises(
-        sl.PipelineError, match="stage 1 changes what it is given in place in microbatch 1, and did not"
-    ):
+    with pytest.raises(sl.PipelineError, match="stage 1 changes its input in place in microbatch 1, but did not"):
         pipe.step(inputs, inputs)
 
 

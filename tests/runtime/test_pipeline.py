@@ -377,7 +377,7 @@ def test_mistakes_are_told_in_words() -> None:
         (lambda: make(recompute_policy=3), "recompute_policy is a function or a list of operators, got 3"),
         (lambda: make().step(x, y, stage_kwargs={9: {}}), "stage_kwargs has the key 9; give a stage from 0 to 3"),
         (lambda: make().step(x, y, stage_kwargs=wrong), r"stage_kwargs\[0\] is 3"),
-        (lambda: make().step(x, y, stage_kwargs={1: {"mask": x}}), "'mask' for stage 1, and no layer .* take x"),
+        (lambda: make().step(x, y, stage_kwargs={1: {"mask": x}}), "'mask' for stage 1, but no layer .* accept x"),
         (lambda: make().step(x, y, stage_kwargs={1: {"x": x[:3]}}), r"10 samples of inputs and 3 of stage_kwargs\[1\]"),
         (lambda: make(loss_reduction="count").step(x, y), "needs count="),
         (lambda: make().step(x, y, count=3), "is for loss_reduction='count'"),

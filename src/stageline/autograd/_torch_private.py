@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import graph
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
@@ -37,7 +37,7 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 """A context in which tensor subclasses are treated as plain tensors."""
 
-add_tensors: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = torch._foreach_add_
+add_tensors: Any = torch._foreach_add_
 """Add the second tensors to the first ones in place, in as few kernels as possible."""
 
 tensor_hooks: Callable[[Tensor], OrderedDict[int, Any] | None] = attrgetter("_backward_hooks")
@@ -70,5 +70,3 @@ def sequence_number(node: Any) -> int:
 def saved(node: Any, *names: str) -> tuple[Any, ...]:
     """What a node saved for its backward, by name."""
     return tuple(getattr(node, f"_saved_{name}") for name in names)
-
-

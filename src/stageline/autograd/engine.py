@@ -150,7 +150,7 @@ def _node_of(tensor: Tensor) -> Node:
 
 
 def _usual(roots: Sequence[Root]) -> bool:
-    return run_engine is not None and all([type(root) in _PLAIN for root in roots])
+    return run_engine is not None and all(type(root) in _PLAIN for root in roots)
 
 
 def _filled(roots: Sequence[Root], grads: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 from torch.utils import _pytree as pytree
@@ -59,9 +58,8 @@ def sparse_values(tensor: Tensor) -> Tensor:
     return tensor._values()
 
 
-def flatten_dense(tensors: Sequence[Tensor]) -> Tensor:
-    """The elements of dense tensors, one after the other, in one copy."""
-    return torch.as_tensor(_flatten_dense_tensors(tensors))  # type: ignore[no-untyped-call]
+flatten_dense: Callable[[Sequence[Tensor]], Tensor] = _flatten_dense_tensors
+"""The elements of dense tensors, one after the other, in one copy."""
 
 
 def buffer_named(module: nn.Module, name: str) -> Tensor | None:

@@ -183,9 +183,9 @@ def _watch_cuts(pipe: Pipeline, filled: int) -> dict[int, int]:
         forward = stage.forward
 
         def count(*args: Any) -> Any:
-            leaves, tree = forward(*args)
-            sent[stage.index] = max(sent.get(stage.index, 0), differentiable(leaves))
-            return leaves, tree
+            output = forward(*args)
+            sent[stage.index] = max(sent.get(stage.index, 0), differentiable(output.leaves))
+            return output
 
         return count
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from time import perf_counter
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from stageline.common.errors import PeerFailed, StagelineError
 from stageline.distributed.failures import Change
@@ -20,17 +20,23 @@ from stageline.distributed.rank_host import RankExecutors
 from stageline.faults.flight_recorder import Flight, worth_writing
 from stageline.faults.monitor.verdict import Verdict, describe
 from stageline.faults.progress import Notes, Progress
+from stageline.runtime._torch_private import pytree
 from stageline.runtime.batches.block_mask import is_mask
-from stageline.runtime.clock import Clock, DeviceClock, HostClock
+from stageline.runtime.gpu_clock import GpuClock
 from stageline.runtime.guards.changed_outputs import Outputs
 from stageline.runtime.guards.non_finite import FiniteWatch
 from stageline.runtime.stage import Stage
 from stageline.schedules import action as kinds
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.aliases import noted, read_pairs, sharing
-from stageline.tensors.pytree import Leaf, flatten, refuse_layout, unflatten
-from stageline.tensors.subclasses import data_of, detached
-from stageline.transport.protocol import Header, Message, Traffic, Transport
+from stageline.tensors.pytree import TENSOR, Leaf, flatten, refuse_layout, unflatten
+from stageline.tensors.subclasses import data_of, detached, is_plain_tensor
+from stageline.transport.protocol import Header, Message, Traffic, Transport, kinds_of
+
+Times = NDArray[np.float64]
+
+FORMS = 4096
+"""How many forms of messages a rank remembers."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +53,13 @@ class StepRequest:
     training: bool = True
     keep_outputs: bool = False
     scale: float = 1.0
-    """What all gradients are multiplied by, and the loss that is told is not."""
+    """What all gradients are multiplied by, but not the reported loss."""
     inputs_want: Sequence[bool] = ()
     """For each tensor of the inputs, whether it requires a gradient; empty if none does."""
     input_roots: Sequence[tuple[Tensor, Tensor]] = ()
     """Inputs that come from a graph, and the leaves that were cut into microbatches in their place."""
     check_finite: bool = False
-    """Whether values that are not finite are looked for."""
+    """Whether to check for values that are not finite."""
     check_gradients: bool = True
     """Whether gradients that are not finite count; a loss scale of float16 deals with them itself."""
     began: Mapping[int, tuple[Any, float]] = field(default_factory=dict)
@@ -62,40 +68,62 @@ class StepRequest:
 
 @dataclass
 class RankResult:
-    """What one rank's part of a step gave: times of its actions and of what it received, losses, outputs."""
+    """What one rank's part of a step produced: times of its actions and of what it received, losses, outputs."""
 
-    clock: Clock
     rank: int = 0
+    starts: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    """When each action of the rank began and ended, by `time.perf_counter` of the host."""
+    gpu_clock: GpuClock | None = None
+    """The same by the clock of the rank's GPU, which runs behind its host; None without a GPU."""
     arrived: dict[int, float] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     input_gradients: dict[int, Sequence[Tensor | None]] = field(default_factory=dict)
-    """For each microbatch, the gradients of the batch's own inputs, where they are wanted."""
+    """For each microbatch, the gradients of the batch's own inputs, if they are wanted."""
     split: tuple[int, int] = (0, 0)
-    """Of the elements of parameters that got a gradient by I and W: all, and those that came with I."""
+    """Of the elements of parameters that got a gradient by I and W: all, and those that got it by I."""
     watch: FiniteWatch | None = None
-    """What it saw that is not finite; None where nobody asked."""
+    """The values that are not finite; None if they are not checked."""
     over: Any = None
     """An event in this rank's stream, after which its part of the step is over; None without a GPU."""
 
+    def times(self) -> tuple[Times, Times]:
+        """Start and end of each action in seconds, on the scale of `time.perf_counter`; waits for a GPU."""
+        if self.gpu_clock is not None:
+            return self.gpu_clock.read()
+        return np.array(self.starts), np.array(self.ends)
 
-@dataclass(frozen=True)
-class _Task:
-    """One action with everything that can be found out before the step."""
 
-    index: int
+class _Task(NamedTuple):
+    """One action, with everything that is known before the step."""
+
+    number: int
+    """Its number in the schedule."""
     kind: int
     stage: int
     microbatch: int
+    traffic: Traffic
+    feeder: int | None
+    """The stage whose message is its input; None where it needs none."""
     source: int | None
-    """The rank its input comes from; None where it comes from nowhere or from this rank."""
+    """The rank its input comes from; None where it comes from this rank, or from none."""
     target: int | None
-    """The rank its output goes to; None where it goes nowhere or stays on this rank."""
+    """The rank its output goes to; None where it stays on this rank, or there is none."""
     neighbour: int | None
     """The stage on this rank that takes its output directly."""
     place: tuple[str, int, int]
     """What it is called: its letter, stage and microbatch."""
+
+
+class _Form(NamedTuple):
+    """What follows from the types and shapes of a message's leaves; learned from the first such message."""
+
+    kinds: tuple[str, ...]
+    wants_gradient: list[bool]
+    plain: bool
+    """Whether all tensors are of torch's own classes."""
 
 
 class Executor:
@@ -114,41 +142,47 @@ class Executor:
         flight: Flight | None = None,
         deadline: float = 60.0,
     ) -> None:
-        """`stages` are those that this rank holds; on a GPU, they run in a stream of the rank's own if asked for.
+        """`stages` are those that this rank holds; with `own_stream`, they run in a CUDA stream of the rank's own.
 
-        `names` are what the transport calls the ranks of the schedule: their processes, where there are replicas.
-        `progress` is where the rank says what it is doing, `flight` where it notes what it did.
+        `names` are what the transport calls the ranks of the schedule: their processes, if there are replicas.
+        `progress` is where the rank says what it is doing, `flight` where it records what it did.
         """
         self.schedule = schedule
         self.rank = rank
-        self.deadline = deadline
         self.names = list(range(schedule.ranks)) if names is None else list(names)
         self.name = self.names[rank]
         self.stages = stages
+        self.deadline = deadline
         self.transport = transport
-        mine = list(schedule.slices())[rank]
-        self._first = mine.start
-        self._tasks = [self._task(index) for index in range(mine.start, mine.stop)]
+        own = list(schedule.slices())[rank]
+        self._first = own.start
+        self._last_stage = schedule.stages - 1
+        self._tasks = [self._task(index) for index in range(own.start, own.stop)]
         last = {task.stage: position for position, task in enumerate(self._tasks) if task.kind != kinds.F}
         self._complete = {position: stage for stage, position in last.items()}
         """After which of its tasks the gradients of which stage are complete."""
+        for number, stage in stages.items():
+            stage.splits_backward = any(task.kind == kinds.I for task in self._tasks if task.stage == number)
         self._local: dict[tuple[Traffic, int, int], Message] = {}
         self._early = self._find_early()
         """For tasks that take a message in another order than it was sent: the tasks whose messages come before it and
-        are parked, or None where its own is parked by then."""
+        are parked, or None if its own is parked by then."""
         self._parked: dict[int, Message] = {}
+        self._forms: dict[Any, _Form] = {}
+        self._passed: dict[int, _Form] = {}
+        """By stage, the form of the last output."""
         self.awaited: tuple[Header, float] | None = None
         """The message that this rank waits for, and since when."""
         self.turns: AbstractContextManager[Any] = nullcontext()
-        """What an action takes and gives back: a lock of all ranks while torch compiles, which wants to be alone."""
+        """What an action holds while it runs: a lock of all ranks while torch compiles, which must not run twice."""
         self.stopped: PeerFailed | None = None
-        """Another rank's failure, told from another thread: no action is begun after it."""
+        """Another rank's failure, set from another thread: no action begins after it."""
         self.progress: Progress = Notes() if progress is None else progress
         self.flight = Flight(self.name, schedule.ranks) if flight is None else flight
         sizes = {"ranks": schedule.ranks, "stages": schedule.stages, "microbatches": schedule.microbatches}
         self.flight.schedule = {"name": schedule.name, **sizes}
         self.step = 0
-        """The step that it runs or ran last."""
+        """The current step, or the last one."""
         self.outputs = Outputs()
         self.device = device_of(stages.values())
         self._stream: Any = torch.cuda.Stream(self.device) if self.device is not None and own_stream else None  # type: ignore[no-untyped-call]
@@ -165,6 +199,8 @@ class Executor:
             kind,
             stage,
             microbatch,
+            "forward" if kind == kinds.F else "backward",
+            before,
             None if source is None or source == self.rank else self.names[source],
             None if target is None or target == self.rank else self.names[target],
             after if target == self.rank else None,
@@ -172,49 +208,58 @@ class Executor:
         )
 
     def _find_early(self) -> dict[int, list[_Task] | None]:
-        """Go through what this rank takes from each channel that it reads in another order than was sent."""
+        """Follow what this rank takes from each channel that it reads in another order than was sent."""
         channels = self.schedule.channels
-        found: dict[int, list[_Task] | None] = {}
-        mine = channels.targets() == self.rank
-        for channel in np.flatnonzero(channels.reordered & mine).tolist():
+        early_tasks: dict[int, list[_Task] | None] = {}
+        own = channels.targets() == self.rank
+        for channel in np.flatnonzero(channels.reordered & own).tolist():
             here = slice(int(channels.bounds[channel]), int(channels.bounds[channel + 1]))
             receivers, numbers = channels.receivers[here].tolist(), channels.sent[here].tolist()
             by_number = dict(zip(numbers, receivers, strict=True))
             delivered = 0
             for index, number in zip(receivers, numbers, strict=True):
-                early = [self._tasks[by_number[other] - self._first] for other in range(delivered, number)]
-                found[index] = early if number >= delivered else None
+                earlier = [self._tasks[by_number[other] - self._first] for other in range(delivered, number)]
+                early_tasks[index] = earlier if number >= delivered else None
                 delivered = max(delivered, number + 1)
-        return found
+        return early_tasks
 
     def run(self, work: StepRequest, ready: Callable[[int], None] | None = None) -> RankResult:
         """Run the whole program once; `ready` is called with every stage whose gradients are complete."""
         if self.device is None:
-            return self._run(work, HostClock(len(self._tasks)), ready)
+            return self._run(work, None, ready)
         event, moment = work.began[self.device]
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             stream = torch.cuda.current_stream()
             stream.wait_event(event)
-            result = self._run(work, DeviceClock(len(self._tasks), stream, event, moment), ready)
+            result = self._run(work, GpuClock(len(self._tasks), stream, event, moment), ready)
             result.over = stream.record_event()
         return result
 
-    def _run(self, work: StepRequest, clock: Clock, ready: Callable[[int], None] | None) -> RankResult:
-        progress, flown = self.progress, self.flight.actions
+    def _run(
+        self, work: StepRequest, clock: GpuClock | None, ready: Callable[[int], None] | None
+    ) -> RankResult:
+        progress, record = self.progress, self.flight.actions
         self.step = work.step
-        result = RankResult(clock, self.rank)
-        watch = result.watch = self._watch(work)
+        result = RankResult(self.rank, gpu_clock=clock)
+        watch = result.watch = self._finite_watch(work)
         self._local.clear()
         self._parked.clear()
         for position, task in enumerate(self._tasks):
             if self.stopped is not None:
                 raise self.stopped
             progress.doing = task.place
-            arrived = self._input(task, work, result)
-            began = clock.start(position)
+            arrived = None if task.feeder is None else self._input(task, work, result)
+            if clock is not None:
+                clock.start(position)
+            began = perf_counter()
             with self.turns:
                 message = self._compute(task, arrived, work, result)
-            flown.append((*task.place, work.step, began, clock.end(position)))
+            ended = perf_counter()
+            if clock is not None:
+                clock.end(position)
+            result.starts.append(began)
+            result.ends.append(ended)
+            record.append((*task.place, work.step, began, ended))
             if watch is not None:
                 watch.action(task.kind, task.stage, task.microbatch, None if message is None else message.leaves)
             if message is not None:
@@ -225,67 +270,60 @@ class Executor:
         progress.doing = "after its last action"
         if watch is not None:
             watch.end()
-        counts = [stage.take_counts() for stage in self.stages.values()]
-        result.split = (sum(total for total, _ in counts), sum(unsplit for _, unsplit in counts))
         return result
 
-    def _watch(self, work: StepRequest) -> FiniteWatch | None:
+    def _finite_watch(self, work: StepRequest) -> FiniteWatch | None:
         if not (work.training and work.check_finite):
             return None
         parts = {index: stage.part for index, stage in self.stages.items()}
         gradients = work.check_gradients and work.scale <= 1.0
-        return FiniteWatch(self.schedule.stages, parts, gradients=gradients, on_gpu=self.device is not None)
+        return FiniteWatch(self._last_stage + 1, parts, gradients=gradients, on_gpu=self.device is not None)
 
-    def _header(self, task: _Task, work: StepRequest, source: int, target: int, stage: int) -> Header:
-        traffic: Traffic = "forward" if task.kind == kinds.F else "backward"
-        return Header(source, target, traffic, stage, task.microbatch, work.step)
+    # Receiving.
 
-    def _input(self, task: _Task, work: StepRequest, result: RankResult) -> Message | None:
+    def _input(self, task: _Task, work: StepRequest, result: RankResult) -> Message:
         """Wait for what the action takes from another stage."""
-        if task.kind == kinds.W:
-            return None
-        step = 1 if task.kind == kinds.F else -1
-        before = task.stage - step
-        if not 0 <= before < self.schedule.stages:
-            return None
-        traffic: Traffic = "forward" if task.kind == kinds.F else "backward"
         if task.source is None:
-            return self._local.pop((traffic, task.stage, task.microbatch))
-        if task.index in self._early:
-            early = self._early[task.index]
+            return self._local.pop((task.traffic, task.stage, task.microbatch))
+        if task.number in self._early:
+            early = self._early[task.number]
             if early is None:
-                return self._parked.pop(task.index)
+                return self._parked.pop(task.number)
             for other in early:
-                self._parked[other.index] = self._receive(other, work, result)
+                self._parked[other.number] = self._receive(other, work, result)
         return self._receive(task, work, result)
 
     def _receive(self, task: _Task, work: StepRequest, result: RankResult) -> Message:
         """Wait for the next message of a channel, which is the input of this task."""
         assert task.source is not None
-        before = task.stage - (1 if task.kind == kinds.F else -1)
-        header = self._header(task, work, task.source, self.name, before)
-        self.awaited = (header, time.perf_counter())
+        assert task.feeder is not None
+        header = Header(task.source, self.name, task.traffic, task.feeder, task.microbatch, work.step)
+        self.awaited = (header, perf_counter())
         self.progress.waits = task.source
         message = self.transport.receive(header, self.deadline)
         self.progress.waits = None
         self.awaited = None
-        came = result.arrived[task.index] = self.transport.arrived
-        self.flight.received.append((task.source, header.traffic, before, task.microbatch, work.step, came, 0))
+        moment = result.arrived[task.number] = self.transport.arrived
+        size = sum([leaf.nbytes for leaf in message.leaves if isinstance(leaf, Tensor)])
+        self.flight.received.append((task.source, task.traffic, task.feeder, task.microbatch, work.step, moment, size))
         return message
+
+    # Computing.
 
     def _compute(self, task: _Task, arrived: Message | None, work: StepRequest, result: RankResult) -> Message | None:
         stage = self.stages[task.stage]
         if task.kind == kinds.F:
             return self._forward(stage, task, arrived, work, result)
         if task.kind == kinds.W:
-            stage.backward_weight(task.microbatch)
+            total, unsplit = stage.backward_weight(task.microbatch)
+            result.split = (result.split[0] + total, result.split[1] + unsplit)
             return None
         grads = None if arrived is None else list(arrived.leaves)
         changed = () if arrived is None else arrived.wants_gradient
         run = stage.backward if task.kind == kinds.B else stage.backward_input
-        gradients = run(task.microbatch, grads, changed)  # type: ignore[arg-type]
+        gradients, changed = run(task.microbatch, grads, changed)  # type: ignore[arg-type]
         if task.stage > 0:
-            return self._message(task, work, gradients, "", stage.changed)
+            return self._message(task, work, gradients, "", changed=changed)
         if work.inputs_want:
             result.input_gradients[task.microbatch] = gradients
         return None
@@ -294,97 +332,134 @@ class Executor:
         self, stage: Stage, task: _Task, arrived: Message | None, work: StepRequest, result: RankResult
     ) -> Message | None:
         if arrived is None:
-            leaves, tree = flatten(self._here(work.inputs[task.microbatch]), "the batch")
-            # Through .data: microbatches are parts of one tensor, and a change of one in place is no change of another.
-            leaves = [data_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            own = iter(work.inputs_want or [False] * len(leaves))
-            wants = [isinstance(leaf, Tensor) and next(own) for leaf in leaves]
-            shared = sharing(leaves, {})
+            leaves, tree, wants = self._batch_part(work, task.microbatch)
+            shared = sharing(leaves, {}) if len(leaves) > 1 else ()
         else:
             leaves, wants = list(arrived.leaves), list(arrived.wants_gradient)
             tree, shared = read_pairs(arrived.tree)
-        given = work.keywords.get(task.stage)
-        outputs, shape = stage.forward(
+        keywords = work.keywords.get(task.stage)
+        output = stage.forward(
             task.microbatch,
             work.step,
             leaves,
             tree,
             wants,
             work.training,
-            self._here(given[task.microbatch]) if given else {},
+            self._on_device(keywords[task.microbatch]) if keywords else {},
             shared,
         )
-        if task.stage < self.schedule.stages - 1:
-            return self._message(task, work, outputs, shape)
-        stage.take_joined()
-        value = unflatten(outputs, shape)
+        if task.stage < self._last_stage:
+            tree = output.tree
+            if len(output.leaves) > 1:
+                tree = noted(tree, sharing(output.leaves, output.joined))
+            return self._message(task, work, output.leaves, tree)
+        value = output.leaves[0] if output.tree == TENSOR else unflatten(output.leaves, output.tree)
         if work.targets:
             result.losses[task.microbatch], result.metrics[task.microbatch] = stage.loss(
                 task.microbatch,
                 work.step,
                 value,
-                self._here(work.targets[task.microbatch]),
+                self._on_device(work.targets[task.microbatch]),
                 work.weights[task.microbatch],
                 work.training,
                 work.scale,
             )
         if work.keep_outputs:
-            result.outputs[task.microbatch] = unflatten(
-                [detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs], shape
-            )
+            bare = [detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in output.leaves]
+            result.outputs[task.microbatch] = unflatten(bare, output.tree)
         return None
 
-    def _here(self, tree: Any) -> Any:
+    def _batch_part(self, work: StepRequest, microbatch: int) -> tuple[list[Leaf], str, list[bool]]:
+        """The leaves of a microbatch of the batch, their tree, and which of them require a gradient."""
+        part = self._on_device(work.inputs[microbatch])
+        # Through .data: microbatches are parts of one tensor, and a change of one in place is no change of another.
+        if type(part) is Tensor and not part.is_nested:
+            return [part.data], TENSOR, list(work.inputs_want) or [False]
+        leaves, tree = flatten(part, "the batch")
+        leaves = [data_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        tensor_wants = iter(work.inputs_want or [False] * len(leaves))
+        return leaves, tree, [isinstance(leaf, Tensor) and next(tensor_wants) for leaf in leaves]
+
+    def _on_device(self, tree: Any) -> Any:
         """Bring a part of the batch to this rank's GPU, if it has one."""
         if self.device is None:
             return tree
-        to = torch.device("cuda", self.device)
+        device = torch.device("cuda", self.device)
 
         def moved(leaf: Any) -> Any:
             if is_mask(leaf):
-                return leaf.to(to)
-            return leaf.to(to, non_blocking=True) if isinstance(leaf, Tensor) and leaf.device != to else leaf
+                return leaf.to(device)
+            return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) and leaf.device != device else leaf
 
         return pytree.tree_map(moved, tree, is_leaf=is_mask)
+
+    # Sending.
 
     def _message(
         self, task: _Task, work: StepRequest, leaves: Sequence[Leaf], tree: str, changed: Sequence[bool] = ()
     ) -> Message:
-        """With an output, tell which tensors want a gradient; with gradients, which of them a hook changed."""
+        """A stage's output, with which tensors want a gradient; or gradients, with which of them a hook changed."""
+        key = (
+            tree,
+            *[
+                (type(leaf), leaf.dtype, leaf.shape, leaf.layout, leaf.requires_grad)
+                if isinstance(leaf, Tensor)
+                else type(leaf)
+                for leaf in leaves
+            ],
+        )
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = self._learn_form(task, leaves)
+        if form.plain:
+            bare = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        else:
+            bare = [detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         target = self.name if task.target is None else task.target
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
-                refuse_layout(leaf, task.stage, task.microbatch, forward=task.kind == kinds.F)
-        wants = list(changed) or [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        if task.kind == kinds.F:
-            tree = noted(tree, sharing(leaves, self.stages[task.stage].take_joined()))
-        bare = [detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        message = Message(self._header(task, work, self.name, target, task.stage), bare, tree, wants)
-        self.outputs.note(message)
+        header = Header(self.name, target, task.traffic, task.stage, task.microbatch, work.step)
+        message = Message(header, bare, tree, list(changed) or form.wants_gradient, form.kinds)
+        if task.kind == kinds.F and self._passed.get(task.stage) is not form:
+            self._passed[task.stage] = form
+            self.outputs.note(message)
         return message
+
+    def _learn_form(self, task: _Task, leaves: Sequence[Leaf]) -> _Form:
+        if len(self._forms) >= FORMS:
+            self._forms.clear()
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for tensor in tensors:
+            if tensor.layout is not torch.strided:
+                refuse_layout(tensor, task.stage, task.microbatch, forward=task.kind == kinds.F)
+        return _Form(
+            kinds_of(leaves),
+            [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves],
+            all(map(is_plain_tensor, tensors)),
+        )
 
     def _pass_on(self, task: _Task, message: Message) -> None:
         if task.neighbour is not None:
-            self._local[(message.header.traffic, task.neighbour, task.microbatch)] = message
+            self._local[(task.traffic, task.neighbour, task.microbatch)] = message
         elif task.target is not None:
             self.transport.send(message)
-            head = message.header
-            size = sum(leaf.nbytes for leaf in message.leaves if isinstance(leaf, Tensor))
-            moment = time.perf_counter()
-            self.flight.sent.append((task.target, head.traffic, head.stage, head.microbatch, head.step, moment, size))
+            size = sum([leaf.nbytes for leaf in message.leaves if isinstance(leaf, Tensor)])
+            self.flight.sent.append(
+                (task.target, task.traffic, task.stage, task.microbatch, self.step, perf_counter(), size)
+            )
+
+    # When a step fails.
+
+    @property
+    def doing(self) -> str:
+        """What this rank is doing, in words."""
+        return describe(self.progress.doing)
 
     @property
     def changes(self) -> Sequence[Change]:
         """Outputs of its stages that changed their form."""
         return self.outputs.changes
 
-    @property
-    def doing(self) -> str:
-        """What this rank is in, in words."""
-        return describe(self.progress.doing)
-
     def record(self, verdict: Verdict | None, lost: str | None = None) -> Path | None:
-        """Write the flight record of this rank; None where that cannot be done, or the failure needs none."""
+        """Write the flight record of this rank; None where that is impossible, or the failure needs none."""
         if not worth_writing(verdict):
             return None
         awaited = self.awaited
@@ -413,11 +488,11 @@ Executors: TypeAlias = RankExecutors[Executor]
 
 
 def device_of(stages: Iterable[Stage]) -> int | None:
-    """The GPU that a rank's stages are on; None where they are on the host, or have nothing to be anywhere with."""
+    """The GPU that a rank's stages are on; None where they are on the host, or have no tensors."""
     devices = {tensor.device for stage in stages for tensor in (*stage.part.parameters(), *stage.part.buffers())}
-    found = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-    if len(found) > 1:
+    gpus = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+    if len(gpus) > 1:
         raise StagelineError(
-            f"the stages of one rank are on GPUs {', '.join(map(str, found))}; put all stages of a rank on one GPU"
+            f"the stages of one rank are on GPUs {', '.join(map(str, gpus))}; put all stages of a rank on one GPU"
         )
-    return found[0] if found else None
+    return gpus[0] if gpus else None

@@ -6,40 +6,61 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from stageline.autograd import engine, hooks
+from stageline.autograd import engine
 from stageline.autograd.graph_plan import Plan, checkpointed
 from stageline.autograd.recompute import Recompute, training
-from stageline.autograd.split_backward import Arriving, SplitBackward
+from stageline.autograd.split_backward import SplitBackward
 from stageline.common.errors import StagelineError, TransportError, shorten
 from stageline.model.skips import SkipPart, carried
 from stageline.model.stage_module.shared_state import SharedStateWatch
 from stageline.model.stage_module.stage_module import StagePart
 from stageline.model.units import layers_of
+from stageline.runtime._torch_private import has_gradient_hooks, version_of
 from stageline.runtime.guards.foreign_reads import ForeignReads
 from stageline.runtime.guards.inner_backward import Dropping
 from stageline.runtime.guards.loss_graph import refuse_loss
 from stageline.runtime.guards.loss_reads import LossReads
 from stageline.runtime.guards.wrappers import wrapper_in
-from stageline.runtime.stage_inputs import Takes
-from stageline.tensors.aliases import Pairs, Shared
+from stageline.runtime.stage_inputs import ForwardSignature, refuse_unknown_keywords
+from stageline.tensors.aliases import Joined, Pairs, Shared
 from stageline.tensors.buffers import Buffers, Snapshot
-from stageline.tensors.pytree import Leaf, flatten, tensors_of, unflatten
+from stageline.tensors.pytree import TENSOR, Leaf, flatten, unflatten
 from stageline.tensors.random_numbers import Generators, draws, generator_alone, random_numbers
 from stageline.tensors.subclasses import cloned, detached
-from stageline.tensors.thread_context import plain_precision
+from stageline.tensors.thread_context import autocast_enabled, plain_precision
 
 Loss = Callable[[Any, Any], Any]
-"""Of output and target: one number as a tensor, or that and a dict of metrics."""
+"""From output and target to a scalar tensor, or to that and a dict of metrics."""
+
+Gradients = list[Tensor | None]
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 LOSS = "loss_fn"
 """The name under which a loss function draws random numbers."""
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """How stages run."""
+
+    loss_fn: Loss
+    seed: int = 0
+    recompute: Recompute = field(default_factory=Recompute)
+
+
+class StageOutput(NamedTuple):
+    """What a forward passes on."""
+
+    leaves: list[Leaf]
+    tree: str
+    joined: Joined
+    """Addresses of memory that would be the same in one process."""
 
 
 @dataclass
@@ -62,23 +83,14 @@ class _Kept:
     split: SplitBackward | None = None
     draws_again: bool = False
     """Whether its backward draws random numbers."""
-    before: Snapshot = ()
-    """Buffers as they were before the forward, where it is to be run once more."""
+    buffers: Snapshot = ()
+    """Buffers as they were before the forward, if it is to be recomputed."""
     versions: list[int] = field(default_factory=list)
-    """Of the inputs: they grow with every change in place."""
+    """Of the inputs: they grow with every in-place change."""
     hooks: int = 0
     """How many hooks were registered before its forward."""
     direct: bool = True
     """Whether its weight gradients may be added without autograd."""
-
-
-@dataclass(frozen=True)
-class StageOptions:
-    """How stages run."""
-
-    loss_fn: Loss
-    seed: int = 0
-    recompute: Recompute = field(default_factory=Recompute)
 
 
 class Stage:
@@ -101,26 +113,28 @@ class Stage:
     ) -> None:
         """`part` holds the layers by their names in the whole model; `spread` as below.
 
-        `loss_reads` calls loss_fn on the last stage, and watches what it reads. `watch` looks at what the layers share
-        with those of other stages, `foreign` at what they read of others' parameters.
+        `loss_reads` calls loss_fn on the last stage and checks what it reads. `watch` checks what the layers share with
+        those of other stages, `foreign` what they read of the parameters of other stages.
         """
         self.index = index
         self._name = f"stage {index}"
         self.part = part
         self.options = options
+        self.splits_backward = True
+        """Whether its schedule has I and W; where it has not, hooks need not be counted."""
         self._layers = layers_of(part)
-        self._takes = {name: Takes.of(layer) for name, layer in self._layers}
+        self._signatures = {name: ForwardSignature.of(layer) for name, layer in self._layers}
         self._random = {name for name, layer in units_of(part) if draws(layer)}
         self._watched: set[tuple[str, bool]] = set()
-        # A stage that the user gave as such is called as that module is: a tuple is its arguments. The layers of an
+        # A stage that the user passed as such is called like that module: a tuple is its arguments. The layers of an
         # nn.Sequential are chained as it chains them, wherever it is cut.
-        self._spreads = spread and len(self._layers) == 1 and not self._takes[self._layers[0][0]].one
+        self._spreads = spread and len(self._layers) == 1 and not self._signatures[self._layers[0][0]].single
         self._changes_input = bool(self._layers) and _begins_in_place(self._layers[0][1])
         self._replay = part.replay if isinstance(part, StagePart) else None
         self._loss_reads = loss_reads
-        self._watch = None if isinstance(part, StagePart) else watch  # there, units are looked at one by one
+        self._watch = None if isinstance(part, StagePart) else watch  # there, each unit is watched on its own
         self._changed: dict[Any, list[bool]] = {}
-        """Which of its inputs the stage changes in place, by their form."""
+        """Which of its inputs the stage changes in place, by the form of the inputs."""
         self._shared: Shared | None = None
         self._dropping = Dropping()
         self._skips = part if isinstance(part, SkipPart) else None
@@ -132,11 +146,10 @@ class Stage:
         self._refreshed: tuple[int, bool] | None = None
         self._plans: list[Plan] = []
         self._hooks: int | None = None
-        self._held = self._wrapped = False
-        self.changed: Sequence[bool] = ()
-        """For each gradient that the last backward gave, whether a hook on the input changed it; empty for none."""
-        self._unsplit = self._total = 0
-        self._looked, self._checkpoints = -1, False
+        self._accumulators_held = self._wrapped = False
+        self._checked_step, self._checkpoints = -1, False
+
+    # Forward.
 
     def forward(
         self,
@@ -148,107 +161,97 @@ class Stage:
         train: bool,
         keywords: Mapping[str, Any],
         shared: Pairs = (),
-    ) -> tuple[list[Leaf], str]:
-        """Run F; give back the output's leaves and the shape of its tree. `shared` are inputs that share memory."""
+    ) -> StageOutput:
+        """Run F. `wants` says which leaves require a gradient, `shared` which of them share memory."""
         inputs: list[Leaf] = [
-            detached(leaf, want) if isinstance(leaf, Tensor) else leaf for leaf, want in zip(leaves, wants, strict=True)
+            leaf.detach().requires_grad_(want) if type(leaf) is Tensor else _as_leaf(leaf, want)
+            for leaf, want in zip(leaves, wants, strict=True)
         ]
         kept = _Kept(inputs, tree, step, keywords, shared)
-        if train:
+        if train and self.splits_backward:
             self._count_hooks(kept)
         if isinstance(self.part, StagePart) and self._refreshed != (step, train):
             self.part.refresh()
             self._refreshed = (step, train)
-        if train and self.options.recompute.stages:
-            kept.before = self._buffers.before()
-            kept.versions = [leaf._version for leaf in tensors_of(inputs)]
-        with _graph_if(train), self._around(train, self._name):
-            outputs, shape = flatten(self._guarded(kept, microbatch), self._name)
+        recomputes = train and self.options.recompute.stages
+        if recomputes:
+            kept.buffers = self._buffers.before()
+            kept.versions = [version_of(leaf) for leaf in inputs if isinstance(leaf, Tensor)]
+        with _graph_if(train), self._context(train, self._name):
+            value = self._run_guarded(kept, microbatch)
+            plain = type(value) is Tensor and not value.is_nested
+            outputs, shape = ([value], TENSOR) if plain else flatten(value, self._name)
         if train:
-            kept.outputs = outputs
             self._kept[microbatch] = kept
-            if self.options.recompute.stages:
-                self._buffers.after(kept.before)
-                outputs = kept.outputs = [
-                    detached(leaf, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in outputs
-                ]
-        return outputs, shape
+        if recomputes:  # the backward starts from the recomputed output; this one is only passed on
+            self._buffers.after(kept.buffers)
+            outputs = [_as_leaf(leaf, isinstance(leaf, Tensor) and leaf.requires_grad) for leaf in outputs]
+        elif train:
+            kept.outputs = outputs
+        memory, self._shared = self._shared, None
+        return StageOutput(outputs, shape, {} if memory is None else memory.joined())
 
     def _count_hooks(self, kept: _Kept) -> None:
-        """Note how many hooks were registered; where there are more, see whether accumulators or wrappers have some."""
-        kept.hooks = hooks.registered()
+        """Note how many hooks were registered; if there are new ones, check whether accumulators or wrappers have."""
+        kept.hooks = engine.registered_hooks()
         if kept.hooks != self._hooks and not self._kept:
-            self._hooks, self._held = kept.hooks, hooks.accumulators_held(self.part.parameters())
+            self._hooks, self._accumulators_held = kept.hooks, engine.accumulators_held(self.part.parameters())
             self._wrapped = bool(wrapper_in(self.part))
-        kept.direct = not self._held and kept.hooks == self._hooks
+        kept.direct = not self._accumulators_held and kept.hooks == self._hooks
 
-    def _around(self, train: bool, what: str) -> AbstractContextManager[Any]:
-        """What a forward runs in."""
+    def _context(self, train: bool, name: str) -> AbstractContextManager[Any]:
+        """The context that a forward runs in."""
         if train and self.options.recompute.stages:
-            # With a graph, so that kernels choose as they will when it runs again, and outputs say whether they want
-            # a gradient; what the graph would keep is dropped.
-            return self._dropping.around(what)
+            # With a graph, so that kernels choose as they will in the second run, and outputs know whether they
+            # require a gradient; what the graph would keep is dropped.
+            return self._dropping.around(name)
         if train and self.options.recompute.chosen is not None:
             return training(self.options.recompute)
         return _NOTHING
 
-    def _guarded(self, kept: _Kept, microbatch: int) -> Any:
+    def _run_guarded(self, kept: _Kept, microbatch: int) -> Any:
         try:
             return self._run(kept, microbatch)
         except RuntimeError as error:
             if "leaf Variable" in str(error) and "in-place" in str(error):
                 raise StagelineError(
-                    f"stage {self.index} changes what it is given in place in microbatch {microbatch}, and did not "
-                    "when it was first given such; let it do so always, or work on a copy (x = x.clone())"
+                    f"stage {self.index} changes its input in place in microbatch {microbatch}, but did not when it "
+                    "first got such an input; change it always, or work on a copy (x = x.clone())"
                 ) from error
             raise
 
     def _run(self, kept: _Kept, microbatch: int) -> Any:
-        """Run the layers; those that draw random numbers draw what step, microbatch and their name say."""
+        """Run the layers; the first time, learn which inputs they change in place."""
         form = (kept.tree, len(kept.inputs), self.part.training, torch.is_grad_enabled())
         changed = self._changed.get(form)
-        given = self._copied(kept.inputs, changed)
-        shared = Shared(kept.shared, kept.inputs, given) if kept.shared else None
-        value = unflatten(given, kept.tree)
+        inputs = self._copied(kept.inputs, changed)
+        shared = Shared(kept.shared, kept.inputs, inputs) if kept.shared else None
+        value = inputs[0] if kept.tree == TENSOR else unflatten(inputs, kept.tree)
         if self._skips is not None:
             value = self._run_with_skips(self._skips, kept, microbatch, value)
         else:
             value = self._run_layers(kept, microbatch, value)
         if changed is None:
-            self._changed[form] = [_was_changed(leaf) for leaf in given]
+            self._changed[form] = [_was_changed(leaf) for leaf in inputs]
         if shared is not None:
-            self._refuse_change(shared, microbatch)
+            shared.refuse_changes(self.index, microbatch)
             self._shared = shared
         return value
 
-    def _refuse_change(self, shared: Shared, microbatch: int) -> None:
-        places = shared.changed()
-        if places is not None:
-            raise StagelineError(
-                f"stage {self.index} changes its input {places[0]} in place in microbatch {microbatch}, which shares "
-                f"memory with its input {places[1]}; in one process that changes both, and between stages it cannot: "
-                "let it work on a copy (x = x.clone()), or let it be given a copy of one of them"
-            )
-
-    def take_joined(self) -> dict[int, int]:
-        """What of the memory of the last forward would be one in one process; asked once."""
-        shared, self._shared = self._shared, None
-        return {} if shared is None else shared.joined()
-
     def _copied(self, inputs: Sequence[Leaf], changed: Sequence[bool] | None) -> list[Leaf]:
-        """What the layers are given: copies of what they change in place, as they may in one process.
+        """The inputs of the layers: copies of those that they change in place, as they may in one process.
 
         A tensor that arrived is a leaf of the stage's graph, and the stage before may still need it. The first time,
-        all are copied, to see which of them are changed.
+        all are copied, to learn which of them are changed.
         """
         if changed is not None:
             return [
-                cloned(leaf) if isinstance(leaf, Tensor) and (copies or self._changes_input) else leaf
-                for leaf, copies in zip(inputs, changed, strict=True)
+                cloned(leaf) if (copy or self._changes_input) and isinstance(leaf, Tensor) else leaf
+                for leaf, copy in zip(inputs, changed, strict=True)
             ]
-        everything = self._changes_input or self.options.recompute.stages
+        copy_all = self._changes_input or self.options.recompute.stages
         return [
-            cloned(leaf) if isinstance(leaf, Tensor) and (everything or leaf.requires_grad) else leaf for leaf in inputs
+            cloned(leaf) if isinstance(leaf, Tensor) and (copy_all or leaf.requires_grad) else leaf for leaf in inputs
         ]
 
     def _run_with_skips(self, part: SkipPart, kept: _Kept, microbatch: int, value: Any) -> Any:
@@ -264,29 +267,27 @@ class Stage:
     def _run_layers(self, kept: _Kept, microbatch: int, value: Any) -> Any:
         if self._replay is not None:
             mode = self.part.training
-            self._replay.draw = lambda name, call: self._drawing(name, mode, kept.step, microbatch, call)
+            self._replay.draw = lambda name, call: self._draw(name, mode, kept.step, microbatch, call)
         watch = self._watch
-        closely = watch is not None and watch.closely()
+        each_layer = watch is not None and watch.closely()
         first, arrived = self._layers[0][0] if self._layers else "", value
-        if watch is not None and not closely:
+        if watch is not None and not each_layer:
             watch.before(first)
         for number, (name, layer) in enumerate(self._layers):
-            keywords = self._takes[name].chosen(kept.keywords) if kept.keywords else {}
-            given = value
-            if watch is not None and closely:
+            keywords = self._signatures[name].accepted(kept.keywords) if kept.keywords else {}
+            layer_input = value
+            if watch is not None and each_layer:
                 watch.before(name)
             call = self._call if self._foreign is None else partial(self._foreign.call, name, self._call)
-            value = self._drawing(
-                name, layer.training, kept.step, microbatch, call, layer, value, number == 0, keywords
-            )
-            if watch is not None and closely:
-                watch.after(name, given, value)
-        if watch is not None and not closely:
+            value = self._draw(name, layer.training, kept.step, microbatch, call, layer, value, number == 0, keywords)
+            if watch is not None and each_layer:
+                watch.after(name, layer_input, value)
+        if watch is not None and not each_layer:
             watch.after(first, arrived, value)
         return value
 
-    def _drawing(self, name: str, mode: bool, step: int, microbatch: int, call: Callable[..., Any], *args: Any) -> Any:
-        """Call something that may draw random numbers; the first time, see whether it does."""
+    def _draw(self, name: str, mode: bool, step: int, microbatch: int, call: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that may draw the random numbers of its step, microbatch and name; learn whether it does."""
         if name in self._random:
             with random_numbers(self.options.seed, step, microbatch, name):
                 return call(*args)
@@ -301,7 +302,7 @@ class Stage:
         return value
 
     def watch_again(self) -> None:
-        """See again which layers draw random numbers."""
+        """Learn again which layers draw random numbers."""
         self._watched.clear()
 
     def _call(self, layer: nn.Module, value: Any, first: bool, keywords: Mapping[str, Any]) -> Any:
@@ -312,33 +313,29 @@ class Stage:
         return layer(value, **keywords)
 
     def check_keywords(self, names: Sequence[str]) -> None:
-        """Refuse keyword inputs that no layer of the stage takes."""
-        for name in names:
-            if not any(takes.chosen({name: None}) for takes in self._takes.values()):
-                known = sorted({each for takes in self._takes.values() for each in takes.names})
-                raise StagelineError(
-                    f"stage_kwargs has {name!r} for stage {self.index}, and no layer of that stage takes it; "
-                    f"its layers take {', '.join(known)}"
-                )
+        """Refuse keyword inputs that no layer of the stage accepts."""
+        refuse_unknown_keywords(self.index, names, self._signatures.values())
+
+    # The loss.
 
     def loss(
         self, microbatch: int, step: int, output: Any, target: Any, weight: float, train: bool, scale: float = 1.0
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute the loss of the last stage, and its metrics; the backward starts from loss × weight × scale."""
-        dropped = train and self.options.recompute.stages
-        with _graph_if(train), self._around(train, LOSS) if dropped else _NOTHING:
-            weighed, metrics = self._drawing(
+        recomputes = train and self.options.recompute.stages
+        with _graph_if(train), self._context(train, LOSS) if recomputes else _NOTHING:
+            weighted, metrics = self._draw(
                 LOSS, self.part.training, step, microbatch, self._loss, output, target, weight, step, microbatch
             )
-            root = weighed if scale == 1.0 else weighed * scale
-        if train and not weighed.requires_grad:
+            root = weighted if scale == 1.0 else weighted * scale
+        if train and not weighted.requires_grad:
             refuse_loss(self.index, microbatch, self.part, self._kept[microbatch].inputs, output)
         if train:
             kept = self._kept[microbatch]
             kept.target, kept.weight, kept.scale = target, weight, scale
-            kept.loss = None if self.options.recompute.stages else root
-            kept.outputs = []  # the loss is all that its backward needs; logits are large
-        return weighed.detach(), metrics
+            kept.loss = None if recomputes else root
+            kept.outputs = []  # the loss is all that the backward needs; logits are large
+        return weighted.detach(), metrics
 
     def _loss(
         self, output: Any, target: Any, weight: float, step: int, microbatch: int
@@ -352,157 +349,162 @@ class Stage:
             if target is not None or isinstance(error, StagelineError):
                 raise
             raise StagelineError(
-                f"loss_fn failed with {type(error).__name__}: {error}; the targets are None, so it was given None; "
-                "give targets, or a loss_fn that takes None"
+                f"loss_fn failed with {type(error).__name__}: {error}; its targets were None, since step got none; "
+                "pass targets, or a loss_fn that accepts None"
             ) from error
-        metrics: Any = {}
+        metrics: dict[str, Any] = {}
         if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], dict):
-            loss, metrics = loss
+            loss, metrics = loss[0], _checked_metrics(loss[1])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
             raise StagelineError(
-                f"loss_fn must return one number as a tensor, or that and a dict of metrics; got one of {found}"
+                f"loss_fn must return one number as a tensor, or that and a dict of metrics; got one of {got}"
             )
-        # A metric on a GPU stays there until the step is over: to ask for it now would stop the host.
-        plain = {str(name): value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-        for name, value in plain.items():
-            if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)):
-                raise StagelineError(f"the metric {name!r} is {shorten(value)}; a metric is one number")
-        return loss * weight, plain
+        return loss * weight, metrics
+
+    # Backward.
+
+    def backward(
+        self, microbatch: int, grads: Sequence[Tensor | None] | None, changed: Sequence[bool] = ()
+    ) -> tuple[Gradients, list[bool]]:
+        """Run B; return the gradients of the inputs, and which of them hooks changed (empty for none).
+
+        `changed` says which of `grads` were changed by hooks of the next stage.
+        """
+        kept = self._kept.pop(microbatch)
+        if self.options.recompute.stages:
+            self._recompute(kept, microbatch)
+        roots, root_grads = self._roots(kept, grads, changed)
+        inputs = [leaf for leaf in kept.inputs if isinstance(leaf, Tensor)]
+        kept.outputs, kept.loss = [], None
+        with self._generator_if(self._draws_again(roots, kept.step)), _without_autocast():
+            return engine.backward_to(inputs, roots, root_grads)
+
+    def backward_input(
+        self, microbatch: int, grads: Sequence[Tensor | None] | None, changed: Sequence[bool] = ()
+    ) -> tuple[Gradients, list[bool]]:
+        """Run I; arguments and results are those of `backward`."""
+        kept = self._kept[microbatch]
+        if self.options.recompute.stages:
+            self._recompute(kept, microbatch)
+        roots, root_grads = self._roots(kept, grads, changed)
+        inputs = [leaf for leaf in kept.inputs if isinstance(leaf, Tensor)]
+        versions = engine.watch_hooks(inputs)
+        trained = [leaf for leaf in inputs if leaf.requires_grad]
+        hooked = self._wrapped or engine.registered_hooks() != kept.hooks
+        kept.split = SplitBackward(roots, root_grads, trained, self._plans, kept.direct, hooked, self._wrapped)
+        kept.inputs, kept.outputs, kept.loss, kept.target, kept.keywords = [], [], None, None, {}
+        kept.draws_again = self._draws_again(roots, kept.step)
+        with self._generator_if(kept.draws_again), _without_autocast():
+            arrived = iter(kept.split.input_gradients() if roots else [None] * len(trained))
+        gradients = [next(arrived) if leaf.requires_grad else None for leaf in inputs]
+        return gradients, engine.changed_by_hooks(gradients, versions)
+
+    def backward_weight(self, microbatch: int) -> tuple[int, int]:
+        """Run W; return how many elements of parameters got a gradient by I and W, and how many of them by I."""
+        kept = self._kept.pop(microbatch)
+        split = kept.split
+        assert split is not None
+        with self._generator_if(kept.draws_again), _without_autocast():
+            split.weight_gradients()
+        return split.total, split.unsplit
 
     def _recompute(self, kept: _Kept, microbatch: int) -> None:
-        """Run the forward once more, with a graph and the buffers of then; they stay as the first run left them."""
-        if kept.versions != [leaf._version for leaf in tensors_of(kept.inputs)]:
+        """Run the forward again, with a graph and the buffers of then; they stay as the first run left them."""
+        if kept.versions != [version_of(leaf) for leaf in kept.inputs if isinstance(leaf, Tensor)]:
             raise StagelineError(
-                f"stage {self.index} changed what it was given in place, so it cannot be run once more from it; let it "
-                "work on a copy (x = x.clone()), or use another recompute="
+                f"stage {self.index} changed its input in place, so its forward cannot be recomputed; work on a copy "
+                "(x = x.clone()), or use another recompute="
             )
-        # New leaves: hooks that the first run put on its inputs are not called beside those of this run.
-        kept.inputs = [detached(leaf, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in kept.inputs]
-        kept.hooks = hooks.registered()
-        with self._buffers.as_before(kept.before), torch.enable_grad():
-            kept.outputs, shape = flatten(self._run(kept, microbatch), f"stage {self.index}")
+        # New leaves: hooks that the first run put on its inputs must not be called beside those of this run.
+        kept.inputs = [_as_leaf(leaf, isinstance(leaf, Tensor) and leaf.requires_grad) for leaf in kept.inputs]
+        kept.hooks = engine.registered_hooks()
+        with self._buffers.as_before(kept.buffers), torch.enable_grad():
+            kept.outputs, shape = flatten(self._run(kept, microbatch), self._name)
             if kept.weight is not None:
                 output = unflatten(kept.outputs, shape)
-                kept.loss, _ = self._drawing(
+                kept.loss, _ = self._draw(
                     LOSS, self.part.training, kept.step, microbatch, self._loss,
                     output, kept.target, kept.weight, kept.step, microbatch,
                 )  # fmt: skip
                 kept.loss = kept.loss if kept.scale == 1.0 else kept.loss * kept.scale
         self._shared = None
 
-    def backward(
-        self, microbatch: int, grads: Sequence[Tensor | None] | None, changed: Sequence[bool] = ()
-    ) -> list[Tensor | None]:
-        """Run B; give back the gradients of the inputs. `changed` says which of `grads` were changed by hooks."""
-        kept = self._kept.pop(microbatch)
-        if self.options.recompute.stages:
-            self._recompute(kept, microbatch)
-        outputs, given = self._roots(kept, grads, changed)
-        arrived = tensors_of(kept.inputs)
-        watch = hooks.Watch(arrived)
-        kept.outputs, kept.loss = [], None
-        with self._drawing_alone(self._draws_again(outputs, kept.step)), plain_precision(), Arriving(arrived) as found:
-            if outputs:
-                engine.backward(outputs, given)
-        self.changed = watch.changed(found)
-        return found
-
-    def _draws_again(self, outputs: Sequence[Tensor], step: int) -> bool:
+    def _draws_again(self, roots: Sequence[Tensor], step: int) -> bool:
         """Whether a backward will draw: torch's checkpointing sets the generator that all threads share.
 
-        Models that checkpoint do so in every microbatch of a step, so the first one tells of all where none ever did.
+        Models that checkpoint do so in every microbatch of a step, so if none did before, the first one decides.
         """
         if not self._random or self.options.recompute.chosen is not None:
             return False
-        if self._looked == step and not self._checkpoints:
+        if self._checked_step == step and not self._checkpoints:
             return False
-        self._looked, found = step, checkpointed(outputs)
-        self._checkpoints = self._checkpoints or found
-        return found
+        self._checked_step, checkpoints = step, checkpointed(roots)
+        self._checkpoints = self._checkpoints or checkpoints
+        return checkpoints
 
     @staticmethod
-    def _drawing_alone(draws_again: bool) -> AbstractContextManager[Any]:
+    def _generator_if(draws_again: bool) -> AbstractContextManager[Any]:
         return generator_alone() if draws_again else _NOTHING
-
-    def backward_input(
-        self, microbatch: int, grads: Sequence[Tensor | None] | None, changed: Sequence[bool] = ()
-    ) -> list[Tensor | None]:
-        """Run I; give back the gradients of the inputs. `changed` says which of `grads` were changed by hooks."""
-        kept = self._kept[microbatch]
-        if self.options.recompute.stages:
-            self._recompute(kept, microbatch)
-        outputs, given = self._roots(kept, grads, changed)
-        arrived = tensors_of(kept.inputs)
-        watch = hooks.Watch(arrived)
-        wanted = [leaf for leaf in arrived if leaf.requires_grad]
-        hooked = self._wrapped or hooks.registered() != kept.hooks
-        kept.split = SplitBackward(outputs, given, wanted, self._plans, kept.direct, hooked, self._wrapped)
-        kept.inputs, kept.outputs, kept.loss, kept.target, kept.keywords = [], [], None, None, {}
-        kept.draws_again = self._draws_again(outputs, kept.step)
-        with self._drawing_alone(kept.draws_again), plain_precision():
-            found = iter(kept.split.input_gradients()) if outputs else iter([None] * len(wanted))
-        gradients = [next(found) if leaf.requires_grad else None for leaf in arrived]
-        self.changed = watch.changed(gradients)
-        return gradients
-
-    def backward_weight(self, microbatch: int) -> None:
-        """Run W."""
-        kept = self._kept.pop(microbatch)
-        split = kept.split
-        assert split is not None
-        with self._drawing_alone(kept.draws_again), plain_precision():
-            split.weight_gradients()
-        self._unsplit += split.unsplit
-        self._total += split.total
 
     def _roots(
         self, kept: _Kept, grads: Sequence[Tensor | None] | None, changed: Sequence[bool]
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
+    ) -> tuple[list[Tensor], Gradients]:
         """Where the backward starts: the loss, or the outputs that got a gradient."""
         if kept.loss is not None:
             return [kept.loss], [None]
-        outputs = tensors_of(kept.outputs)
-        if len(outputs) != len(grads or []):
+        outputs = [leaf for leaf in kept.outputs if isinstance(leaf, Tensor)]
+        grads = grads or []
+        if len(outputs) != len(grads):
             raise TransportError(
-                f"stage {self.index} passed on {len(outputs)} tensors and got gradients for {len(grads or [])}"
+                f"stage {self.index} passed on {len(outputs)} tensors and got gradients for {len(grads)}"
             )
-        if any(output._backward_hooks for output, by_hook in zip(outputs, changed, strict=False) if by_hook):
+        if any(has_gradient_hooks(output) for output, by_hook in zip(outputs, changed, strict=False) if by_hook):
             raise StagelineError(
                 f"stage {self.index} has a hook on its output, and stage {self.index + 1} has one on the same tensor, "
                 "its input, that changes the gradient; in one process the first would run before the second, and "
                 "between two stages it cannot: register both in one stage, or one of them on a copy (x.view_as(x))"
             )
-        pairs = [
-            (output, grad)
-            for output, grad in zip(outputs, grads or [], strict=True)
-            if output.requires_grad and grad is not None
-        ]
-        for output, grad in pairs:
-            if output.shape != grad.shape or output.dtype != grad.dtype:
-                raise TransportError(
-                    f"stage {self.index} passed on a tensor of shape {tuple(output.shape)} and {output.dtype}, and got "
-                    f"a gradient of shape {tuple(grad.shape)} and {grad.dtype} for it"
-                )
-        return [output for output, _ in pairs], [grad for _, grad in pairs]
-
-    def take_counts(self) -> tuple[int, int]:
-        """Of the elements of parameters that I and W gave gradients in this step: all, and those that came with I."""
-        counts = (self._total, self._unsplit)
-        self._total = self._unsplit = 0
-        return counts
+        roots: list[Tensor] = []
+        root_grads: Gradients = []
+        for output, grad in zip(outputs, grads, strict=True):
+            if output.requires_grad and grad is not None:
+                if output.shape != grad.shape or output.dtype != grad.dtype:
+                    raise TransportError(
+                        f"stage {self.index} passed on a tensor of shape {tuple(output.shape)} and {output.dtype}, but "
+                        f"got a gradient of shape {tuple(grad.shape)} and {grad.dtype} for it"
+                    )
+                roots.append(output)
+                root_grads.append(grad)
+        return roots, root_grads
 
     def forget(self) -> None:
         """Drop everything kept, after a step that failed."""
         self._kept.clear()
         self._shared = None
         self._refreshed = None
-        self.take_counts()
 
 
 def _graph_if(train: bool) -> AbstractContextManager[Any]:
-    """Record a graph or not; mostly that is so already."""
+    """Record a graph or not; the usual case needs no context."""
     return _NOTHING if torch.is_grad_enabled() == train else torch.set_grad_enabled(train)
+
+
+def _without_autocast() -> AbstractContextManager[Any]:
+    return plain_precision() if autocast_enabled() else _NOTHING
+
+
+def _as_leaf(leaf: Leaf, wants: bool) -> Leaf:
+    return detached(leaf, wants) if isinstance(leaf, Tensor) else leaf
+
+
+def _checked_metrics(metrics: dict[Any, Any]) -> dict[str, Any]:
+    """The metrics of a loss function, detached; those on a GPU stay there until the step is over."""
+    plain = {str(name): value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+    for name, value in plain.items():
+        if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)):
+            raise StagelineError(f"the metric {name!r} is {shorten(value)}; a metric is one number")
+    return plain
 
 
 def units_of(part: nn.Sequential) -> list[tuple[str, nn.Module]]:
@@ -510,16 +512,16 @@ def units_of(part: nn.Sequential) -> list[tuple[str, nn.Module]]:
     return part.drawn() if isinstance(part, StagePart) else layers_of(part)
 
 
-def _was_changed(leaf: Leaf) -> bool:
-    """Whether a fresh copy was changed in place; tensors of inference mode do not say."""
-    return isinstance(leaf, Tensor) and not leaf.is_inference() and leaf._version > 0
-
-
 def watched_layers(part: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """What of a stage may share state with other stages: its layers, or its units as the model holds them."""
+    """What may share state with other stages: the layers of a stage, or its units as the model holds them."""
     if not isinstance(part, StagePart):
         return layers_of(part)
     return [(name, part.replay.modules[name].module) for name, _ in part.drawn() if name in part.replay.modules]
+
+
+def _was_changed(leaf: Leaf) -> bool:
+    """Whether a fresh copy was changed in place; tensors of inference mode have no version to tell it by."""
+    return isinstance(leaf, Tensor) and not leaf.is_inference() and version_of(leaf) > 0
 
 
 def _begins_in_place(layer: nn.Module) -> bool:

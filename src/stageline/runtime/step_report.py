@@ -119,7 +119,7 @@ def times_of(crew: Executors, results: Sequence[RankResult], clocks: Alignment |
     for executor, result in zip(crew.executors, results, strict=True):
         mine = slice(int(schedule.bounds[executor.rank]), int(schedule.bounds[executor.rank + 1]))
         offset = 0.0 if clocks is None else clocks.offsets[executor.rank]
-        start, end = result.clock.read()
+        start, end = result.times()
         times[0, mine], times[1, mine] = start + offset, end + offset
         for index, moment in result.arrived.items():
             times[2, index] = moment + offset
@@ -133,7 +133,7 @@ def lengths_of(crew: Executors, results: Sequence[RankResult], times: Floats | N
         return end - start
     lengths = np.zeros(crew.schedule.num_actions)
     for executor, result in zip(crew.executors, results, strict=True):
-        start, end = result.clock.read()
+        start, end = result.times()
         lengths[crew.schedule.bounds[executor.rank] : crew.schedule.bounds[executor.rank + 1]] = end - start
     return lengths
 

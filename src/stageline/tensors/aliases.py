@@ -15,6 +15,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from stageline.common.errors import StagelineError
+from stageline.tensors._torch_private import version_of
 from stageline.tensors.pytree import Leaf
 
 Pairs: TypeAlias = tuple[tuple[int, int], ...]
@@ -88,6 +90,7 @@ def noted(tree: str, pairs: Pairs) -> str:
     return f"{tree}{_MARK}{json.dumps(pairs)}" if pairs else tree
 
 
+@lru_cache(maxsize=1024)
 def read_pairs(text: str) -> tuple[str, Pairs]:
     """Read the text of a tree, and which of its leaves share memory."""
     if _MARK not in text:
@@ -105,14 +108,18 @@ class Shared:
         self._kept = (arrived, inputs)  # as long as they live, no other tensor gets their memory
         self._before = {place: _state(inputs[place]) for pair in pairs for place in pair}
 
-    def changed(self) -> tuple[int, int] | None:
-        """The first input that was changed in place, and one that it shares memory with."""
+    def refuse_changes(self, stage: int, microbatch: int) -> None:
+        """Refuse a forward that changed one of them in place."""
         inputs = self._kept[1]
-        after = {place: _is_as(inputs[place], state) for place, state in self._before.items()}
+        unchanged = {place: _is_as(inputs[place], state) for place, state in self._before.items()}
         for one, other in self._pairs:
-            if not after[one] or not after[other]:
-                return (other, one) if after[one] else (one, other)
-        return None
+            if not unchanged[one] or not unchanged[other]:
+                changed, same = (other, one) if unchanged[one] else (one, other)
+                raise StagelineError(
+                    f"stage {stage} changes its input {changed} in place in microbatch {microbatch}, which shares "
+                    f"memory with its input {same}; in one process that changes both, between stages only one: work "
+                    "on a copy (x = x.clone()), or pass a copy of one of them to the stage"
+                )
 
     def joined(self) -> dict[int, int]:
         """What of its memory would be one in one process."""
@@ -136,9 +143,9 @@ def _address(leaf: Leaf) -> int:
 def _state(leaf: Leaf) -> int | Tensor:
     """What tells whether a tensor is changed: its version, or its values where it has none."""
     assert isinstance(leaf, Tensor)
-    return leaf.clone() if leaf.is_inference() else leaf._version
+    return leaf.clone() if leaf.is_inference() else version_of(leaf)
 
 
 def _is_as(leaf: Leaf, state: int | Tensor) -> bool:
     assert isinstance(leaf, Tensor)
-    return leaf._version == state if isinstance(state, int) else torch.equal(leaf, state)
+    return version_of(leaf) == state if isinstance(state, int) else torch.equal(leaf, state)

@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 
+from stageline.tensors._torch_private import any_autocast_enabled, saved_tensors_hooks
+
+autocast_enabled = any_autocast_enabled
+
 
 def autocasts() -> list[Any]:
     """Contexts that bring the mixed precision of now back later."""
@@ -54,8 +58,7 @@ class Surroundings:
         self._context = contextvars.copy_context()
         self._threads = torch.get_num_threads()
         self._autocast = {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _kinds()}
-        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(True)
-        self._hooks = None if top is None else tuple(top)
+        self._hooks = saved_tensors_hooks()
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Call something in another thread, once, as if it were in the one where this was made."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stageline.common.errors import PeerFailed, TransportError
 from stageline.tensors.pytree import Leaf
-from stageline.transport.protocol import Header, Message, Traffic, Transport
+from stageline.transport.protocol import Header, Message, Traffic, Transport, kinds_of
 
 Counts = Mapping[tuple[int, Traffic], int]
 """How many messages go over the channel with a rank, by traffic."""
@@ -144,8 +144,8 @@ def _refuses_what_was_not_announced(transport: Transport, begin: Begin, finish: 
     announced = torch.ones(2, 3)
     others = [announced.to(torch.int32), announced.reshape(3, 2), announced]
     for number, leaf in enumerate(others):
-        message = Message(_header(transport, "backward", number, 2, True), [announced], "", [True])
-        transport.send(replace(message, leaves=[leaf]))
+        header = _header(transport, "backward", number, 2, True)
+        transport.send(Message(header, [leaf], "", [True], kinds_of([announced])))
     for number, found in enumerate(["int32 of shape (2, 3)", "float32 of shape (3, 2)"]):
         header = _header(transport, "backward", number, 2, False)
         said = _refused(transport, header, "a tensor that is not what was announced was taken")
@@ -273,7 +273,8 @@ class FaultyTransport:
         if self._drop(message.header):
             return
         time.sleep(self._delay(message.header))
-        spoiled = replace(message, header=self._relabel(message.header), leaves=self._replaced(message))
+        kinds = message.kinds or kinds_of(message.leaves)
+        spoiled = replace(message, header=self._relabel(message.header), leaves=self._replaced(message), kinds=kinds)
         for _ in range(2 if self._repeat(message.header) else 1):
             self.inner.send(spoiled)
 

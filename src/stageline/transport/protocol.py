@@ -35,15 +35,16 @@ class Header:
         )
 
 
-def kind_of(leaf: Leaf) -> str:
-    """What a leaf is, as a message announces it.
+def kinds_of(leaves: Sequence[Leaf]) -> tuple[str, ...]:
+    """What leaves are, as a message announces them.
 
-    >>> import torch
-    >>> kind_of(torch.zeros(2, 3)), kind_of(1.5), kind_of(None)
+    >>> kinds_of([torch.zeros(2, 3), 1.5, None])
     ('float32 of shape (2, 3)', 'float', 'None')
     """
-    if isinstance(leaf, Tensor):
-        return _kind(leaf.dtype, leaf.shape)
+    return tuple([_kind(leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else _name(leaf) for leaf in leaves])
+
+
+def _name(leaf: Leaf) -> str:
     return "None" if leaf is None else type(leaf).__name__
 
 
@@ -54,26 +55,19 @@ def _kind(dtype: torch.dtype, shape: torch.Size) -> str:
 
 @dataclass(frozen=True)
 class Message:
-    """A header, the leaves of a tree, its shape as text, and which of the tensors want a gradient back.
-
-    `kinds` is what the leaves were when the message was made; it is compared with them on arrival.
-    """
+    """A header, the leaves of a tree, its shape as text, and which of the tensors want a gradient back."""
 
     header: Header
     leaves: Sequence[Leaf]
     tree: str
     wants_gradient: Sequence[bool]
     kinds: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        """Note what the leaves are, unless it was noted when they were sent."""
-        if not self.kinds:
-            object.__setattr__(self, "kinds", tuple(kind_of(leaf) for leaf in self.leaves))
+    """What its creator announces the leaves to be (see `kinds_of`), checked on arrival; empty for no announcement."""
 
     @property
     def announced(self) -> bool:
         """Whether the leaves are what was announced."""
-        return list(self.kinds) == [kind_of(leaf) for leaf in self.leaves]
+        return not self.kinds or tuple(self.kinds) == kinds_of(self.leaves)
 
 
 class Transport(Protocol):
@@ -104,7 +98,7 @@ def check_message(found: Message, expected: Header) -> None:
     if not found.announced:
         raise TransportError(
             f"rank {expected.target} expected {expected} as {_listed(found.kinds)}, and got "
-            f"{_listed([kind_of(leaf) for leaf in found.leaves])}"
+            f"{_listed(kinds_of(found.leaves))}"
         )
 
 

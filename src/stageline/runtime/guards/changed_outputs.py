@@ -17,12 +17,13 @@ from stageline.transport.protocol import Message
 class Outputs:
     """The last outputs of the stages of a rank.
 
-    >>> from stageline.transport.protocol import Header
+    >>> from stageline.transport.protocol import Header, kinds_of
     >>> import torch
     >>> outputs = Outputs()
     >>> for step, dtype in enumerate((torch.float32, torch.float64)):
     ...     header = Header(0, 1, "forward", 0, 0, step)
-    ...     outputs.note(Message(header, [torch.ones(2, dtype=dtype)], "tensor", [True]))
+    ...     leaves = [torch.ones(2, dtype=dtype)]
+    ...     outputs.note(Message(header, leaves, "tensor", [True], kinds_of(leaves)))
     >>> print(outputs.changes[0])
     stage 0 passes on [float64 of shape (2,)] for microbatch 0 of step 1, and passed on [float32 of shape (2,)] before
     """

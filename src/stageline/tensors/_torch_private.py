@@ -1,0 +1,40 @@
+"""Private API of torch that this package relies on. Seen with torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = [
+    "any_autocast_enabled",
+    "buffers_of",
+    "is_traceable_wrapper_subclass",
+    "pytree",
+    "saved_tensors_hooks",
+    "version_of",
+    "without_torch_function",
+]
+
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor was modified in place; fails for inference tensors."""
+
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+"""The buffers that a module itself registered; the dictionary may be changed."""
+
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
+"""A context in which tensor subclasses are treated as plain tensors."""
+
+any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether autocast is on in this thread, for any type of device."""
+
+
+def saved_tensors_hooks() -> tuple[Any, ...] | None:
+    """The innermost hooks for saved tensors in this thread; None where there are none."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(True)
+    return None if top is None else tuple(top)
