@@ -236,8 +236,8 @@ def test_a_hello_serves_at_one_listener_and_once(links: tuple[Links, Links]) -> 
     with call(links[1]) as rank, call(links[1]) as replayed, call(links[0]) as reflected:
         for link in (rank, replayed, reflected):
             link.sendall(hello(0, links[1]))
-        links[1].wait(links[1].inbound(0, "forward"), 20.0)
-        links[0].wait(links[0].inbound(0, "forward"), 0.5)
+        links[1].connect(links[1].inbound(0, "forward"), 20.0)
+        links[0].connect(links[0].inbound(0, "forward"), 0.5)
         taken = links[1].inbound(0, "forward").link
         assert taken is not None
         assert taken.getpeername() == rank.getsockname()
@@ -265,9 +265,9 @@ def test_a_stranger_that_says_nothing_has_to_go_in_time(
 ) -> None:
     monkeypatch.setattr("stageline.transport.tcp.links.PATIENCE", 0.0)
     with call(links[1]) as stranger:
-        links[1].wait(links[1].inbound(0, "forward"), 20.0)
+        links[1].connect(links[1].inbound(0, "forward"), 20.0)
         time.sleep(0.01)
-        links[1].wait(links[1].inbound(0, "forward"), 0.01)
+        links[1].connect(links[1].inbound(0, "forward"), 0.01)
         assert stranger.recv(1) == b""
 
 

@@ -41,7 +41,7 @@ def kinds_of(leaves: Sequence[Leaf]) -> tuple[str, ...]:
     >>> kinds_of([torch.zeros(2, 3), 1.5, None])
     ('float32 of shape (2, 3)', 'float', 'None')
     """
-    return tuple([_kind(leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else _name(leaf) for leaf in leaves])
+    return tuple([tensor_kind(leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else _name(leaf) for leaf in leaves])
 
 
 def _name(leaf: Leaf) -> str:
@@ -49,7 +49,8 @@ def _name(leaf: Leaf) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _kind(dtype: torch.dtype, shape: torch.Size) -> str:
+def tensor_kind(dtype: torch.dtype, shape: torch.Size) -> str:
+    """What a tensor is, as a message announces it."""
     return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
 
 

@@ -27,7 +27,7 @@ _Waiting = tuple[Message | TransportError, Arrive, float]
 
 
 def _nothing() -> None:
-    """A message that is there is there."""
+    """Nothing to do: the message is already in memory."""
 
 
 class ThreadHub:
@@ -46,7 +46,8 @@ class ThreadHub:
         # A condition for each receiver: a message wakes the rank that it is for, and no other.
         self._changed = [threading.Condition() for _ in range(ranks)]
         self._waiting: dict[tuple[int, int, Traffic], deque[_Waiting]] = {}
-        self._failure: Failed | None = None
+        self.failure: Failed | None = None
+        """The first failure, if there was one."""
         self._failed_step = ANY
         self.patience: Callable[[int], bool] = lambda rank: False
         """Asked when a deadline has passed: whether there is reason to go on waiting for that rank."""
@@ -58,7 +59,7 @@ class ThreadHub:
     def reset(self) -> None:
         """Forget messages and failures, before a new step after a failed one."""
         self._waiting = {}
-        self._failure = None
+        self.failure = None
         self._failed_step = ANY
 
     def put(
@@ -94,19 +95,14 @@ class ThreadHub:
             if not self.patience(header.source):
                 raise waited_in_vain(header, deadline)
 
-    @property
-    def failure(self) -> Failed | None:
-        """The first failure, if there was one."""
-        return self._failure
-
     def _failed(self, step: int) -> Failed | None:
         """The failure of this step or of one before it."""
-        return self._failure if step >= self._failed_step else None
+        return self.failure if step >= self._failed_step else None
 
     def set_failure(self, rank: int, error: BaseException, where: str, step: int = ANY) -> None:
         """Keep the first failure and wake everyone; steps before the one that failed go on."""
-        if self._failure is None or step < self._failed_step:
-            self._failure, self._failed_step = (rank, where, error), step
+        if self.failure is None or step < self._failed_step:
+            self.failure, self._failed_step = (rank, where, error), step
         for changed in self._changed:
             with changed:
                 changed.notify_all()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError, TransportError, shorten
 from stageline.tensors.pytree import Leaf
-from stageline.transport.protocol import Header, Message, Traffic
+from stageline.transport.protocol import Header, Message, Traffic, tensor_kind
 
 DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
@@ -44,7 +44,7 @@ class Prefix(NamedTuple):
     check: int
 
 
-class Described(NamedTuple):
+class TensorMeta(NamedTuple):
     """A tensor as its header tells it."""
 
     dtype: torch.dtype
@@ -73,28 +73,28 @@ class Described(NamedTuple):
 class Contents:
     """What a header tells but for who sends what when; it is the same from one microbatch to the next."""
 
-    leaves: list[Leaf | Described]
+    leaves: list[Leaf | TensorMeta]
     tree: str
     wants_gradient: list[bool]
     kinds: list[str] | None
 
     @cached_property
-    def described(self) -> list[Described]:
+    def metas(self) -> list[TensorMeta]:
         """The tensors, in order."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, Described)]
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorMeta)]
 
     @cached_property
     def size(self) -> int:
         """How many bytes of tensors travel with the header."""
-        return sum(each.size for each in self.described if not each.apart)
+        return sum(meta.size for meta in self.metas if not meta.apart)
 
     @cached_property
     def simple(self) -> bool:
         """Whether all tensors are of the host and without gaps, so that each can be read into its own memory."""
-        return all(each.simple for each in self.described)
+        return all(meta.simple for meta in self.metas)
 
 
-class Letter(NamedTuple):
+class Announcement(NamedTuple):
     """A header that was read: the message without the contents of its tensors."""
 
     header: Header
@@ -102,9 +102,17 @@ class Letter(NamedTuple):
 
     def message(self, tensors: Sequence[Tensor]) -> Message:
         """Put the tensors in their places."""
-        found, told = iter(tensors), self.contents
-        leaves = [next(found) if isinstance(leaf, Described) else leaf for leaf in told.leaves]
-        return Message(self.header, leaves, told.tree, told.wants_gradient, tuple(told.kinds or ()))
+        contents = self.contents
+        remaining = iter(_expanded(tensors, contents.metas))
+        leaves = [next(remaining) if isinstance(leaf, TensorMeta) else leaf for leaf in contents.leaves]
+        return Message(self.header, leaves, contents.tree, contents.wants_gradient, tuple(contents.kinds or ()))
+
+
+def _expanded(tensors: Sequence[Tensor], metas: Sequence[TensorMeta]) -> list[Tensor]:
+    return [
+        tensor if meta.expanded is None else tensor.expand(meta.expanded)
+        for tensor, meta in zip(tensors, metas, strict=True)
+    ]
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -165,7 +173,7 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int | None:
     return span
 
 
-def room_for(described: Described, device: str | torch.device = "cpu") -> Tensor:
+def room_for(described: TensorMeta, device: str | torch.device = "cpu") -> Tensor:
     """Memory for a tensor, laid out as the sender's is."""
     if described.strides is None:
         return torch.empty(described.shape, dtype=described.dtype, device=device)
@@ -182,21 +190,55 @@ def fill(room: Tensor, piece: Tensor) -> Tensor:
     return room.copy_(whole)
 
 
+def encode(message: Message, turn: int) -> tuple[list[memoryview], list[Tensor]]:
+    """A message with tensors of the host as pieces of memory, and the tensors that own this memory."""
+    tensors = [base_of(leaf) for leaf in message.leaves if isinstance(leaf, Tensor)]
+    size = sum([tensor.nbytes for tensor in tensors])
+    pieces, owners = [memoryview(write_head(turn, write_text(message), size))], []
+    for tensor in tensors:
+        if tensor.numel():
+            owner, memory = pieces_of(tensor)
+            owners.append(owner)
+            pieces.append(memory)
+    return pieces, owners
+
+
+class Pattern(NamedTuple):
+    """What the messages of a channel have in common as long as their tensors have the same form."""
+
+    rest: bytes
+    """The text of a header after its first line."""
+    contents: Contents
+
+
+def expect(header: Header, turn: int, pattern: Pattern) -> tuple[bytes, Message, list[memoryview]]:
+    """The head of a message of this pattern, the message without the values of its tensors, and their memory."""
+    contents = pattern.contents
+    tensors = [room_for(meta) for meta in contents.metas]
+    message = Announcement(header, contents).message(tensors)
+    head = write_head(turn, write_fields(header) + pattern.rest, contents.size)
+    return head, message, [memory_of(tensor) for tensor in tensors if tensor.numel()]
+
+
 def write_text(message: Message, apart: Callable[[Tensor], bool] = lambda tensor: False) -> bytes:
     """Describe a message: all that it is, but for the contents of its tensors.
 
     >>> header = Header(0, 1, "forward", 0, 0, 0)
     >>> read_text(write_text(Message(header, [torch.zeros(3), 2, None], "*", [True, False, False]))).contents.leaves
-    [Described(dtype=torch.float32, shape=(3,), device='cpu', apart=False, strides=None, expanded=None), 2, None]
+    [TensorMeta(dtype=torch.float32, shape=(3,), device='cpu', apart=False, strides=None, expanded=None), 2, None]
     """
     # What was announced goes along only where it is not what is sent, which is a fault that the receiver will name.
-    kinds = None if message.announced else tuple(message.kinds)
-    described = [_described(leaf, apart(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in message.leaves]
-    if len(described) == sum(isinstance(leaf, tuple) for leaf in described):
+    forms = [_form_of(leaf, apart(leaf)) if isinstance(leaf, Tensor) else None for leaf in message.leaves]
+    wants = tuple([bool(want) for want in message.wants_gradient])
+    if None not in forms:
         # From one microbatch to the next only the header changes, so the rest is written once.
-        rest = _written(tuple(described), message.tree, tuple(map(bool, message.wants_gradient)), kinds)
+        announced = tuple(message.kinds)
+        kinds = None if not announced or announced == tuple([form.kind for form in forms if form]) else announced
+        rest = _written(tuple([form.meta for form in forms if form]), message.tree, wants, kinds)
     else:
-        rest = json.dumps([described, message.tree, list(map(bool, message.wants_gradient)), kinds]).encode()
+        kinds = None if message.announced else tuple(message.kinds)
+        leaves = [leaf if form is None else form.meta for leaf, form in zip(message.leaves, forms, strict=True)]
+        rest = json.dumps([leaves, message.tree, wants, kinds]).encode()
     return write_fields(message.header) + b"\n" + rest
 
 
@@ -232,12 +274,15 @@ class _Form(NamedTuple):
 
     dense: bool
     """Whether there are no gaps in its memory."""
-    told: tuple[Any, ...]
-    """What its header tells."""
+    meta: tuple[Any, ...]
+    """The fields of its `TensorMeta`, as the header has them."""
+    kind: str
+    """What a message announces it to be."""
 
 
 @lru_cache(maxsize=4096)
 def _form(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], device: str, apart: bool) -> _Form:
+    kind = tensor_kind(dtype, shape)
     base = tuple(1 if stride == 0 else size for stride, size in zip(strides, shape, strict=True))
     expanded = tuple(shape) if 0 in strides and shape.numel() and base != tuple(shape) else None
     shape = shape if expanded is None else torch.Size(base)
@@ -246,19 +291,19 @@ def _form(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], devic
     if shape.numel() and strides != _contiguous(shape):
         # Any layout without gaps, and those with gaps that do not blow the tensor up.
         kept = strides if span is not None and span <= (1 if apart else 4) * shape.numel() else None
-    told = (str(dtype).removeprefix("torch."), tuple(shape), device, apart, kept, expanded)
-    return _Form(expanded is None and span == shape.numel(), told)
+    meta = (str(dtype).removeprefix("torch."), tuple(shape), device, apart, kept, expanded)
+    return _Form(expanded is None and span == shape.numel(), meta, kind)
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:
     return tuple(torch.empty(shape, device="meta").stride())
 
 
-def _described(tensor: Tensor, apart: bool) -> tuple[Any, ...]:
-    return _form(tensor.dtype, tensor.shape, tensor.stride(), tensor.device.type, apart).told
+def _form_of(tensor: Tensor, apart: bool) -> _Form:
+    return _form(tensor.dtype, tensor.shape, tensor.stride(), tensor.device.type, apart)
 
 
-def read_text(text: bytes) -> Letter:
+def read_text(text: bytes) -> Announcement:
     """Read a header again, refusing what is not one."""
     try:
         first, rest = text.split(b"\n", 1)
@@ -267,7 +312,7 @@ def read_text(text: bytes) -> Letter:
         numbers = [source, target, stage, microbatch, step]
         if traffic not in TRAFFIC or not all(type(number) is int for number in numbers):
             raise ValueError(f"its fields are {shorten(fields)}")
-        return Letter(Header(source, target, traffic, stage, microbatch, step), _read_rest(rest))
+        return Announcement(Header(source, target, traffic, stage, microbatch, step), _read_rest(rest))
     except (ValueError, TypeError, KeyError) as error:
         raise TransportError(f"a header that cannot be read arrived: {type(error).__name__}: {error}") from error
 
@@ -284,7 +329,7 @@ def _read_rest(rest: bytes) -> Contents:
     )
 
 
-def _tensor(item: list[Any]) -> Described:
+def _tensor(item: list[Any]) -> TensorMeta:
     dtype, shape, device, apart, strides, expanded = item
     if not all(type(size) is int and size >= 0 for size in [*shape, *(strides or []), *(expanded or [])]):
         raise ValueError(f"a tensor of shape {shorten(shape)} and strides {shorten(strides)}")
@@ -296,7 +341,7 @@ def _tensor(item: list[Any]) -> Described:
         raise ValueError(f"a tensor of shape {shorten(shape)} and strides {shorten(strides)}")
     layout = None if strides is None else tuple(strides)
     widened = None if expanded is None else tuple(expanded)
-    return Described(DTYPES[dtype], tuple(shape), str(device), bool(apart), layout, widened)
+    return TensorMeta(DTYPES[dtype], tuple(shape), str(device), bool(apart), layout, widened)
 
 
 def _plain(item: Any) -> Leaf:

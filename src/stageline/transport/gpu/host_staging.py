@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stageline.transport.threads import Arrive
-from stageline.transport.wire import Described, bytes_of, fill, room_for
+from stageline.transport.wire import TensorMeta, bytes_of, fill, room_for
 
 
 def pinned(size: int) -> Tensor:
@@ -48,7 +48,7 @@ class Staging:
             done.record(self._out)
         return done
 
-    def to_device(self, places: Sequence[Tensor], described: Sequence[Described]) -> tuple[list[Tensor], Arrive]:
+    def to_device(self, places: Sequence[Tensor], described: Sequence[TensorMeta]) -> tuple[list[Tensor], Arrive]:
         """Start to copy from pinned memory; what is given back is to be called by the thread that takes the message."""
         tensors: list[Tensor] = []
         with torch.cuda.device(self.device), torch.cuda.stream(self._in):

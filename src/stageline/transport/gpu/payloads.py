@@ -22,7 +22,7 @@ from torch import Tensor
 from stageline.transport.gpu.host_staging import Staging
 from stageline.transport.protocol import Traffic
 from stageline.transport.threads import Arrive
-from stageline.transport.wire import TRAFFIC, Described, bytes_of, room_for
+from stageline.transport.wire import TRAFFIC, TensorMeta, bytes_of, room_for
 
 
 class PayloadGroups:
@@ -48,7 +48,7 @@ class PayloadGroups:
         return (work if tensor.is_cuda else _Awaited(work)), sent
 
     def receive(
-        self, described: Described, source: int, target: int, traffic: Traffic, staging: Staging | None
+        self, described: TensorMeta, source: int, target: int, traffic: Traffic, staging: Staging | None
     ) -> tuple[Tensor, Arrive | None]:
         """Post the receive of a tensor; where it fills memory of a GPU, say how its compute stream waits for it."""
         group = self._groups[(traffic, source < target)]

@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 from stageline.common.errors import TransportError
 from stageline.transport import wire
 from stageline.transport.clock_alignment import TRIPS, Alignment, Reading, aligned, clock_number, offset_of
+from stageline.transport.tcp.channels import Inbound, Outbound, Outbox
 from stageline.transport.tcp.links import Links
-from stageline.transport.tcp.outbox import Outbox
 
 TURNS = 1 << 20
 """A turn of a transport is its number and so many times its steps."""
 
+CHECK_EVERY = 0.05
+"""Seconds after which a rank that waits for another checks whether that one is alive."""
 
 FAN = 16
 """How many ranks tell one at most. A few messages after each other cost less than waking all ranks once more."""
@@ -47,6 +49,8 @@ class Exchange:
         below = range(FAN * place + 1, min(FAN * place + FAN, size - 1) + 1)
         self._below = [(self._ranks[child], len(_subtree(child, size))) for child in below]
         """The ranks right below this one, and of how many each tells."""
+        self._inbound: dict[int, Inbound] = {}
+        self._outbound: dict[int, Outbound] = {}
         self._order = np.argsort(_subtree(0, size)) if place == 0 else None
         self._rounds = number
 
@@ -94,10 +98,14 @@ class Exchange:
     def _tell(self, target: int, rows: NDArray[np.float64]) -> None:
         head = wire.write_head(self._rounds, b"-", rows.nbytes)
         pieces = [memoryview(head), memoryview(rows.tobytes())]
-        self._outbox.send(self._links.outbound(target, "exchange"), pieces)
+        if target not in self._outbound:
+            self._outbound[target] = self._links.outbound(target, "exchange")
+        self._outbox.send(self._outbound[target], pieces)
 
     def _hear(self, source: int, count: int, check: Callable[[], None]) -> NDArray[np.float64]:
-        inbound = self._links.inbound(source, "exchange")
+        if source not in self._inbound:
+            self._inbound[source] = self._links.inbound(source, "exchange")
+        inbound = self._inbound[source]
 
         def open_it(prefix: wire.Prefix, text: bytes) -> tuple[NDArray[np.float64], list[memoryview]]:
             if prefix.turn != self._rounds or prefix.payload % 8:
@@ -105,8 +113,9 @@ class Exchange:
             room = np.empty(prefix.payload // 8)
             return room, [memoryview(room).cast("B")]  # type: ignore[arg-type]
 
-        while (found := inbound.pull(open_it)) is None:
-            self._links.wait(inbound, 0.05, wakeful=False)
+        while (found := inbound.take(open_it, time.monotonic() + CHECK_EVERY)) is None:
+            if inbound.link is None:
+                self._links.connect(inbound, CHECK_EVERY, wakeful=False)
             check()
         if len(found) != count:
             raise TransportError(

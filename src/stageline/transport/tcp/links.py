@@ -4,9 +4,10 @@ Every process listens on one port, and a sender connects to it and says hello. W
 for it, straight from the socket, so a message wakes one thread of the receiver and no other. A wait ends early when the
 process is woken (`wake`), from any thread.
 
-Both ends prove that they know the secret of the job (`_trust.py`), and a sender need not wait for an answer: a listener
-publishes its address with a nonce and a proof of both, and a hello proves the sender, its lane, that address and nonce,
-and a nonce of its own. So nobody else can stand in for a rank, and a hello serves at one listener, once.
+Both ends prove that they know the secret of the job (`common/trust.py`), and a sender need not wait for an answer: a
+listener publishes its address with a nonce and a proof of both, and a hello proves the sender, the kind of its channel,
+that address and nonce, and a nonce of its own. So nobody else can stand in for a rank, and a hello serves at one
+listener, once.
 """
 
 from __future__ import annotations
@@ -21,21 +22,16 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
 from stageline.common.errors import TransportError
 from stageline.common.trust import Sharing, new_nonce, one_machine, proof, proves
-from stageline.transport import wire
-from stageline.transport.protocol import Traffic
+from stageline.transport.tcp.channels import ChannelKind, Inbound, Outbound
 
-Lane: TypeAlias = Traffic | Literal["exchange"]
-"""What a connection carries: the messages of a traffic, or what all ranks tell each other."""
-
-T = TypeVar("T")
-LANES: tuple[Lane, ...] = ("forward", "backward", "exchange")
+KINDS: tuple[ChannelKind, ...] = ("forward", "backward", "exchange")
 CONNECT = 30.0
 """Seconds in which another process that lives answers a call."""
 STRANGERS = 64
@@ -44,122 +40,11 @@ PATIENCE = 5.0
 """Seconds in which a stranger must say hello."""
 _HELLO = struct.Struct("<8s32s64sii")
 _MAGIC = b"stagelin"
-_PIECES = 512
-"""How many pieces of memory one call of the system takes; it may take a few more."""
 
 _open: weakref.WeakSet[Links] = weakref.WeakSet()
 """What a forked child must let go of."""
 _joined: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """How often the processes of a default group joined each other: a process may be new, and the others not."""
-
-
-class Inbound:
-    """Where the messages of one channel come in, piece by piece."""
-
-    def __init__(self, source: int, lane: Lane) -> None:
-        """Not connected yet."""
-        self.source = source
-        self.lane = lane
-        self.link: socket.socket | None = None
-        self.left = 0
-        """How many messages are still to come in this step."""
-        self._ahead = b""
-        """Bytes that were read already, of what comes next."""
-        self._begin()
-
-    def _begin(self) -> None:
-        self._head = bytearray(wire.HEAD)
-        self._prefix: wire.Prefix | None = None
-        self._text = b""
-        self._more = bytearray()
-        self._opened: Any = None
-        self._missing = [memoryview(self._head)]
-        self._got = 0
-        self._guess: tuple[bytes, Any, list[memoryview]] | None = None
-
-    def expect(self, head: bytes, opened: Any, room: list[memoryview]) -> None:
-        """Say what the next message will most likely be: how it starts, what it then is, and where its bytes go.
-
-        If it is just that, it costs one call of the system and a comparison when it comes: all else was done while the
-        rank had nothing to do. If it is not, nothing is lost.
-        """
-        if not self._got and not self._ahead and self._guess is None:
-            self._guess = (head, opened, room)
-            self._missing = [memoryview(self._head), *room]
-
-    def pull(self, open_it: Callable[[wire.Prefix, bytes], tuple[T, list[memoryview]]]) -> T | None:
-        """Read what is there: a whole message, or None as long as a part of it has to come.
-
-        `open_it` is called when its header is there, and says where the bytes of its tensors are to go; what else it
-        says is given back when they are there too.
-        """
-        if self.link is None:
-            return None
-        while True:
-            while self._missing:
-                got = self._receive(self.link)
-                if got is None:
-                    return None
-                self._got += got
-                self._missing = after(self._missing, got)
-                if self._guess is not None and self._got >= wire.HEAD:
-                    self._check_guess(self._guess)
-            if self._opened is not None:
-                opened: T = self._opened
-                self._begin()
-                return opened
-            if self._prefix is None:
-                self._prefix, self._text = wire.read_head(bytes(self._head))
-                self._more = bytearray(self._prefix.text - len(self._text))
-                self._missing = [memoryview(self._more)] if self._more else []
-            if not self._missing:
-                self._opened, self._missing = open_it(self._prefix, self._text + bytes(self._more))
-
-    def _receive(self, link: socket.socket) -> int | None:
-        """Fill what is missing as far as there are bytes; None where there are none."""
-        if self._ahead:
-            room, size = self._missing[0], min(len(self._missing[0]), len(self._ahead))
-            room[:size] = self._ahead[:size]
-            self._ahead = self._ahead[size:]
-            return size
-        try:
-            got = link.recvmsg_into(self._missing[:_PIECES])[0]
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            raise TransportError(f"the connection broke: {error}") from error
-        if not got:
-            raise TransportError("it closed the connection")
-        return got
-
-    def _check_guess(self, guess: tuple[bytes, Any, list[memoryview]]) -> None:
-        """The head is there: go on if it is as expected, else put back what was read beyond it."""
-        head, opened, room = guess
-        self._guess = None
-        if self._head == head:
-            self._opened = opened
-        else:
-            self._ahead = b"".join(room)[: self._got - wire.HEAD]
-            self._missing = []
-
-
-class Outbound:
-    """Where the messages of one channel go out."""
-
-    def __init__(self, target: int, link: socket.socket) -> None:
-        """Connected, and known to the other end."""
-        self.target = target
-        self.link = link
-
-    def write(self, pieces: list[memoryview]) -> list[memoryview]:
-        """Write what the socket takes without waiting; give back the rest."""
-        while pieces:
-            try:
-                sent = self.link.sendmsg(pieces[:_PIECES])
-            except BlockingIOError:
-                return pieces
-            pieces = after(pieces, sent)
-        return []
 
 
 class Links:
@@ -185,17 +70,19 @@ class Links:
         self._listener.setblocking(False)
         self.address = f"{host}|{self._listener.getsockname()[1]}|{new_nonce()}"
         """Host, port, and what this listener wants to see in every hello."""
-        self._bell, self._ear = socket.socketpair()
+        self._bell, self.alarm = socket.socketpair()
         self._bell.setblocking(False)
-        self._ear.setblocking(False)
+        self.alarm.setblocking(False)
+        self.alarmed = False
+        """Whether `alarm`, which ends waits, has something to read."""
         self._addresses: list[str] = []
         self._token = ""
         self._strangers: dict[socket.socket, tuple[bytes, float]] = {}
-        self._in: dict[tuple[int, Lane], Inbound] = {}
-        self._out: dict[tuple[int, Lane], Outbound] = {}
+        self._in: dict[tuple[int, ChannelKind], Inbound] = {}
+        self._out: dict[tuple[int, ChannelKind], Outbound] = {}
         self._accepting = threading.Lock()
         # With the last pipeline that uses them; not at the end of Python, which leaves nothing to close them with.
-        own = (self._listener, self._bell, self._ear)
+        own = (self._listener, self._bell, self.alarm)
         self._closing = weakref.finalize(self, _close, own, self._in, self._out, self._strangers)
         self._closing.atexit = False
         _open.add(self)
@@ -224,61 +111,59 @@ class Links:
         self._addresses = list(addresses)
         self._token = token
 
-    def inbound(self, source: int, lane: Lane) -> Inbound:
+    def inbound(self, source: int, kind: ChannelKind) -> Inbound:
         """The receiving end of a channel, connected or not."""
-        key = (source, lane)
+        key = (source, kind)
         if key not in self._in:
-            self._in[key] = Inbound(source, lane)
+            self._in[key] = Inbound(source, kind)
         return self._in[key]
 
-    def outbound(self, target: int, lane: Lane) -> Outbound:
+    def outbound(self, target: int, kind: ChannelKind) -> Outbound:
         """The sending end of a channel; connects if it is not."""
-        key = (target, lane)
+        key = (target, kind)
         if key not in self._out:
             host, port, _ = self._addresses[target].rsplit("|", 2)
             try:
                 link = socket.create_connection((host, int(port)), timeout=CONNECT)
                 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                link.sendall(self._hello(target, lane))
+                link.sendall(self._hello(target, kind))
                 link.setblocking(False)
             except OSError as error:
                 raise TransportError(f"rank {self.rank} cannot connect to rank {target} at {host}: {error}") from error
             self._out[key] = Outbound(target, link)
         return self._out[key]
 
-    def _hello(self, target: int, lane: Lane) -> bytes:
-        nonce, number = new_nonce(), LANES.index(lane)
+    def _hello(self, target: int, kind: ChannelKind) -> bytes:
+        nonce, number = new_nonce(), KINDS.index(kind)
         claim = proof(self._token, "sender", self.rank, target, number, self._addresses[target], nonce)
         return _HELLO.pack(_MAGIC, nonce.encode(), claim.encode(), self.rank, number)
 
-    def wait(self, inbound: Inbound, timeout: float, *, wakeful: bool = True) -> None:
-        """Wait until something comes in on a channel, or the process is woken, or so many seconds are over."""
+    def connect(self, inbound: Inbound, timeout: float, *, wakeful: bool = True) -> None:
+        """Wait until the sender of a channel has connected, or someone called, or an alarm, or for so many seconds."""
         poll = select.poll()
-        if inbound.link is not None:
-            poll.register(inbound.link, select.POLLIN)
-        else:
-            with self._accepting:
-                if self._accept(inbound):
-                    return
-                for link in (self._listener, *self._strangers):
-                    poll.register(link, select.POLLIN)
+        with self._accepting:
+            if self._accept(inbound):
+                return
+            for link in (self._listener, *self._strangers):
+                poll.register(link, select.POLLIN)
         if wakeful:
-            poll.register(self._ear, select.POLLIN)
+            poll.register(self.alarm, select.POLLIN)
         poll.poll(max(0.0, 1e3 * timeout))
-        if inbound.link is None:
-            with self._accepting:
-                self._accept(inbound)
+        with self._accepting:
+            self._accept(inbound)
 
     def wake(self) -> None:
-        """End the waits of this process, and those to come until `reset`. May be called from any thread."""
+        """Raise the alarm: end the waits of this process until `reset`. May be called from any thread."""
+        self.alarmed = True
         with contextlib.suppress(OSError):
             self._bell.send(b"!")
 
     def reset(self) -> None:
-        """Let waits be waits again."""
+        """End the alarm."""
+        self.alarmed = False
         with contextlib.suppress(OSError):
-            while self._ear.recv(1024):
+            while self.alarm.recv(1024):
                 pass
 
     def _accept(self, wanted: Inbound) -> bool:
@@ -296,7 +181,7 @@ class Links:
 
     def _take_call(self) -> socket.socket | None:
         """The next that calls; None if nobody does. Nobody can fill the table: the oldest strangers go before it."""
-        while len(self._strangers) >= STRANGERS + len(LANES) * self.ranks:
+        while len(self._strangers) >= STRANGERS + len(KINDS) * self.ranks:
             self._dismiss(next(iter(self._strangers)))
         while True:
             try:
@@ -313,7 +198,7 @@ class Links:
         link.close()
 
     def _listen(self, link: socket.socket) -> None:
-        """Hear what a stranger says; a rank that proves itself gets its lane, and who is none has to go."""
+        """Hear what a stranger says; one that proves to be a rank gets its channel, any other has to go."""
         said, since = self._strangers[link]
         try:
             more = link.recv(_HELLO.size - len(said))
@@ -331,12 +216,12 @@ class Links:
 
     def _welcome(self, link: socket.socket, said: bytes) -> bool:
         magic, nonce, claim, source, number = _HELLO.unpack(said)
-        if magic != _MAGIC or not 0 <= source < self.ranks or not 0 <= number < len(LANES):
+        if magic != _MAGIC or not 0 <= source < self.ranks or not 0 <= number < len(KINDS):
             return False
         facts = ("sender", source, self.rank, number, self.address, nonce.decode(errors="replace"))
         if not self._token or not proves(claim.decode(errors="replace"), self._token, *facts):
             return False
-        inbound = self.inbound(source, LANES[number])
+        inbound = self.inbound(source, KINDS[number])
         if inbound.link is not None:
             return False
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -357,7 +242,7 @@ class Links:
         return _ends(self._in, self._out)
 
     def _sockets(self) -> list[socket.socket]:
-        return [*self._ends(), *self._strangers, self._listener, self._bell, self._ear]
+        return [*self._ends(), *self._strangers, self._listener, self._bell, self.alarm]
 
 
 def _ends(incoming: Mapping[Any, Inbound], outgoing: Mapping[Any, Outbound]) -> list[socket.socket]:
@@ -376,19 +261,6 @@ def _close(
         own[1].send(b"!")
     for link in (*_ends(incoming, outgoing), *strangers, *own):
         link.close()
-
-
-def after(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of pieces of memory when so many bytes of them are done.
-
-    >>> [bytes(piece) for piece in after([memoryview(b"ab"), memoryview(b"cde")], 3)]
-    [b'de']
-    """
-    for index, piece in enumerate(pieces):
-        if done < len(piece):
-            return [piece[done:], *pieces[index + 1 :]]
-        done -= len(piece)
-    return []
 
 
 def _proven(text: str, source: int, rank: int, token: str) -> str:

@@ -29,11 +29,11 @@ from stageline.transport import wire
 from stageline.transport.gpu.host_staging import Staging, pinned
 from stageline.transport.gpu.payloads import PayloadGroups
 from stageline.transport.protocol import Header, Message, Traffic, check_message
+from stageline.transport.tcp.channels import Guess, Inbound, Outbound, Outbox
 from stageline.transport.tcp.exchange import TURNS, Exchange, other_turn
-from stageline.transport.tcp.links import Inbound, Links
-from stageline.transport.tcp.outbox import Outbox
+from stageline.transport.tcp.links import Links
 from stageline.transport.threads import Arrive, ThreadHub, stopped_waiting, waited_in_vain
-from stageline.transport.wire import Described, Letter
+from stageline.transport.wire import Announcement, Pattern, TensorMeta
 
 FAILED = -1
 """The stage that a note of failure is from."""
@@ -47,7 +47,7 @@ LARGE = 1 << 18
 Channel = tuple[int, Traffic]
 """The rank at the other end, and the traffic."""
 
-Found = tuple[Message | TransportError, Arrive]
+Arrival = tuple[Message | TransportError, Arrive]
 """A message, or why it cannot be read, and what is to be done when it is taken."""
 
 
@@ -67,12 +67,14 @@ class SocketTransport:
         self._inbox = ThreadHub(self.ranks)
         self._outbox = Outbox()
         self._owed: dict[Channel, int] | None = None
+        self._inbound: dict[Channel, Inbound] = {}
+        self._outbound: dict[Channel, Outbound] = {}
         self._inline: dict[Channel, Inbound] = {}
         """The channels that the rank reads itself in this step."""
         self._large: set[Channel] = set()
         """The channels whose messages are large."""
-        self._before: dict[Channel, tuple[bytes, wire.Contents]] = {}
-        """What the last message of each channel was, as its header told it."""
+        self._patterns: dict[Channel, Pattern] = {}
+        """The form of the last message of each channel."""
         self._threads: list[threading.Thread] = []
         self._turn = number
         self._broken = self._lost = ""
@@ -97,16 +99,20 @@ class SocketTransport:
         self._turn += TURNS
         self._owed = None if owed is None else dict(owed)
         self._device = device if device is not None and device.type == "cuda" else self._device
-        self._inbox.reset()
-        self._links.reset()
+        if self._inbox.failure is not None:
+            self._inbox.reset()
+        if self._links.alarmed:
+            self._links.reset()
         self._inline, self._threads = {}, []
-        for (source, traffic), count in expected.items():
-            inbound = self._links.inbound(source, traffic)
+        for channel, count in expected.items():
+            inbound = self._inbound.get(channel)
+            if inbound is None:
+                inbound = self._inbound[channel] = self._links.inbound(*channel)
             inbound.left = count
-            if self._device is None and self._payloads is None and (source, traffic) not in self._large:
-                self._inline[(source, traffic)] = inbound
+            if self._device is None and self._payloads is None and channel not in self._large:
+                self._inline[channel] = inbound
             else:
-                name = f"stageline {traffic} from {source}"
+                name = f"stageline {channel[1]} from {channel[0]}"
                 self._threads.append(
                     threading.Thread(target=self._receive_all, args=(inbound,), name=name, daemon=True)
                 )
@@ -115,8 +121,10 @@ class SocketTransport:
 
     def finish(self, deadline: float) -> None:
         """Wait until everything is sent and received; a message that was announced and not sent is a failure."""
-        missing = TransportError(f"rank {self.rank} ended its step without sending it")
-        self._send_notes(self.rank, f"rank {self.rank} has no more to send", missing)
+        if self._owed is not None and any(self._owed.values()):
+            missing = TransportError(f"rank {self.rank} ended its step without sending it")
+            self._send_notes(self.rank, f"rank {self.rank} has no more to send", missing)
+        self._owed = {}
         try:
             end = time.monotonic() + max(deadline, GRACE)
             while (late := self._late(time.monotonic() + 0.1)) is not None:
@@ -143,10 +151,8 @@ class SocketTransport:
             return error
         for (source, traffic), inbound in self._inline.items():
             while inbound.left and not self._broken:
-                if self._take(inbound) is None and inbound.left and not self._broken:
-                    if time.monotonic() > end:
-                        return TransportError(f"{traffic} from {source}, messages did not come")
-                    self._links.wait(inbound, max(0.0, end - time.monotonic()), wakeful=False)
+                if self._take(inbound, end, wakeful=False) is None and inbound.left and time.monotonic() > end:
+                    return TransportError(f"{traffic} from {source}, messages did not come")
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
             if thread.is_alive():
@@ -161,7 +167,7 @@ class SocketTransport:
     def send(self, message: Message) -> None:
         """Send what the network takes; the rest is kept until it is gone."""
         head = message.header
-        if head.traffic == "forward":
+        if head.traffic == "forward" and any(type(leaf) is not Tensor for leaf in message.leaves):
             wire.refuse_classes(message)
         channel: Channel = (head.target, head.traffic)
         if head.traffic not in wire.TRAFFIC or not 0 <= head.target < self.ranks or head.target == self.rank:
@@ -179,43 +185,34 @@ class SocketTransport:
         """Wait for the next message of the channel."""
         inbound = self._inline.get((header.source, header.traffic))
         if inbound is None:
-            message, self.arrived = self._inbox.take(header, deadline)
-            return message
-        found, arrive = self._await(inbound, header, deadline)
+            taken, self.arrived = self._inbox.take(header, deadline)
+            return taken
+        message, arrive = self._await(inbound, header, deadline)
         self.arrived = time.perf_counter()
-        if isinstance(found, TransportError):
-            raise TransportError(f"rank {header.target} expected {header}: {found}") from found
+        if isinstance(message, TransportError):
+            raise TransportError(f"rank {header.target} expected {header}: {message}") from message
         if arrive is not _as_expected:
             arrive()
-            check_message(found, header)
-        return found
+            check_message(message, header)
+        return message
 
-    def _await(self, inbound: Inbound, header: Header, deadline: float) -> Found:
+    def _await(self, inbound: Inbound, header: Header, deadline: float) -> Arrival:
         end = time.monotonic() + deadline
+        pattern = self._patterns.get((header.source, header.traffic))
+        guess: Guess | None = None
+        if pattern is not None:  # prepare for a message like the one before
+            head, message, room = wire.expect(header, self._turn, pattern)
+            guess = Guess(head, _Opened(message, pattern.contents.size, None, _EMPTY), room)
         while True:
-            found = self._take(inbound)
-            if found is not None:
-                return found
+            arrival = self._take(inbound, end, guess)
+            if arrival is not None:
+                return arrival
             if self._inbox.failure is not None:
                 raise stopped_waiting(header, self._inbox.failure)
-            if time.monotonic() < end:
-                self._expect(inbound, header)
-                self._links.wait(inbound, end - time.monotonic())
-            elif self.patience(header.source):
+            if time.monotonic() >= end:
+                if not self.patience(header.source):
+                    raise waited_in_vain(header, deadline)
                 end = time.monotonic() + deadline
-            else:
-                raise waited_in_vain(header, deadline)
-
-    def _expect(self, inbound: Inbound, header: Header) -> None:
-        """Prepare for a message like the one before it on its channel, while there is nothing else to do."""
-        before = self._before.get((header.source, header.traffic))
-        if before is not None:
-            told, contents = before
-            tensors = [wire.room_for(each) for each in contents.described]
-            message = Letter(header, contents).message(_expanded(tensors, contents.described))
-            head = wire.write_head(self._turn, wire.write_fields(header) + told, contents.size)
-            room = [wire.memory_of(tensor) for tensor in tensors if tensor.numel()]
-            inbound.expect(head, _Opened(message, contents.size, None, _EMPTY), room)
 
     def interrupt(self, culprit: int, text: str, *, final: bool = False) -> None:
         """Wake this rank if it waits for a message: another one failed. May be called from any thread.
@@ -272,6 +269,13 @@ class SocketTransport:
                     break
 
     def _send(self, message: Message, channel: Channel) -> None:
+        link = self._outbound.get(channel)
+        if link is None:
+            link = self._outbound[channel] = self._links.outbound(*channel)
+        if self._payloads is None and all(leaf.is_cpu for leaf in message.leaves if isinstance(leaf, Tensor)):
+            pieces, owners = wire.encode(message, self._turn)
+            self._outbox.send(link, pieces, None, owners)
+            return
         apart = self._payloads.carries if self._payloads is not None else _never
         tensors = [wire.base_of(leaf) for leaf in message.leaves if isinstance(leaf, Tensor)]
         own = [tensor for tensor in tensors if not apart(tensor)]
@@ -289,7 +293,7 @@ class SocketTransport:
                     held, memory = wire.pieces_of(tensor.cpu())
                     kept.append(held)
                     pieces.append(memory)
-        self._outbox.send(self._links.outbound(*channel), pieces, ready, kept)
+        self._outbox.send(link, pieces, ready, kept)
         if self._payloads is not None:
             for tensor in (each for each in tensors if apart(each)):
                 self._outbox.keep(self._payloads.send(tensor, self.rank, *channel))
@@ -320,25 +324,27 @@ class SocketTransport:
 
     def _receive_all(self, inbound: Inbound) -> None:
         """On a thread of its own: take all messages of a step."""
-        channel = (inbound.source, self.rank, inbound.lane)
+        channel = (inbound.source, self.rank, inbound.kind)
         while inbound.left and not self._broken:
-            found = self._take(inbound)
-            if found is not None:
-                self._inbox.put(channel, *found)  # type: ignore[arg-type]
-            elif inbound.left:
-                self._links.wait(inbound, 1.0, wakeful=False)
+            arrival = self._take(inbound, time.monotonic() + 1.0, wakeful=False)
+            if arrival is not None:
+                self._inbox.put(channel, *arrival)  # type: ignore[arg-type]
 
-    def _take(self, inbound: Inbound) -> Found | None:
-        """The next message, if it is there and no note of failure; a channel that is broken brings no more."""
+    def _take(
+        self, inbound: Inbound, end: float, guess: Guess | None = None, *, wakeful: bool = True
+    ) -> Arrival | None:
+        """The next message that comes in time and is no note of failure; a channel that is broken brings no more."""
         try:
             while inbound.left:
-                opened = inbound.pull(self._open)
+                if inbound.link is None:
+                    self._links.connect(inbound, end - time.monotonic(), wakeful=wakeful)
+                opened = inbound.take(self._open, end, self._links.alarm if wakeful else None, guess)
                 if opened is None:
                     return None
                 inbound.left -= 1
-                found = self._read(inbound, opened)
-                if found is not None:
-                    return found
+                arrival = self._read(inbound, opened)
+                if arrival is not None:
+                    return arrival
         except Exception as error:
             self._broken = self._broken or f"receiving from rank {inbound.source} failed: {error}"
             self._inbox.set_failure(inbound.source, error, f"receiving from rank {inbound.source} failed")
@@ -349,82 +355,83 @@ class SocketTransport:
         """Find out what comes, and make room for it."""
         if prefix.turn != self._turn:
             raise TransportError(other_turn(prefix.turn, self._turn))
-        letter = _read(text, prefix)
+        announcement = _read(text, prefix)
         if not prefix.payload:
-            return _Opened(letter, prefix.payload, None, _EMPTY), []
-        contents = None if isinstance(letter, TransportError) else letter.contents
+            return _Opened(announcement, prefix.payload, None, _EMPTY), []
+        contents = None if isinstance(announcement, TransportError) else announcement.contents
         if contents is not None and contents.size != prefix.payload:
             raise TransportError(
-                f"{prefix.payload} bytes came, and the header tells of {contents.size}: {contents.described}"
+                f"{prefix.payload} bytes came, and the header tells of {contents.size}: {contents.metas}"
             )
         if contents is not None and contents.simple:
-            tensors = [wire.room_for(each) for each in contents.described]
-            header = letter.header  # type: ignore[union-attr]
+            tensors = [wire.room_for(meta) for meta in contents.metas]
+            header = announcement.header  # type: ignore[union-attr]
             if len(text) < wire.ROOM and contents.kinds is None:
-                self._before[(header.source, header.traffic)] = (text[text.index(b"\n") :], contents)
-            return _Opened(letter, prefix.payload, tensors, _EMPTY), [
+                self._patterns[(header.source, header.traffic)] = Pattern(text[text.index(b"\n") :], contents)
+            return _Opened(announcement, prefix.payload, tensors, _EMPTY), [
                 wire.memory_of(tensor) for tensor in tensors if tensor.numel()
             ]
-        staged = contents is not None and any(each.device == "cuda" and not each.apart for each in contents.described)
+        staged = contents is not None and any(meta.device == "cuda" and not meta.apart for meta in contents.metas)
         payload = pinned(prefix.payload) if staged else torch.empty(prefix.payload, dtype=torch.uint8)
-        return _Opened(letter, prefix.payload, None, payload), [wire.memory_of(payload)]
+        return _Opened(announcement, prefix.payload, None, payload), [wire.memory_of(payload)]
 
-    def _read(self, inbound: Inbound, opened: _Opened) -> Found | None:
-        letter = opened.letter
-        if isinstance(letter, Message):
-            return letter, _as_expected
-        if isinstance(letter, TransportError):
+    def _read(self, inbound: Inbound, opened: _Opened) -> Arrival | None:
+        announcement = opened.announcement
+        if isinstance(announcement, Message):
+            return announcement, _as_expected
+        if isinstance(announcement, TransportError):
             if self._payloads is not None:
-                raise letter  # what travels apart cannot be taken off the wire without it
-            return letter, _nothing
-        if letter.header.stage == FAILED:
-            origin, where, said = letter.contents.leaves
+                raise announcement  # what travels apart cannot be taken off the wire without it
+            return announcement, _nothing
+        if announcement.header.stage == FAILED:
+            origin, where, said = announcement.contents.leaves
             self._inbox.set_failure(int(str(origin)), RuntimeError(str(said)), str(where))
             self._links.wake()
             return None
-        traffic: Traffic = "forward" if inbound.lane == "forward" else "backward"
+        traffic: Traffic = "forward" if inbound.kind == "forward" else "backward"
         if opened.size > LARGE:
             self._large.add((inbound.source, traffic))
         if opened.tensors is not None:
-            return letter.message(_expanded(opened.tensors, letter.contents.described)), _nothing
-        tensors, arrive = self._tensors(letter, opened.payload, inbound.source, traffic)
-        return letter.message(tensors), arrive
+            return announcement.message(opened.tensors), _nothing
+        tensors, arrive = self._tensors(announcement, opened.payload, inbound.source, traffic)
+        return announcement.message(tensors), arrive
 
-    def _tensors(self, letter: Letter, payload: Tensor, source: int, traffic: Traffic) -> tuple[list[Tensor], Arrive]:
+    def _tensors(
+        self, announcement: Announcement, payload: Tensor, source: int, traffic: Traffic
+    ) -> tuple[list[Tensor], Arrive]:
         """The tensors of a message, and what is to be done when it is taken."""
-        described = letter.contents.described
-        own = [each for each in described if not each.apart]
-        found: dict[int, Tensor] = {}
+        metas = announcement.contents.metas
+        tensors: dict[int, Tensor] = {}
         arrivals: list[Arrive] = []
-        staged: list[tuple[int, Tensor, Described]] = []
-        pieces = iter(wire.cut(payload, [each.size for each in own]))
-        for index, each in enumerate(described):
-            if each.apart:
+        staged: list[tuple[int, Tensor, TensorMeta]] = []
+        pieces = iter(wire.cut(payload, [meta.size for meta in metas if not meta.apart]))
+        for index, meta in enumerate(metas):
+            if meta.apart:
                 assert self._payloads is not None
-                staging = self._stage() if each.device == "cuda" else None
-                found[index], arrive = self._payloads.receive(each, source, self.rank, traffic, staging)
+                staging = self._stage() if meta.device == "cuda" else None
+                tensors[index], arrive = self._payloads.receive(meta, source, self.rank, traffic, staging)
                 arrivals += [] if arrive is None else [arrive]
-            elif each.device == "cuda":
-                staged.append((index, next(pieces), each))
+            elif meta.device == "cuda":
+                staged.append((index, next(pieces), meta))
             else:
-                tensor = wire.fill(wire.room_for(each), next(pieces))
-                found[index] = tensor if each.device == "cpu" else tensor.to(each.device)
+                tensor = wire.fill(wire.room_for(meta), next(pieces))
+                tensors[index] = tensor if meta.device == "cpu" else tensor.to(meta.device)
         if staged:
-            copies, landed = self._stage().to_device([place for _, place, _ in staged], [each for _, _, each in staged])
-            found.update(zip((index for index, _, _ in staged), copies, strict=True))
+            copies, landed = self._stage().to_device([place for _, place, _ in staged], [meta for _, _, meta in staged])
+            tensors.update(zip((index for index, _, _ in staged), copies, strict=True))
             arrivals.append(landed)
 
         def arrive_all() -> None:
             for arrive in arrivals:
                 arrive()
 
-        return _expanded([found[index] for index in range(len(described))], described), arrive_all
+        return [tensors[index] for index in range(len(metas))], arrive_all
 
 
 class _Opened(NamedTuple):
     """A message whose header has come: what it tells, and the memory that its tensors are read into."""
 
-    letter: Letter | Message | TransportError
+    announcement: Announcement | Message | TransportError
     """What was read, or why it could not be; or the whole message, where it is the one that was expected."""
     size: int
     tensors: list[Tensor] | None
@@ -436,14 +443,7 @@ class _Opened(NamedTuple):
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
-def _expanded(tensors: list[Tensor], described: list[Described]) -> list[Tensor]:
-    return [
-        tensor if each.expanded is None else tensor.expand(each.expanded)
-        for tensor, each in zip(tensors, described, strict=True)
-    ]
-
-
-def _read(text: bytes, prefix: wire.Prefix) -> Letter | TransportError:
+def _read(text: bytes, prefix: wire.Prefix) -> Announcement | TransportError:
     try:
         wire.check_text(text, prefix)
         return wire.read_text(text)

@@ -1,4 +1,4 @@
-"""What a process has to send and the network did not take at once: sent by a thread, in order, and kept till then."""
+"""The two ends of a channel: messages are read piece by piece, and sent in order without waiting for the receiver."""
 
 from __future__ import annotations
 
@@ -8,11 +8,165 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from stageline.common.errors import TransportError
-from stageline.transport.tcp.links import Outbound
+from stageline.transport import wire
+from stageline.transport.protocol import Traffic
+
+ChannelKind: TypeAlias = Traffic | Literal["exchange"]
+"""What a channel carries: the messages of a traffic, or numbers that ranks exchange."""
+
+T = TypeVar("T")
+Open: TypeAlias = Callable[[wire.Prefix, bytes], tuple[T, list[memoryview]]]
+"""Called when the header of a message is there: returns what to return for the whole message, and where the bytes of
+its tensors go."""
+
+_PIECES = 512
+"""How many pieces of memory to pass to one system call; the limit is a little higher."""
+
+
+class Guess(NamedTuple):
+    """The message that will most likely come next: how it begins, what to return for it, and where its bytes go."""
+
+    head: bytes
+    opened: Any
+    room: list[memoryview]
+
+
+class Inbound:
+    """Where the messages of one channel come in, piece by piece."""
+
+    def __init__(self, source: int, kind: ChannelKind) -> None:
+        """Not connected yet."""
+        self.source = source
+        self.kind = kind
+        self.link: socket.socket | None = None
+        self.left = 0
+        """How many messages are still to come in this step."""
+        self._ahead = b""
+        """Bytes that were read already, of what comes next."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self._head = bytearray(wire.HEAD)
+        self._prefix: wire.Prefix | None = None
+        self._text = b""
+        self._more = bytearray()
+        self._opened: Any = None
+        self._missing = [memoryview(self._head)]
+        self._got = 0
+        self._guess: Guess | None = None
+
+    def take(
+        self, open_it: Open[T], end: float, alarm: socket.socket | None = None, guess: Guess | None = None
+    ) -> T | None:
+        """Wait for the next message until a moment of `time.monotonic`, or until the alarm has something to read.
+
+        If the message is just what was guessed, it costs one system call and a comparison. If not, nothing is lost.
+        """
+        if guess is not None and not self._got and not self._ahead and self._guess is None:
+            self._guess = guess
+            self._missing = [memoryview(self._head), *guess.room]
+        while self.link is not None:
+            opened = self._pull(open_it, self.link)
+            if opened is not None:
+                return opened
+            if not self._wait(self.link, end - time.monotonic(), alarm):
+                return None
+        return None
+
+    @staticmethod
+    def _wait(link: socket.socket, timeout: float, alarm: socket.socket | None) -> bool:
+        """Whether there is something to read in time, and no alarm."""
+        poll = select.poll()
+        poll.register(link, select.POLLIN)
+        if alarm is not None:
+            poll.register(alarm, select.POLLIN)
+        events = poll.poll(max(0.0, 1e3 * timeout))
+        return bool(events) and (alarm is None or alarm.fileno() not in [number for number, _ in events])
+
+    def _pull(self, open_it: Open[T], link: socket.socket) -> T | None:
+        """Read what is there: a whole message, or None as long as a part of it has to come."""
+        while True:
+            while self._missing:
+                got = self._receive(link)
+                if got is None:
+                    return None
+                self._got += got
+                self._missing = after(self._missing, got)
+                if self._guess is not None and self._got >= wire.HEAD:
+                    self._check_guess(self._guess)
+            if self._opened is not None:
+                opened: T = self._opened
+                self._begin()
+                return opened
+            if self._prefix is None:
+                self._prefix, self._text = wire.read_head(bytes(self._head))
+                self._more = bytearray(self._prefix.text - len(self._text))
+                self._missing = [memoryview(self._more)] if self._more else []
+            if not self._missing:
+                self._opened, self._missing = open_it(self._prefix, self._text + bytes(self._more))
+
+    def _receive(self, link: socket.socket) -> int | None:
+        """Fill what is missing as far as there are bytes; None where there are none."""
+        if self._ahead:
+            room, size = self._missing[0], min(len(self._missing[0]), len(self._ahead))
+            room[:size] = self._ahead[:size]
+            self._ahead = self._ahead[size:]
+            return size
+        try:
+            got = link.recvmsg_into(self._missing[:_PIECES])[0]
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise TransportError(f"the connection broke: {error}") from error
+        if not got:
+            raise TransportError("it closed the connection")
+        return got
+
+    def _check_guess(self, guess: Guess) -> None:
+        """The head is there: continue if it is as guessed, else put back what was read beyond it."""
+        self._guess = None
+        if self._head == guess.head:
+            self._opened = guess.opened
+        else:
+            self._ahead = b"".join(guess.room)[: self._got - wire.HEAD]
+            self._missing = []
+
+
+class Outbound:
+    """Where the messages of one channel go out."""
+
+    def __init__(self, target: int, link: socket.socket) -> None:
+        """Connected, and known to the other end."""
+        self.target = target
+        self.link = link
+
+    def write(self, pieces: list[memoryview]) -> list[memoryview]:
+        """Write what the socket takes without waiting; return the rest."""
+        while pieces:
+            try:
+                sent = self.link.sendmsg(pieces[:_PIECES])
+            except BlockingIOError:
+                return pieces
+            pieces = after(pieces, sent)
+        return []
+
+
+def after(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of pieces of memory when so many bytes of them are done.
+
+    >>> [bytes(piece) for piece in after([memoryview(b"ab"), memoryview(b"cde")], 3)]
+    [b'de']
+    """
+    for index, piece in enumerate(pieces):
+        if done < len(piece):
+            return [piece[done:], *pieces[index + 1 :]]
+        done -= len(piece)
+    return []
+
 
 Ready = Callable[[], object]
 """Waits until a GPU has written what is to be sent."""
