@@ -235,9 +235,7 @@ class Executor:
             result.over = stream.record_event()
         return result
 
-    def _run(
-        self, work: StepRequest, clock: GpuClock | None, ready: Callable[[int], None] | None
-    ) -> RankResult:
+    def _run(self, work: StepRequest, clock: GpuClock | None, ready: Callable[[int], None] | None) -> RankResult:
         progress, record = self.progress, self.flight.actions
         self.step = work.step
         result = RankResult(self.rank, gpu_clock=clock)
