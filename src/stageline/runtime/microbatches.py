@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from stageline.common.errors import StagelineError, shorten
+from stageline.runtime._torch_private import pytree
 from stageline.runtime.batches.block_mask import is_mask
-from stageline.runtime.batches.chunk_specs import ChunkSpecs, cut_of
+from stageline.runtime.batches.chunk_specs import ChunkSpecs, Rule, cut_of
 from stageline.runtime.batches.opaque_objects import is_plain
 
 Reduction = Literal["mean", "sum", "count"]
@@ -57,11 +57,11 @@ def look_at(
     stages: int, inputs: Any, targets: Any, keywords: Keywords | None, digests: bool, specs: ChunkSpecs
 ) -> Given:
     """Make sure that everything given has as many samples; take digests of it if they are to be compared."""
-    sizes = _sizes(inputs, specs.of_inputs(inputs), "the inputs", "", needed=not specs)
+    sizes = _sizes(inputs, _inputs_spec(inputs, specs), "the inputs", "", needed=specs.default)
     option = "so by targets_chunk_spec=, with None in its place"
     # One without dimensions goes to every microbatch.
-    needed = not specs and not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(targets))
-    sizes += _sizes(targets, specs.of_targets(targets), "the targets", option, needed=needed)
+    needed = specs.default and not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(targets))
+    sizes += _sizes(targets, _targets_spec(targets, specs), "the targets", option, needed=needed)
     if keywords is not None and not isinstance(keywords, Mapping):
         raise StagelineError(f"stage_kwargs is a dict by stage, got {shorten(keywords)}")
     for stage, given in (keywords or {}).items():
@@ -87,10 +87,26 @@ def look_at(
     return Given(samples, np.array(row))
 
 
+def _inputs_spec(inputs: Any, specs: ChunkSpecs) -> Any:
+    return Rule.DEFAULT if specs.default else specs.of_inputs(inputs)
+
+
+def _targets_spec(targets: Any, specs: ChunkSpecs) -> Any:
+    return Rule.DEFAULT if specs.default else specs.of_targets(targets)
+
+
+def _is_dense(part: Any, spec: Any) -> bool:
+    """Whether a part of a batch is one dense tensor, to be cut along its first dimension: the usual case."""
+    plain = type(part) is Tensor and spec is Rule.DEFAULT
+    return plain and part.layout is torch.strided and not part.is_nested and part.dim() > 0
+
+
 def _sizes(part: Any, spec: Any, what: str, option: str, needed: bool = False) -> list[tuple[int, str]]:
-    """How many samples each tensor has that is cut; `needed` refuses what is given and has none."""
+    """How many samples each tensor has that is cut; `needed` refuses a part without such a tensor."""
     if part is None:
         return []
+    if _is_dense(part, spec):
+        return [(int(part.shape[0]), what)]
     sizes = cut_of(part, spec, what, option).sizes()
     if not sizes and needed:
         raise StagelineError(
@@ -173,7 +189,7 @@ def digest(tree: Any) -> int:
     if tree is None:
         return 0
     found = hashlib.blake2b(digest_size=8)
-    for leaf in pytree.tree_leaves(tree, is_leaf=is_mask):
+    for leaf in [tree] if type(tree) is Tensor else pytree.tree_leaves(tree, is_leaf=is_mask):
         if isinstance(leaf, Tensor):
             found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
             plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -193,10 +209,7 @@ def keyword_parts(
     for stage in range(stages):
         given = {**keywords.get("all", {}), **keywords.get(stage, {})}
         if given:
-            columns = {
-                name: cut_of(part, specs.of_keyword(name), name, "", refuse=False).parts(parts, filled)
-                for name, part in given.items()
-            }
+            columns = {name: _parts(part, specs.of_keyword(name), name, parts, filled) for name, part in given.items()}
             found[stage] = [{name: column[part] for name, column in columns.items()} for part in range(filled)]
     return found
 
@@ -205,14 +218,20 @@ def input_parts(inputs: Any, parts: int, filled: int, specs: ChunkSpecs) -> list
     """The microbatches of the inputs that are not empty; none for None."""
     if inputs is None:
         return []
-    return cut_of(inputs, specs.of_inputs(inputs), "the inputs", "", refuse=False).parts(parts, filled)
+    return _parts(inputs, _inputs_spec(inputs, specs), "the inputs", parts, filled)
+
+
+def _parts(value: Any, spec: Any, what: str, parts: int, filled: int) -> list[Any]:
+    if _is_dense(value, spec):
+        return list(value.tensor_split(parts)[:filled])
+    return cut_of(value, spec, what, "", refuse=False).parts(parts, filled)
 
 
 def target_parts(targets: Any, parts: int, filled: int, specs: ChunkSpecs) -> list[Any]:
     """The targets of the microbatches that are not empty; None for each where there are no targets."""
     if targets is None:
         return [None] * filled
-    return cut_of(targets, specs.of_targets(targets), "the targets", "", refuse=False).parts(parts, filled)
+    return _parts(targets, _targets_spec(targets, specs), "the targets", parts, filled)
 
 
 def weights(

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from stageline.common.errors import StagelineError, shorten
+from stageline.runtime._torch_private import pytree
 from stageline.runtime.batches.block_mask import cut_mask, is_mask, mask_samples
 from stageline.runtime.batches.opaque_objects import refuse_opaque
 from stageline.tensors.pytree import learn
@@ -43,9 +43,12 @@ class ChunkSpecs:
     kwargs: Any = None
     targets: Any = None
     output: Any = None
+    default: bool = field(init=False, repr=False, compare=False)
+    """Whether no spec was given, so that everything is cut along its first dimension."""
 
     def __post_init__(self) -> None:
         """Refuse what is no spec, before the first step."""
+        object.__setattr__(self, "default", not self._named())
         for name, spec in self._named():
             check_spec(spec, name)
         if self.kwargs is not None and not isinstance(self.kwargs, Mapping):
@@ -57,8 +60,7 @@ class ChunkSpecs:
         return [(name, spec) for name, spec in zip(names, specs, strict=True) if spec is not None]
 
     def __bool__(self) -> bool:
-        """Whether any was given."""
-        return bool(self._named())
+        return not self.default
 
     def __str__(self) -> str:
         """The same text on every rank that was given the same."""

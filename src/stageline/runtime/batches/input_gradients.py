@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from stageline.common.errors import PipelineError, StagelineError
 from stageline.distributed.rank_host import World
+from stageline.runtime._torch_private import pytree
 from stageline.runtime.microbatches import Keywords
 from stageline.tensors.pytree import learn, tensors_of
 from stageline.tensors.subclasses import detached
