@@ -183,7 +183,8 @@ class SplitBackward:
     def _whole(self) -> list[Tensor | None]:
         """Run a backward that cannot be split, all of it."""
         self.unsplit = self.total
-        gradients, _ = engine.backward_to(self.inputs, self.outputs, self.grads)
+        with engine.ArrivingGradients(self.inputs) as gradients:
+            engine.backward(self.outputs, self.grads)
         return self._done(gradients)
 
     def _noting(self, noted: _Noted) -> Any:
