@@ -349,7 +349,7 @@ class Stage:
             if target is not None or isinstance(error, StagelineError):
                 raise
             raise StagelineError(
-                f"loss_fn failed with {type(error).__name__}: {error}; its targets were None, since step got none; "
+                f"loss_fn failed with {type(error).__name__}: {error}; the targets are None, so loss_fn got None; "
                 "pass targets, or a loss_fn that accepts None"
             ) from error
         metrics: dict[str, Any] = {}
