@@ -13,20 +13,20 @@ COSTS = sl.Costs(forward=10, backward_input=11, backward_weight=7, transfer=1)
 
 def pictures() -> dict[str, str]:
     """Every picture by its file name."""
-    found = {}
+    drawings = {}
     for name in sl.families():
-        made = sl.schedule(name, ranks=4, microbatches=8)
-        found[f"{name}.svg"] = draw.svg(sl.simulate(made, sl.Costs().refined(made.stages // 4)))
+        schedule = sl.schedule(name, ranks=4, microbatches=8)
+        drawings[f"{name}.svg"] = draw.svg(sl.simulate(schedule, sl.Costs().refined(schedule.stages // 4)))
     compared = []
     for name in ("1f1b", "interleaved", "zb-h1", "zb-v"):
-        made = sl.schedule(name, ranks=4, microbatches=8)
-        compared.append(sl.simulate(made, COSTS.refined(made.stages // 4)))
-    found["compare.svg"] = draw.svg(compared)
-    made = sl.schedule("1f1b", ranks=4, microbatches=8)
+        schedule = sl.schedule(name, ranks=4, microbatches=8)
+        compared.append(sl.simulate(schedule, COSTS.refined(schedule.stages // 4)))
+    drawings["compare.svg"] = draw.svg(compared)
+    schedule = sl.schedule("1f1b", ranks=4, microbatches=8)
     slower = sl.Costs(forward=[10, 10, 14, 10], backward_input=11, backward_weight=7, transfer=3)
-    both = [sl.simulate(made, COSTS), sl.simulate(made, slower)]
-    found["trace.svg"] = draw.svg(both, names=["1f1b, planned", "1f1b, measured"])
-    return found | synthesized() | planned()
+    both = [sl.simulate(schedule, COSTS), sl.simulate(schedule, slower)]
+    drawings["trace.svg"] = draw.svg(both, names=["1f1b, planned", "1f1b, measured"])
+    return drawings | synthesized() | planned()
 
 
 def synthesized() -> dict[str, str]:
@@ -44,10 +44,10 @@ def synthesized() -> dict[str, str]:
 
 def planned() -> dict[str, str]:
     """A plan beside what one would take without: 1f1b and as many layers on every rank."""
-    found = sl.plan(profile=example_profile(), ranks=4, microbatches=8, schedule=["1f1b", "zb-h1", "zb-v"])
+    plan = sl.plan(profile=example_profile(), ranks=4, microbatches=8, schedule=["1f1b", "zb-h1", "zb-v"])
     even = sl.plan(profile=example_profile(), ranks=4, microbatches=8, schedule="1f1b", split="layers")
-    names = ["1f1b, cut by layers", f"planned: {found.schedule.name}, cut by time"]
-    return {"plan.svg": draw.svg([even.timeline, found.timeline], names=names)}
+    names = ["1f1b, cut by layers", f"planned: {plan.schedule.name}, cut by time"]
+    return {"plan.svg": draw.svg([even.timeline, plan.timeline], names=names)}
 
 
 def example_profile() -> sl.Profile:
