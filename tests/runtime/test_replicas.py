@@ -403,7 +403,7 @@ def test_a_mistake_in_one_replica_is_said_in_all_and_the_next_step_is_right() ->
         r"a DeviceMesh with a dimension 'pp' .* got dimensions \('tp',\)",
         r"the mesh has 2 ranks and 2 replicas; the schedule has 4 ranks: make them agree",
         r"rank 3 and rank 0 differ in bucket_mb and reduce_dtype",
-        r"start with different weights: 6.up.bias of rank 3 \(replica 1\) is not that of rank 1 \(replica 0\)",
+        r"rank 3 \(replica 1\) and rank 1 \(replica 0\) hold different values of 6.up.bias, which both use: rank 3",
         r"replica 1: rank 3 was given another batch than rank 2: the inputs differ",
         r"rank 3 \(replica 1\) cannot run this batch: StagelineError: there are 9 samples of inputs and 8 of targets",
         r"replica 1: no rank was given the inputs",

@@ -30,6 +30,7 @@ from stageline.runtime.executor import Executors
 from stageline.runtime.grad_norm import clip_factor, norm_dtype, norms_of, owners_of, total_norm
 from stageline.runtime.grad_reduce import check_buckets
 from stageline.runtime.guards.foreign_reads import holders_of, readers
+from stageline.runtime.guards.initial_weights import compare_weights, held_by_several
 from stageline.runtime.guards.loss_reads import Tensors, listed
 from stageline.runtime.handshake import common_seed, facts_of, find_deadline, function_fact
 from stageline.runtime.microbatches import Keywords, Reduction, check_reduction, input_parts
@@ -298,7 +299,8 @@ class Pipeline(Runner):
             world, column, self.schedule, self._parts, self._placed, names, bucket_mb=bucket_mb, dtype=dtype
         )
         if self._compares:
-            found.compare_weights()
+            replicas, placement = world.layout.replicas, self.schedule.placement
+            compare_weights(world, held_by_several(self.model, self._parts, placement, replicas))
         return found
 
     @property

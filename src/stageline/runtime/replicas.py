@@ -16,7 +16,7 @@ from stageline.distributed.collectives import ReplicaGroup
 from stageline.distributed.rank_host import Floats, World
 from stageline.runtime._torch_private import buffer_named
 from stageline.runtime.grad_reduce import Reducer
-from stageline.runtime.microbatches import NAMES, SCALE, Given, digest, disagreement
+from stageline.runtime.microbatches import NAMES, SCALE, Given, disagreement
 from stageline.runtime.shared_parameters import Placed
 from stageline.runtime.step_report import Outcome
 from stageline.schedules import action as kinds
@@ -110,30 +110,6 @@ class Replicas:
             reducer = Reducer(self._stages, self._shared, self.group, bucket_mb=self._bucket_mb, dtype=self._dtype)
             self._reducer = (key, reducer)
         return self._reducer[1]
-
-    def compare_weights(self) -> None:
-        """Refuse parameters and buffers that differ between replicas; all processes raise the same error."""
-        mine = [
-            (name, digest(tensor))
-            for part in self._parts
-            for name, tensor in (*part.named_parameters(), *part.named_buffers())
-        ]
-        known = self.group.all_gather(np.array([0.0, *(float(number) for _, number in mine)]))[:, 1:]
-        apart = np.argwhere((known != known[0]).any(axis=0)).reshape(-1)
-        differs = self.world.all_gather(np.array([float(len(apart) > 0)]))[..., 0]
-        if not differs.any():
-            return
-        layout, (_, rank) = self.world.layout, np.argwhere(differs)[0]
-        message = ""
-        if len(apart) and rank == self.world.here[0]:
-            first, processes = int(apart[0]), layout.replica_group(int(rank))
-            other = int(np.argmax(known[:, first] != known[0, first]))
-            message = (
-                f"the replicas start with different weights: {mine[first][0]} of {layout.name(processes[other])} is "
-                f"not that of {layout.name(processes[0])}; call torch.manual_seed with the same number in all of them "
-                "before the model is built, or load the same checkpoint"
-            )
-        raise PipelineError(self.world.broadcast_to_all(message, layout.rows[0][int(rank)]))
 
     def row(self, batch: Given, mode: int, count: float | None, elements: int, refused: bool) -> Floats:
         """The row that this process sends at the start of a step."""
