@@ -68,7 +68,7 @@ def row_of(name: str, ranks: int, microbatches: int, slow: int, steps: int) -> d
     changed, kept = (run(made, slow, steps, mode) for mode in ("auto", "off"))
     costs = costs_of(made.stages, slow)
     caps = sl.simulate(made, costs).peak_memory
-    shape = {"chunks": made.stages // made.ranks, "placement": "vee" if name in ("zb-v", "v-half", "v-min") else "loop"}
+    shape = {"chunks": made.stages // made.ranks, "placement": made.placement.pattern}
     best, same = (
         sl.synthesize(costs, ranks, microbatches, memory=memory, time_limit=5.0, **shape)  # type: ignore[arg-type]
         for memory in (None, caps)

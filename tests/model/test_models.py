@@ -368,9 +368,9 @@ def test_memory_pins_and_speeds_are_kept_to() -> None:
     assert "transformer.h.0" in pinned.names[1]
     slow = sl.split(model, 2, by="parameters", speed=[1.0, 3.0])
     assert slow.cut[0][1] < slow.cut[1][1] - slow.cut[1][0]
-    vee = sl.split(model, 4, by="parameters", ranks=2, placement="v")
-    assert vee.balance is not None
-    assert vee.balance.rank_of == (0, 1, 1, 0)
+    staged = sl.split(model, 4, by="parameters", ranks=2, placement="v")
+    assert staged.balance is not None
+    assert staged.balance.rank_of == (0, 1, 1, 0)
     with pytest.raises(sl.StagelineError, match="no cut fits the memory"):
         sl.split(model, 2, by="parameters", memory=1000)
     with pytest.raises(sl.StagelineError, match="4 stages cannot be spread evenly over 3 ranks"):

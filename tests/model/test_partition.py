@@ -38,7 +38,7 @@ def all_cuts(layers: int, stages: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def rank_of(ranks: int, chunks: int, placement: str) -> list[int]:
-    made = Placement.snake(ranks, chunks) if placement == "v" else Placement.loop(ranks, chunks)
+    made = Placement.of_pattern(placement, ranks, chunks)
     found: list[int] = made.table[0].tolist()
     return found
 

@@ -739,3 +739,12 @@ def test_a_family_for_inference_says_so() -> None:
         return [[f"{rank}F{m}" for m in range(microbatches)] for rank in range(ranks)]
 
     assert not sl.verify(sl.schedule("just-forward", 2, 2)).schedule.training
+
+
+def test_names_of_version_0_1_0_still_work() -> None:
+    with pytest.warns(DeprecationWarning, match=r"use Placement\.v"):
+        assert sl.Placement.vee(3, 2).table.tolist() == sl.Placement.v(3).table.tolist()
+    with pytest.warns(DeprecationWarning, match=r"use Placement\.v"):
+        assert sl.Placement.snake(2, 4).table.tolist() == [[0, 1, 1, 0, 0, 1, 1, 0]]
+    with pytest.warns(DeprecationWarning, match='use placement="v"'):
+        assert sl.synthesize(sl.Costs(), 2, 2, chunks=2, placement="vee").schedule.placement.pattern == "v"

@@ -107,7 +107,7 @@ def tiny(draw: st.DrawFn) -> Problem:
         transient=dice.choice(transients),
         scale=dice.choice([None, [1, 2][:count]]),
     )
-    arguments = (chunks, dice.choice(["loop", "vee"]), dice.choice(["makespan", "span"]), dice.choice([True, False]))
+    arguments = (chunks, dice.choice(["loop", "v"]), dice.choice(["makespan", "span"]), dice.choice([True, False]))
     free = problem_of(costs, ranks, count, None, *arguments)
     room = dice.choice([0, 0, 2, 5, math.inf])
     return problem_of(costs, ranks, count, [least + room for least in free.least_memory], *arguments)
@@ -333,8 +333,8 @@ def test_the_bound_holds_for_overlapped_pairs_that_save_time() -> None:
     for p, m in [(2, 4), (4, 8), (3, 9)]:
         timeline = sl.simulate(sl.schedule("dualpipe-v", p, m), costs)
         for objective, value in (("makespan", timeline.makespan), ("span", timeline.span)):
-            assert lower_bound(problem_of(costs, p, m, None, 2, "vee", objective, None)) <= value + 1e-9
-        r = sl.synthesize(costs, p, m, chunks=2, placement="vee", time_limit=0.5)
+            assert lower_bound(problem_of(costs, p, m, None, 2, "v", objective, None)) <= value + 1e-9
+        r = sl.synthesize(costs, p, m, chunks=2, placement="v", time_limit=0.5)
         assert r.achieved <= timeline.makespan
         assert r.lower_bound <= r.achieved
 

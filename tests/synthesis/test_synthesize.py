@@ -53,7 +53,7 @@ def asked(draw: st.DrawFn) -> dict[str, Any]:
         "ranks": ranks,
         "microbatches": count,
         "chunks": chunks,
-        "placement": dice.choice(["loop", "vee"]),
+        "placement": dice.choice(["loop", "v"]),
         "objective": dice.choice(["makespan", "span"]),
         "split": dice.choice([True, False, None]),
         "memory": dice.choice([None, math.inf, 0.0, 0.0, 1.0, 3.0, 8.0]),
@@ -165,7 +165,7 @@ def test_unequal_stages_under_the_memory_of_1f1b_are_shorter_than_1f1b() -> None
     assert r.achieved < 0.95 * r.named["1f1b"]
 
 
-@pytest.mark.parametrize(("chunks", "placement"), [(1, "loop"), (2, "loop"), (2, "vee")])
+@pytest.mark.parametrize(("chunks", "placement"), [(1, "loop"), (2, "loop"), (2, "v")])
 def test_the_same_seed_gives_the_same_schedule(chunks: int, placement: str) -> None:
     costs = sl.Costs(forward=[3, 5, 4] * chunks, backward_input=4, backward_weight=[2, 3, 2] * chunks, transfer=0.5)
     made = [
@@ -293,7 +293,7 @@ def test_groups_of_all_sizes_are_among_the_families() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunks", "placement", "cap"), [(2, "vee", 6), (3, "vee", 9), (3, "loop", 9), (4, "vee", 16), (4, "loop", 12)]
+    ("chunks", "placement", "cap"), [(2, "v", 6), (3, "v", 9), (3, "loop", 9), (4, "v", 16), (4, "loop", 12)]
 )
 def test_several_microbatches_are_under_way_at_once_where_memory_holds_few(
     chunks: int, placement: str, cap: int
@@ -310,7 +310,7 @@ def test_several_microbatches_are_under_way_at_once_where_memory_holds_few(
         ({"memory": [1, 2, 3]}, "one for each of the 2 ranks"),
         ({"memory": -1}, "must be a number >= 0"),
         ({"memory": "much"}, "must be a number >= 0"),
-        ({"placement": "ring"}, "placement must be 'loop' or 'vee', got 'ring'"),
+        ({"placement": "ring"}, "placement must be 'loop' or 'v', got 'ring'"),
         ({"objective": "bubble"}, "objective must be 'makespan' or 'span'"),
         ({"split": "yes"}, "split must be True, False or None"),
         ({"time_limit": 0}, "time_limit must be a number of seconds above 0"),
@@ -355,9 +355,7 @@ def test_the_command_shows_what_was_achieved_and_what_is_needed(
     assert "best family  zb-h1: 278 (the same)" in out
     assert "peak memory" in out
     files = f"-o {tmp_path / 'a.json'} --svg {tmp_path / 'a.svg'} --html {tmp_path / 'a.html'}"
-    data = json.loads(
-        called(f"synthesize -p 2 -m 3 --chunks 2 --placement vee --split --seed 3 {files} --json", capsys)
-    )
+    data = json.loads(called(f"synthesize -p 2 -m 3 --chunks 2 --placement v --split --seed 3 {files} --json", capsys))
     assert data["achieved"] == data["makespan"]
     assert data["gap"] == 0
     assert "2F0" in data["programs"][1]
@@ -380,7 +378,7 @@ def test_the_command_draws_what_takes_no_time(capsys: pytest.CaptureFixture[str]
         ("-p 2 -m 4 --memory 0.5", "the smallest cap that works is 1"),
         ("-p 2 -m 4 --memory 1,2,3", "one for each of the 2 ranks"),
         ("-p 2 -m 4 --objective bubble", "objective must be 'makespan' or 'span'"),
-        ("-p 2 -m 4 --placement ring", "placement must be 'loop' or 'vee'"),
+        ("-p 2 -m 4 --placement ring", "placement must be 'loop' or 'v'"),
         ("-m 4", "-p"),
     ],
 )

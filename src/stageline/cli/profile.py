@@ -34,9 +34,8 @@ def command(
     """
     import torch
 
-    from stageline.model.partition.partition import evaluate, partition
+    from stageline.model.partition.partition import evaluate, even_sizes, partition
     from stageline.model.profile.profiler import profile
-    from stageline.model.split import even_sizes
 
     if threads is not None:
         torch.set_num_threads(threads)

@@ -39,7 +39,7 @@ def command(
     memory: Memory = None,
     chunks: Annotated[int, typer.Option("--chunks", help="Stages that a rank holds.")] = 1,
     placement: Annotated[
-        str, typer.Option("--placement", help="Several chunks round the ranks (loop), or down and up again (vee).")
+        str, typer.Option("--placement", help="Several chunks round the ranks (loop), or down and up again (v).")
     ] = "loop",
     objective: Annotated[str, typer.Option("--objective", help="What to make short: makespan or span.")] = "makespan",
     split: Split = None,
@@ -71,7 +71,7 @@ def command(
             microbatches,
             memory=memory,
             chunks=chunks,
-            placement=placement,
+            placement="v" if placement == "vee" else placement,  # vee: the name of version 0.1.0
             objective=objective,
             split=split,
             time_limit=time_limit,

@@ -15,6 +15,7 @@ from stageline.common.units import Size, parse_sizes
 from stageline.model import huggingface
 from stageline.model.build.build import describe
 from stageline.model.compiled_models import unwrapped
+from stageline.model.partition.partition import even_sizes
 from stageline.model.partition.schedule_cuts import CutConstraints, UnitCosts, cut_by_cost
 from stageline.model.profile.profile import Profile
 from stageline.model.profile.profiler import profile_units
@@ -178,15 +179,6 @@ def _spans(units: Sequence[Unit], stages: int, by: By, layers_per_stage: Sequenc
     if not isinstance(by, str | Profile):
         return _spans_by_names(units, stages, list(by))
     return _even_spans(units, stages)
-
-
-def even_sizes(count: int, parts: int) -> list[int]:
-    """As many in every part, the larger parts first.
-
-    >>> even_sizes(7, 3)
-    [3, 2, 2]
-    """
-    return [count // parts + (part < count % parts) for part in range(parts)]
 
 
 def _even_spans(units: Sequence[Unit], stages: int) -> Spans:

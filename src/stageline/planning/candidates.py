@@ -7,17 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from stageline.common.errors import ScheduleError, StagelineError
-from stageline.model.partition.partition import partition
+from stageline.model.partition.partition import even_sizes, partition
 from stageline.model.profile.profile import Profile
-from stageline.model.split import even_sizes
 from stageline.planning.memory import RankMemory
 from stageline.planning.stage_costs import Recompute, spans_of
-from stageline.schedules.placement import Placement
+from stageline.schedules.placement import Pattern, Placement
 from stageline.schedules.registry import families, schedule
 from stageline.schedules.runs import backward, forward, weave
 from stageline.schedules.schedule import Schedule
 
-PlacementKind: TypeAlias = Literal["loop", "v"]
 By: TypeAlias = Literal["time", "parameters", "layers"]
 CHUNKS = (2, 3, 4, 6, 8)
 """The numbers of stages per rank that are tried, if a family leaves it open."""
@@ -31,7 +29,7 @@ class Shape:
 
     ranks: int
     stages: int
-    placement: PlacementKind | None
+    placement: Pattern | None
     """None for other placements, which get an even cut only."""
 
     @property
@@ -42,8 +40,8 @@ class Shape:
     @property
     def rank_of(self) -> list[int]:
         """The rank of every stage, for a loop or V placement."""
-        place = Placement.snake if self.placement == "v" else Placement.loop
-        return [int(rank) for rank in place(self.ranks, self.chunks).table[0]]
+        placement = Placement.of_pattern(self.placement or "loop", self.ranks, self.chunks)
+        return [int(rank) for rank in placement.table[0]]
 
 
 @dataclass(frozen=True)
@@ -105,14 +103,7 @@ class FamilyVariant:
 
 def shape_of(schedule: Schedule) -> Shape:
     """Return the shape of a schedule."""
-    chunks, rest = divmod(schedule.stages, schedule.ranks)
-    table = schedule.placement.table[0].tolist()
-    placements: dict[PlacementKind, Placement] = {
-        "loop": Placement.loop(schedule.ranks, max(1, chunks)),
-        "v": Placement.snake(schedule.ranks, max(1, chunks)),
-    }
-    kind = next((name for name, placement in placements.items() if placement.table[0].tolist() == table), None)
-    return Shape(schedule.ranks, schedule.stages, None if rest else kind)
+    return Shape(schedule.ranks, schedule.stages, schedule.placement.pattern)
 
 
 def family_variants(ranks: int, units: int, names: Sequence[str] | None, chunks: int | None) -> list[FamilyVariant]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from stageline.common.errors import StagelineError
-from stageline.planning.candidates import shape_of
 from stageline.schedules import action as kinds
 from stageline.schedules.schedule import Schedule
 from stageline.synthesis.synthesize import synthesize
@@ -51,7 +50,7 @@ def reorder(
     >>> better.after < better.before, better.schedule.placement.table.tolist() == s.placement.table.tolist()
     (True, True)
     """
-    placement = shape_of(schedule).placement
+    placement = schedule.placement.pattern
     if placement is None or schedule.placement.directions > 1 or not schedule.training:
         return None
     before = simulate(schedule, costs).makespan
@@ -63,7 +62,7 @@ def reorder(
             schedule.microbatches,
             memory=caps,
             chunks=schedule.stages // schedule.ranks,
-            placement="vee" if placement == "v" else "loop",
+            placement=placement,
             split=split,
             time_limit=time_limit,
         )

@@ -321,7 +321,7 @@ class PlanSearch:
                     microbatches,
                     memory=room,
                     chunks=shape.chunks,
-                    placement="vee" if shape.placement == "v" else "loop",
+                    placement=shape.placement or "loop",
                     time_limit=time_left,
                     seed=request.seed,
                 )

@@ -14,8 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from stageline.common.errors import ScheduleError, StagelineError, UnknownOption, nearest, shorten
 from stageline.model.build.build import Description, describe
 from stageline.model.compiled_models import unwrapped
+from stageline.model.partition.partition import even_sizes
 from stageline.model.skips import parts_of
-from stageline.model.split import even_sizes, split
+from stageline.model.split import split
 from stageline.model.staged import Staged
 from stageline.model.units import NoStack, find_units, layers_of, refuse_lazy
 from stageline.runtime._torch_private import pytree

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import Literal, SupportsIndex, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from stageline.common.errors import ScheduleError
+
+Pattern: TypeAlias = Literal["loop", "v"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +25,7 @@ class Placement:
     `table[d, s]` is the rank that holds stage `s` for microbatches of direction `d`; `direction[m]` is the
     direction of microbatch `m`.
 
-    >>> Placement.vee(ranks=3).table.tolist()
+    >>> Placement.v(ranks=3).table.tolist()
     [[0, 1, 2, 2, 1, 0]]
     """
 
@@ -42,20 +45,35 @@ class Placement:
 
     @classmethod
     def loop(cls, ranks: int, chunks: int = 1, microbatches: int = 1) -> Placement:
-        """Stages go round the ranks: 0 1 2 0 1 2 …"""
+        """Place the stages round the ranks: 0 1 2 0 1 2 …"""
         return cls._one_way(ranks, np.tile(np.arange(ranks), chunks), microbatches)
 
     @classmethod
+    def v(cls, ranks: int, chunks: int = 2, microbatches: int = 1) -> Placement:
+        """Place the stages down the ranks and up again: 0 1 2 2 1 0, so that a rank holds an early and a late one.
+
+        With more than two chunks, the stages continue down and up.
+        """
+        down = np.arange(ranks)
+        row = np.concatenate([down if chunk % 2 == 0 else down[::-1] for chunk in range(chunks)])
+        return cls._one_way(ranks, row, microbatches)
+
+    @classmethod
+    def of_pattern(cls, pattern: str, ranks: int, chunks: int, microbatches: int = 1) -> Placement:
+        """Place the stages by the name of the pattern: "loop" or "v"."""
+        return {"loop": cls.loop, "v": cls.v}[pattern](ranks, chunks, microbatches)
+
+    @classmethod
     def vee(cls, ranks: int, microbatches: int = 1) -> Placement:
-        """Stages go down the ranks and up again: 0 1 2 2 1 0, so that a rank holds an early and a late one."""
-        return cls.snake(ranks, 2, microbatches)
+        """Deprecated: use `Placement.v`."""
+        warnings.warn("Placement.vee is deprecated; use Placement.v", DeprecationWarning, stacklevel=2)
+        return cls.v(ranks, 2, microbatches)
 
     @classmethod
     def snake(cls, ranks: int, sweeps: int, microbatches: int = 1) -> Placement:
-        """Stages go down and up the ranks, sweep after sweep."""
-        down = np.arange(ranks)
-        row = np.concatenate([down if sweep % 2 == 0 else down[::-1] for sweep in range(sweeps)])
-        return cls._one_way(ranks, row, microbatches)
+        """Deprecated: use `Placement.v`."""
+        warnings.warn("Placement.snake is deprecated; use Placement.v", DeprecationWarning, stacklevel=2)
+        return cls.v(ranks, sweeps, microbatches)
 
     @classmethod
     def two_way(cls, ranks: int, direction: ArrayLike) -> Placement:
@@ -77,6 +95,21 @@ class Placement:
     def directions(self) -> int:
         """In how many directions microbatches travel: 1, or 2 where the weights are held twice."""
         return int(self.table.shape[0])
+
+    @property
+    def pattern(self) -> Pattern | None:
+        """How the stages of the first direction are placed: "loop", "v", or None for any other placement.
+
+        With one chunk or one rank, which are both, it is "loop".
+
+        >>> import stageline as sl
+        >>> [sl.schedule(name, 4, 8).placement.pattern for name in ("interleaved", "zb-v")]
+        ['loop', 'v']
+        """
+        chunks, rest = divmod(self.stages, self.ranks)
+        patterns: tuple[Pattern, ...] = () if rest or not chunks else ("loop", "v")
+        row = self.table[0]
+        return next((p for p in patterns if np.array_equal(row, self.of_pattern(p, self.ranks, chunks).table[0])), None)
 
     def rank_of(self, stage: int, microbatch: int = 0) -> int:
         """Name the rank that runs this stage for this microbatch.
@@ -106,7 +139,7 @@ class Placement:
     def stages_of(self, rank: int) -> list[int]:
         """List the stages a rank holds, in the order of the model.
 
-        >>> Placement.vee(ranks=4).stages_of(1)
+        >>> Placement.v(ranks=4).stages_of(1)
         [1, 6]
         """
         return sorted({int(stage) for _, stage in np.argwhere(self.table == rank)})

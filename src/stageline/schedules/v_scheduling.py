@@ -31,7 +31,7 @@ Limit = Callable[[int, int, int, int], bool]
 """Whether a forward may start, by (point, rank, activations held of the way down, of the way up)."""
 
 
-def list_vee(
+def list_v(
     ranks: int, microbatches: int, priority: Priority, may_start: Limit, *, split: bool, overtake: bool
 ) -> list[Run]:
     """Let every rank take the ready action of the smallest priority in every slot.

@@ -83,9 +83,7 @@ def _build(problem: Problem, family: Family, options: dict[str, Any]) -> Schedul
 
 def _placement_on(problem: Problem, ranks: int) -> Placement:
     """Return the same placement on fewer ranks."""
-    row = problem.placement.table[0]
-    is_loop = problem.chunks == 1 or bool(row[problem.ranks] == 0)
-    return Placement.loop(ranks, problem.chunks) if is_loop else Placement.snake(ranks, problem.chunks)
+    return Placement.of_pattern(problem.pattern, ranks, problem.chunks)
 
 
 def _options(problem: Problem, family: Family) -> list[dict[str, Any]]:

@@ -23,7 +23,6 @@ from typing import TypeAlias
 import numpy as np
 
 from stageline.schedules import action as kinds
-from stageline.schedules.placement import Placement
 from stageline.schedules.schedule import Schedule
 from stageline.synthesis.problem import SLACK, Problem
 
@@ -157,7 +156,7 @@ class Board:
         for stages in problem.stages_of:
             forward_codes = [(chunk, stages[chunk] * count + m) for chunk, m in forwards]
             backward_codes = [(chunk, backward_base + stages[chunk] * count + m) for chunk, m in backwards]
-            if rule.order and is_v(problem.placement):
+            if rule.order and problem.pattern == "v":
                 # Messages down the ranks and messages up the ranks share no channel.
                 lanes = [[code for chunk, code in forward_codes if chunk % 2 == direction] for direction in (0, 1)]
                 lanes += [[code for chunk, code in backward_codes if chunk % 2 == direction] for direction in (1, 0)]
@@ -187,12 +186,6 @@ class Board:
             sorted(pairs, key=lambda pair: (min(pair[1] // size, last), pair[0], pair[1])),
             sorted(pairs, key=lambda pair: (min(pair[1] // size, last), -pair[0], pair[1])),
         )
-
-
-def is_v(placement: Placement) -> bool:
-    """Whether stages go down the ranks and up again, with several stages per rank."""
-    row = placement.table[0]
-    return len(row) > placement.ranks > 1 and bool(row[placement.ranks] == placement.ranks - 1)
 
 
 class _State:

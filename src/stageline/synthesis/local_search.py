@@ -15,7 +15,7 @@ from typing import NamedTuple
 from stageline.schedules import action as kinds
 from stageline.synthesis.cp_sat import splitting_is_free
 from stageline.synthesis.fast_simulate import end_times, objective_value, peak_memory_of
-from stageline.synthesis.list_scheduling import Board, Code, Plan, Programs, is_v
+from stageline.synthesis.list_scheduling import Board, Code, Plan, Programs
 
 HISTORY_LENGTH = 30
 """A move is kept if the step is not longer than it was this many moves ago."""
@@ -39,7 +39,7 @@ class Orders:
         chunks = board.problem.chunks
         self.mixes = board.problem.split is None and not splitting_is_free(board.problem)
         # Lanes that all ranks share must not change.
-        self.lanes_are_fixed = chunks > 2 or (chunks == 2 and not is_v(board.problem.placement))
+        self.lanes_are_fixed = chunks > 2 or (chunks == 2 and board.problem.pattern == "loop")
 
     def may_swap(self, first: Code, second: Code) -> bool:
         """Whether two adjacent actions may swap."""

@@ -7,6 +7,7 @@ and indexing a list is faster than indexing an array.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ import numpy as np
 from stageline.common.errors import CostError, MemoryCapError, StagelineError, shorten
 from stageline.common.units import Size, parse_sizes
 from stageline.schedules import action as kinds
-from stageline.schedules.placement import Placement
+from stageline.schedules.placement import Pattern, Placement
 from stageline.schedules.registry import LARGEST_SCHEDULE, whole
 from stageline.timeline.costs import Costs, Floats, per_stage
 
@@ -69,6 +70,13 @@ class Problem:
     def microbatches(self) -> int:
         """Number of microbatches per step."""
         return self.placement.microbatches
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        """Whether stages go round the ranks or down and up again; with one chunk, "loop"."""
+        pattern = self.placement.pattern
+        assert pattern is not None
+        return pattern
 
     @cached_property
     def rank_of(self) -> list[int]:
@@ -191,15 +199,16 @@ def problem_of(
         )
     if not isinstance(costs, Costs):
         raise CostError(f"expected sl.Costs, got {shorten(costs)}")
-    _one_of("placement", placement, ("loop", "vee"))
+    if placement == "vee":
+        warnings.warn('placement="vee" is deprecated; use placement="v"', DeprecationWarning, stacklevel=3)
+        placement = "v"
+    _one_of("placement", placement, ("loop", "v"))
     _one_of("objective", objective, ("makespan", "span"))
     if split not in (True, False, None):
         raise StagelineError(f"split must be True, False or None (either), got {shorten(split)}")
     stages = ranks * chunks
     costs.check_lengths(stages, microbatches)
-    stage_placement = Placement.loop(ranks, chunks, microbatches)
-    if placement == "vee":
-        stage_placement = Placement.snake(ranks, chunks, microbatches)
+    stage_placement = Placement.of_pattern(placement, ranks, chunks, microbatches)
     scale = costs.scales(microbatches)
 
     def table(row: Floats) -> Table:
@@ -228,14 +237,13 @@ def with_microbatches(problem: Problem, microbatches: int) -> Problem:
     costs = problem.costs
     if costs.scale is not None:
         costs = replace(costs, scale=[costs.scale[0]] * microbatches)
-    is_loop = problem.chunks == 1 or problem.rank_of[problem.ranks] == 0
     return problem_of(
         costs,
         problem.ranks,
         microbatches,
         problem.caps,
         problem.chunks,
-        "loop" if is_loop else "vee",
+        problem.pattern,
         problem.objective,
         problem.split,
     )

@@ -19,7 +19,7 @@ from stageline.synthesis import cp_sat
 from stageline.synthesis.baselines import baselines, sequential_plan
 from stageline.synthesis.bounds import lower_bound
 from stageline.synthesis.fast_simulate import end_times, evaluate
-from stageline.synthesis.list_scheduling import Board, Plan, Rule, is_v, list_schedule
+from stageline.synthesis.list_scheduling import Board, Plan, Rule, list_schedule
 from stageline.synthesis.local_search import improve
 from stageline.synthesis.mixed_backward import mixed_plans
 from stageline.synthesis.periodic import periodic_plans
@@ -298,7 +298,7 @@ def rules_for(problem: Problem) -> Iterator[Rule]:
     """Yield rules for list scheduling, the most promising first."""
     ranks, chunks = problem.ranks, problem.chunks
     wholes = [whole for whole in (False, True) if allows_form(problem, whole)]
-    on_v = is_v(problem.placement)
+    on_v = problem.pattern == "v"
     groups = [0] if chunks == 1 or (on_v and chunks == 2) else [0, -1, -2, 1, 2 * ranks, problem.microbatches]
     tight = tight_groups(problem)
     depths: list[tuple[float, ...] | None] = [None]

@@ -109,7 +109,7 @@ def synthesize(
 
     `costs` are per stage of the schedule, as in `simulate`. `memory` is one cap, or one per rank, in the unit of the
     costs, or a size like "24GiB" where that unit is bytes. Each rank holds `chunks` stages, placed round the ranks
-    (`"loop"`) or down and up again (`"vee"`). `split` forces (True) or forbids (False) split backwards. The result is
+    (`"loop"`) or down and up again (`"v"`). `split` forces (True) or forbids (False) split backwards. The result is
     never worse than a named family that fits.
 
     `progress` is called with a `Progress` at every improvement. Raises `MemoryCapError` if no schedule fits the memory,

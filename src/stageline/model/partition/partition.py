@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -90,6 +90,15 @@ class Partition:
         return self.stages[-1][1]
 
 
+def even_sizes(count: int, parts: int) -> list[int]:
+    """Return the sizes of parts that are as equal as possible, the larger ones first.
+
+    >>> even_sizes(7, 3)
+    [3, 2, 2]
+    """
+    return [count // parts + (part < count % parts) for part in range(parts)]
+
+
 def uniform(layers: int, stages: int) -> list[Span]:
     """Cut into stages of equal layer counts, the larger ones first.
 
@@ -101,9 +110,7 @@ def uniform(layers: int, stages: int) -> list[Span]:
             f"{layers} layers cannot be cut into {stages} stages; every stage needs a layer: "
             f"give at most {layers} stages (ranks times chunks), and at least 1"
         )
-    size, larger = divmod(layers, stages)
-    starts = [part * size + min(part, larger) for part in range(stages + 1)]
-    return list(pairwise(starts))
+    return list(pairwise(accumulate(even_sizes(layers, stages), initial=0)))
 
 
 def partition(

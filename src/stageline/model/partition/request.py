@@ -94,8 +94,7 @@ class Request:
     @property
     def rank_of(self) -> Ints:
         """The rank of every stage."""
-        placement = Placement.snake if self.placement == "v" else Placement.loop
-        return np.asarray(placement(self.ranks, self.chunks).table[0], dtype=np.int64)
+        return np.asarray(Placement.of_pattern(self.placement, self.ranks, self.chunks).table[0], dtype=np.int64)
 
     @property
     def power(self) -> int:

@@ -150,10 +150,9 @@ def _shape(schedule: Schedule) -> tuple[int, int, str]:
     if len(table) == 2 and ranks % 2 == 0 and np.array_equal(table, Placement.two_way(ranks, []).table):
         # A rank and the opposite one run half of the microbatches each of the same two stages: pairs in a V.
         return ranks // 2, 2, "v"
-    chunks = schedule.stages // ranks
-    for placement, make_placement in (("loop", Placement.loop), ("v", Placement.snake)):
-        if schedule.stages == ranks * chunks and np.array_equal(table, make_placement(ranks, chunks).table):
-            return ranks, chunks, placement
+    pattern = schedule.placement.pattern
+    if pattern is not None and len(table) == 1:
+        return ranks, schedule.stages // ranks, pattern
     raise StagelineError(
         f"{schedule.name} places its stages on ranks as {shorten(table.tolist())}; cuts by cost support stages that "
         "go round the ranks, down and up, or both ways on an even number of ranks; cut by='layers', or name the first "

@@ -151,4 +151,4 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     for rank in range(ranks):
         writer = _Writer((rank, 2 * ranks - 1 - rank), (every, every))
         runs.append(_program(writer, rank, ranks, microbatches - 2 * ranks + rank + 1))
-    return Schedule.from_runs(runs, Placement.vee(ranks, microbatches))
+    return Schedule.from_runs(runs, Placement.v(ranks, microbatches=microbatches))

@@ -1,4 +1,4 @@
-"""Hanayo waves: the stages snake down and up over the ranks, 2W times, with the weights held once.
+"""Hanayo waves: the stages go down and up the ranks W times, with the weights held once.
 
     rank 0  ╲    ╱╲    ╱      W=2 waves over P=4 ranks: 16 stages, four a rank
     rank 1   ╲  ╱  ╲  ╱
@@ -28,13 +28,13 @@ from stageline.schedules.placement import Placement
 from stageline.schedules.registry import family
 from stageline.schedules.runs import Run, backward, by_slot, forward
 from stageline.schedules.schedule import Schedule
-from stageline.schedules.v_scheduling import B0, B1, F0, F1, list_vee
+from stageline.schedules.v_scheduling import B0, B1, F0, F1, list_v
 
 
-@family("hanayo", "waves: stages snake down and up over the ranks 2·waves times", constraints="any waves ≥ 1")
+@family("hanayo", "waves: stages go down and up the ranks `waves` times", constraints="any waves ≥ 1")
 def hanayo(ranks: int, microbatches: int, *, waves: int = 1) -> Schedule:
     """One wave by list scheduling, more by slots."""
-    placement = Placement.snake(ranks, 2 * waves, microbatches)
+    placement = Placement.v(ranks, 2 * waves, microbatches)
     runs = _one_wave(ranks, microbatches) if waves == 1 else _by_slots(placement)
     return Schedule.from_runs(runs, placement)
 
@@ -45,7 +45,7 @@ def _one_wave(ranks: int, microbatches: int) -> list[Run]:
     def may_start(point: int, rank: int, held_down: int, held_up: int) -> bool:
         return point == F1 or held_down + held_up < 2 * ranks - 1
 
-    return list_vee(ranks, microbatches, lambda point, *_: first[point], may_start, split=False, overtake=True)
+    return list_v(ranks, microbatches, lambda point, *_: first[point], may_start, split=False, overtake=True)
 
 
 def _by_slots(placement: Placement) -> list[Run]:

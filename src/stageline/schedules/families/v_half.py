@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import family
 from stageline.schedules.schedule import Schedule
-from stageline.schedules.v_scheduling import B0, B1, F0, F1, list_vee
+from stageline.schedules.v_scheduling import B0, B1, F0, F1, list_v
 
 PERIOD = 6
 
@@ -46,8 +46,8 @@ class _Pattern:
             room = held_down + held_up < self.cap
             return room and (point == F1 or not self.overtake or held_down < down[rank])
 
-        runs = list_vee(ranks, microbatches, priority, may_start, split=True, overtake=self.overtake)
-        return Schedule.from_runs(runs, Placement.vee(ranks, microbatches))
+        runs = list_v(ranks, microbatches, priority, may_start, split=True, overtake=self.overtake)
+        return Schedule.from_runs(runs, Placement.v(ranks, microbatches=microbatches))
 
 
 @family("v-half", "a V in about half the memory of 1f1b, with about half its bubble")

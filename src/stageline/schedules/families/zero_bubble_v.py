@@ -29,7 +29,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     """Make it for at least 2P−1 microbatches, and leave out those that are not there."""
     full = max(microbatches, 2 * ranks - 1)
     runs = [keep_microbatches(_program(rank, ranks, full), microbatches) for rank in range(ranks)]
-    return Schedule.from_runs(runs, Placement.vee(ranks, microbatches))
+    return Schedule.from_runs(runs, Placement.v(ranks, microbatches=microbatches))
 
 
 def _program(rank: int, ranks: int, microbatches: int) -> Run:
