@@ -140,11 +140,11 @@ def train_beside_a_stranger(rank: int) -> int:
                     struct.pack("<8s32s64sii", b"stagelin", b"a" * 32, claim.encode(), 1 - target, lane),
                 )
                 knock((host, int(port)), struct.pack("<8s32sii", b"stagelin", word.encode()[:32], 1 - target, lane))
-    referee = watch.control._link
-    assert referee is not None
+    monitor = watch.control._connection
+    assert monitor is not None
     for word in words:
         for other in range(2):
-            knock(referee.getpeername(), json.dumps({"hello": other, "token": word}).encode() + b"\n")
+            knock(monitor.socket.getpeername(), json.dumps({"hello": other, "token": word}).encode() + b"\n")
     assert watch.control.lost is None
     pipe.step(x, y)
     mine = dict(pipe.named_gradients())

@@ -37,17 +37,17 @@ ZEROED = "no parameter was changed, and gradients may hold part of this step"
 Answer = dict[str, Any]
 
 
-def referees(folder: Path) -> list[int]:
-    """Referees of jobs that wrote their records here."""
+def monitors(folder: Path) -> list[int]:
+    """Monitors of jobs that wrote their records here."""
     jobs = {path.name.split("-")[2].encode() for path in folder.glob("flights-*/stageline-flight-*-rank*.json")}
-    found = []
-    for each in Path("/proc").iterdir():
-        if each.name.isdecimal():
+    pids = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal():
             with contextlib.suppress(OSError):
-                words = set((each / "cmdline").read_bytes().split(b"\0"))
+                words = set((process / "cmdline").read_bytes().split(b"\0"))
                 if NAME.encode() in words and words & jobs:
-                    found.append(int(each.name))
-    return found
+                    pids.append(int(process.name))
+    return pids
 
 
 def listens(port: int) -> bool:
@@ -74,19 +74,19 @@ class Job:
         ranks = [rank for rank in range(1 if threads else RANKS) if rank != missing]
         for rank in ranks:
             environment = {} if threads else self.environment(rank)
-            given = [rank, str(folder), plan, deadline, 4, ranks]
+            arguments = [rank, str(folder), plan, deadline, 4, ranks]
             log = folder / f"log-{rank}"
-            self.ranks[rank] = nursery.start(RANK, "main", given, log=log, environment=environment)
+            self.ranks[rank] = nursery.start(RANK, "main", arguments, log=log, environment=environment)
 
     def environment(self, rank: int) -> dict[str, str]:
-        found = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
-        return {**found, "MASTER_PORT": str(self.port), "GLOO_SOCKET_IFNAME": "lo"}
+        common = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
+        return {**common, "MASTER_PORT": str(self.port), "GLOO_SOCKET_IFNAME": "lo"}
 
     def answers(self, rank: int) -> list[Answer]:
         """All but that it is ready."""
         path = self.folder / f"answers-{rank}"
-        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [each for each in found if "ready" not in each]
+        answers = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [answer for answer in answers if "ready" not in answer]
 
     def log(self, rank: int) -> str:
         return (self.folder / f"log-{rank}").read_text()
@@ -94,10 +94,10 @@ class Job:
     def planted(self) -> Path:
         """Wait for the fault."""
         end = time.monotonic() + PATIENCE
-        while not (found := list(self.folder.glob("planted-*"))):
+        while not (planted := list(self.folder.glob("planted-*"))):
             assert time.monotonic() < end, [self.log(rank) for rank in self.ranks]
             time.sleep(0.02)
-        return found[0]
+        return planted[0]
 
     def wait(self, *lost: int) -> dict[int, Answer]:
         """Wait for the survivors' ends; the last answer of each."""
@@ -109,13 +109,13 @@ class Job:
 
     def clean(self) -> None:
         """End what is left, and make sure that nothing else is."""
-        for each in self.ranks.values():
-            each.signal(signal.SIGKILL)
-            each.wait(PATIENCE)
+        for child in self.ranks.values():
+            child.signal(signal.SIGKILL)
+            child.wait(PATIENCE)
         end = time.monotonic() + PATIENCE
-        while referees(self.folder) and time.monotonic() < end:
+        while monitors(self.folder) and time.monotonic() < end:
             time.sleep(0.05)
-        assert not referees(self.folder)
+        assert not monitors(self.folder)
         assert not listens(self.port)
 
 
@@ -124,7 +124,7 @@ Start = Callable[..., Job]
 
 @pytest.fixture
 def start(nursery: Nursery, tmp_path: Path) -> Iterator[Start]:
-    """Start jobs; afterwards no process, no referee and no port is left."""
+    """Start jobs; afterwards no process, no monitor and no port is left."""
     jobs: list[Job] = []
 
     def begin(plan: list[Answer], deadline: float = LONG, **options: Any) -> Job:
@@ -179,7 +179,7 @@ for fault, kind in (("shape", r"float32 of shape \(1, 4\)"), ("dtype", r"float64
             {**STEP, "wire": [fault, "backward", stage + 1]}, stage, f"B of stage {stage}, microbatch 2",
             rf"the gradient of stage {stage + 1}, .* of rank {stage + 1} as .* and got \[{kind}\]",
         )  # fmt: skip
-PLAN = [item for told in FAULTS.values() for item in (told[0], {"do": "right"})]
+PLAN = [item for planted, *_ in FAULTS.values() for item in (planted, {"do": "right"})]
 
 
 @pytest.fixture(scope="module", params=["threads", "processes"])
@@ -202,22 +202,22 @@ def test_a_fault_is_told_to_all_ranks_and_the_next_step_is_right(
     lived: Job, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     index = list(FAULTS).index(name)
-    _, culprit, place, said = FAULTS[name]
+    _, culprit, place, words = FAULTS[name]
     for rank in lived.ranks:
-        told, after = lived.answers(rank)[1 + 2 * index : 3 + 2 * index]
-        unharmed(told)
-        assert told["text"].startswith(f"rank {culprit} failed in {place}: "), told["text"]
-        assert re.search(said, told["text"]), told["text"]
-        assert "call zero_grad() before the next one" in told["text"]
+        answer, after = lived.answers(rank)[1 + 2 * index : 3 + 2 * index]
+        unharmed(answer)
+        assert answer["text"].startswith(f"rank {culprit} failed in {place}: "), answer["text"]
+        assert re.search(words, answer["text"]), answer["text"]
+        assert "call zero_grad() before the next one" in answer["text"]
         # The origin's traceback: as the cause on the rank itself, as a note on the others.
-        assert "Traceback (most recent call last)" in told["trace"]
-        assert "ArithmeticError: planted" in told["trace"] or said != "planted"
-        assert told["threads"] == []
+        assert "Traceback (most recent call last)" in answer["trace"]
+        assert "ArithmeticError: planted" in answer["trace"] or words != "planted"
+        assert answer["threads"] == []
         assert after["right"]
-    found = doctor(lived.folder / f"flights-{index + 1}", capsys)
-    assert found["verdict"]["culprit"] == culprit
-    assert f"{found['verdict']['action']} of stage {found['verdict']['stage']}" in place
-    assert sum(row["wrote"] for row in found["rows"]) == RANKS
+    diagnosis = doctor(lived.folder / f"flights-{index + 1}", capsys)
+    assert diagnosis["verdict"]["culprit"] == culprit
+    assert f"{diagnosis['verdict']['action']} of stage {diagnosis['verdict']['stage']}" in place
+    assert sum(row["wrote"] for row in diagnosis["rows"]) == RANKS
 
 
 @pytest.mark.parametrize("odd", range(RANKS))
@@ -225,26 +225,28 @@ def test_a_rank_with_another_schedule_is_named_on_all(lived: Job, odd: int) -> N
     if len(lived.ranks) < RANKS:
         pytest.skip("ranks that are threads have one schedule")
     for rank in lived.ranks:
-        told = lived.answers(rank)[1 + len(PLAN) + odd]
-        assert told["error"] == "PipelineError"
-        assert told["text"].startswith(f"rank {odd} and rank {0 if odd else 1} differ in the schedule: rank {odd} has")
+        answer = lived.answers(rank)[1 + len(PLAN) + odd]
+        assert answer["error"] == "PipelineError"
+        assert answer["text"].startswith(
+            f"rank {odd} and rank {0 if odd else 1} differ in the schedule: rank {odd} has"
+        )
         assert lived.answers(rank)[-1]["right"]
 
 
 # Faults that end the job.
 
 
-def lost(job: Job, culprit: int, capsys: pytest.CaptureFixture[str], kind: str, said: str, step: int = 1) -> None:
+def lost(job: Job, culprit: int, capsys: pytest.CaptureFixture[str], kind: str, words: str, step: int = 1) -> None:
     """All survivors name the one that is lost, and so does the doctor, who needs no record of it."""
-    for rank, told in job.wait(culprit).items():
-        unharmed(told)
-        assert told["text"].startswith(f"rank {culprit} {said}"), told["text"]
-        assert "this job cannot go on: start it again" in told["text"]
-        assert f"stageline: rank {rank}: rank {culprit} {said}" in job.log(rank)
-        assert told["threads"] == [] or kind == "frozen", told["threads"]
-    found = doctor(job.folder / f"flights-{step}", capsys)
-    assert (found["verdict"]["culprit"], found["verdict"]["kind"]) == (culprit, kind)
-    assert found["advice"]
+    for rank, answer in job.wait(culprit).items():
+        unharmed(answer)
+        assert answer["text"].startswith(f"rank {culprit} {words}"), answer["text"]
+        assert "this job cannot go on: start it again" in answer["text"]
+        assert f"stageline: rank {rank}: rank {culprit} {words}" in job.log(rank)
+        assert answer["threads"] == [] or kind == "frozen", answer["threads"]
+    diagnosis = doctor(job.folder / f"flights-{step}", capsys)
+    assert (diagnosis["verdict"]["culprit"], diagnosis["verdict"]["kind"]) == (culprit, kind)
+    assert diagnosis["advice"]
 
 
 @pytest.mark.parametrize(("victim", "action", "microbatch"), [(0, "F", 0), (1, "B", 1), (2, "F", 3)])
@@ -269,13 +271,12 @@ def test_frozen_ranks_are_named_within_the_deadline_and_a_slow_one_is_not(
         assert job.ranks[victim].poll() is None
     # Alone, and with a deadline that a heartbeat keeps on a busy machine.
     slow = start([{"do": "right"}, hurry, {**STEP, "plant": ["slow", 1, "B", 1]}])
-    told = [slow.answers(rank)[2] for rank in slow.wait()]
-    assert [each["error"] for each in told] == [""] * RANKS
+    assert [slow.answers(rank)[2]["error"] for rank in slow.wait()] == [""] * RANKS
     # One that wakes up again learns that it was given up.
     jobs[1].ranks[1].signal(signal.SIGCONT)
-    told = list(jobs[1].wait(0, 2).values())
-    assert told[0]["error"] == "PipelineError", told
-    assert told[0]["changed"] == []
+    (answer,) = jobs[1].wait(0, 2).values()
+    assert answer["error"] == "PipelineError", answer
+    assert answer["changed"] == []
 
 
 @pytest.mark.parametrize("victim", range(RANKS))
@@ -283,19 +284,19 @@ def test_a_rank_that_never_starts_is_named_by_the_others(
     start: Start, victim: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = start([], 4.0, missing=victim)
-    for told in job.wait().values():
-        assert told["error"] == "PipelineError"
-        assert told["text"].startswith(f"rank {victim} never started: "), told["text"]
-        assert "start the job again with all ranks" in told["text"]
+    for answer in job.wait().values():
+        assert answer["error"] == "PipelineError"
+        assert answer["text"].startswith(f"rank {victim} never started: "), answer["text"]
+        assert "start the job again with all ranks" in answer["text"]
     if victim:  # without rank 0, there is no control channel
         assert doctor(job.folder / "flights-0", capsys)["verdict"]["culprit"] == victim
 
 
 def test_a_rank_that_dies_while_all_start_is_named(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     job = start([{"dies_at_start": 1}])
-    for told in job.wait(1).values():
-        assert told["error"] == "PipelineError"
-        assert told["text"].startswith("rank 1 died (its process ended without a word)"), told["text"]
+    for answer in job.wait(1).values():
+        assert answer["error"] == "PipelineError"
+        assert answer["text"].startswith("rank 1 died (its process ended without a word)"), answer["text"]
     assert doctor(job.folder / "flights-0", capsys)["verdict"]["culprit"] == 1
 
 
@@ -303,9 +304,9 @@ def test_an_interrupted_rank_is_named(start: Start, capsys: pytest.CaptureFixtur
     job = start([{"do": "right"}, {**STEP, "plant": ["interrupt", 1, "F", 2]}])
     lost(job, 1, capsys, "raised", "failed in F of stage 1, microbatch 2: KeyboardInterrupt")
     job.ranks[1].wait(PATIENCE)
-    told = job.answers(1)[-1]
-    assert told["error"] == "KeyboardInterrupt"
-    assert told["changed"] == []
+    answer = job.answers(1)[-1]
+    assert answer["error"] == "KeyboardInterrupt"
+    assert answer["changed"] == []
 
 
 @pytest.mark.parametrize("action", ["F", "B"])
@@ -313,9 +314,9 @@ def test_an_interrupt_ends_a_step_on_threads_and_the_next_is_right(start: Start,
     plan = [{"do": "right"}, {**STEP, "plant": ["interrupt", 1, action, 2]}, {"do": "right"}]
     job = start(plan, threads=True)
     job.wait()
-    _, told, after = job.answers(0)
-    assert told["error"] == "KeyboardInterrupt"
-    assert (told["changed"], told["threads"]) == ([], [])
+    _, answer, after = job.answers(0)
+    assert answer["error"] == "KeyboardInterrupt"
+    assert (answer["changed"], answer["threads"]) == ([], [])
     assert after["right"]
 
 
@@ -325,16 +326,20 @@ def test_the_first_to_fail_is_named_though_another_was_heard_first(
     """On a busy machine, news do not travel in the order in which things happened."""
     job = start([{"do": "right"}, {"do": "unheard"}, {"do": "right"}])
     for rank, after in job.wait().items():
-        told = job.answers(rank)[1]
-        unharmed(told)
-        assert told["text"].startswith("rank 1 failed in F of stage 1, microbatch 0: ArithmeticError: planted; ")
-        assert "ArithmeticError: planted\n" in told["trace"]
+        answer = job.answers(rank)[1]
+        unharmed(answer)
+        assert answer["text"].startswith("rank 1 failed in F of stage 1, microbatch 0: ArithmeticError: planted; ")
+        assert "ArithmeticError: planted\n" in answer["trace"]
         assert after["right"]
-    found = doctor(job.folder / "flights-1", capsys)
-    assert found["verdict"]["sentence"] == "rank 1 failed in F of stage 1, microbatch 0: ArithmeticError: planted"
-    assert found["others"] == []
-    assert (found["verdict"]["action"], found["verdict"]["stage"], found["verdict"]["microbatch"]) == ("F", 1, 0)
-    assert f"pid {job.ranks[1].pid} on " in found["verdict"]["where"]
+    diagnosis = doctor(job.folder / "flights-1", capsys)
+    assert diagnosis["verdict"]["sentence"] == "rank 1 failed in F of stage 1, microbatch 0: ArithmeticError: planted"
+    assert diagnosis["others"] == []
+    assert (diagnosis["verdict"]["action"], diagnosis["verdict"]["stage"], diagnosis["verdict"]["microbatch"]) == (
+        "F",
+        1,
+        0,
+    )
+    assert f"pid {job.ranks[1].pid} on " in diagnosis["verdict"]["where"]
 
 
 def test_a_rank_that_exits_between_steps_is_named(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
@@ -359,9 +364,9 @@ def test_a_ctrl_c_in_the_main_thread_stops_the_ranks_that_are_threads(start: Sta
     job.planted()
     job.ranks[0].signal(signal.SIGINT)
     job.wait()
-    _, told, after = job.answers(0)
-    assert told["error"] == "KeyboardInterrupt"
-    assert (told["changed"], told["threads"]) == ([], [])
+    _, answer, after = job.answers(0)
+    assert answer["error"] == "KeyboardInterrupt"
+    assert (answer["changed"], answer["threads"]) == ([], [])
     assert after["right"]
 
 
@@ -382,9 +387,9 @@ def test_under_torchrun_the_blame_is_written_before_the_survivors_are_ended(
         assert f"stageline: rank {rank}: rank 1 died (its process ended without a word)" in done.stderr, done.stderr
     assert doctor(tmp_path / "flights-1", capsys)["verdict"]["culprit"] == 1
     end = time.monotonic() + PATIENCE
-    while referees(tmp_path) and time.monotonic() < end:
+    while monitors(tmp_path) and time.monotonic() < end:
         time.sleep(0.05)
-    assert not referees(tmp_path)
+    assert not monitors(tmp_path)
 
 
 ENDS = {
@@ -423,17 +428,17 @@ def test_a_script_that_lost_a_rank_keeps_its_exit_code(nursery: Nursery, tmp_pat
             else:
                 started[way] = nursery.start(script, "end", [way], log=tmp_path / way, environment=environment)
         codes = {way: started[way].wait(PATIENCE) for way in ENDS}
-        said = {way: (tmp_path / way).read_text() for way in ENDS}
-        assert codes == ENDS, said
-        assert all("lost\n" in text and "kept in a buffer" in text for text in said.values()), said
-        assert "the job is over\n" in said["text"]
-        assert "PipelineError: rank 10 failed" in said["uncaught"]
+        logs = {way: (tmp_path / way).read_text() for way in ENDS}
+        assert codes == ENDS, logs
+        assert all("lost\n" in text and "kept in a buffer" in text for text in logs.values()), logs
+        assert "the job is over\n" in logs["text"]
+        assert "PipelineError: rank 10 failed" in logs["uncaught"]
         assert started["leave"].poll() is None
     finally:
-        for each in started.values():
-            if each.poll() is None:
-                os.kill(each.pid, signal.SIGKILL)
-            each.wait(PATIENCE)
+        for process in started.values():
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+            process.wait(PATIENCE)
 
 
 @pytest.mark.parametrize("script_makes_it", [False, True])
@@ -448,9 +453,9 @@ def test_a_new_rendezvous_in_the_same_process_knows_nothing_of_the_one_before(
     environment |= {"STAGELINE_FLIGHT_DIR": str(tmp_path / "flights")}
 
     def begin(rank: int, first: int) -> Child:
-        given = [rank, str(tmp_path), rounds[first:], script_makes_it]
+        arguments = [rank, str(tmp_path), rounds[first:], script_makes_it]
         own = {**environment, "RANK": str(rank)}
-        return nursery.start(script, "main", given, log=tmp_path / f"log-{rank}", environment=own)
+        return nursery.start(script, "main", arguments, log=tmp_path / f"log-{rank}", environment=own)
 
     started = [begin(rank, 0) for rank in range(RANKS)]
     try:
@@ -462,12 +467,12 @@ def test_a_new_rendezvous_in_the_same_process_knows_nothing_of_the_one_before(
         for child in started:
             child.signal(signal.SIGKILL)
     for rank in range(RANKS):
-        told = [json.loads(line) for line in (tmp_path / f"rounds-{rank}").read_text().splitlines()]
-        said = {each["round"]: each["said"] for each in told}
-        assert [said.pop(number) for number in (0, 3, 4)] == ["", "", ""]
+        rounds_run = [json.loads(line) for line in (tmp_path / f"rounds-{rank}").read_text().splitlines()]
+        errors = {entry["round"]: entry["error"] for entry in rounds_run}
+        assert [errors.pop(number) for number in (0, 3, 4)] == ["", "", ""]
         if rank < RANKS - 1:
-            assert said[1].startswith(f"rank {RANKS - 1} failed"), said
-            assert said[2].startswith(f"rank {RANKS - 1} died"), said
+            assert errors[1].startswith(f"rank {RANKS - 1} failed"), errors
+            assert errors[2].startswith(f"rank {RANKS - 1} died"), errors
 
 
 def test_restarted_ranks_meet_though_the_store_holds_the_addresses_of_those_before(
@@ -483,9 +488,9 @@ def test_restarted_ranks_meet_though_the_store_holds_the_addresses_of_those_befo
         environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
         ranks = {}
         for rank in range(RANKS):
-            given = [rank, str(folder), plan, LONG, 4, list(range(RANKS))]
+            arguments = [rank, str(folder), plan, LONG, 4, list(range(RANKS))]
             own = {**environment, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
-            ranks[rank] = nursery.start(RANK, "main", given, log=folder / f"log-{rank}", environment=own)
+            ranks[rank] = nursery.start(RANK, "main", arguments, log=folder / f"log-{rank}", environment=own)
         try:
             codes = {rank: child.wait(PATIENCE) for rank, child in ranks.items()}
         finally:

@@ -22,8 +22,8 @@ import stageline as sl
 from stageline.cli.app import run
 from stageline.common.errors import FlightError
 from stageline.faults.diagnosis import diagnose
-from stageline.faults.flight_recorder import Flight, find_flights, flight_folder, merge, read_flight
-from stageline.faults.monitor import EVERYONE, Standing, Verdict
+from stageline.faults.flight_recorder import FlightRecorder, find_flights, flight_folder, merge, read_flight
+from stageline.faults.monitor import EVERYONE, RankSnapshot, Verdict
 from stageline.testing import FaultyTransport, SleepStage, run_ranks
 from support.pipelines import linear_pipeline
 
@@ -36,7 +36,9 @@ DIED = Verdict(
     doing="B of stage 2, microbatch 1",
     silence=0.1,
     ranks=tuple(
-        Standing(rank, "died" if rank == 2 else "here", "B of stage 2, microbatch 1" if rank == 2 else "", None, 0.1, 9)
+        RankSnapshot(
+            rank, "died" if rank == 2 else "here", "B of stage 2, microbatch 1" if rank == 2 else "", None, 0.1, 9
+        )
         for rank in range(4)
     ),
 )
@@ -45,9 +47,9 @@ DIED = Verdict(
 def flights(tmp_path: Path, verdict: Verdict | None = DIED, job: str = "job1") -> list[Path]:
     """A 1F1B step of four ranks in which rank 2 died in the backward of microbatch 1; it wrote nothing."""
     now = time.perf_counter()
-    found = []
+    paths = []
     for rank in (0, 1, 3):
-        flight = Flight(rank, 4, job)
+        flight = FlightRecorder(rank, 4, job)
         flight.schedule = {"name": "1f1b", "ranks": 4, "stages": 4, "microbatches": 8}
         for microbatch in range(3):
             flight.actions.append(("F", rank, microbatch, 5, now - 9 + microbatch, now - 8.5 + microbatch))
@@ -65,8 +67,8 @@ def flights(tmp_path: Path, verdict: Verdict | None = DIED, job: str = "job1") -
         waits = {0: 1, 1: 2, 3: 2}[rank]
         awaited = f"the {'output' if rank == 3 else 'gradient'} of stage {waits}, microbatch 1"
         what = ("F" if rank == 3 else "B", rank, 1)
-        found.append(flight.write(tmp_path, verdict=verdict, doing=what, waits=waits, awaited=awaited, since=now - 3.0))
-    return found
+        paths.append(flight.write(tmp_path, verdict=verdict, doing=what, waits=waits, awaited=awaited, since=now - 3.0))
+    return paths
 
 
 def call(words: list[str], capsys: Capture, code: int = 0) -> str:
@@ -77,7 +79,7 @@ def call(words: list[str], capsys: Capture, code: int = 0) -> str:
 
 
 def test_a_ring_keeps_the_last_and_is_written_whole(tmp_path: Path) -> None:
-    flight = Flight(1, 2, "a/b ../c", size=4)
+    flight = FlightRecorder(1, 2, "a/b ../c", size=4)
     start = time.perf_counter()
     for microbatch in range(10):
         flight.actions.append(("F", 1, microbatch, 0, start, start + 1.0))
@@ -95,7 +97,7 @@ def test_a_ring_keeps_the_last_and_is_written_whole(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_the_earlier_record(tmp_path: Path) -> None:
-    flight = Flight(0, 1, "job")
+    flight = FlightRecorder(0, 1, "job")
     path = flight.write(tmp_path)
     text = path.read_text()
     flight.schedule = {"name": object()}
@@ -107,7 +109,7 @@ def test_a_failed_write_leaves_the_earlier_record(tmp_path: Path) -> None:
 
 def test_a_record_is_written_while_the_rank_goes_on(tmp_path: Path) -> None:
     """The control thread writes when the main thread may be in the middle of a step."""
-    flight = Flight(0, 1, "job")
+    flight = FlightRecorder(0, 1, "job")
     stop = threading.Event()
 
     def go_on() -> None:
@@ -127,7 +129,7 @@ def test_a_record_is_written_while_the_rank_goes_on(tmp_path: Path) -> None:
 def test_the_folder_is_given_or_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert flight_folder() == Path("stageline-flight")
     monkeypatch.setenv("STAGELINE_FLIGHT_DIR", str(tmp_path / "flights"))
-    assert Flight(0, 1, "job").write().parent == tmp_path / "flights"
+    assert FlightRecorder(0, 1, "job").write().parent == tmp_path / "flights"
     assert flight_folder("given") == Path("given")
 
 
@@ -137,7 +139,7 @@ def test_doctor_tells_the_story_without_the_killed_ranks_record(tmp_path: Path, 
     assert out.startswith("job job1: 1f1b, 4 ranks, 4 stages, 8 microbatches rank 2 died (its process ended")
     assert "while it was in B of stage 2, microbatch 1" in out
     assert (
-        "rank 2 wrote no record (a killed process cannot); the last that arrived of it is the gradient of stage 2, mi"
+        "rank 2 wrote no record (a killed process cannot); the last message received from it is the gradient of stage 2"
         in out
     )
     assert "microbatch 0, step 5, at rank 1, 4.5 s before" in out
@@ -165,18 +167,18 @@ def test_doctor_shows_the_schedule_of_a_pipeline_that_failed(
 def test_doctor_as_json_and_from_single_files(tmp_path: Path, capsys: Capture) -> None:
     paths = flights(tmp_path)
     assert run(["doctor", *map(str, paths), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["verdict"]["culprit"] == 2
-    assert found["verdict"]["sentence"].startswith("rank 2 died")
-    assert [row["wrote"] for row in found["rows"]] == [True, True, False, True]
-    assert found["rows"][2]["state"] == "died"
-    assert found["rows"][0]["last"] == "F of stage 0, microbatch 2, step 5"
-    assert [(each["source"], each["target"], each["known"]) for each in found["underway"]] == [
+    diagnosis = json.loads(capsys.readouterr().out)
+    assert diagnosis["verdict"]["culprit"] == 2
+    assert diagnosis["verdict"]["sentence"].startswith("rank 2 died")
+    assert [row["wrote"] for row in diagnosis["rows"]] == [True, True, False, True]
+    assert diagnosis["rows"][2]["state"] == "died"
+    assert diagnosis["rows"][0]["last"] == "F of stage 0, microbatch 2, step 5"
+    assert [(channel["source"], channel["target"], channel["known"]) for channel in diagnosis["underway"]] == [
         (0, 1, True),
         (1, 2, False),
         (3, 2, False),
     ]
-    assert found["other_jobs"] == []
+    assert diagnosis["other_jobs"] == []
 
 
 def test_the_newest_job_is_read_and_the_others_named(tmp_path: Path, capsys: Capture) -> None:
@@ -205,39 +207,39 @@ def test_every_kind_of_failure_gets_its_advice(
 ) -> None:
     flights(tmp_path, verdict)
     out = call(["doctor", str(tmp_path)], capsys)
-    for each in words:
-        assert each in out
+    for word in words:
+        assert word in out
 
 
 def test_ranks_that_wait_in_a_circle_are_shown_as_one(tmp_path: Path) -> None:
     paths = [
-        Flight(rank, 3, "job").write(tmp_path, waits=(rank + 1) % 3, awaited=f"news of rank {(rank + 1) % 3}")
+        FlightRecorder(rank, 3, "job").write(tmp_path, waits=(rank + 1) % 3, awaited=f"news of rank {(rank + 1) % 3}")
         for rank in range(3)
     ]
-    found = diagnose({rank: read_flight(path) for rank, path in enumerate(paths)})
+    diagnosis = diagnose({rank: read_flight(path) for rank, path in enumerate(paths)})
     links = [f"rank {rank} waits for news of rank {(rank + 1) % 3}" for rank in range(3)]
     chain = " → ".join([*links, "rank 0 again: a circle"])
-    assert found.chains == (chain,)
-    assert any("stageline verify" in advice for advice in found.advice)
+    assert diagnosis.chains == (chain,)
+    assert any("stageline verify" in advice for advice in diagnosis.advice)
 
 
 def test_who_waits_for_all_waits_for_the_culprit(tmp_path: Path) -> None:
     froze = Verdict(1, "frozen", silence=5.0, deadline=5.0)
-    paths = [Flight(rank, 3, "job").write(tmp_path, verdict=froze, waits=EVERYONE) for rank in (0, 2)]
-    found = diagnose({record.rank: record for record in map(read_flight, paths)})
-    assert set(found.chains) == {f"rank {rank} waits for all ranks → rank 1 froze" for rank in (0, 2)}
+    paths = [FlightRecorder(rank, 3, "job").write(tmp_path, verdict=froze, waits=EVERYONE) for rank in (0, 2)]
+    diagnosis = diagnose({record.rank: record for record in map(read_flight, paths)})
+    assert set(diagnosis.chains) == {f"rank {rank} waits for all ranks → rank 1 froze" for rank in (0, 2)}
 
 
 def test_what_was_taken_is_not_underway_though_the_ring_forgot_it(tmp_path: Path) -> None:
-    sender, receiver = Flight(0, 2, "job", size=8), Flight(1, 2, "job", size=8)
+    sender, receiver = FlightRecorder(0, 2, "job", size=8), FlightRecorder(1, 2, "job", size=8)
     for step in range(10):
         for microbatch in range(4):
             sender.sent.append((1, "forward", 0, microbatch, step, 0.0, 8))
             if (step, microbatch) < (9, 2):
                 receiver.received.append((0, "forward", 0, microbatch, step, 0.0, 8))
     records = {0: read_flight(sender.write(tmp_path)), 1: read_flight(receiver.write(tmp_path))}
-    (found,) = diagnose(records).underway
-    assert found.messages == (
+    (channel,) = diagnose(records).underway
+    assert channel.messages == (
         "the output of stage 0, microbatch 2, step 9",
         "the output of stage 0, microbatch 3, step 9",
     )
@@ -289,7 +291,7 @@ def test_bad_files_get_one_clear_error(tmp_path: Path, capsys: Capture, name: st
 
 
 def test_text_from_a_file_steers_no_terminal(tmp_path: Path, capsys: Capture) -> None:
-    flight = Flight(0, 1, "job")
+    flight = FlightRecorder(0, 1, "job")
     flight.write(tmp_path, verdict=Verdict(0, "raised", text="\x1b[2J[red]planted[/red]"), doing="\x1b[31m")
     assert run(["doctor", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -298,7 +300,7 @@ def test_text_from_a_file_steers_no_terminal(tmp_path: Path, capsys: Capture) ->
 
 
 def test_records_that_cannot_be_of_one_job_are_refused(tmp_path: Path) -> None:
-    first = read_flight(Flight(0, 2, "job").write(tmp_path))
+    first = read_flight(FlightRecorder(0, 2, "job").write(tmp_path))
     with pytest.raises(FlightError, match=r"disagree on its number of ranks: \[2, 3\]"):
         merge([first, replace(first, rank=1, ranks=3)])
     with pytest.raises(FlightError, match="no flight record"):
@@ -371,9 +373,9 @@ def mistaken(rank: int, folder: str) -> tuple[str, str, list[str]]:
 
 def test_a_mistake_on_processes_leaves_no_files_and_the_traceback_is_told(tmp_path: Path) -> None:
     answers = run_ranks(mistaken, 2, str(tmp_path))
-    for rank, (shown, said, notes) in enumerate(answers):
+    for rank, (shown, text, notes) in enumerate(answers):
         assert f"ranks are processes, this one is rank {rank} with stage {rank} on cpu>" in shown
-        assert "no_such_method" in said
+        assert "no_such_method" in text
         assert not any("stageline doctor" in note for note in notes)
     assert any("wrong_loss" in note for note in answers[0][2])
     assert not list(tmp_path.iterdir())

@@ -20,9 +20,18 @@ from typing import Any
 
 import pytest
 
+from stageline.common.errors import JsonError
 from stageline.common.trust import proof
-from stageline.faults.monitor import Address, Control, ControlError, Failure, Verdict, share_by_store, start_referee
-from stageline.faults.monitor.blame import GRACE, Judge
+from stageline.faults.monitor import (
+    Address,
+    ControlError,
+    Failure,
+    MonitorClient,
+    Verdict,
+    share_by_store,
+    start_monitor,
+)
+from stageline.faults.monitor.blame import GRACE, BlameRules
 from stageline.faults.monitor.launch import NAME, control_host
 from stageline.faults.monitor.server import Server
 
@@ -64,12 +73,12 @@ class Rank:
 
     def end(self) -> str:
         """Let it end; what it wrote to stderr."""
-        _, said = self.process.communicate(timeout=PATIENCE)
-        return said
+        _, stderr = self.process.communicate(timeout=PATIENCE)
+        return stderr
 
 
 class Job:
-    """Some ranks, the referee they started, and the address."""
+    """Some ranks, the monitor they started, and the address."""
 
     def __init__(self, folder: Path, ranks: int, deadline: float, start_deadline: float, missing: int | None) -> None:
         self.meeting = folder / "address"
@@ -81,33 +90,33 @@ class Job:
         return Address.parse(self.meeting.read_text())
 
     def survivors(self, *lost: int) -> list[Rank]:
-        return [each for rank, each in self.ranks.items() if rank not in lost]
+        return [survivor for rank, survivor in self.ranks.items() if rank not in lost]
 
-    def referees(self) -> list[int]:
-        return referees(self.address().job)
+    def monitors(self) -> list[int]:
+        return monitors(self.address().job)
 
 
-def referees(job: str) -> list[int]:
-    found = []
+def monitors(job: str) -> list[int]:
+    pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             with contextlib.suppress(OSError):
                 words = (folder / "cmdline").read_bytes().split(b"\0")
                 if NAME.encode() in words and job.encode() in words:
-                    found.append(int(folder.name))
-    return found
+                    pids.append(int(folder.name))
+    return pids
 
 
 def gone(job: str, within: float = PATIENCE) -> bool:
     end = time.monotonic() + within
-    while referees(job) and time.monotonic() < end:
+    while monitors(job) and time.monotonic() < end:
         time.sleep(0.05)
-    return not referees(job)
+    return not monitors(job)
 
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> Iterator[Any]:
-    """Start jobs; afterwards, no rank and no referee is left, whatever the test did."""
+    """Start jobs; afterwards, no rank and no monitor is left, whatever the test did."""
     started: list[Job] = []
 
     def start(
@@ -116,16 +125,16 @@ def jobs(tmp_path: Path) -> Iterator[Any]:
         folder = tmp_path / str(len(started))
         folder.mkdir()
         started.append(Job(folder, ranks, deadline, deadline if start_deadline is None else start_deadline, missing))
-        for each in started[-1].ranks.values():
-            each.do("0")
+        for survivor in started[-1].ranks.values():
+            survivor.do("0")
         return started[-1]
 
     yield start
     for job in started:
-        for each in job.ranks.values():
-            each.process.kill()
-            each.process.communicate()
-        assert gone(job.address().job), "a referee is left"
+        for survivor in job.ranks.values():
+            survivor.process.kill()
+            survivor.process.communicate()
+        assert gone(job.address().job), "a monitor is left"
 
 
 ASK = "control.verdict(timeout=200)"
@@ -133,17 +142,17 @@ ASK = "control.verdict(timeout=200)"
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_a_killed_rank_is_named_to_all_survivors(jobs: Any, victim: int) -> None:
-    """Also rank 0, which started the referee; and not by silence, for the deadline is far."""
+    """Also rank 0, which started the monitor; and not by silence, for the deadline is far."""
     job = jobs(4)
-    for rank, each in job.ranks.items():
-        each.do(f"step(control, ('B', {rank}, 5), {(rank + 1) % 4})")
+    for rank, survivor in job.ranks.items():
+        survivor.do(f"step(control, ('B', {rank}, 5), {(rank + 1) % 4})")
     os.kill(job.ranks[victim].process.pid, signal.SIGKILL)
-    for each in job.survivors(victim):
-        told = each.do(ASK)
-        assert (told["culprit"], told["kind"]) == (victim, "died")
-        assert f"rank {victim} died (its process ended without a word)" in told["sentence"]
-        assert f"while it was in B of stage {victim}, microbatch 5" in told["sentence"]
-        assert f"rank {victim} died" in each.end(), "it is on stderr too, before any exception"
+    for survivor in job.survivors(victim):
+        verdict = survivor.do(ASK)
+        assert (verdict["culprit"], verdict["kind"]) == (victim, "died")
+        assert f"rank {victim} died (its process ended without a word)" in verdict["sentence"]
+        assert f"while it was in B of stage {victim}, microbatch 5" in verdict["sentence"]
+        assert f"rank {victim} died" in survivor.end(), "it is on stderr too, before any exception"
 
 
 def test_a_child_of_a_killed_rank_does_not_hide_its_death(jobs: Any) -> None:
@@ -152,8 +161,8 @@ def test_a_child_of_a_killed_rank_does_not_hide_its_death(jobs: Any) -> None:
     child = job.ranks[1].do("leave_a_child()")
     try:
         os.kill(job.ranks[1].process.pid, signal.SIGKILL)
-        told = job.ranks[0].do(ASK)
-        assert (told["culprit"], told["kind"]) == (1, "died")
+        verdict = job.ranks[0].do(ASK)
+        assert (verdict["culprit"], verdict["kind"]) == (1, "died")
         os.kill(child, 0)
     finally:
         os.kill(child, signal.SIGKILL)
@@ -169,49 +178,49 @@ def test_a_frozen_rank_is_named_and_a_slow_one_is_not(jobs: Any) -> None:
     assert job.ranks[0].do("control.verdict()") is None
     os.kill(job.ranks[2].process.pid, signal.SIGSTOP)
     for rank in (0, 1):
-        told = job.ranks[rank].do(ASK)
-        assert (told["culprit"], told["kind"]) == (2, "frozen")
-        assert told["silence"] > 4.5  # of 5: all ranks know it within the deadline
-        assert "rank 1 waits for rank 2" in told["sentence"]
-        assert "in F of stage 2, microbatch 0" in told["sentence"]
-    time.sleep(1.0)  # it is away for longer than the referee may be silent
+        verdict = job.ranks[rank].do(ASK)
+        assert (verdict["culprit"], verdict["kind"]) == (2, "frozen")
+        assert verdict["silence"] > 4.5  # of 5: all ranks know it within the deadline
+        assert "rank 1 waits for rank 2" in verdict["sentence"]
+        assert "in F of stage 2, microbatch 0" in verdict["sentence"]
+    time.sleep(1.0)  # it is away for longer than the monitor may be silent
     os.kill(job.ranks[2].process.pid, signal.SIGCONT)
     assert job.ranks[2].do(ASK)["culprit"] == 2, "who thaws is told that the others have given it up"
 
 
 def test_a_rank_that_never_starts_is_named_by_all_others(jobs: Any) -> None:
     job = jobs(3, start_deadline=3.0, missing=1)
-    for each in job.survivors():
-        told = each.do("control.everyone(timeout=200)")
-        assert (told["culprit"], told["kind"]) == (1, "absent")
-        assert told["sentence"].startswith("rank 1 never started: it did not come within 3 s")
+    for survivor in job.survivors():
+        verdict = survivor.do("control.everyone(timeout=200)")
+        assert (verdict["culprit"], verdict["kind"]) == (1, "absent")
+        assert verdict["sentence"].startswith("rank 1 never started: it did not come within 3 s")
 
 
 def test_ranks_that_have_all_come_know_it(jobs: Any) -> None:
-    for each in jobs(3).survivors():
-        assert each.do("control.everyone(timeout=200)") is None
+    for survivor in jobs(3).survivors():
+        assert survivor.do("control.everyone(timeout=200)") is None
 
 
 def test_an_exception_arrives_everywhere_with_its_place_and_traceback(jobs: Any) -> None:
     """And the next step may be tried: what was raised in this one is over."""
     job = jobs(3)
     for what in ("planted", "planted again"):
-        for rank, each in job.ranks.items():
-            each.do(f"step(control, ('B', {rank}, 7), None)")
-            assert each.do("control.verdict()") is None
+        for rank, survivor in job.ranks.items():
+            survivor.do(f"step(control, ('B', {rank}, 7), None)")
+            assert survivor.do("control.verdict()") is None
         job.ranks[1].do(f"fail(control, {what!r})")
-        for each in job.survivors():
-            told = each.do(ASK)
-            assert (told["culprit"], told["kind"], told["final"]) == (1, "raised", False)
-            assert (told["action"], told["stage"], told["microbatch"]) == ("B", 1, 7)
-            assert told["sentence"] == f"rank 1 failed in B of stage 1, microbatch 7: ArithmeticError: {what}"
-            assert "raise ArithmeticError(what)" in told["traceback"]
+        for survivor in job.survivors():
+            verdict = survivor.do(ASK)
+            assert (verdict["culprit"], verdict["kind"], verdict["final"]) == (1, "raised", False)
+            assert (verdict["action"], verdict["stage"], verdict["microbatch"]) == ("B", 1, 7)
+            assert verdict["sentence"] == f"rank 1 failed in B of stage 1, microbatch 7: ArithmeticError: {what}"
+            assert "raise ArithmeticError(what)" in verdict["traceback"]
 
 
 def test_a_rank_that_dies_after_a_failed_step_is_named_in_the_next(jobs: Any) -> None:
     job = jobs(2)
-    for each in job.survivors():
-        each.do("step(control, 'F', None)")
+    for survivor in job.survivors():
+        survivor.do("step(control, 'F', None)")
     job.ranks[1].do("fail(control, 'planted')")
     assert job.ranks[0].do(ASK)["kind"] == "raised"
     os.kill(job.ranks[1].process.pid, signal.SIGKILL)
@@ -224,29 +233,29 @@ def test_a_death_wins_over_the_errors_that_it_causes(jobs: Any) -> None:
     """Neighbours report broken connections in the same milliseconds, some before the death is known."""
     for victim in range(4):
         job = jobs(4)
-        for each in job.survivors():
-            each.do("step(control, 'F', None)")
-        (referee,) = job.referees()
-        os.kill(referee, signal.SIGSTOP)  # all of this is in its ears when it runs again
-        for each in job.survivors(victim)[:victim]:
-            each.do("fail(control, 'Connection reset by peer', secondary=True)")
+        for survivor in job.survivors():
+            survivor.do("step(control, 'F', None)")
+        (monitor,) = job.monitors()
+        os.kill(monitor, signal.SIGSTOP)  # all of this is in its ears when it runs again
+        for survivor in job.survivors(victim)[:victim]:
+            survivor.do("fail(control, 'Connection reset by peer', secondary=True)")
         job.ranks[victim].process.kill()
         job.ranks[victim].process.wait()
-        for each in job.survivors(victim)[victim:]:
-            each.do("fail(control, 'Connection reset by peer', secondary=True)")
-        os.kill(referee, signal.SIGCONT)
-        for each in job.survivors(victim):
-            told = each.do(ASK)
-            assert (told["culprit"], told["kind"]) == (victim, "died")
+        for survivor in job.survivors(victim)[victim:]:
+            survivor.do("fail(control, 'Connection reset by peer', secondary=True)")
+        os.kill(monitor, signal.SIGCONT)
+        for survivor in job.survivors(victim):
+            verdict = survivor.do(ASK)
+            assert (verdict["culprit"], verdict["kind"]) == (victim, "died")
 
 
 def test_without_a_cause_the_echo_itself_is_told(jobs: Any) -> None:
     job = jobs(2)
-    for each in job.survivors():
-        each.do("step(control, 'F', None)")
+    for survivor in job.survivors():
+        survivor.do("step(control, 'F', None)")
     job.ranks[1].do("fail(control, 'Connection reset by peer', secondary=True)")
-    for each in job.survivors():
-        assert each.do(ASK)["sentence"] == "rank 1 failed in F: ArithmeticError: Connection reset by peer"
+    for survivor in job.survivors():
+        assert survivor.do(ASK)["sentence"] == "rank 1 failed in F: ArithmeticError: Connection reset by peer"
 
 
 @pytest.mark.parametrize(
@@ -260,14 +269,14 @@ def test_a_rank_that_left_is_named_to_who_waits_for_it(jobs: Any, end: str, how:
     assert job.ranks[0].do("control.verdict(timeout=1)") is None, "nobody waits for it"
     job.ranks[0].do("step(control, 'F', 2)")
     for rank in (0, 1):
-        told = job.ranks[rank].do(ASK)
-        assert told["sentence"] == f"rank 2 left ({how}) while rank 0 waits for it"
+        verdict = job.ranks[rank].do(ASK)
+        assert verdict["sentence"] == f"rank 2 left ({how}) while rank 0 waits for it"
 
 
 def test_a_block_says_how_it_ended() -> None:
-    address = start_referee(2, LONG, LONG)
-    with Control.start(0, 2, lambda _: str(address), LONG) as first:
-        with pytest.raises(SystemExit), Control.start(1, 2, lambda _: str(address), LONG):
+    address = start_monitor(2, LONG, LONG)
+    with MonitorClient.start(0, 2, lambda _: str(address), LONG) as first:
+        with pytest.raises(SystemExit), MonitorClient.start(1, 2, lambda _: str(address), LONG):
             sys.exit(3)
         first.begin()
         first.waits = 1
@@ -279,17 +288,17 @@ def test_a_block_says_how_it_ended() -> None:
 def test_who_is_ended_by_sigterm_says_first_whom_it_blames(jobs: Any, wait: str) -> None:
     """As under torchrun, which ends the survivors a tenth of a second after a rank died: no waiting call is woken."""
     job = jobs(3)
-    for each in job.survivors():
-        each.do("step(control, ('F', 0, 1), 2)")
-        each.tell(wait)
+    for survivor in job.survivors():
+        survivor.do("step(control, ('F', 0, 1), 2)")
+        survivor.tell(wait)
     job.ranks[2].process.kill()
     job.ranks[2].process.wait()
     for rank in (0, 1):
         job.ranks[rank].process.terminate()
     for rank in (0, 1):
-        said = job.ranks[rank].end()
-        assert f"rank {rank}: rank 2 died" in said
-        assert f"rank {rank}: ended by SIGTERM in F of stage 0, microbatch 1; rank 2 is to blame" in said
+        stderr = job.ranks[rank].end()
+        assert f"rank {rank}: rank 2 died" in stderr
+        assert f"rank {rank}: ended by SIGTERM in F of stage 0, microbatch 1; rank 2 is to blame" in stderr
         assert job.ranks[rank].process.returncode == -signal.SIGTERM
 
 
@@ -304,8 +313,8 @@ def test_who_hangs_where_nothing_wakes_it_is_ended(jobs: Any, monkeypatch: pytes
     assert job.ranks[1].do(ASK)["culprit"] == 2
     job.ranks[1].do("control.end()")  # it came back, and may do what it likes
     job.ranks[1].do("setattr(control, 'patience', 0.5)")
-    said = job.ranks[0].end()
-    assert "did not come back from F of stage 0, microbatch 1 within 0.5 s after the failure of rank 2" in said
+    stderr = job.ranks[0].end()
+    assert "did not return from F of stage 0, microbatch 1 within 0.5 s after the failure of rank 2" in stderr
     assert job.ranks[0].process.returncode == 1
     assert job.ranks[1].do("time.sleep(1.0)") is None
 
@@ -314,9 +323,9 @@ TORCHRUN = """
 import os, sys, time, pathlib
 sys.path.insert(0, sys.argv[1])
 from support.control_rank import share_by_file
-from stageline.faults.monitor import Control, EVERYONE
+from stageline.faults.monitor import MonitorClient, EVERYONE
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-control = Control.start(rank, ranks, lambda text: share_by_file(pathlib.Path(sys.argv[2]), rank, text))
+control = MonitorClient.start(rank, ranks, lambda text: share_by_file(pathlib.Path(sys.argv[2]), rank, text))
 assert control.everyone(200) is None
 control.begin()
 control.waits = EVERYONE
@@ -328,7 +337,7 @@ time.sleep(500)
 
 
 def test_under_torchrun_every_survivor_writes_whom_it_blames(tmp_path: Path) -> None:
-    """torchrun ends the survivors as soon as it sees a rank end; nothing of the referee stays behind."""
+    """torchrun ends the survivors as soon as it sees a rank end; nothing of the monitor stays behind."""
     script = tmp_path / "script.py"
     script.write_text(TORCHRUN)
     meeting = tmp_path / "address"
@@ -342,13 +351,13 @@ def test_under_torchrun_every_survivor_writes_whom_it_blames(tmp_path: Path) -> 
 
 def test_sigterm_for_all_blames_nobody(jobs: Any) -> None:
     job = jobs(3)
-    for each in job.survivors():
-        each.do("step(control, 'F', None)")
-        each.process.terminate()
-    for each in job.survivors():
-        said = each.end()
-        assert "ended by SIGTERM in F; no other rank is known to have failed" in said
-        assert each.process.returncode == -signal.SIGTERM
+    for survivor in job.survivors():
+        survivor.do("step(control, 'F', None)")
+        survivor.process.terminate()
+    for survivor in job.survivors():
+        stderr = survivor.end()
+        assert "ended by SIGTERM in F; no other rank is known to have failed" in stderr
+        assert survivor.process.returncode == -signal.SIGTERM
 
 
 def test_sigterm_outside_of_a_step_ends_at_once_and_in_silence(jobs: Any) -> None:
@@ -375,7 +384,7 @@ def test_a_handler_that_was_there_before_stays() -> None:
 
     before = signal.signal(signal.SIGTERM, mine)
     try:
-        with Control.start(0, 1, lambda text: text, LONG) as control:
+        with MonitorClient.start(0, 1, lambda text: text, LONG) as control:
             assert signal.getsignal(signal.SIGTERM) is mine
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
@@ -383,23 +392,23 @@ def test_a_handler_that_was_there_before_stays() -> None:
     assert gone(control.job)
 
 
-def test_a_lost_referee_is_a_warning_and_training_goes_on(jobs: Any) -> None:
+def test_a_lost_monitor_is_a_warning_and_training_goes_on(jobs: Any) -> None:
     job = jobs(2)
-    (pid,) = job.referees()
+    (pid,) = job.monitors()
     os.kill(pid, signal.SIGKILL)
-    for each in job.survivors():
-        each.do("step(control, 'F', None)")
-        assert each.do(ASK) is None
-        assert each.do("control.lost") == "the referee is gone"
-        each.do("fail(control, 'planted')")
-        each.tell("control.close()")
-        assert each.end().count("warning: no control channel: the referee is gone; training goes on") == 1
-        assert each.process.returncode == 0
+    for survivor in job.survivors():
+        survivor.do("step(control, 'F', None)")
+        assert survivor.do(ASK) is None
+        assert survivor.do("control.lost") == "the failure monitor is gone"
+        survivor.do("fail(control, 'planted')")
+        survivor.tell("control.close()")
+        assert survivor.end().count("warning: no control channel: the failure monitor is gone; training continues") == 1
+        assert survivor.process.returncode == 0
 
 
-def test_a_sigterm_without_a_referee_still_ends_the_process(jobs: Any) -> None:
+def test_a_sigterm_without_a_monitor_still_ends_the_process(jobs: Any) -> None:
     job = jobs(1)
-    (pid,) = job.referees()
+    (pid,) = job.monitors()
     os.kill(pid, signal.SIGKILL)
     job.ranks[0].do(ASK)
     job.ranks[0].process.terminate()
@@ -421,7 +430,7 @@ JUNK = [
 
 
 def challenged(address: Address) -> tuple[socket.socket, str]:
-    """A connection to the referee, and what it wants to see in a proof."""
+    """A connection to the monitor, and what it wants to see in a proof."""
     link = socket.create_connection((address.host, address.port), timeout=PATIENCE)
     return link, challenge_on(link)
 
@@ -450,10 +459,10 @@ def test_a_proof_serves_one_rank_and_one_connection(jobs: Any) -> None:
     earlier.sendall(hello(address.token, 1, challenge))
     with earlier:
         welcome = json.loads(earlier.makefile().readline())
-        assert welcome["proof"] == proof(address.token, "referee", 1, challenge, "nonce")
+        assert welcome["proof"] == proof(address.token, "monitor", 1, challenge, "nonce")
 
 
-def test_a_referee_that_does_not_know_the_secret_is_not_believed() -> None:
+def test_a_monitor_that_does_not_know_the_secret_is_not_believed() -> None:
     """Who took its port, or changed its address in the store."""
 
     def pretend(listener: socket.socket) -> None:
@@ -464,12 +473,12 @@ def test_a_referee_that_does_not_know_the_secret_is_not_believed() -> None:
             link.sendall(b'{"welcome": 1, "proof": "x"}\n{"all": true}\n')
             link.recv(4096)
 
-    said: list[str] = []
+    warnings: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=pretend, args=(listener,))
         thread.start()
         address = f"127.0.0.1:{listener.getsockname()[1]}:secret"
-        with Control.start(1, 2, lambda _: address, LONG, tell=said.append) as control:
+        with MonitorClient.start(1, 2, lambda _: address, LONG, tell=warnings.append) as control:
             assert control.lost is not None
             assert control.lost.endswith("it does not know the secret of this job")
         thread.join(PATIENCE)
@@ -489,17 +498,17 @@ def test_garbage_and_wrong_tokens_are_turned_away(jobs: Any) -> None:
     with contextlib.ExitStack() as open_links:
         for _ in range(100):
             open_links.enter_context(socket.create_connection((address.host, address.port), timeout=20))
-        with Control.start(1, 2, lambda _: str(address), LONG) as late:
+        with MonitorClient.start(1, 2, lambda _: str(address), LONG) as late:
             assert late.lost is None
             assert late.everyone(timeout=200) is None
     job.ranks[0].do("step(control, 'F', 1)")
-    assert job.ranks[0].do(ASK)["kind"] == "left", "the referee does its work as before"
+    assert job.ranks[0].do(ASK)["kind"] == "left", "the monitor does its work as before"
 
 
 def test_idle_connections_do_not_keep_a_rank_out_though_files_are_few() -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=200)
     address = Address("127.0.0.1", listener.getsockname()[1], "secret")
-    server = Server(listener, address.token, Judge(1, LONG, LONG, time.monotonic()))
+    server = Server(listener, address.token, BlameRules(1, LONG, LONG, time.monotonic()))
     strangers = [socket.create_connection((address.host, address.port)) for _ in range(150)]
     # Opened before the limit: here the rank and the server share the files of one process.
     link = socket.create_connection((address.host, address.port), timeout=PATIENCE)
@@ -522,32 +531,32 @@ def test_idle_connections_do_not_keep_a_rank_out_though_files_are_few() -> None:
 
 def test_a_rank_with_the_wrong_token_is_told_so(jobs: Any) -> None:
     address = jobs(2, missing=1).address()
-    said: list[str] = []
+    warnings: list[str] = []
     wrong = f"{address.host}:{address.port}:{'0' * 32}"
-    with Control.start(1, 2, lambda _: wrong, LONG, tell=said.append) as control:
+    with MonitorClient.start(1, 2, lambda _: wrong, LONG, tell=warnings.append) as control:
         assert control.lost is not None
         assert "it refused this rank" in control.lost
         assert control.verdict(timeout=PATIENCE) is None
-    assert len(said) == 1
+    assert len(warnings) == 1
     assert address.token not in repr(address)
 
 
 def test_nothing_is_left_behind_by_a_good_end(jobs: Any) -> None:
     job = jobs(3)
-    for each in job.survivors():
-        each.do("step(control, 'F', None)")
-        each.do("control.end()")
-        assert each.do("control.close()") is None
-        assert each.do("[thread.name for thread in threading.enumerate()]") == ["MainThread"]
-        assert each.do("int(__import__('signal').getsignal(15))") == signal.SIG_DFL
-        assert each.do("__import__('signal').set_wakeup_fd(-1)") == -1
-        assert not [name for name in each.do("files()") if "socket" in name]
-    assert gone(job.address().job), "the referee ends when the last rank has left, though the processes live"
+    for survivor in job.survivors():
+        survivor.do("step(control, 'F', None)")
+        survivor.do("control.end()")
+        assert survivor.do("control.close()") is None
+        assert survivor.do("[thread.name for thread in threading.enumerate()]") == ["MainThread"]
+        assert survivor.do("int(__import__('signal').getsignal(15))") == signal.SIG_DFL
+        assert survivor.do("__import__('signal').set_wakeup_fd(-1)") == -1
+        assert not [name for name in survivor.do("files()") if "socket" in name]
+    assert gone(job.address().job), "the monitor ends when the last rank has left, though the processes live"
 
 
-def test_the_referee_is_apart_keeps_its_secret_and_ends_when_nobody_comes() -> None:
-    address = start_referee(2, LONG, LONG)
-    (pid,) = referees(address.job)
+def test_the_monitor_is_apart_keeps_its_secret_and_ends_when_nobody_comes() -> None:
+    address = start_monitor(2, LONG, LONG)
+    (pid,) = monitors(address.job)
     assert os.getsid(pid) not in (os.getsid(0), os.getpid()), "signals to the ranks' group do not reach it"
     assert address.token.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
     with pytest.raises(ChildProcessError):
@@ -556,15 +565,15 @@ def test_the_referee_is_apart_keeps_its_secret_and_ends_when_nobody_comes() -> N
 
 
 def test_where_no_channel_can_be_opened_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    warnings: list[str] = []
     monkeypatch.setenv("STAGELINE_CONTROL_HOST", "192.0.2.1")
-    with Control.start(0, 1, lambda text: text, LONG, tell=said.append) as control:
+    with MonitorClient.start(0, 1, lambda text: text, LONG, tell=warnings.append) as control:
         assert control.lost is not None
-        assert "the referee cannot listen on 192.0.2.1" in control.lost
+        assert "the failure monitor cannot listen on 192.0.2.1" in control.lost
         assert control.begin() == 1
         control.report(Failure("planted"))
         assert control.verdict(timeout=1) is None
-    assert len(said) == 1
+    assert len(warnings) == 1
     monkeypatch.delenv("STAGELINE_CONTROL_HOST")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert control_host(ranks=4) == "127.0.0.1"
@@ -606,9 +615,9 @@ def test_an_address_is_shared_through_a_store_anew_for_every_attempt(monkeypatch
 
 def test_mistakes_are_clear_errors() -> None:
     with pytest.raises(ControlError, match="rank must be from 0 to 1, got 2"):
-        Control.start(2, 2, lambda text: text)
+        MonitorClient.start(2, 2, lambda text: text)
     with pytest.raises(ControlError, match="deadline is a number of seconds above 0, got 0"):
-        Control.start(0, 2, lambda text: text, deadline=0.0)
+        MonitorClient.start(0, 2, lambda text: text, deadline=0.0)
     with pytest.raises(ControlError, match="host:port:token"):
         Address.parse("nonsense")
 
@@ -616,9 +625,9 @@ def test_mistakes_are_clear_errors() -> None:
         raise TimeoutError("nothing came")
 
     with pytest.raises(ControlError, match="rank 0 did not start or has ended: TimeoutError: nothing came"):
-        Control.start(1, 2, nothing_comes)
+        MonitorClient.start(1, 2, nothing_comes)
     for bad in ({}, {"culprit": 1, "kind": "bored"}, {"culprit": "x", "kind": "died"}, {"culprit": 1, "kind": 3}):
-        with pytest.raises(ValueError, match="no verdict"):
+        with pytest.raises(JsonError, match="verdict"):
             Verdict.from_json(bad)
 
 
@@ -627,10 +636,10 @@ def refuse(verdict: Verdict) -> None:
 
 
 def test_callbacks_hear_of_a_verdict_and_may_fail() -> None:
-    said: list[str] = []
+    warnings: list[str] = []
     heard: list[Verdict] = []
     came = threading.Event()
-    with Control.start(0, 1, lambda text: text, LONG, tell=said.append) as control:
+    with MonitorClient.start(0, 1, lambda text: text, LONG, tell=warnings.append) as control:
         control.on_verdict(refuse)
         control.on_verdict(heard.append)
         control.on_verdict(lambda _: came.set())
@@ -639,174 +648,174 @@ def test_callbacks_hear_of_a_verdict_and_may_fail() -> None:
         control.on_verdict(heard.append)
         job = control.job
     assert [str(verdict) for verdict in heard] == ["rank 0 failed: planted"] * 2
-    assert said == ["rank 0: a callback of the control channel failed: ArithmeticError: planted"]
+    assert warnings == ["rank 0: a callback of the control channel failed: ArithmeticError: planted"]
     assert gone(job)
 
 
-# The rules alone, on a clock that is given.
+# The rules alone, with times that the tests pass.
 
 
-def judge(ranks: int = 4, deadline: float = 5.0) -> Judge:
-    found = Judge(ranks, deadline, 10.0, now=100.0)
+def joined_rules(ranks: int = 4, deadline: float = 5.0) -> BlameRules:
+    rules = BlameRules(ranks, deadline, 10.0, now=100.0)
     for rank in range(ranks):
-        assert found.hello(rank, 100.0)
-    return found
+        assert rules.hello(rank, 100.0)
+    return rules
 
 
-def blamed(found: Judge) -> tuple[int, str] | None:
-    return None if found.verdict is None else (found.verdict["culprit"], found.verdict["kind"])
+def blamed(rules: BlameRules) -> tuple[int, str] | None:
+    return None if rules.verdict is None else (rules.verdict["culprit"], rules.verdict["kind"])
 
 
 def test_in_every_order_within_the_grace_the_death_wins() -> None:
     events = ["dies", "echo 0", "echo 1", "echo 3"]
     for order in itertools.permutations(events):
-        found = judge()
+        rules = joined_rules()
         for position, event in enumerate(order):
             now = 101.0 + position * GRACE / 5
             if event == "dies":
-                found.closed(2, now)
+                rules.closed(2, now)
             else:
-                found.failed(int(event[-1]), {"text": "reset", "secondary": True, "round": 1}, now)
-            found.tick(now)
-        assert blamed(found) == (2, "died"), order
+                rules.failed(int(event[-1]), {"text": "reset", "secondary": True, "round": 1}, now)
+            rules.tick(now)
+        assert blamed(rules) == (2, "died"), order
 
 
 def test_who_knows_whom_it_follows_is_not_to_blame_in_whatever_order_they_are_heard() -> None:
     reports = {0: 2, 1: 2, 2: None, 3: 2}
     for order in itertools.permutations(reports):
-        found = judge()
+        rules = joined_rules()
         for position, rank in enumerate(order):
-            said = {"text": "a message is damaged", "secondary": True, "origin": reports[rank], "round": 1}
-            found.failed(rank, said, 101.0 + position * GRACE / 5)
-            found.tick(101.0 + position * GRACE / 5)
-        assert blamed(found) is None
-        found.tick(102.0)
-        assert blamed(found) == (2, "raised"), order
+            report = {"text": "a message is damaged", "secondary": True, "origin": reports[rank], "round": 1}
+            rules.failed(rank, report, 101.0 + position * GRACE / 5)
+            rules.tick(101.0 + position * GRACE / 5)
+        assert blamed(rules) is None
+        rules.tick(102.0)
+        assert blamed(rules) == (2, "raised"), order
 
 
 def test_without_its_cause_who_followed_is_told() -> None:
-    found = judge()
-    found.failed(0, {"text": "rank 2 failed", "secondary": True, "origin": 2, "round": 1}, 101.0)
-    found.tick(101.1)
-    assert blamed(found) is None
-    found.tick(102.0)
-    assert blamed(found) == (0, "raised"), "rank 2 cannot say so itself"
+    rules = joined_rules()
+    rules.failed(0, {"text": "rank 2 failed", "secondary": True, "origin": 2, "round": 1}, 101.0)
+    rules.tick(101.1)
+    assert blamed(rules) is None
+    rules.tick(102.0)
+    assert blamed(rules) == (0, "raised"), "rank 2 cannot say so itself"
 
 
 def test_the_first_primary_cause_wins_whatever_follows() -> None:
     chance = random.Random(0)
     for _ in range(300):
-        found = judge()
+        rules = joined_rules()
         causes = [("raised", 0), ("raised", 1), ("died", 2), ("died", 3)]
         chance.shuffle(causes)
         now = 101.0
         for kind, rank in causes:
             for echo in chance.sample(range(4), chance.randint(0, 3)):
-                if found.seats[echo].state == "here":
-                    found.failed(echo, {"text": "reset", "secondary": True, "round": 1}, now)
+                if rules.ranks[echo].state == "here":
+                    rules.failed(echo, {"text": "reset", "secondary": True, "round": 1}, now)
             if kind == "died":
-                found.closed(rank, now)
+                rules.closed(rank, now)
             else:
-                found.failed(rank, {"text": "planted", "round": 1}, now)
+                rules.failed(rank, {"text": "planted", "round": 1}, now)
             now += chance.random() * GRACE / 4
             if kind == causes[0][0] == "raised" and rank == causes[0][1]:
-                assert blamed(found) == (rank, "raised")
+                assert blamed(rules) == (rank, "raised")
         finals = [(rank, kind) for kind, rank in causes if kind == "died"]
-        assert blamed(found) == finals[0], "a death after an exception is told for the steps to come"
-        assert found.told == (1 if causes[0][0] == "died" else 2)
+        assert blamed(rules) == finals[0], "a death after an exception is told for the steps to come"
+        assert rules.verdicts == (1 if causes[0][0] == "died" else 2)
 
 
-def test_silence_is_judged_by_its_deadline_and_not_while_the_referee_slept() -> None:
-    found = judge()
+def test_silence_is_judged_by_its_deadline_and_not_while_the_monitor_slept() -> None:
+    rules = joined_rules()
     for second in range(1, 5):
         for rank in (0, 1, 3):
-            found.beat(rank, "F", 2, second, 100.0 + second)
-    found.tick(104.6)
-    assert blamed(found) is None
-    found.forgive(60.0, 165.0)
-    found.tick(165.2)
-    assert blamed(found) == (2, "frozen"), "four of its five seconds had passed before"
-    found = judge()
+            rules.beat(rank, "F", 2, second, 100.0 + second)
+    rules.tick(104.6)
+    assert blamed(rules) is None
+    rules.forgive(60.0, 165.0)
+    rules.tick(165.2)
+    assert blamed(rules) == (2, "frozen"), "four of its five seconds had passed before"
+    rules = joined_rules()
     for rank in range(4):
-        found.beat(rank, "F", None, 1, 104.0)
-    found.forgive(60.0, 165.0)
-    found.tick(165.2)
-    assert blamed(found) is None
-    found.tick(169.1)
-    assert blamed(found) == (0, "frozen")
+        rules.beat(rank, "F", None, 1, 104.0)
+    rules.forgive(60.0, 165.0)
+    rules.tick(165.2)
+    assert blamed(rules) is None
+    rules.tick(169.1)
+    assert blamed(rules) == (0, "frozen")
 
 
 def test_who_is_being_ended_and_leaves_is_not_to_blame() -> None:
-    found = judge(ranks=2)
+    rules = joined_rules(ranks=2)
     for rank in range(2):
-        found.terminated(rank, 101.0)
-    found.bye(0, "its script ended", True, 101.1)
-    found.tick(101.2)
-    assert blamed(found) is None
-    assert found.nobody(101.3)
-    found.beat(1, "F", 0, 1, 101.3)
-    found.tick(103.0)
-    assert blamed(found) is None, "nor by who waits for it, for that one is being ended too"
+        rules.terminated(rank, 101.0)
+    rules.bye(0, "its script ended", True, 101.1)
+    rules.tick(101.2)
+    assert blamed(rules) is None
+    assert rules.all_terminated(101.3)
+    rules.beat(1, "F", 0, 1, 101.3)
+    rules.tick(103.0)
+    assert blamed(rules) is None, "nor by who waits for it, for that one is being ended too"
 
 
 def test_a_silent_rank_is_likelier_the_cause_than_who_waited_for_it_in_vain() -> None:
-    found = judge(deadline=5.0)
+    rules = joined_rules(deadline=5.0)
     for rank in (0, 1, 3):
-        found.beat(rank, "F", 2, 1, 104.5)
-    found.failed(1, {"text": "waited 4 s for rank 2", "secondary": True}, 104.5)
-    found.tick(104.5 + 1.01 * GRACE)
-    assert blamed(found) == (2, "frozen")
+        rules.beat(rank, "F", 2, 1, 104.5)
+    rules.failed(1, {"text": "waited 4 s for rank 2", "secondary": True}, 104.5)
+    rules.tick(104.5 + 1.01 * GRACE)
+    assert blamed(rules) == (2, "frozen")
 
 
 def test_a_rank_that_did_not_run_for_a_moment_is_not_to_blame_for_the_error_of_another() -> None:
-    found = judge(deadline=5.0)
+    rules = joined_rules(deadline=5.0)
     for rank in (0, 1, 3):
-        found.beat(rank, "F", 2, 1, 102.0)
-    found.failed(1, {"text": "a message is damaged", "secondary": True}, 102.0)
-    found.tick(102.5)
-    assert blamed(found) == (1, "raised")
+        rules.beat(rank, "F", 2, 1, 102.0)
+    rules.failed(1, {"text": "a message is damaged", "secondary": True}, 102.0)
+    rules.tick(102.5)
+    assert blamed(rules) == (1, "raised")
 
 
 def test_who_left_is_blamed_only_by_who_waits_long_enough_in_one_place() -> None:
-    found = judge()
-    found.bye(2, "", True, 101.0)
+    rules = joined_rules()
+    rules.bye(2, "", True, 101.0)
     for tenth in range(20):
         now = 101.0 + tenth / 10
-        found.beat(0, "F", 2, tenth, now)  # it makes progress: what it waits for was sent before rank 2 left
-        found.tick(now)
-        assert blamed(found) is None
-    found.tick(104.5)
-    assert blamed(found) is None, "rank 0 said nothing since: it may have what it waited for"
-    found.beat(0, "F", 2, 19, 104.6)
-    found.tick(104.6)
-    assert blamed(found) == (2, "left")
-    assert found.verdict is not None
-    assert found.verdict["waiter"] == 0
+        rules.beat(0, "F", 2, tenth, now)  # it makes progress: what it waits for was sent before rank 2 left
+        rules.tick(now)
+        assert blamed(rules) is None
+    rules.tick(104.5)
+    assert blamed(rules) is None, "rank 0 said nothing since: it may have what it waited for"
+    rules.beat(0, "F", 2, 19, 104.6)
+    rules.tick(104.6)
+    assert blamed(rules) == (2, "left")
+    assert rules.verdict is not None
+    assert rules.verdict["waiter"] == 0
 
 
 def test_of_many_ranks_only_the_neighbours_are_told_of() -> None:
-    found = judge(ranks=1000)
-    found.closed(500, 101.0)
-    assert found.verdict is not None
-    told = [each["rank"] for each in found.verdict["ranks"]]
-    assert len(told) == 64
-    assert 500 in told
-    assert told == sorted(told)
+    rules = joined_rules(ranks=1000)
+    rules.closed(500, 101.0)
+    assert rules.verdict is not None
+    reported = [state["rank"] for state in rules.verdict["ranks"]]
+    assert len(reported) == 64
+    assert 500 in reported
+    assert reported == sorted(reported)
 
 
 def test_who_waits_goes_on_while_someone_down_the_line_is_at_work() -> None:
-    judge = Judge(ranks=3, deadline=5.0, start_deadline=5.0, now=0.0)
+    rules = BlameRules(ranks=3, deadline=5.0, start_deadline=5.0, now=0.0)
     for rank in range(3):
-        judge.hello(rank, 0.0)
-    judge.beat(0, "B of stage 0, microbatch 0", 1, 3, 1.0)
-    judge.beat(1, "F of stage 1, microbatch 4", None, 3, 1.0)
-    assert judge.busy(0, 20.0), "rank 0 waits for rank 1, which computes, however long"
-    judge.beat(1, "B of stage 1, microbatch 0", 2, 4, 20.0)
-    assert judge.busy(0, 30.0), "rank 2 is outside of a step: it loads its batch"
-    judge.beat(2, "B of stage 2, microbatch 0", 0, 4, 30.0)
-    assert judge.busy(0, 31.0), "they seem to wait for each other, and may have come out of it since"
-    assert not judge.busy(0, 36.0), "nobody has done anything for the deadline"
-    judge.beat(2, "after its last action", -1, 4, 36.0)
-    assert not judge.busy(0, 42.0)
-    judge.bye(2, "", True, 43.0)
-    assert not judge.busy(2, 43.0)
+        rules.hello(rank, 0.0)
+    rules.beat(0, "B of stage 0, microbatch 0", 1, 3, 1.0)
+    rules.beat(1, "F of stage 1, microbatch 4", None, 3, 1.0)
+    assert rules.busy(0, 20.0), "rank 0 waits for rank 1, which computes, however long"
+    rules.beat(1, "B of stage 1, microbatch 0", 2, 4, 20.0)
+    assert rules.busy(0, 30.0), "rank 2 is outside of a step: it loads its batch"
+    rules.beat(2, "B of stage 2, microbatch 0", 0, 4, 30.0)
+    assert rules.busy(0, 31.0), "they seem to wait for each other, and may have come out of it since"
+    assert not rules.busy(0, 36.0), "nobody has done anything for the deadline"
+    rules.beat(2, "after its last action", -1, 4, 36.0)
+    assert not rules.busy(0, 42.0)
+    rules.bye(2, "", True, 43.0)
+    assert not rules.busy(2, 43.0)

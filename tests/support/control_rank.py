@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stageline.faults.monitor import EVERYONE, Control, Failure
+from stageline.faults.monitor import EVERYONE, Failure, MonitorClient
 
 
 def share_by_file(path: Path, rank: int, text: str) -> str:
@@ -32,7 +32,7 @@ def share_by_file(path: Path, rank: int, text: str) -> str:
     return path.read_text()
 
 
-def fail(control: Control, what: str, secondary: bool = False) -> None:
+def fail(control: MonitorClient, what: str, secondary: bool = False) -> None:
     """Raise, and report it."""
     try:
         raise ArithmeticError(what)
@@ -56,11 +56,11 @@ def raise_outside() -> None:
     raise KeyError("planted outside of a step")
 
 
-def step(control: Control, doing: Any, waits: int | None) -> None:
+def step(control: MonitorClient, doing: Any, waits: int | None) -> None:
     """Begin a step, and say what is done in it, now and not with the next beat."""
     control.begin()
     control.doing, control.waits = doing, waits
-    control._beat()
+    control.beat()
 
 
 def collective() -> None:
@@ -73,14 +73,14 @@ def collective() -> None:
 
 def files() -> list[str]:
     """What this process holds open."""
-    with os.scandir("/proc/self/fd") as found:
-        return [os.readlink(each.path) for each in found if os.path.lexists(each.path)]
+    with os.scandir("/proc/self/fd") as entries:
+        return [os.readlink(entry.path) for entry in entries if os.path.lexists(entry.path)]
 
 
 def main() -> None:
     rank, ranks, deadline, start_deadline = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
     meeting = Path(sys.argv[5])
-    control = Control.start(
+    control = MonitorClient.start(
         rank,
         ranks,
         lambda text: share_by_file(meeting, rank, text),
@@ -89,7 +89,7 @@ def main() -> None:
         patience=float(os.environ.get("PATIENCE", "inf")),
     )
     scope = {
-        **{each.__name__: each for each in (fail, leave_a_child, raise_outside, step, collective, files)},
+        **{function.__name__: function for function in (fail, leave_a_child, raise_outside, step, collective, files)},
         "control": control,
         "EVERYONE": EVERYONE,
         "sys": sys,

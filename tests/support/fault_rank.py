@@ -52,8 +52,8 @@ class Faults:
     def of(self, name: str) -> Any:
         def fault(value: Tensor) -> Tensor:
             (self.folder / f"planted-{os.getpid()}").write_text(str(time.time()))
-            found: Tensor | None = getattr(self, name)(value)
-            return value if found is None else found
+            spoiled: Tensor | None = getattr(self, name)(value)
+            return value if spoiled is None else spoiled
 
         return fault
 
@@ -134,7 +134,7 @@ class Job:
         return pipe
 
     def hurry(self, deadline: float) -> dict[str, Any]:
-        """Go on with another deadline."""
+        """Continue with another deadline."""
         self.pipe = self.faulty(deadline)
         return {}
 
@@ -159,11 +159,11 @@ class Job:
         if wire is not None:
             self.wire.fault, self.wire.traffic, self.wire.stage = wire
         before = {name: value.clone() for name, value in self.pipe.state_dict().items()}
-        told: dict[str, Any] = {"error": "", "text": "", "notes": [], "trace": ""}
+        outcome: dict[str, Any] = {"error": "", "text": "", "notes": [], "trace": ""}
         try:
             self.pipe.step(*batch(self.width))
         except BaseException as error:
-            told = {
+            outcome = {
                 "error": type(error).__name__,
                 "text": str(error),
                 "notes": getattr(error, "__notes__", []),
@@ -171,7 +171,7 @@ class Job:
             }
         after = self.pipe.state_dict()
         changed = [name for name in before if not torch.equal(before[name], after[name])]
-        return {**told, "at": time.time(), "changed": changed, "threads": self.threads()}
+        return {**outcome, "at": time.time(), "changed": changed, "threads": self.threads()}
 
     def right(self) -> dict[str, Any]:
         """A step without a fault: whether its gradients and buffers have the bits of one process."""
@@ -196,7 +196,7 @@ class Job:
         return {"error": ""}
 
     def unheard(self) -> dict[str, Any]:
-        """Rank 1 fails first, and what the referee hears first is that rank 0 did."""
+        """Rank 1 fails first, and what the monitor hears first is that rank 0 did."""
         world: Any = self.pipe._world
         report = world._control.report
 
@@ -231,8 +231,8 @@ class Job:
 def meet(folder: Path, rank: int, ranks: Sequence[int]) -> None:
     """Wait until all processes of the job are there, so that none is late because it was started late."""
     (folder / f"here-{rank}").touch()
-    for each in ranks:
-        wait_for(folder / f"here-{each}")
+    for other in ranks:
+        wait_for(folder / f"here-{other}")
 
 
 def wait_for(path: Path) -> None:
@@ -265,8 +265,8 @@ def main(
         return
     answer({"ready": time.time()})
     for item in plan:
-        given = dict(item)
-        answer(getattr(job, given.pop("do"))(**given))
+        options = dict(item)
+        answer(getattr(job, options.pop("do"))(**options))
 
 
 if __name__ == "__main__":

@@ -43,14 +43,14 @@ def train(rank: int, fault: str) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "leave" and rank == RANKS - 1:
         world.abandon(KeyboardInterrupt("planted"))
-        return {"said": ""}
+        return {"error": ""}
     try:
         if fault:
             world.all_reduce(np.zeros(1))
             world.all_reduce(np.zeros(1))
     except sl.PipelineError as error:
-        return {"said": str(error)}
-    return {"said": ""}
+        return {"error": str(error)}
+    return {"error": ""}
 
 
 def main(rank: int, folder: str, rounds: list[list[Any]], script_makes_it: bool) -> None:
@@ -60,9 +60,9 @@ def main(rank: int, folder: str, rounds: list[list[Any]], script_makes_it: bool)
         os.environ["MASTER_PORT"] = str(port)
         if script_makes_it:
             dist.init_process_group("gloo")
-        told = train(rank, fault)
+        outcome = train(rank, fault)
         with (Path(folder) / f"rounds-{rank}").open("a") as file:
-            file.write(json.dumps({"round": number, **told}) + "\n")
+            file.write(json.dumps({"round": number, **outcome}) + "\n")
         # A rank that is done must not take the channel away from those that are not.
         end = time.monotonic() + 200.0
         (Path(folder) / f"done-{number}-{rank}").touch()

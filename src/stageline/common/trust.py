@@ -77,7 +77,7 @@ class SecretFile:
 
     def __init__(self, text: str) -> None:
         """Write it; `remove` it as soon as everybody has read it."""
-        import tempfile  # a referee, which writes none, is there sooner without it
+        import tempfile  # the failure monitor, which writes no file, starts sooner without it
 
         _sweep(tempfile.gettempdir())
         try:

@@ -13,7 +13,7 @@ from stageline.distributed.layout import Layout
 from stageline.distributed.process_exit import close_at_exit
 from stageline.distributed.process_groups import BLAME, Groups
 from stageline.distributed.rank_host import RankProgram
-from stageline.faults.flight_recorder import Flight, worth_writing
+from stageline.faults.flight_recorder import FlightRecorder, worth_writing
 from stageline.faults.monitor.verdict import Failure, Verdict
 from stageline.transport.tcp.transport import SocketTransport
 
@@ -23,7 +23,7 @@ class JobFailures:
 
     def __init__(self, groups: Groups, layout: Layout, transport: SocketTransport) -> None:
         self.control = groups.watch
-        self.flight = Flight(transport.rank, transport.ranks, self.control.job)
+        self.flight = FlightRecorder(transport.rank, transport.ranks, self.control.job)
         self.running: RankProgram | None = None
         """The program of the step that runs now."""
         self.lost = ""

@@ -28,9 +28,9 @@ from stageline.distributed.failures import note_record
 from stageline.distributed.layout import Layout
 from stageline.distributed.process_exit import keep_groups, leave_stuck
 from stageline.distributed.rendezvous import Meeting
-from stageline.faults.flight_recorder import Flight
+from stageline.faults.flight_recorder import FlightRecorder
 from stageline.faults.monitor.blame import EVERYONE
-from stageline.faults.monitor.client import Control
+from stageline.faults.monitor.client import MonitorClient
 from stageline.faults.monitor.launch import share_by_store
 from stageline.faults.monitor.verdict import Verdict
 from stageline.transport.gpu.payloads import PayloadGroups
@@ -180,7 +180,7 @@ class Watch:
     """The control channel of one rendezvous, and the name under which its ranks keep what they tell each other."""
 
     def __init__(self, store: Any, rank: int, ranks: int, deadline: float) -> None:
-        """Open the channel; rank 0 starts the referee, and tells by the store."""
+        """Open the channel; rank 0 starts the failure monitor and shares its address through the store."""
         try:
             meeting = Meeting(store, rank, ranks)
         except Exception as error:
@@ -193,7 +193,7 @@ class Watch:
         """The default group that was made by this rendezvous, as long as it is there."""
         self._made = 0
         share = share_by_store(PrefixStore(self.name, store), rank, str(ranks), ranks)
-        self.control = control = Control.start(rank, ranks, share, deadline)
+        self.control = control = MonitorClient.start(rank, ranks, share, deadline)
         end = time.monotonic() + 2 * deadline + 10
         if rank == 0:
             meeting.answer(lambda: control.verdict() is not None or time.monotonic() > end)
@@ -321,7 +321,7 @@ def _answers(host: str, port: int, patience: float) -> bool:
         time.sleep(0.05)
 
 
-def together(watch: Control, make: Callable[[], object]) -> None:
+def together(watch: MonitorClient, make: Callable[[], object]) -> None:
     """Do what all ranks do at the start, and what nothing can wake them from: on a thread, which a lost rank ends."""
     failed: list[BaseException] = []
 
@@ -351,10 +351,10 @@ def together(watch: Control, make: Callable[[], object]) -> None:
         watch.doing, watch.waits = before
 
 
-def _not_started(watch: Control, verdict: Verdict) -> PipelineError:
+def _not_started(watch: MonitorClient, verdict: Verdict) -> PipelineError:
     error = PipelineError(f"{verdict}; start the job again with all ranks")
     with suppress(OSError):
-        flight = Flight(watch.rank, watch.ranks, watch.job)
+        flight = FlightRecorder(watch.rank, watch.ranks, watch.job)
         note_record(error, [flight.write(verdict=verdict, doing="starting", lost=watch.lost)])
     return error
 

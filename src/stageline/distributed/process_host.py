@@ -30,7 +30,7 @@ from stageline.distributed.layout import Layout, find_layout
 from stageline.distributed.process_groups import several_processes
 from stageline.distributed.rank_host import Floats, HostedStep, RankProgram, World
 from stageline.distributed.thread_host import ThreadWorld
-from stageline.faults.flight_recorder import Flight
+from stageline.faults.flight_recorder import FlightRecorder
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.verdict import Failure, Verdict, describe, located
 from stageline.faults.progress import Progress
@@ -83,7 +83,7 @@ class ProcessWorld(ProcessCollectives):
         """The control channel, which reads it with every beat."""
         return self._control
 
-    def flight(self, rank: int) -> Flight:
+    def flight(self, rank: int) -> FlightRecorder:
         """The flight recorder of this process."""
         return self._failures.flight
 

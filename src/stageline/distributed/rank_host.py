@@ -14,7 +14,7 @@ from torch import Tensor
 from stageline.common.errors import PeerFailed
 from stageline.distributed.failures import Change
 from stageline.distributed.layout import Layout
-from stageline.faults.flight_recorder import Flight
+from stageline.faults.flight_recorder import FlightRecorder
 from stageline.faults.monitor.verdict import Verdict
 from stageline.faults.progress import Progress
 from stageline.schedules.schedule import Schedule
@@ -157,7 +157,7 @@ class RankHost(Protocol):
     def progress(self, rank: int) -> Progress:
         """Where the rank says what it is doing."""
 
-    def flight(self, rank: int) -> Flight:
+    def flight(self, rank: int) -> FlightRecorder:
         """The flight recorder of the rank."""
 
     def begin(self) -> None:

@@ -15,10 +15,10 @@ from stageline.distributed.collectives import ReplicaGroup
 from stageline.distributed.failures import GRADIENTS, changed_output, failure, note_record, origin_of
 from stageline.distributed.layout import Layout
 from stageline.distributed.rank_host import Floats, HostedStep, RankExecutors, RankProgram
-from stageline.faults.flight_recorder import Flight
+from stageline.faults.flight_recorder import FlightRecorder
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.verdict import Failure, Verdict, describe, place
-from stageline.faults.progress import Notes, Progress, busy
+from stageline.faults.progress import Progress, ThreadProgress, busy
 from stageline.tensors.thread_context import Surroundings
 from stageline.transport.clock_alignment import Alignment
 from stageline.transport.protocol import Transport
@@ -36,8 +36,8 @@ class ThreadWorld:
         self.single_process = True
         self.clocks: Alignment | None = Alignment((0.0,) * ranks, (0.0,) * ranks, 0.0)
         self.hub = ThreadHub(ranks)
-        self._progress = {rank: Notes() for rank in self.here}
-        self._flights = {rank: Flight(rank, ranks) for rank in self.here}
+        self._progress = {rank: ThreadProgress() for rank in self.here}
+        self._flights = {rank: FlightRecorder(rank, ranks) for rank in self.here}
         self.hub.patience = self._busy
 
     def _busy(self, rank: int) -> bool:
@@ -58,7 +58,7 @@ class ThreadWorld:
         """Where the rank says what it is doing."""
         return self._progress[rank]
 
-    def flight(self, rank: int) -> Flight:
+    def flight(self, rank: int) -> FlightRecorder:
         """The flight recorder of the rank."""
         return self._flights[rank]
 

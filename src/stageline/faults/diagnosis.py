@@ -1,7 +1,7 @@
-"""From the flight records of a job to what happened: who failed, who waited for whom, which messages were on the way.
+"""The diagnosis of a failed job from its flight records: who failed, who waited for whom, which messages were lost.
 
-A killed process writes no record. What it did last is then read from the others': what it sent them, what they sent it,
-and what the referee had heard of it.
+A killed process writes no record. What it did last follows from the records of the others: what it sent them, what they
+sent it, and what the failure monitor knew of it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stageline.faults.flight_recorder import Passed, Record
+from stageline.faults.flight_recorder import FlightRecord, PassedMessage
 from stageline.faults.monitor.blame import EVERYONE
-from stageline.faults.monitor.verdict import Standing, Verdict, place
+from stageline.faults.monitor.verdict import RankSnapshot, Verdict, place
 
-MOST_CHAINS = 4
-MOST_MESSAGES = 3
-"""Messages of a channel that are named; the others are counted."""
+MAX_CHAINS = 4
+MAX_MESSAGES = 3
+"""How many messages of a channel are named; the others are counted."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One rank, as far as it is known. Times are seconds before the last record was written."""
+    """What is known of one rank. Times are in seconds before the last record was written."""
 
     rank: int
     wrote: bool
@@ -38,7 +38,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Underway:
-    """Messages of a channel that were sent, and that the receiver had not taken; `known` if its record says so."""
+    """Messages of a channel that were sent and not received; `known` if the receiver wrote a record."""
 
     source: int
     target: int
@@ -51,14 +51,14 @@ class Underway:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the records say together."""
+    """What all records say together."""
 
     job: str
     ranks: int
     schedule: Mapping[str, Any]
     verdict: Verdict | None
     others: tuple[str, ...]
-    """Verdicts that some ranks had and the most did not."""
+    """Verdicts of a minority of the ranks."""
     rows: tuple[Row, ...]
     chains: tuple[str, ...]
     underway: tuple[Underway, ...]
@@ -66,26 +66,18 @@ class Diagnosis:
     advice: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        said = None if self.verdict is None else {**self.verdict.to_json(), "sentence": str(self.verdict)}
-        return {**asdict(self), "schedule": dict(self.schedule), "verdict": said}
+        """Return plain data."""
+        verdict = None if self.verdict is None else {**self.verdict.to_json(), "sentence": str(self.verdict)}
+        return {**asdict(self), "schedule": dict(self.schedule), "verdict": verdict}
 
 
-def diagnose(records: Mapping[int, Record]) -> Diagnosis:
-    """Read the records of one job together."""
+def diagnose(records: Mapping[int, FlightRecord]) -> Diagnosis:
+    """Combine the records of one job."""
     first = next(iter(records.values()))
     end = max(record.written for record in records.values())
-    told = Counter(record.verdict for record in records.values() if record.verdict is not None)
-    sentences = Counter(str(verdict) for verdict in told.elements())
-    verdict = None
-    if told:
-        usual = sentences.most_common(1)[0][0]
-        verdict = next(each for each in told if str(each) == usual)
-        others = tuple(sorted(sentence for sentence in sentences if sentence != usual))
-    else:
-        others = ()
-    heard = {} if verdict is None else {each.rank: each for each in verdict.ranks}
-    rows = tuple(_row(rank, records.get(rank), heard.get(rank), verdict, end) for rank in range(first.ranks))
+    verdict, others = _majority([record.verdict for record in records.values() if record.verdict is not None])
+    snapshots = {} if verdict is None else {snapshot.rank: snapshot for snapshot in verdict.ranks}
+    rows = tuple(_row(rank, records.get(rank), snapshots.get(rank), verdict, end) for rank in range(first.ranks))
     chains = _chains(rows, verdict)
     return Diagnosis(
         job=first.job,
@@ -101,14 +93,25 @@ def diagnose(records: Mapping[int, Record]) -> Diagnosis:
     )
 
 
-def _row(rank: int, record: Record | None, heard: Standing | None, verdict: Verdict | None, end: float) -> Row:
-    silence = None if heard is None else heard.silence
-    state = "unknown" if heard is None else heard.state
+def _majority(verdicts: list[Verdict]) -> tuple[Verdict | None, tuple[str, ...]]:
+    """Return the verdict of most ranks, and what the others were told instead."""
+    if not verdicts:
+        return None, ()
+    sentences = Counter(map(str, verdicts))
+    usual = sentences.most_common(1)[0][0]
+    return next(verdict for verdict in verdicts if str(verdict) == usual), tuple(sorted(set(sentences) - {usual}))
+
+
+def _row(
+    rank: int, record: FlightRecord | None, snapshot: RankSnapshot | None, verdict: Verdict | None, end: float
+) -> Row:
+    silence = None if snapshot is None else snapshot.silence
+    state = "unknown" if snapshot is None else snapshot.state
     if verdict is not None and verdict.culprit == rank:
         state = verdict.kind
     if record is None:
-        doing = "" if heard is None else heard.doing
-        return Row(rank, False, state, "", None, doing, None if heard is None else heard.waits, "", None, silence)
+        doing, waits = ("", None) if snapshot is None else (snapshot.doing, snapshot.waits)
+        return Row(rank, False, state, "", None, doing, waits, "", None, silence)
     last = record.actions[-1] if record.actions else None
     return Row(
         rank,
@@ -125,14 +128,14 @@ def _row(rank: int, record: Record | None, heard: Standing | None, verdict: Verd
 
 
 def _chains(rows: tuple[Row, ...], verdict: Verdict | None) -> tuple[str, ...]:
-    """Who waits for whom, each chain from a rank that nobody waits for to one that waits for nobody."""
+    """Return who waits for whom: chains from a rank that nobody waits for to one that waits for nobody."""
     culprit = None if verdict is None else verdict.culprit
     waits: dict[int, int] = {}
     for row in rows:
         if row.waits is not None and row.rank != culprit:
             target = row.waits
             if target == EVERYONE:
-                busy = [each.rank for each in rows if each.waits is None and each.rank != row.rank]
+                busy = [other.rank for other in rows if other.waits is None and other.rank != row.rank]
                 target = culprit if culprit is not None else (busy[0] if busy else row.rank)
             if target != row.rank and 0 <= target < len(rows):
                 waits[row.rank] = target
@@ -148,8 +151,7 @@ def _chains(rows: tuple[Row, ...], verdict: Verdict | None) -> tuple[str, ...]:
         else:
             parts.append(_last_link(rows[path[-1]], verdict))
         chains.append(" → ".join(parts))
-    # Ranks in a circle that others wait for lie on no chain of their own; every start leads into it.
-    return tuple(sorted(chains, key=len, reverse=True)[:MOST_CHAINS])
+    return tuple(sorted(chains, key=len, reverse=True)[:MAX_CHAINS])
 
 
 def _wait(row: Row) -> str:
@@ -166,35 +168,35 @@ def _last_link(row: Row, verdict: Verdict | None) -> str:
     return f"rank {row.rank} was {place(row.doing)}" if row.doing else f"rank {row.rank}, which waits for nobody"
 
 
-def _underway(records: Mapping[int, Record]) -> tuple[Underway, ...]:
-    """Channels are in order: what was sent after the last message that was received had not been taken."""
-    found: list[Underway] = []
+def _underway(records: Mapping[int, FlightRecord]) -> tuple[Underway, ...]:
+    """Return the messages that were sent after the last one received: channels keep their order."""
+    underway: list[Underway] = []
     for source, record in records.items():
-        channels: dict[tuple[int, str], list[Passed]] = {}
+        channels: dict[tuple[int, str], list[PassedMessage]] = {}
         for message in record.sent:
             channels.setdefault((message.peer, message.traffic), []).append(message)
         for (target, traffic), messages in sorted(channels.items()):
             receiver = records.get(target)
             if receiver is not None:
-                taken = [each for each in receiver.received if (each.peer, each.traffic) == (source, traffic)]
-                names = [_name(each) for each in messages]
-                if taken and _name(taken[-1]) in names:
-                    messages = messages[names.index(_name(taken[-1])) + 1 :]
+                received = [item for item in receiver.received if (item.peer, item.traffic) == (source, traffic)]
+                keys = [_key(message) for message in messages]
+                if received and _key(received[-1]) in keys:
+                    messages = messages[keys.index(_key(received[-1])) + 1 :]
             else:
                 messages = messages[-1:]
             if messages:
-                named = tuple(str(each) for each in messages[:MOST_MESSAGES])
-                size = sum(each.bytes for each in messages)
-                found.append(Underway(source, target, traffic, len(messages), named, size, receiver is not None))
-    return tuple(found)
+                names = tuple(map(str, messages[:MAX_MESSAGES]))
+                size = sum(message.bytes for message in messages)
+                underway.append(Underway(source, target, traffic, len(messages), names, size, receiver is not None))
+    return tuple(underway)
 
 
-def _name(message: Passed) -> tuple[int, int, int]:
+def _key(message: PassedMessage) -> tuple[int, int, int]:
     return (message.step, message.stage, message.microbatch)
 
 
-def _notes(records: Mapping[int, Record], verdict: Verdict | None, end: float) -> tuple[str, ...]:
-    """What else is known: who wrote nothing, and what it did last as the others saw it."""
+def _notes(records: Mapping[int, FlightRecord], verdict: Verdict | None, end: float) -> tuple[str, ...]:
+    """Return which ranks wrote nothing, and what the others last received from them."""
     ranks = next(iter(records.values())).ranks
     notes = [
         f"rank {rank} had no control channel: {record.control_lost}"
@@ -208,7 +210,7 @@ def _notes(records: Mapping[int, Record], verdict: Verdict | None, end: float) -
         seen = [
             (
                 message.time,
-                f"the last that arrived of it is {message}, at rank {other}, {end - message.time:.1f} s before",
+                f"the last message received from it is {message}, at rank {other}, {end - message.time:.1f} s before",
             )
             for other, record in records.items()
             for message in record.received
@@ -221,17 +223,17 @@ def _notes(records: Mapping[int, Record], verdict: Verdict | None, end: float) -
 
 
 def _advice(
-    rows: tuple[Row, ...], verdict: Verdict | None, chains: tuple[str, ...], records: Mapping[int, Record]
+    rows: tuple[Row, ...], verdict: Verdict | None, chains: tuple[str, ...], records: Mapping[int, FlightRecord]
 ) -> tuple[str, ...]:
-    """What to do next."""
+    """Return what to do next."""
     if verdict is None:
         silent = [row.rank for row in rows if not row.wrote]
-        found = ["no record names a culprit: the control channel was lost, or the ranks were ended from outside"]
+        advice = ["no record names a culprit: the control channel was lost, or the ranks were ended from outside"]
         if any("a circle" in chain for chain in chains):
-            found.append("the ranks wait in a circle: run `stageline verify` on the schedule")
+            advice.append("the ranks wait in a circle: run `stageline verify` on the schedule")
         if silent:
-            found.append(f"begin with the ranks that wrote nothing: {', '.join(map(str, silent[:8]))}")
-        return tuple(found)
+            advice.append(f"begin with the ranks that wrote nothing: {', '.join(map(str, silent[:8]))}")
+        return tuple(advice)
     rank, place = verdict.culprit, verdict.where or "its machine"
     record = records.get(rank)
     if record is not None:
@@ -239,23 +241,23 @@ def _advice(
     return {
         "died": (
             f"look at the end of rank {rank}'s own output for a crash in native code, and at its exit code",
-            f"ask the machine whether it ended the process ({place}) for its memory: dmesg | grep -i 'killed process'",
+            f"check whether the machine killed the process ({place}) for its memory: dmesg | grep -i 'killed process'",
         ),
         "frozen": (
             f"if it still lives, see where it hangs: py-spy dump --pid PID ({place}); a stopped one shows T in ps",
-            "one long call that holds Python's lock stops the heartbeat too: if that is it, give a larger deadline=",
-            "if its machine or the network between is gone, every rank of that machine is silent",
+            "one long call that holds the interpreter lock stops the heartbeat too: if so, raise deadline=",
+            "if its machine or the network is down, every rank of that machine is silent",
         ),
         "raised": (
             f"the traceback of rank {rank} is the first cause; errors on the other ranks follow from it",
-            "call zero_grad() before the next step, if the script goes on",
+            "call zero_grad() before the next step, if the script continues",
         ),
         "absent": (
-            f"look whether rank {rank} was started at all, and at the beginning of its output",
-            "if it only starts slowly, give a larger start-up deadline",
+            f"check whether rank {rank} was started, and look at the beginning of its output",
+            "if it only starts slowly, raise the start-up deadline",
         ),
         "left": (
-            f"see why the script of rank {rank} ended: {verdict.text or 'it said nothing'}",
+            f"find out why the script of rank {rank} ended: {verdict.text or 'it gave no reason'}",
             "all ranks must run the same number of steps: do they read the same amount of data?",
         ),
     }[verdict.kind]

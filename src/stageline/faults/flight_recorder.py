@@ -1,7 +1,7 @@
-"""The flight record: the last things that a rank did, sent and received, written to one file when a step fails.
+"""The flight recorder: the last actions and messages of a rank, written to one file when a step fails.
 
-Keeping it costs a tuple and an append for each action and message. `stageline doctor` reads the files; see
-`docs/faults.md` for the format. Nothing here imports torch.
+It costs a tuple and an append for each action and message. `stageline doctor` reads the files; `docs/faults.md`
+describes the format.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ VERSION = 1
 MAX_FILE_SIZE = 64 * 2**20
 MAX_RANKS = 2**20
 KEPT = 256
-"""Actions, and messages each way, that are kept."""
+"""How many actions, sent messages and received messages a recorder keeps."""
 
 
-class Done(NamedTuple):
-    """An action that a rank finished; times are of `time.perf_counter` in memory and of the wall clock in a file."""
+class FinishedAction(NamedTuple):
+    """An action that a rank finished. Times are from `time.perf_counter` in memory and from the wall clock in files."""
 
     kind: str
     stage: int
@@ -45,32 +45,30 @@ class Done(NamedTuple):
     end: float
 
     def __str__(self) -> str:
-        """Say it as an error would."""
         return f"{describe((self.kind, self.stage, self.microbatch))}, step {self.step}"
 
 
-class Passed(NamedTuple):
+class PassedMessage(NamedTuple):
     """A message that a rank sent or received."""
 
     peer: int
     traffic: str
     stage: int
-    """The stage that it is from."""
+    """The stage that it comes from."""
     microbatch: int
     step: int
     time: float
     bytes: int
 
     def __str__(self) -> str:
-        """Say it as an error would."""
         what = "output" if self.traffic == "forward" else "gradient"
         return f"the {what} of stage {self.stage}, microbatch {self.microbatch}, step {self.step}"
 
 
-class Flight:
-    """What one rank remembers of its last actions and messages; append plain tuples in the order of the fields.
+class FlightRecorder:
+    """Keeps the last actions and messages of one rank: append tuples of `FinishedAction` and `PassedMessage` fields.
 
-    >>> flight = Flight(rank=0, ranks=2, job="example")
+    >>> flight = FlightRecorder(rank=0, ranks=2, job="example")
     >>> flight.actions.append(("F", 0, 3, 7, 1.0, 1.5))
     >>> flight.sent.append((1, "forward", 0, 3, 7, 1.5, 4096))
     >>> path = flight.write("flights", doing=("B", 0, 0), waits=1, awaited="the gradient of stage 1")
@@ -82,12 +80,12 @@ class Flight:
     """
 
     def __init__(self, rank: int, ranks: int, job: str = "alone", size: int = KEPT) -> None:
-        """`job` is a name that all ranks of a run share: see `Control.job`."""
+        """`job` is a name that all ranks of a run share: see `MonitorClient.job`."""
         self.rank = rank
         self.ranks = ranks
         self.job = job
         self.schedule: dict[str, Any] = {}
-        """Its name and sizes, as they shall be written."""
+        """The name and the sizes of the schedule."""
         self.actions: deque[tuple[str, int, int, int, float, float]] = deque(maxlen=size)
         self.sent: deque[tuple[int, str, int, int, int, float, int]] = deque(maxlen=size)
         self.received: deque[tuple[int, str, int, int, int, float, int]] = deque(maxlen=size)
@@ -103,12 +101,12 @@ class Flight:
         since: float | None = None,
         lost: str | None = None,
     ) -> Path:
-        """Write the record, whole or not at all; a later one of this job and rank takes the place of the earlier.
+        """Write the record atomically, replacing an earlier one of this job and rank; any thread may call this.
 
-        `waits` is the rank that is waited for, `awaited` what for, `since` when that began (`time.perf_counter`), and
-        `lost` why there is no control channel. May be called from any thread. Raises OSError where it cannot write.
+        `waits` is the rank that this one waits for, `awaited` what it waits for, `since` when that began
+        (`time.perf_counter`), and `lost` why there is no control channel. Raises OSError if it cannot write.
         """
-        target = flight_folder(folder) / f"{FORMAT}-{_plain(self.job)}-rank{self.rank}.json"
+        target = flight_folder(folder) / f"{FORMAT}-{_file_name(self.job)}-rank{self.rank}.json"
         wall = time.time() - time.perf_counter()
         torch = sys.modules.get("torch")
         data = {
@@ -132,9 +130,9 @@ class Flight:
             "since": None if since is None else since + wall,
             "control_lost": lost,
             "verdict": None if verdict is None else verdict.to_json(),
-            "actions": [[*each[:4], each[4] + wall, each[5] + wall] for each in _copy(self.actions)],
-            "sent": [[*each[:5], each[5] + wall, each[6]] for each in _copy(self.sent)],
-            "received": [[*each[:5], each[5] + wall, each[6]] for each in _copy(self.received)],
+            "actions": [[*place, start + wall, end + wall] for *place, start, end in _copy(self.actions)],
+            "sent": [[*place, moment + wall, size] for *place, moment, size in _copy(self.sent)],
+            "received": [[*place, moment + wall, size] for *place, moment, size in _copy(self.received)],
         }
         target.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(target) as file:
@@ -142,43 +140,41 @@ class Flight:
         return target
 
 
-_usual: list[str | Path] = ["stageline-flight"]
+_folders: list[str | Path] = ["stageline-flight"]
+"""The default folder, and those of `flights_into` blocks around the caller."""
 
 
 def flight_folder(folder: str | Path | None = None) -> Path:
-    """Where records are written: the folder given, that of STAGELINE_FLIGHT_DIR, or `stageline-flight` here.
-
-    Inside of `flights_into`, its folder takes the place of the last.
-    """
-    return Path(folder or os.environ.get("STAGELINE_FLIGHT_DIR") or _usual[-1])
+    """Return where records go: `folder`, STAGELINE_FLIGHT_DIR, the folder of `flights_into`, or `stageline-flight`."""
+    return Path(folder or os.environ.get("STAGELINE_FLIGHT_DIR") or _folders[-1])
 
 
 def worth_writing(verdict: Verdict | None) -> bool:
-    """Whether a failure deserves records; one that its traceback explains leaves none in the working directory.
+    """Whether to write records of a failure.
 
-    Where a folder for records was chosen, by STAGELINE_FLIGHT_DIR or by a training job, every failure has them.
+    If STAGELINE_FLIGHT_DIR or a training job chose a folder, every failure has records. Otherwise a failure that its
+    traceback explains leaves none in the working directory.
     """
-    chosen = bool(os.environ.get("STAGELINE_FLIGHT_DIR")) or len(_usual) > 1
+    chosen = bool(os.environ.get("STAGELINE_FLIGHT_DIR")) or len(_folders) > 1
     return chosen or verdict is None or not verdict.explained
 
 
 @contextmanager
 def flights_into(folder: str | Path) -> Iterator[None]:
-    """Write the records of this process into a folder, on all its threads, unless STAGELINE_FLIGHT_DIR names one.
+    """Write the records of this process, from all its threads, into a folder, unless STAGELINE_FLIGHT_DIR names one.
 
     >>> with flights_into("outputs/flight"):
     ...     flight_folder().as_posix()
     'outputs/flight'
     """
-    _usual.append(folder)
+    _folders.append(folder)
     try:
         yield
     finally:
-        _usual.remove(folder)
+        _folders.remove(folder)
 
 
-def _plain(name: str) -> str:
-    """A name that is safe in a file's name."""
+def _file_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip(".")[:80] or "alone"
 
 
@@ -186,7 +182,7 @@ Item = TypeVar("Item")
 
 
 def _copy(ring: deque[Item]) -> list[Item]:
-    """A copy of what another thread may be appending to."""
+    """Copy a ring that another thread may be appending to."""
     while True:
         try:
             return list(ring)
@@ -195,7 +191,7 @@ def _copy(ring: deque[Item]) -> list[Item]:
 
 
 @dataclass(frozen=True)
-class Record:
+class FlightRecord:
     """One rank's flight record, as it was read."""
 
     job: str
@@ -212,18 +208,18 @@ class Record:
     verdict: Verdict | None
     versions: Mapping[str, Any] = field(default_factory=dict)
     schedule: Mapping[str, Any] = field(default_factory=dict)
-    actions: tuple[Done, ...] = ()
-    sent: tuple[Passed, ...] = ()
-    received: tuple[Passed, ...] = ()
+    actions: tuple[FinishedAction, ...] = ()
+    sent: tuple[PassedMessage, ...] = ()
+    received: tuple[PassedMessage, ...] = ()
 
 
-def read_flight(path: str | Path) -> Record:
+def read_flight(path: str | Path) -> FlightRecord:
     """Read the flight record of one rank."""
     source = Path(path)
     text = read_text(source, "flight record", FlightError, MAX_FILE_SIZE)
     try:
         data = check_format(parse_json(text, allow_nan=True), FORMAT, VERSION, "flight record")
-        flight = from_json(Record, data, "flight record", prefix="")
+        flight = from_json(FlightRecord, data, "flight record", prefix="")
         if not 0 <= flight.rank < flight.ranks <= MAX_RANKS:
             raise JsonError(f"'rank' is {flight.rank} of {flight.ranks}")
     except JsonError as error:
@@ -232,26 +228,26 @@ def read_flight(path: str | Path) -> Record:
 
 
 def find_flights(paths: Iterable[str | Path]) -> list[Path]:
-    """The records named, and those in the folders named."""
-    found: list[Path] = []
+    """Return the given files, and the records in the given folders."""
+    files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
             inside = sorted(path.glob(f"{FORMAT}-*-rank*.json"))
             if not inside:
                 raise FlightError(f"{path} has no flight records: no file is named {FORMAT}-JOB-rankN.json")
-            found += inside
+            files += inside
         else:
-            found.append(path)
-    return found
+            files.append(path)
+    return files
 
 
-def merge(records: Iterable[Record]) -> tuple[dict[int, Record], list[str]]:
-    """The newest job's records by rank, and the names of the other jobs, which are left out."""
-    jobs: dict[str, dict[int, Record]] = {}
-    for record in sorted(records, key=lambda each: each.written):
+def merge(records: Iterable[FlightRecord]) -> tuple[dict[int, FlightRecord], list[str]]:
+    """Return the newest job's records by rank, and the names of the other jobs."""
+    jobs: dict[str, dict[int, FlightRecord]] = {}
+    for record in sorted(records, key=lambda record: record.written):
         jobs.setdefault(record.job, {})[record.rank] = record
     if not jobs:
-        raise FlightError("no flight record was given")
+        raise FlightError("no flight records were given")
     newest = max(jobs, key=lambda job: max(record.written for record in jobs[job].values()))
     sizes = {record.ranks for record in jobs[newest].values()}
     if len(sizes) > 1:

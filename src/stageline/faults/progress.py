@@ -1,4 +1,4 @@
-"""What a rank is doing right now, and what it did last: plain attributes and rings, cheap enough for every action."""
+"""What a rank is doing right now, in plain attributes that are cheap enough to set for every action."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ from stageline.faults.monitor.blame import EVERYONE
 
 
 class Progress(Protocol):
-    """What a rank says of itself; others read it at any time."""
+    """The state of a rank; others read it at any time."""
 
     doing: object
-    """What it is in: (letter, stage, microbatch), or text; None outside of a step."""
+    """(letter, stage, microbatch), or text; None outside of a step."""
     waits: int | None
-    """The rank it waits for; None while it waits for nobody."""
+    """The rank that it waits for; None while it waits for nobody."""
     done: int
-    """Actions finished so far."""
+    """How many actions it has finished."""
 
 
-class Notes:
+class ThreadProgress:
     """The progress of a rank that is a thread of this process."""
 
     def __init__(self) -> None:
-        """Outside of a step."""
         self.doing: object = None
         self.waits: int | None = None
         self.done = 0
 
 
 def busy(rank: int, ranks: Mapping[int, Progress]) -> bool:
-    """Whether who waits for a rank has reason to go on: it, or the one it waits for in turn, is at work.
+    """Whether it makes sense to keep waiting for a rank: it works, or a rank that it waits for works.
 
-    >>> first, second = Notes(), Notes()
+    >>> first, second = ThreadProgress(), ThreadProgress()
     >>> first.doing = second.doing = "B of stage 0, microbatch 0"
     >>> first.waits = 1
     >>> busy(0, {0: first, 1: second})
@@ -44,12 +43,12 @@ def busy(rank: int, ranks: Mapping[int, Progress]) -> bool:
     seen: set[int] = set()
     while rank not in seen:
         seen.add(rank)
-        found = ranks[rank]
-        if found.doing is None:
-            return False  # it has come to its end
-        if found.waits is None:
+        progress = ranks[rank]
+        if progress.doing is None:
+            return False  # it has finished the step
+        if progress.waits is None:
             return True
-        if found.waits == EVERYONE:
+        if progress.waits == EVERYONE:
             return False
-        rank = found.waits
+        rank = progress.waits
     return False

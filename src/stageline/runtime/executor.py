@@ -17,9 +17,9 @@ from torch import Tensor
 from stageline.common.errors import PeerFailed, StagelineError
 from stageline.distributed.failures import Change
 from stageline.distributed.rank_host import RankExecutors
-from stageline.faults.flight_recorder import Flight, worth_writing
+from stageline.faults.flight_recorder import FlightRecorder, worth_writing
 from stageline.faults.monitor.verdict import Verdict, describe
-from stageline.faults.progress import Notes, Progress
+from stageline.faults.progress import Progress, ThreadProgress
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.batches.block_mask import is_mask
 from stageline.runtime.gpu_clock import GpuClock
@@ -139,7 +139,7 @@ class Executor:
         names: Sequence[int] | None = None,
         own_stream: bool = False,
         progress: Progress | None = None,
-        flight: Flight | None = None,
+        flight: FlightRecorder | None = None,
         deadline: float = 60.0,
     ) -> None:
         """`stages` are those that this rank holds; with `own_stream`, they run in a CUDA stream of the rank's own.
@@ -177,8 +177,8 @@ class Executor:
         """What an action holds while it runs: a lock of all ranks while torch compiles, which must not run twice."""
         self.stopped: PeerFailed | None = None
         """Another rank's failure, set from another thread: no action begins after it."""
-        self.progress: Progress = Notes() if progress is None else progress
-        self.flight = Flight(self.name, schedule.ranks) if flight is None else flight
+        self.progress: Progress = ThreadProgress() if progress is None else progress
+        self.flight = FlightRecorder(self.name, schedule.ranks) if flight is None else flight
         sizes = {"ranks": schedule.ranks, "stages": schedule.stages, "microbatches": schedule.microbatches}
         self.flight.schedule = {"name": schedule.name, **sizes}
         self.step = 0

@@ -1,25 +1,26 @@
-"""The failure monitor: a small process beside the ranks that hears who is alive and tells all ranks who failed first.
+"""The failure monitor: a small process beside the ranks that watches them and tells all of them which one failed first.
 
-Read in order: `verdict` (what ranks are told), `blame` (the rules, on a clock that is passed in, without sockets),
-`server`, `client` (a rank's end), `launch`, `signals`.
+Read in order: `verdict` (what ranks report and are told), `blame` (the rules, without sockets or clocks), `server`,
+`client` (a rank's end) with `connection` and `signals`, `launch`. What `server` imports must need the standard library
+alone.
 """
 
 from __future__ import annotations
 
 from stageline.common.errors import ControlError
 from stageline.faults.monitor.blame import EVERYONE
-from stageline.faults.monitor.client import Control
-from stageline.faults.monitor.launch import Address, share_by_store, start_referee
-from stageline.faults.monitor.verdict import Failure, Standing, Verdict
+from stageline.faults.monitor.client import MonitorClient
+from stageline.faults.monitor.launch import Address, share_by_store, start_monitor
+from stageline.faults.monitor.verdict import Failure, RankSnapshot, Verdict
 
 __all__ = [
     "EVERYONE",
     "Address",
-    "Control",
     "ControlError",
     "Failure",
-    "Standing",
+    "MonitorClient",
+    "RankSnapshot",
     "Verdict",
     "share_by_store",
-    "start_referee",
+    "start_monitor",
 ]

@@ -1,16 +1,16 @@
-"""The referee: a small process beside the ranks that hears who lives, and tells all of them who failed first.
+"""The failure monitor's process: hears from every rank, and tells all of them which one failed first.
 
-Started by rank 0 (see `launch.py`) in a session of its own, so that it outlives every rank and the signals that a
-launcher sends to them. It needs the standard library alone and is there in a tenth of a second.
+Rank 0 starts it (see `launch.py`) in a session of its own, so that it outlives every rank and the signals that a
+launcher sends to them. It needs the standard library alone and starts in a tenth of a second.
 
-What it hears and says are lines of JSON on one TCP connection a rank:
+Each rank has one TCP connection, with lines of JSON both ways:
 
-    rank → referee   hello (rank, nonce, proof) · beat (doing, waits, done) · failed (…) · terminated · bye (how)
-    referee → rank   challenge · welcome (proof) · all (every rank has come) · verdict (…) · nobody (all end) · beat
+    rank → monitor   hello (rank, nonce, proof) · beat (doing, waits, done) · failed (…) · terminated · bye (how)
+    monitor → rank   challenge · welcome (proof) · all (every rank has come) · verdict (…) · nobody (all end) · beat
 
-A connection that ends without a bye is a process that died: the kernel closes the sockets of a killed process at once,
-so the death is known in milliseconds, and by the name of the rank that died and not of its neighbour. The rules are in
-`judge.py`; here are the sockets.
+A connection that closes without a bye means that the process died: the kernel closes the sockets of a killed process at
+once, so its death is known in milliseconds, and by its own rank instead of a neighbour's. The rules are in `blame.py`;
+the sockets are here.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ import time
 from typing import Any
 
 from stageline.common.trust import new_nonce, proof, proves
-from stageline.faults.monitor.blame import Judge
+from stageline.faults.monitor.blame import BlameRules
 
 LINGER = 1.0
-"""Seconds without any rank after which the referee ends."""
-PATIENCE = 5.0
-"""Seconds in which a stranger must say hello."""
-STRANGERS = 32
+"""Seconds without any rank after which the monitor ends."""
+HELLO_TIMEOUT = 5.0
+"""Seconds in which a new connection must prove that it is a rank."""
+MAX_STRANGERS = 32
+"""Connections, beside one for each rank, that have not proved it."""
 LONGEST_HELLO = 1024
 LONGEST_LINE = 1 << 18
 
 
 class Peer:
-    """One connection."""
+    """One connection: a stranger until it says hello, then a rank."""
 
     def __init__(self, link: socket.socket, now: float) -> None:
-        """A stranger, until it says hello."""
         self.link = link
         self.since = now
         self.rank: int | None = None
@@ -52,26 +52,25 @@ class Peer:
 
 
 class Server:
-    """The sockets: reads lines, asks the judge, and tells everyone."""
+    """Accepts ranks that prove that they know the token, passes their messages to the rules, and sends verdicts."""
 
-    def __init__(self, listener: socket.socket, token: str, judge: Judge) -> None:
-        """Serve ranks that prove that they know the token."""
+    def __init__(self, listener: socket.socket, token: str, rules: BlameRules) -> None:
         self.listener = listener
         self.token = token
-        self.judge = judge
+        self.rules = rules
         self.peers: dict[socket.socket, Peer] = {}
         self.selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self.selector.register(listener, selectors.EVENT_READ)
         self.complete = False
-        self.told = 0
+        self._verdicts_sent = 0
 
     def serve(self) -> None:
-        """Until no rank is left."""
+        """Serve until no rank is left."""
         alone_since = time.monotonic()
         came = False
         next_beat = 0.0
-        pause = min(0.05, self.judge.deadline / 10)
+        pause = min(0.05, self.rules.deadline / 10)
         while True:
             before = time.monotonic()
             events = self.selector.select(pause)
@@ -82,49 +81,49 @@ class Server:
                     self._ready(key.data, mask)
             now = time.monotonic()
             if now - before - pause > 1.0:
-                self.judge.forgive(now - before - pause, now)
-            # All that was said before this round is heard, and what is said since may not be: so it is judged by then.
-            self._judge(before)
+                self.rules.forgive(now - before - pause, now)
+            # Everything sent before this round has been read; what was sent since may not have been.
+            self._apply_rules(before)
             if now >= next_beat:
                 next_beat = now + 1.0
-                self._tell({"beat": round(now - self.judge.started, 1)})
-            self._dismiss(now)
+                self._broadcast({"beat": round(now - self.rules.started, 1)})
+            self._close_idle(now)
             if any(peer.rank is not None for peer in self.peers.values()):
                 alone_since, came = now, True
-            elif now - alone_since > (LINGER if came else PATIENCE) or self.judge.all_gone():
+            elif now - alone_since > (LINGER if came else HELLO_TIMEOUT) or self.rules.all_gone():
                 return
 
-    def _judge(self, now: float) -> None:
-        self.judge.tick(now)
-        if not self.complete and all(seat.state != "absent" for seat in self.judge.seats):
+    def _apply_rules(self, now: float) -> None:
+        self.rules.tick(now)
+        if not self.complete and all(state.state != "absent" for state in self.rules.ranks):
             self.complete = True
-            self._tell({"all": True})
-        if self.judge.told > self.told:
-            self.told = self.judge.told
-            self._tell({"verdict": self.judge.verdict})
-        elif self.judge.nobody(now):
-            self._tell({"nobody": True})
+            self._broadcast({"all": True})
+        if self.rules.verdicts > self._verdicts_sent:
+            self._verdicts_sent = self.rules.verdicts
+            self._broadcast({"verdict": self.rules.verdict})
+        elif self.rules.all_terminated(now):
+            self._broadcast({"nobody": True})
 
-    def _dismiss(self, now: float) -> None:
-        """Close strangers that say nothing, and whoever froze when nobody else is left to be told."""
+    def _close_idle(self, now: float) -> None:
+        """Close connections that do not say hello, and those of frozen ranks when no other rank is left."""
         for peer in list(self.peers.values()):
-            if peer.rank is None and now - peer.since > PATIENCE:
+            if peer.rank is None and now - peer.since > HELLO_TIMEOUT:
                 self._close(peer)
         known = [peer for peer in self.peers.values() if peer.rank is not None]
-        if known and all(now - self.judge.seats[peer.rank or 0].heard > self.judge.deadline + LINGER for peer in known):
+        if known and all(now - self.rules.ranks[peer.rank or 0].heard > self.rules.deadline + LINGER for peer in known):
             for peer in known:
                 self._close(peer)
 
     def _accept(self) -> None:
-        # Nobody can fill the table: the oldest stranger has to go before another one comes.
+        # Nobody can fill the table: the oldest stranger is closed before another is accepted.
         strangers = sorted((peer for peer in self.peers.values() if peer.rank is None), key=lambda peer: peer.since)
-        if len(strangers) >= STRANGERS + len(self.judge.seats):
+        if len(strangers) >= MAX_STRANGERS + len(self.rules.ranks):
             self._close(strangers.pop(0))
         try:
             link, _ = self.listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE) and strangers:
-                self._close(strangers[0])  # whoever calls is taken in the next round
+                self._close(strangers[0])  # the new one is accepted in the next round
             return
         link.setblocking(False)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -135,74 +134,74 @@ class Server:
 
     def _ready(self, peer: Peer, mask: int) -> None:
         if peer.link not in self.peers:
-            return  # closed a moment ago
+            return  # closed earlier in this round
         if mask & selectors.EVENT_WRITE:
             self._send(peer, b"")
         if not mask & selectors.EVENT_READ:
             return
         try:
-            found = peer.link.recv(1 << 16)
+            data = peer.link.recv(1 << 16)
         except BlockingIOError:
             return
         except OSError:
-            found = b""
-        peer.buffer += found
+            data = b""
+        peer.buffer += data
         *lines, peer.buffer = peer.buffer.split(b"\n")
         try:
             for line in lines:
-                self._hear(peer, line)
+                self._handle(peer, line)
             if len(peer.buffer) > (LONGEST_HELLO if peer.rank is None else LONGEST_LINE):
                 raise ValueError("the line is too long")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            found = b""
-        if not found:
+            data = b""
+        if not data:
             self._close(peer)
 
-    def _hear(self, peer: Peer, line: bytes) -> None:
+    def _handle(self, peer: Peer, line: bytes) -> None:
         now = time.monotonic()
         if peer.rank is None:
             if len(line) > LONGEST_HELLO:
                 raise ValueError("the hello is too long")
-            said = json.loads(line)
-            rank, where = int(said["hello"]), str(said["where"])
-            facts = (rank, peer.challenge, str(said["nonce"]))
-            if not proves(said["proof"], self.token, "rank", *facts, where):
+            message = json.loads(line)
+            rank, where = int(message["hello"]), str(message["where"])
+            facts = (rank, peer.challenge, str(message["nonce"]))
+            if not proves(message["proof"], self.token, "rank", *facts, where):
                 raise ValueError("wrong proof")
-            if not self.judge.hello(rank, now, where):
+            if not self.rules.hello(rank, now, where):
                 raise ValueError("not expected")
             peer.rank = rank
-            self._send(peer, _line({"welcome": rank, "proof": proof(self.token, "referee", *facts)}))
+            self._send(peer, _line({"welcome": rank, "proof": proof(self.token, "monitor", *facts)}))
             if self.complete:
                 self._send(peer, _line({"all": True}))
-            if self.judge.verdict is not None:
-                self._send(peer, _line({"verdict": self.judge.verdict}))
+            if self.rules.verdict is not None:
+                self._send(peer, _line({"verdict": self.rules.verdict}))
             return
-        said = json.loads(line)
-        if "beat" in said:
-            waits = said.get("waits")
-            doing = str(said.get("doing") or "")
-            self.judge.beat(peer.rank, doing, None if waits is None else int(waits), int(said.get("done", 0)), now)
-        elif "failed" in said:
-            self.judge.failed(peer.rank, said["failed"], now)
-        elif "ask" in said:
-            asked = int(said["ask"])
-            known = 0 <= asked < len(self.judge.seats)
-            self._send(peer, _line({"answer": asked, "busy": known and self.judge.busy(asked, now)}))
-        elif "deadline" in said:
-            self.judge.deadline = max(0.1, float(said["deadline"]))
-        elif "terminated" in said:
-            self.judge.terminated(peer.rank, now)
-        elif "bye" in said:
-            self.judge.bye(peer.rank, str(said["bye"]), bool(said.get("clean", True)), now)
+        message = json.loads(line)
+        if "beat" in message:
+            waits = message.get("waits")
+            doing = str(message.get("doing") or "")
+            self.rules.beat(peer.rank, doing, None if waits is None else int(waits), int(message.get("done", 0)), now)
+        elif "failed" in message:
+            self.rules.failed(peer.rank, message["failed"], now)
+        elif "ask" in message:
+            rank = int(message["ask"])
+            known = 0 <= rank < len(self.rules.ranks)
+            self._send(peer, _line({"answer": rank, "busy": known and self.rules.busy(rank, now)}))
+        elif "deadline" in message:
+            self.rules.deadline = max(0.1, float(message["deadline"]))
+        elif "terminated" in message:
+            self.rules.terminated(peer.rank, now)
+        elif "bye" in message:
+            self.rules.bye(peer.rank, str(message["bye"]), bool(message.get("clean", True)), now)
 
-    def _tell(self, what: dict[str, Any]) -> None:
-        line = _line(what)
+    def _broadcast(self, message: dict[str, Any]) -> None:
+        line = _line(message)
         for peer in list(self.peers.values()):
             if peer.rank is not None:
                 self._send(peer, line)
 
     def _send(self, peer: Peer, data: bytes) -> None:
-        """Send what the socket takes, and the rest when it takes more."""
+        """Send what the socket accepts, and the rest when it accepts more."""
         peer.out += data
         try:
             while peer.out:
@@ -210,7 +209,7 @@ class Server:
         except BlockingIOError:
             pass
         except OSError:
-            return  # its end is heard by the read
+            return  # the read notices that it is gone
         if len(peer.out) > 4 * LONGEST_LINE:
             peer.out = b""
         want = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.out else 0)
@@ -223,20 +222,20 @@ class Server:
         del self.peers[peer.link]
         peer.link.close()
         if peer.rank is not None:
-            self.judge.closed(peer.rank, time.monotonic())
+            self.rules.closed(peer.rank, time.monotonic())
 
 
-def _line(what: dict[str, Any]) -> bytes:
-    return json.dumps(what).encode() + b"\n"
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def main() -> None:
-    """Read what to do from stdin, bind, say the port, and serve as a process that is nobody's child."""
-    said = json.loads(sys.stdin.readline())
-    family = socket.AF_INET6 if ":" in said["host"] else socket.AF_INET
+    """Read the options from stdin, bind, print the port, and serve as a process that is nobody's child."""
+    options = json.loads(sys.stdin.readline())
+    family = socket.AF_INET6 if ":" in options["host"] else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.bind((said["host"], 0))
+        listener.bind((options["host"], 0))
         listener.listen(1024)
     except OSError as error:
         print(json.dumps({"error": str(error)}), flush=True)
@@ -248,13 +247,13 @@ def main() -> None:
     for stream in (0, 1, 2):
         os.dup2(quiet, stream)
     os.chdir("/")
-    _take_all_the_files_we_may(said["ranks"])
-    judge = Judge(said["ranks"], said["deadline"], said["start_deadline"], time.monotonic())
-    Server(listener, said["token"], judge).serve()
+    _raise_file_limit(options["ranks"])
+    rules = BlameRules(options["ranks"], options["deadline"], options["start_deadline"], time.monotonic())
+    Server(listener, options["token"], rules).serve()
 
 
-def _take_all_the_files_we_may(ranks: int) -> None:
-    """A connection a rank: a thousand of them pass the usual limit."""
+def _raise_file_limit(ranks: int) -> None:
+    """Allow one connection for each rank: a thousand of them exceed the usual limit."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,8 +1,9 @@
-"""Last words: a rank that a launcher ends by SIGTERM says first whom it blames.
+"""Waking the monitor client's thread, also by SIGTERM.
 
-Python runs a signal's handler in the main thread alone, and only between two of its own instructions: a rank that waits
-inside a collective would never run it. So the bare handler does nothing but wake the control thread, through the
-file descriptor that Python's C code writes to whatever the main thread does, and that thread says the last words.
+A rank that a launcher ends by SIGTERM reports whom it blames before it ends. Python runs signal handlers in the main
+thread alone, between two of its own instructions, so a rank that waits inside a collective never runs its handler.
+Therefore the C-level handler only writes to a wakeup file descriptor, whatever the main thread is doing, and the
+client's thread, which waits for that descriptor, does the rest.
 """
 
 from __future__ import annotations
@@ -16,83 +17,84 @@ import threading
 from types import FrameType
 
 
-class Bell:
-    """Wakes the control thread, also when a SIGTERM arrives; everything is put back by `close`.
+class Wakeup:
+    """A socket pair that wakes a waiting thread; `close` restores the signal handler.
 
-    >>> bell = Bell()
-    >>> bell.ring()
-    >>> bell.answer()
+    >>> wakeup = Wakeup()
+    >>> wakeup.wake()
+    >>> wakeup.read()
     b'.'
-    >>> bell.close()
+    >>> wakeup.close()
     """
 
     def __init__(self) -> None:
-        """A pair of sockets, one of which can be waited for."""
-        self.ear, self._rope = socket.socketpair()
-        self.ear.setblocking(False)
-        self._rope.setblocking(False)
+        self.reader, self._writer = socket.socketpair()
+        self.reader.setblocking(False)
+        self._writer.setblocking(False)
         self._previous_fd: int | None = None
-        self.listens = self.rung = False
+        self._installed = False
+        self.signalled = False
+        """Whether SIGTERM has arrived."""
         self.attended = True
-        """Whether a thread still answers; if not, the handler ends the process by itself."""
+        """Whether a thread still reads; if not, the handler ends the process itself."""
 
-    def listen(self) -> bool:
-        """Take SIGTERM over, if nobody else has and this is the main thread."""
+    def install(self) -> bool:
+        """Handle SIGTERM, unless the script does or this is not the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return False
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return False
         signal.signal(signal.SIGTERM, self._handle)
-        self._previous_fd = signal.set_wakeup_fd(self._rope.fileno(), warn_on_full_buffer=False)
+        self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         if self._previous_fd != -1:
-            # An event loop of the user's needs it; the handler still rings when the main thread comes to run it.
+            # The user's event loop needs it; the handler still wakes the thread once the main thread runs it.
             signal.set_wakeup_fd(self._previous_fd)
             self._previous_fd = None
-        self.listens = True
+        self._installed = True
         return True
 
-    @property
-    def ours(self) -> bool:
-        """Whether SIGTERM still is ours: a script may have set its own handler since."""
-        return self.listens and signal.getsignal(signal.SIGTERM) == self._handle
+    def read_sigterm(self) -> bool:
+        """Read what was written; return whether SIGTERM arrived and the script has set no handler of its own since."""
+        arrived = signal.SIGTERM in self.read()
+        return arrived and self._installed and signal.getsignal(signal.SIGTERM) == self._handle
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.attended:
-            self.rung = True
-            self.ring(bytes([number]))
+            self.signalled = True
+            self.wake(bytes([number]))
         else:
             end_by(number)
 
-    def ring(self, what: bytes = b".") -> None:
-        """Wake the control thread."""
+    def wake(self, data: bytes = b".") -> None:
+        """Wake the thread that waits for `reader`."""
         with contextlib.suppress(OSError):
-            self._rope.send(what)
+            self._writer.send(data)
 
-    def answer(self) -> bytes:
-        """What was rung since the last time."""
+    def read(self) -> bytes:
+        """Return everything written since the last read."""
         try:
-            return self.ear.recv(4096)
+            return self.reader.recv(4096)
         except OSError:
             return b""
 
     def close(self) -> None:
-        """Give the signal back."""
+        """Restore the default handler of SIGTERM, and close the sockets."""
         self.attended = False
-        if self.listens and threading.current_thread() is threading.main_thread():
+        if self._installed and threading.current_thread() is threading.main_thread():
             if self._previous_fd is not None:
-                found = signal.set_wakeup_fd(-1)
-                if found not in (-1, self._rope.fileno()):
-                    signal.set_wakeup_fd(found)
+                wakeup_fd = signal.set_wakeup_fd(-1)
+                if wakeup_fd not in (-1, self._writer.fileno()):
+                    signal.set_wakeup_fd(wakeup_fd)
             if signal.getsignal(signal.SIGTERM) == self._handle:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self.listens = False
-        if not self.listens:  # else the main thread's signals still write to it
-            self.ear.close()
-            self._rope.close()
+            self._installed = False
+        if not self._installed:  # otherwise the main thread's signals still write to them
+            self.reader.close()
+            self._writer.close()
 
 
 def end_by(number: int) -> None:
-    """End this process by a signal's default, from any thread; Python lets only the main thread set a handler."""
+    """End this process by a signal's default action, from any thread; Python sets handlers in the main thread only."""
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal.restype = ctypes.c_void_p

@@ -1,4 +1,4 @@
-"""What the ranks are told of a failure: who failed first, how, in what, and what the others were doing."""
+"""Verdicts, which the failure monitor sends to all ranks, and the reports of failures that ranks send to it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import re
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 from stageline.common.checked_json import from_json
 from stageline.faults.monitor.blame import EVERYONE
 
 Kind: TypeAlias = Literal["died", "frozen", "raised", "absent", "left"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 LONGEST_TRACEBACK = 32_000
-"""Characters of a traceback that travel; its end says most, so the beginning is cut."""
+"""Characters of a traceback that are sent; its end says most, so its beginning is cut."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank tells of its own failure; `secondary` where another rank's failure may be the cause of it.
+    """A rank's report of an exception; `secondary` if another rank's failure may have caused it.
 
     >>> try:
     ...     1 / 0
@@ -38,28 +37,28 @@ class Failure:
     microbatch: int | None = None
     secondary: bool = False
     origin: int | None = None
-    """The rank whose failure this one follows from, where that is known."""
+    """The rank whose failure caused this one, if known."""
     final: bool = False
-    """Whether the rank leaves the job by it, as by a KeyboardInterrupt."""
+    """Whether the rank leaves the job, as after a KeyboardInterrupt."""
 
     @classmethod
     def of(cls, error: BaseException, doing: object = "", *, secondary: bool = False) -> Failure:
-        """Describe an exception that was raised in an action, given as text or as (letter, stage, microbatch)."""
-        said = str(error)
-        place: dict[str, Any] = {}
+        """Describe an exception raised while a rank was doing something: text, or (letter, stage, microbatch)."""
+        message = str(error)
+        action: dict[str, Any] = {}
         if isinstance(doing, tuple) and len(doing) == 3:
-            place = {"action": str(doing[0]), "stage": int(doing[1]), "microbatch": int(doing[2])}
-        text = f"{type(error).__name__}: {said}" if said else type(error).__name__
+            action = {"action": str(doing[0]), "stage": int(doing[1]), "microbatch": int(doing[2])}
+        text = f"{type(error).__name__}: {message}" if message else type(error).__name__
         trace = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
-        return cls(text[:4000], describe(doing), trace, secondary=secondary, **place)
+        return cls(text[:4000], describe(doing), trace, secondary=secondary, **action)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return plain data."""
         return asdict(self)
 
 
 def describe(doing: object) -> str:
-    """Say what a rank is doing; an action may be given as (letter, stage, microbatch), which costs no text to make.
+    """Return what a rank is doing as text; ranks note an action as (letter, stage, microbatch), which is cheap.
 
     >>> describe(("F", 1, 3)), describe("saving a checkpoint"), describe(None)
     ('F of stage 1, microbatch 3', 'saving a checkpoint', '')
@@ -70,34 +69,34 @@ def describe(doing: object) -> str:
 
 
 def located(doing: str) -> object:
-    """From what `describe` said back to (letter, stage, microbatch), where it was that.
+    """Parse an action that `describe` formatted; return other text unchanged.
 
     >>> located("F of stage 1, microbatch 3"), located("saving a checkpoint")
     (('F', 1, 3), 'saving a checkpoint')
     """
-    found = re.fullmatch(r"([FBIW]) of stage (\d+), microbatch (\d+)", doing)
-    return doing if found is None else (found[1], int(found[2]), int(found[3]))
+    match = re.fullmatch(r"([FBIW]) of stage (\d+), microbatch (\d+)", doing)
+    return doing if match is None else (match[1], int(match[2]), int(match[3]))
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What was known of one rank when the verdict was given."""
+class RankSnapshot:
+    """What the monitor knew of one rank at the time of the verdict."""
 
     rank: int
     state: str
     """`absent`, `here`, `left` or `died`."""
     doing: str
     waits: int | None
-    """The rank it waited for; `EVERYONE` where it waited for all; None where it waited for nobody."""
+    """The rank it waited for; `EVERYONE` in a collective; None if it waited for nobody."""
     silence: float
     """Seconds since it was last heard."""
     done: int
-    """Actions that it had finished."""
+    """How many actions it had finished."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which rank failed first, and how; as a string, the sentence that a user sees.
+    """Which rank failed first, and how; `str` returns the sentence that a user sees.
 
     >>> print(Verdict(culprit=2, kind="died", doing="B of stage 2, microbatch 5", silence=0.1))
     rank 2 died (its process ended without a word) while it was in B of stage 2, microbatch 5 (heard 0.1 s before)
@@ -114,20 +113,20 @@ class Verdict:
     deadline: float = 0.0
     round: int = 0
     final: bool = True
-    """Whether the job cannot go on; False for an exception after which the next step may be tried."""
+    """Whether the job is over; False after an exception, when the next step may succeed."""
     waiter: int | None = None
     """A rank that waited for the one that left."""
     action: str | None = None
     stage: int | None = None
     microbatch: int | None = None
-    ranks: tuple[Standing, ...] = ()
-    """What was known of the ranks; of many, those nearest to the culprit."""
+    ranks: tuple[RankSnapshot, ...] = ()
+    """The ranks nearest to the culprit."""
     replica: int | None = None
-    """The replica of the culprit, where there are several."""
+    """The culprit's replica, if there are several."""
 
     @property
     def explained(self) -> bool:
-        """Whether the error says it all: code on that rank raised, and neither a rank nor a message was lost.
+        """Whether the traceback explains the failure: code raised, and neither a rank nor a message was lost.
 
         >>> Verdict(1, "raised", text="ValueError: no", final=False).explained
         True
@@ -136,40 +135,39 @@ class Verdict:
         return self.kind == "raised" and not self.final and bool(self.text) and not transport
 
     def __str__(self) -> str:
-        """The sentence."""
         return _SENTENCES[self.kind](self)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return plain data."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Verdict:
         """Read what `to_json` returned; raise `JsonError` for anything else.
 
-        >>> verdict = Verdict(1, "left", text="exit", ranks=(Standing(0, "here", "", 1, 0.0, 3),))
+        >>> verdict = Verdict(1, "left", text="exit", ranks=(RankSnapshot(0, "here", "", 1, 0.0, 3),))
         >>> Verdict.from_json(verdict.to_json()) == verdict
         True
         """
         return from_json(cls, data, "verdict")
 
 
-def waiting(ranks: tuple[Standing, ...]) -> str:
-    """Say who waits for whom.
+def waiting(ranks: tuple[RankSnapshot, ...]) -> str:
+    """Return who waits for whom.
 
-    >>> waiting((Standing(0, "here", "", 1, 0.0, 3), Standing(1, "here", "", -1, 0.0, 3)))
+    >>> waiting((RankSnapshot(0, "here", "", 1, 0.0, 3), RankSnapshot(1, "here", "", -1, 0.0, 3)))
     'rank 0 waits for rank 1, rank 1 waits for all ranks'
     """
-    told = [
-        f"rank {each.rank} waits for {'all ranks' if each.waits == EVERYONE else f'rank {each.waits}'}"
-        for each in ranks
-        if each.waits is not None and each.state == "here"
+    waits = [
+        f"rank {status.rank} waits for {'all ranks' if status.waits == EVERYONE else f'rank {status.waits}'}"
+        for status in ranks
+        if status.waits is not None and status.state == "here"
     ]
-    return ", ".join(told[:8]) + (f" and {len(told) - 8} more" if len(told) > 8 else "")
+    return ", ".join(waits[:8]) + (f" and {len(waits) - 8} more" if len(waits) > 8 else "")
 
 
 def place(doing: str) -> str:
-    """What a rank was doing, as a part of a sentence.
+    """Return what a rank was doing as a part of a sentence.
 
     >>> place("F of stage 1, microbatch 3"), place("after its last action")
     ('in F of stage 1, microbatch 3', 'after its last action')
@@ -204,7 +202,7 @@ def _raised(verdict: Verdict) -> str:
 
 
 def _absent(verdict: Verdict) -> str:
-    missing = [each.rank for each in verdict.ranks if each.state == "absent" and each.rank != verdict.culprit]
+    missing = [status.rank for status in verdict.ranks if status.state == "absent" and status.rank != verdict.culprit]
     also = f" (nor did {_list(missing)})" if missing else ""
     return f"{_who(verdict)} never started: it did not come within {verdict.deadline:g} s{also}"
 
