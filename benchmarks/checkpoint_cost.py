@@ -35,9 +35,9 @@ def work(folder: str, enable: str, every: str, dim: str, rank: str, tell: str) -
     turns = Turns(int(every) // 2, int(every), int(tell))  # so the checkpoint is in the middle of a turn
 
     class Paced(Trainer):
-        def _one_step(self) -> None:
+        def _train(self) -> None:
             turns.before_step(self._loss)
-            super()._one_step()
+            super()._train()
 
     torch.set_num_threads(1)
     settings = [f"job.dump_folder={folder}", f"checkpoint.enable={enable}", f"checkpoint.interval={every}"]

@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,33 +36,36 @@ PARTS = ("python", "imports", "processes", "data", "choice", "pipeline", "find",
 
 def work(notes: str, *arguments: str) -> None:
     from stageline.cli import main
-    from stageline.train import checkpoint_state as saving
-    from stageline.train.output import Show
+    from stageline.train import trainer
+    from stageline.train.output import Output
     from stageline.train.setup import Setup
-    from stageline.train.trainer import Trainer
 
     times = {"python": BORN, "imports": time.time()}
 
     def noted(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **named: Any) -> Any:
-            found = function(*args, **named)
+            result = function(*args, **named)
             times.setdefault(part, time.time())
             if part == "first step":
                 aside = Path(notes).with_suffix(".aside")
                 aside.write_text(json.dumps(times))
                 aside.replace(notes)
-            return found
+            return result
 
         return call
 
-    for part, name in (("processes", "world"), ("data", "loader"), ("choice", "choice"), ("pipeline", "pipe")):
-        made: Any = cached_property(noted(part, Setup.__dict__[name].func))
-        made.__set_name__(Setup, name)
-        setattr(Setup, name, made)
-    saving.find = noted("find", saving.find)
-    Trainer._prepare = noted("load", Trainer._prepare)  # type: ignore[method-assign]
-    Show.begin = noted("start", Show.begin)  # type: ignore[method-assign]
-    Show.step = noted("first step", Show.step)  # type: ignore[method-assign]
+    steps: tuple[tuple[str, Any, str], ...] = (
+        ("processes", Setup, "_join_processes"),
+        ("data", Setup, "open_data"),
+        ("choice", Setup, "_choose_schedule"),
+        ("pipeline", Setup, "_build_pipeline"),
+        ("find", trainer, "find_checkpoint"),
+        ("load", trainer.Trainer, "_prepare"),
+        ("start", Output, "begin"),
+        ("first step", Output, "step"),
+    )
+    for part, owner, name in steps:
+        setattr(owner, name, noted(part, getattr(owner, name)))
     sys.argv = ["stageline", "train", *arguments]
     main()
 

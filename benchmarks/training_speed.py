@@ -98,9 +98,9 @@ def run_stageline(rank: int, folder: Path, schedule: str, turns: Turns) -> None:
     from stageline.train.trainer import Trainer
 
     class Paced(Trainer):
-        def _one_step(self) -> None:
+        def _train(self) -> None:
             turns.before_step(self._loss)
-            super()._one_step()
+            super()._train()
 
     settings = [*job_settings(folder), f"job.dump_folder={folder / schedule}"]
     settings += ["parallelism.pipeline_parallel_degree=2", f"parallelism.pipeline_parallel_schedule={schedule}"]

@@ -66,16 +66,16 @@ def command(words: list[str], folder: str) -> None:
 
 def slow_validation(words: list[str]) -> None:
     """The job, with a validation that begins with a long turn, in which there is time to interrupt it."""
-    from stageline.train.optimizer_step import Stepper
+    from stageline.train.step import TrainingStep
 
-    evaluate, mark = Stepper.evaluate, Path("validating")
+    evaluate, mark = TrainingStep.evaluate, Path("validating")
 
-    def slow(self: Stepper, *arguments: Any) -> Any:
+    def slow(self: TrainingStep, *arguments: Any) -> Any:
         mark.touch()
         time.sleep(1.0)
         return evaluate(self, *arguments)
 
-    Stepper.evaluate = slow  # type: ignore[method-assign,assignment]
+    TrainingStep.evaluate = slow  # type: ignore[method-assign,assignment]
     main(words)
 
 

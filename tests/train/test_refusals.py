@@ -25,11 +25,11 @@ from stageline.train.config.config import Config
 from stageline.train.data import Bytes, Loader
 from stageline.train.data.source import Items
 from stageline.train.losses import find_loss
-from stageline.train.optimizer_step import Stepper
 from stageline.train.run_folder import RunFolder
+from stageline.train.step import TrainingStep
 from stageline.train.task import Task
 from stageline.train.trainer import Result, Trainer
-from stageline.train.validation import HeldBack, turns
+from stageline.train.validation import Validation, validation_batches
 
 TINY = (
     "training.steps=4",
@@ -102,21 +102,21 @@ def test_weights_to_begin_with_are_those_of_a_whole_checkpoint(capsys: pytest.Ca
 
 def fail_from(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no tensors be written from the checkpoint of a step on, and every step wait for the checkpoint before it."""
-    step_of = Stepper.train
+    step_of = TrainingStep.train
 
     def refuse(path: Path, *rest: Any) -> Any:
         if int(path.parent.name[5:13]) >= step:
             raise OSError(28, "No space left on device")
         return write_tensors(path, *rest)
 
-    def after_the_checkpoint(self: Stepper, *given: Any) -> Any:
+    def after_the_checkpoint(self: TrainingStep, *given: Any) -> Any:
         for thread in threading.enumerate():
             if thread.name == "stageline-checkpoint":
                 thread.join()
         return step_of(self, *given)
 
     monkeypatch.setattr("stageline.train.checkpoint.writer.write_tensors", refuse)
-    monkeypatch.setattr(Stepper, "train", after_the_checkpoint)
+    monkeypatch.setattr(TrainingStep, "train", after_the_checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_squares_of_different_shapes_are_refused() -> None:
 
 def test_every_class_needs_a_weight() -> None:
     refused(
-        "loss_weights has 2 numbers and the model knows 256", "training.loss=weighted_cross_entropy",
+        "loss_weights has 2 numbers, but the model has 256", "training.loss=weighted_cross_entropy",
         "training.loss_weights=1.0,2.0",
     )  # fmt: skip
     assert not Path("run").exists()
@@ -215,13 +215,13 @@ def test_a_start_that_is_refused_late_leaves_the_config_of_the_run() -> None:
 
 
 def test_a_run_that_failed_at_its_very_end_is_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stageline.train.output import Show
+    from stageline.train.output import Output
 
-    def fail(self: Show) -> str:
+    def fail(self: Output) -> str:
         raise ValueError("no sample today")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Show, "_sample", fail)
+        patched.setattr(Output, "_sample", fail)
         with pytest.raises(ValueError, match="no sample today"):
             train()
     assert not Path("run/sample.txt").exists()
@@ -242,7 +242,7 @@ def test_that_a_run_begins_anew_is_said(capsys: pytest.CaptureFixture[str]) -> N
     train(*more)
     assert "note:" not in capsys.readouterr().out
     train(*more)
-    assert "begins anew; its events so far are kept in metrics.1.jsonl" in capsys.readouterr().out
+    assert "starts again; its earlier events are kept in metrics.1.jsonl" in capsys.readouterr().out
 
 
 def test_a_run_that_stopped_early_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,7 +251,7 @@ def test_a_run_that_stopped_early_says_how_to_go_on(capsys: pytest.CaptureFixtur
     capsys.readouterr()
     again = train(*more)
     assert (again.step, again.why) == (first.step, "early stop")
-    assert "raise validation.patience to go on" in capsys.readouterr().out
+    assert "raise validation.patience to resume" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is always full")
@@ -379,9 +379,9 @@ def test_a_model_that_sees_what_it_is_to_foretell_is_told_of(capsys: pytest.Capt
         for loss in ("cross_entropy", "own"):
             more = (f"model.name={name}", f"training.loss={loss}", f"job.dump_folder={name}-{loss}", "training.steps=1")
             train(*more)
-            assert ("sees the tokens that it is to foretell" in capsys.readouterr().out) == expected
+            assert ("sees the tokens that it is to predict" in capsys.readouterr().out) == expected
     GPT2Config(**{**sizes, "vocab_size": 100}, architectures=["GPT2LMHeadModel"]).save_pretrained("few")
-    refused("vocab_size of 100, and the data has 256 words", "model.name=few")
+    refused("vocab_size of 100, but the data has 256 words", "model.name=few")
 
 
 def test_rows_longer_than_a_model_has_positions_for_are_refused_at_the_start() -> None:
@@ -392,13 +392,13 @@ def test_rows_longer_than_a_model_has_positions_for_are_refused_at_the_start() -
     OPTConfig(**sizes, ffn_dim=8, word_embed_proj_dim=8, max_position_embeddings=6).save_pretrained("opt")
     LlamaConfig(**sizes, intermediate_size=8, max_position_embeddings=6).save_pretrained("llama")
     refused(
-        "^training.seq_len is 8, and n_positions of gpt2/config.json is 6, which leaves positions for 6 tokens; take "
-        "up to 6 for training.seq_len, or raise n_positions in that file$",
+        "^training.seq_len is 8, and n_positions of gpt2/config.json is 6, which leaves positions for 6 tokens; use "
+        "at most 6 for training.seq_len, or raise n_positions in that file$",
         "model.name=gpt2",
     )
     refused("training.seq_len is 8, and max_position_embeddings of opt/config.json is 6", "model.name=opt")
     rows = [list(range(8))] * 40
-    refused("the samples have 7 tokens, .* take up to 6 for the samples, or raise", "model.name=gpt2", data=rows)
+    refused("the samples have 7 tokens, .* use at most 6 for the samples, or raise", "model.name=gpt2", data=rows)
     assert not Path("run").exists()
     assert train("model.name=llama", "training.steps=1").step == 1
     assert train("model.name=gpt2", "training.seq_len=6", "training.steps=1", "job.dump_folder=b").step == 1
@@ -438,17 +438,17 @@ class Wide(nn.Sequential):
 
 @given(st.integers(1, 50), st.integers(1, 60), st.integers(1, 6), st.integers(1, 5))
 def test_replicas_share_what_is_held_back(held: int, asked: int, local: int, replicas: int) -> None:
-    found = turns(held, asked, local, replicas)
-    taken = [number for first, samples in found for number in range(first, first + samples)]
+    batches = validation_batches(held, asked, local, replicas)
+    taken = [number for first, samples in batches for number in range(first, first + samples)]
     assert taken == list(range(len(taken)))
     assert min(held, asked) - replicas < len(taken) <= min(held, asked)
-    assert all(replicas <= samples <= local * replicas for _, samples in found)
+    assert all(replicas <= samples <= local * replicas for _, samples in batches)
 
 
 def test_replicas_that_would_have_nothing_to_validate_on_are_refused() -> None:
     loader = Loader(Items(SAMPLES[:1], name="one"), batch=2)
     with pytest.raises(StagelineError, match="one holds 1 to validate on, and each of 2 replicas takes one"):
-        HeldBack(loader, asked=2, local=1, replica=0, replicas=2)
+        Validation(loader, wanted=2, local=1, replica=0, replicas=2)
 
 
 def far_from_finite(output: Tensor, targets: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ __all__ = [
     "buffer_named",
     "composable_wrappers",
     "flatten_dense",
+    "foreach_mul_",
     "has_accumulate_hooks",
     "has_gradient_hooks",
     "pytree",
@@ -24,6 +25,9 @@ __all__ = [
     "storage_id",
     "version_of",
 ]
+
+foreach_mul_ = torch._foreach_mul_
+"""Multiplies each tensor of a list by a scalar tensor, in place."""
 
 version_of = attrgetter("_version")
 """How often a tensor was changed in place."""

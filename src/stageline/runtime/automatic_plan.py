@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from stageline.autograd.recompute import Choice, understand
 from stageline.common.errors import StagelineError, shorten
+from stageline.distributed.decision import decide
 from stageline.distributed.process_groups import several_processes
 from stageline.distributed.process_host import find_world
 from stageline.distributed.rank_host import World
@@ -112,21 +112,13 @@ def plan_together(
     from stageline.planning.io import parse_plan, to_text
 
     _check(given, example)
-    said = {"plan": "", "error": ""}
-    if world.replica == 0 and 0 in world.here:
-        try:
-            model = given if factory is None else build(factory, device=device, otherwise="construct")
-            shared = len(world.here)  # ranks that are threads of one process share its GPU
-            said["plan"] = to_text(_plan(model, ranks, microbatches, example, recompute, shared, options.get("chunks")))
-        except Exception as error:
-            if world.layout.replicas * ranks == len(world.here):
-                raise
-            kind = "" if isinstance(error, StagelineError) else f"{type(error).__name__}: "
-            said["error"] = f"{kind}{error}"
-    said = json.loads(world.broadcast_to_all(json.dumps(said), world.layout.rows[0][0]))
-    if said["error"]:
-        raise StagelineError(said["error"])
-    return parse_plan(said["plan"], "the plan of rank 0")
+
+    def choose() -> str:
+        model = given if factory is None else build(factory, device=device, otherwise="construct")
+        sharing = len(world.here)  # ranks that are threads of one process share its GPU
+        return to_text(_plan(model, ranks, microbatches, example, recompute, sharing, options.get("chunks")))
+
+    return parse_plan(decide(world, choose), "the plan of rank 0")
 
 
 def _check(given: Any, example: Any) -> None:

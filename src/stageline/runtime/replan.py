@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ import numpy as np
 
 from stageline.common.checked_json import parse_json
 from stageline.common.errors import StagelineError, nearest, shorten
+from stageline.distributed.decision import decide
 from stageline.planning.reorder import reorder, splits
 from stageline.schedules.io import schedule_from, schedule_lines
 from stageline.schedules.schedule import Schedule
@@ -148,21 +148,24 @@ class Watch:
             if first and self.drift.stages:
                 logger.warning("%s", f"after step {step}, {self.drift}; replan='auto' looks for a better order")
             return None
-        said: dict[str, Any] = {"schedule": "", "before": 0.0, "after": 0.0}
-        if first and self.drift.stages:
+
+        def choose() -> dict[str, Any] | None:
+            assert self.drift is not None
+            if not self.drift.stages:
+                return None
             known = None if self._knows_halves or splits(schedule) else False
-            found = reorder(schedule, self.drift.costs, memory=self._room, split=known, time_limit=TIME_LIMIT)
-            if found is None:
+            better = reorder(schedule, self.drift.costs, memory=self._room, split=known, time_limit=TIME_LIMIT)
+            if better is None:
                 logger.warning("%s", f"after step {step}, {self.drift}; no order found is much better")
-            else:
-                said = {
-                    "schedule": "".join(schedule_lines(found.schedule)), "before": found.before, "after": found.after
-                }  # fmt: skip
-        said = json.loads(world.broadcast_to_all(json.dumps(said), world.layout.rows[0][0]))
-        if not said["schedule"]:
+                return None
+            lines = "".join(schedule_lines(better.schedule))
+            return {"schedule": lines, "before": better.before, "after": better.after}
+
+        choice = decide(world, choose)
+        if choice is None:
             return None
-        made = schedule_from(parse_json(said["schedule"]))
-        changed = Replanned(step, self.drift, float(said["before"]), float(said["after"]), made)
+        order = schedule_from(parse_json(choice["schedule"]))
+        changed = Replanned(step, self.drift, float(choice["before"]), float(choice["after"]), order)
         if first:
             logger.warning("%s", changed)
         return changed

@@ -1,10 +1,10 @@
-"""From a job to its checkpoint and back: what is kept, by names, for any number of ranks and replicas."""
+"""From a job to its checkpoint and back: what is saved and loaded, by name, for any number of ranks and replicas."""
 
 from __future__ import annotations
 
-import json
 import random
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,126 +13,116 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stageline.common.errors import StagelineError, nearest
-from stageline.distributed.rank_host import World
+from stageline.common.errors import CheckpointError, StagelineError, nearest
+from stageline.distributed.decision import decide
+from stageline.distributed.rank_host import Collectives
 from stageline.model.build.weights import load_weights
 from stageline.runtime.pipeline import Pipeline
-from stageline.train.checkpoint import Checkpoint, newest, open_checkpoint, published
+from stageline.train.checkpoint import Checkpoint, Writer, newest, open_checkpoint, published
 from stageline.train.checkpoint.manifest import MANIFEST
 from stageline.train.checkpoint.reader import at_step, inspect
+from stageline.train.events import Logs
+from stageline.train.layout import Layout
 from stageline.train.optimizers import Optimizer, State
 
 
-def find(folder: Path, step: int, world: World) -> Checkpoint | None:
-    """The newest whole checkpoint of a folder, or that of a step if it is not below 0; one process looks, all agree."""
-    told = {"path": "", "error": ""}
-    if 0 in world.here:
-        try:
-            chosen = _whole(at_step(folder, step)) if step >= 0 else _newest(folder)
-            told["path"] = "" if chosen is None else str(chosen)
-        except StagelineError as error:
-            told["error"] = str(error)
-    told = json.loads(world.broadcast(json.dumps(told), 0))
-    if told["error"]:
-        raise StagelineError(told["error"])
-    return open_checkpoint(Path(told["path"])) if told["path"] else None
+def find_checkpoint(folder: Path, step: int, world: Collectives) -> Checkpoint | None:
+    """Return the newest undamaged checkpoint of a folder, or that of a step from 0 on; rank 0 chooses."""
+
+    def choose() -> str:
+        path = _check_undamaged(at_step(folder, step)) if step >= 0 else _newest(folder)
+        return "" if path is None else str(path)
+
+    chosen = decide(world, choose)
+    return open_checkpoint(Path(chosen)) if chosen else None
 
 
 def _newest(folder: Path) -> Path | None:
-    found = newest(folder, on_damage=lambda damage: print(f"warning: {damage}", file=sys.stderr))
-    return None if found is None else found.path
+    checkpoint = newest(folder, on_damage=lambda damage: print(f"warning: {damage}", file=sys.stderr))
+    return None if checkpoint is None else checkpoint.path
 
 
-def _whole(path: Path) -> Path:
-    """The checkpoint that was asked for, every byte of it as it was written: no other one is taken in its place."""
+def _check_undamaged(path: Path) -> Path:
+    """Verify every byte of a checkpoint that was asked for by name; no other one replaces it."""
     _, damages = inspect(path)
     if damages:
         raise StagelineError(
-            f"{'; '.join(map(str, damages[:3]))}; nothing is taken from it: name another checkpoint, or leave the "
+            f"{'; '.join(map(str, damages[:3]))}; nothing is loaded from it: name another checkpoint, or leave the "
             "choice to the job, which takes the newest whole one"
         )
     return path
 
 
-def begin_with(pipe: Pipeline, given: str, world: World) -> None:
-    """Give the pipeline the weights of a checkpoint, of the newest whole one in a folder of them, or of safetensors."""
-    told = {"path": given, "error": ""}
-    if 0 in world.here:
+def load_initial_weights(pipe: Pipeline, name: str, world: Collectives) -> None:
+    """Load the weights of a checkpoint, of the newest undamaged one in a folder of them, or of safetensors files."""
+
+    def choose() -> str:
+        path = Path(name)
         try:
-            path: Path | None = Path(given)
-            if (Path(given) / MANIFEST).exists():
-                path = _whole(Path(given))
-            elif Path(given).is_dir() and published(given):
-                path = _newest(Path(given))
-            told["path"] = str(path)
+            if (path / MANIFEST).exists():
+                return str(_check_undamaged(path))
+            return str(_newest(path) if path.is_dir() and published(path) else path)
         except StagelineError as error:
-            told["error"] = str(error)
-    told = json.loads(world.broadcast(json.dumps(told), 0))
-    if told["error"]:
-        raise StagelineError(f"checkpoint.initial_load_path is {given!r}: {told['error']}")
-    load_weights(pipe.model, told["path"], cast=True)
+            raise StagelineError(f"checkpoint.initial_load_path is {name!r}: {error}") from None
+
+    load_weights(pipe.model, decide(world, choose), cast=True)
 
 
 def own_weights(pipe: Pipeline) -> dict[str, Tensor]:
-    """The parameters and buffers that this process saves: each is one process's, tied ones under one name."""
-    once = {name for name, _ in pipe.model.named_parameters()}
-    twins = {name for name, _ in pipe.model.named_parameters(remove_duplicate=False)} - once
+    """Return the parameters and buffers that this process saves: one process saves each, tied ones under one name."""
+    duplicates = _duplicate_names(pipe)
     return {
         name: value
         for name, value in pipe.state_dict().items()
-        if isinstance(value, Tensor) and name not in twins and pipe.owns(name)
+        if isinstance(value, Tensor) and name not in duplicates and pipe.owns(name)
     }
 
 
-def own_state(pipe: Pipeline, optimizer: Optimizer) -> State:
-    """The state of the optimizer that this process saves."""
+def own_optimizer_state(pipe: Pipeline, optimizer: Optimizer) -> State:
+    """Return the optimizer state that this process saves."""
     return {name: slots for name, slots in optimizer.state().items() if slots and pipe.owns(name)}
 
 
-def check_model(pipe: Pipeline, found: Checkpoint) -> None:
-    """Refuse a checkpoint of another model, by the first name or shape that differs."""
-    twins = {name for name, _ in pipe.model.named_parameters(remove_duplicate=False)} - {
-        name for name, _ in pipe.model.named_parameters()
-    }
-    wanted = {
+def _duplicate_names(pipe: Pipeline) -> set[str]:
+    """Return the names of tied parameters after their first one."""
+    first_names = {name for name, _ in pipe.model.named_parameters()}
+    return {name for name, _ in pipe.model.named_parameters(remove_duplicate=False)} - first_names
+
+
+def check_model(pipe: Pipeline, checkpoint: Checkpoint) -> None:
+    """Raise if the checkpoint is of another model, with the first name or shape that differs."""
+    duplicates = _duplicate_names(pipe)
+    expected = {
         name: tuple(value.shape)
         for name, value in pipe.model.state_dict().items()
-        if isinstance(value, Tensor) and name not in twins
+        if isinstance(value, Tensor) and name not in duplicates
     }
-    there = {name: held.shape for name, held in found.manifest.model.items()}
-    for name, shape in wanted.items():
-        if name not in there:
-            raise StagelineError(
-                f"{found.path} is a checkpoint of another model: it has no {name!r}{nearest(name, there)}"
-            )
-        if there[name] != shape:
-            raise StagelineError(
-                f"{found.path} is a checkpoint of another model: {name!r} has shape {there[name]} there and {shape} "
-                "here"
-            )
-    more = sorted(set(there) - set(wanted))
-    if more:
-        raise StagelineError(f"{found.path} is a checkpoint of another model: this one has no {more[0]!r}")
+    saved = {name: entry.shape for name, entry in checkpoint.manifest.model.items()}
+    other_model = f"{checkpoint.path} is a checkpoint of another model"
+    for name, shape in expected.items():
+        if name not in saved:
+            raise StagelineError(f"{other_model}: it has no {name!r}{nearest(name, saved)}")
+        if saved[name] != shape:
+            raise StagelineError(f"{other_model}: {name!r} has shape {saved[name]} there and {shape} here")
+    extra = sorted(set(saved) - set(expected))
+    if extra:
+        raise StagelineError(f"{other_model}: this one has no {extra[0]!r}")
 
 
-def load(pipe: Pipeline, optimizer: Optimizer, found: Checkpoint) -> None:
-    """Give this process's weights and optimizer the values of a checkpoint."""
-    once = {name for name, _ in pipe.model.named_parameters()}
-    own = {
-        name: value
-        for name, value in pipe.state_dict().items()
-        if isinstance(value, Tensor) and (name in once or name in dict(pipe.named_buffers()))
-    }
-    values = found.read_model(list(own))
+def load_checkpoint(pipe: Pipeline, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
+    """Load this process's weights and optimizer state."""
+    names = {name for name, _ in pipe.model.named_parameters()} | {name for name, _ in pipe.named_buffers()}
+    tensors = {name: value for name, value in pipe.state_dict().items() if isinstance(value, Tensor) and name in names}
+    values = checkpoint.read_model(list(tensors))
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in tensors.items():
             tensor.copy_(values[name])
-    known = found.manifest.optimizer
-    optimizer.load(found.read_optimizer([name for name in optimizer.parameters if name in known]))
+    saved = checkpoint.manifest.optimizer
+    optimizer.load(checkpoint.read_optimizer([name for name in optimizer.parameters if name in saved]))
 
 
 def random_state() -> dict[str, Any]:
-    """The states of the generators that a user's own code may draw from, in JSON's words."""
+    """Return the states of the generators that the user's own code may draw from, as JSON data."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
     return {
@@ -143,9 +133,111 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Let the generators go on from such a state."""
+    """Restore the states of the generators."""
     torch.set_rng_state(torch.frombuffer(bytearray(bytes.fromhex(state["torch"])), dtype=torch.uint8))
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
+
+
+class JobCheckpoints:
+    """Saves the checkpoints of a job; an error of one process is raised on all of them."""
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        optimizer: Optimizer,
+        writer: Writer,
+        logs: Logs,
+        *,
+        world: Collectives,
+        layout: Layout,
+        attempt: str,
+        assets: Mapping[str, bytes],
+    ) -> None:
+        """`attempt` is the same on all processes, and different in every start of the job."""
+        self._pipe, self._optimizer, self._writer, self._logs = pipe, optimizer, writer, logs
+        self._world, self._layout, self._attempt, self._assets = world, layout, attempt, assets
+        self._reported, self._blocked_seconds = -1, 0.0
+
+    def save(self, step: int, state: Mapping[str, Any], *, background: bool) -> None:
+        """Save a checkpoint; the replicas other than the first write nothing, and learn here of a failure."""
+        error: CheckpointError | None = None
+        try:
+            if not self._layout.replica:
+                self._write(step, state, background=background)
+        except CheckpointError as failure:
+            error = failure
+        self._agree(error)
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint, or fail on all processes alike."""
+        error: CheckpointError | None = None
+        try:
+            self._writer.wait()
+        except CheckpointError as failure:
+            error = failure
+        self._agree(error)
+        self.report()
+
+    @property
+    def failed(self) -> bool:
+        """Whether this process failed to write a checkpoint in the background."""
+        return self._writer.failed is not None
+
+    def fail(self, process: int) -> None:
+        """Raise the error of the process that failed, on all of them."""
+        text = self._world.broadcast(str(self._writer.failed or ""), process)
+        self._writer.wait()
+        raise CheckpointError(text)
+
+    def report(self) -> None:
+        """Log the last checkpoint once it is published."""
+        saved = self._writer.last
+        if saved is not None and saved.step > self._reported:
+            self._reported = saved.step
+            self._logs.event(
+                "checkpoint",
+                step=saved.step,
+                seconds=saved.seconds,
+                bytes=saved.bytes,
+                blocked=self._blocked_seconds,
+            )
+
+    def _write(self, step: int, state: Mapping[str, Any], *, background: bool) -> None:
+        self._writer.wait()
+        self.report()
+        started = time.perf_counter()
+        layout = self._layout
+        self._writer.save(
+            step,
+            own_weights(self._pipe),
+            own_optimizer_state(self._pipe, self._optimizer),
+            state,
+            assets=self._assets,
+            attempt=f"{self._attempt}-{step}",
+            world={"ranks": layout.ranks, "replicas": layout.replicas, "layout": str(layout)},
+            background=background,
+        )
+        self._blocked_seconds = time.perf_counter() - started
+        if not background:
+            self.report()
+
+    def _agree(self, error: CheckpointError | None) -> None:
+        """Raise an error of any process on all of them; if a rank is lost meanwhile, that comes first."""
+        if self._layout.processes == 1:
+            if error is not None:
+                raise error
+            return
+        failed = np.zeros(self._layout.processes)
+        failed[self._layout.rank] = float(error is not None)
+        try:
+            failed = self._world.all_reduce(failed)
+        except StagelineError as lost:
+            if error is not None:
+                lost.add_note(str(error))
+            raise
+        if failed.any():
+            text = self._world.broadcast(str(error or ""), int(failed.argmax()))
+            raise error or CheckpointError(text)

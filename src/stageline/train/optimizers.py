@@ -100,6 +100,11 @@ class Optimizer:
         """The parameter groups of all optimizers, with the names of their parameters."""
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
+    @property
+    def single(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer, if one alone steps the parameters of the model."""
+        return self._optimizers[0] if len(self._optimizers) == 1 and not self.masters else None
+
     def set_rate(self, factor: float) -> float:
         """Set every group to this fraction of its maximum learning rate; return the rate of the first."""
         for group in self.groups:

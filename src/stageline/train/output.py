@@ -1,56 +1,61 @@
-"""What a job shows of itself and keeps beside its checkpoints: events, timelines, a sample, the report."""
+"""The output of a job beside its checkpoints: what it prints and logs, timelines, a sample, the report."""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 import resource
 import sys
-from typing import TYPE_CHECKING
+import time
+from typing import Any
 
 import numpy as np
 import torch
 
+from stageline._version import __version__
 from stageline.model.huggingface import own_loss
 from stageline.timeline import draw
 from stageline.timeline.timeline import Timeline
+from stageline.train.events import Logs
 from stageline.train.events.screen import put
-from stageline.train.optimizer_step import Stepped
-from stageline.train.run_folder import ENVIRONMENT, METRICS, environment
+from stageline.train.run_folder import ENVIRONMENT, METRICS, PLANNED, SAMPLE, TIMELINE_PAGE, TIMELINES, timeline_file
 from stageline.train.sample import generate
+from stageline.train.setup import Setup
+from stageline.train.signals import StopSignals
+from stageline.train.step import StepResult
 
-if TYPE_CHECKING:
-    from stageline.train.trainer import Trainer
 
+class Output:
+    """Reports the steps of a job; only the main process prints and writes."""
 
-class Show:
-    """Tells of a trainer's steps; only the main process has something to say."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        """Look at a trainer that is ready."""
-        self._of = trainer
-        self._main = trainer.layout.main
-        self._planned = trainer.setup.choice.timeline
+    def __init__(self, setup: Setup, logs: Logs, stop: StopSignals) -> None:
+        """`setup` is prepared."""
+        self._setup, self._logs, self._stop = setup, logs, stop
+        self._main = setup.layout.main
+        self._planned = setup.choice.timeline
         self._measured: Timeline | None = None
-        self._replans = 0
-        self._sample_cut = False
+        self._num_replans = 0
+        self._sample_interrupted = False
 
     def begin(self, resumed: bool) -> None:
-        """Say what is about to be trained, and keep where."""
+        """Print and save what is about to be trained."""
         if not self._main:
             return
-        setup, folder, layout = self._of.setup, self._of.folder, self._of.layout
-        folder.keep(self._of.config)
-        if not resumed and (aside := folder.set_aside(METRICS)) is not None:
+        setup, folder, layout = self._setup, self._setup.folder, self._setup.layout
+        folder.write_config(setup.config)
+        if not resumed and (aside := folder.move_aside(METRICS)) is not None:
             setup.notes.append(
-                f"{folder.path} holds a run without a checkpoint in {self._of.checkpoints.name}, so it begins anew; "
-                f"its events so far are kept in {aside.name}"
+                f"{folder.path} holds a run without a checkpoint in {setup.config.checkpoint.folder}, so it starts "
+                f"again; its earlier events are kept in {aside.name}"
             )
         schedule = setup.choice.schedule
-        count = sum(parameter.numel() for parameter in self._of.pipe.model.parameters())
-        (folder.path / "timeline").mkdir(exist_ok=True)
-        self._planned.write(folder.path / "timeline" / "planned.json")
-        about = {
+        num_parameters = sum(parameter.numel() for parameter in setup.pipe.model.parameters())
+        (folder.path / TIMELINES).mkdir(exist_ok=True)
+        self._planned.write(folder.path / TIMELINES / PLANNED)
+        job = {
             "model": setup.task.name,
-            "parameters": count,
+            "parameters": num_parameters,
             "data": setup.data.describe(),
             "ranks": layout.ranks,
             "replicas": layout.replicas,
@@ -58,111 +63,130 @@ class Show:
             "device": str(layout.device),
             "schedule": schedule.name,
         }
-        folder.write(ENVIRONMENT, environment(**about))
-        tried = 1 + len(setup.choice.alternatives)
-        best = f", the fastest of {tried} by the profile" if tried > 1 else ""
+        folder.write(ENVIRONMENT, environment(**job))
+        num_candidates = 1 + len(setup.choice.alternatives)
+        best = f", the fastest of {num_candidates} by the profile" if num_candidates > 1 else ""
         for note in setup.notes:
             put(f"note: {note}")
-        put(f"model     {setup.task.name}, {count:,} parameters")
+        put(f"model     {setup.task.name}, {num_parameters:,} parameters")
         put(f"data      {setup.data.describe()}")
         put(f"ranks     {layout}")
         put(f"schedule  {schedule.name}{best}: {schedule.stages} stages, {schedule.microbatches} microbatches")
         put(f"folder    {folder.path}")
 
-    def step(self, done: Stepped, factor: float, seconds: float) -> None:
-        """Tell of a step, and keep its timeline now and then."""
+    def step(self, step: int, result: StepResult, rate: float, seconds: float) -> None:
+        """Log a step, and save its timeline every `metrics.timeline_freq` steps."""
         if not self._main:
             return
-        of, config = self._of, self._of.config
-        tokens = of.setup.per_step * (of.setup.tokens or 1)  # what is no row of tokens counts as one
-        measured = done.stats.measured()
-        of.logs.event(
+        setup, config = self._setup, self._setup.config
+        tokens = setup.batches.per_step * (setup.tokens or 1)  # a sample that is not a row of tokens counts as one
+        self._measured = result.stats.measured()
+        scaled = config.training.mixed_precision_param == "float16"
+        self._logs.event(
             "step",
-            step=of.step,
-            loss=done.loss,
-            grad_norm=done.grad_norm,
-            lr=config.optimizer.lr * factor,
+            step=step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=config.optimizer.lr * rate,
             tokens=tokens,
             tokens_per_s=tokens / seconds,
             seconds=seconds,
-            bubble=measured.bubble,
+            bubble=self._measured.bubble,
             planned_bubble=self._planned.bubble,
-            memory=memory_in_use(of.layout.device),
-            **({"scale": done.scale, "skipped": done.skipped} if of.scale.enabled else {}),
+            memory=memory_in_use(setup.layout.device),
+            **({"scale": result.scale, "skipped": result.skipped} if scaled else {}),
         )
-        for changed in of.pipe.replans[self._replans :]:
-            self._planned = changed.timeline
-            of.logs.event("replan", step=of.step, said=str(changed), before=changed.before, after=changed.after)
-        self._replans = len(of.pipe.replans)
+        for replan in setup.pipe.replans[self._num_replans :]:
+            self._planned = replan.timeline
+            self._logs.event("replan", step=step, said=str(replan), before=replan.before, after=replan.after)
+        self._num_replans = len(setup.pipe.replans)
         every = config.metrics.timeline_freq
-        self._measured = measured
-        if (every and of.step % every == 0) or of.step == config.training.steps:
-            self._keep()
+        if (every and step % every == 0) or step == config.training.steps:
+            self._measured.write(setup.folder.path / timeline_file(step))
+            self._logs.event("timeline", step=step, file=timeline_file(step))
 
-    def _keep(self) -> None:
-        assert self._measured is not None
-        name = f"timeline/step-{self._of.step:08}.json"
-        self._measured.write(self._of.folder.path / name)
-        self._of.logs.event("timeline", step=self._of.step, file=name)
+    def finish(self, step: int, why: str) -> None:
+        """Write a sample of a language model, and a page of the planned and measured timeline.
 
-    def finish(self, why: str) -> None:
-        """A sample of a language model, and the planned and measured timeline on one page; all processes take part."""
+        All processes take part in the sample.
+        """
         text = self._sample() if why in ("finished", "early stop") else ""
         if not self._main:
             return
-        folder = self._of.folder
+        folder = self._setup.folder
         if text:
-            folder.write("sample.txt", text)
+            folder.write(SAMPLE, text)
             put(f"\n{text}\n")
         if self._measured is not None and self._measured.is_aligned:
             name = self._measured.schedule.name
-            names = [f"{name}, {what}" for what in ("planned", "measured")]
-            title = f"{name}, planned and measured at step {self._of.step}"
-            folder.write("timeline.html", draw.html([self._planned, self._measured], title, names=names))
+            names = [f"{name}, {kind}" for kind in ("planned", "measured")]
+            title = f"{name}, planned and measured at step {step}"
+            folder.write(TIMELINE_PAGE, draw.html([self._planned, self._measured], title, names=names))
 
     def report(self) -> None:
-        """Make the run's page."""
+        """Write the report of the run."""
         if self._main:
             from stageline.train.report import make_report
 
-            put(f"report    {make_report(self._of.folder.path)}")
+            put(f"report    {make_report(self._setup.folder.path)}")
 
     def _sample(self) -> str:
-        """Text that the model writes; every process takes part."""
-        of = self._of
-        asked, data, task = of.config.sample, of.setup.data, of.setup.task
-        if not asked.tokens or data.tokenizer is None or not task.speaks or not of.setup.tokens:
+        """Return text that the model writes; every process takes part."""
+        setup, config = self._setup, self._setup.config
+        options, tokenizer, task = config.sample, setup.data.tokenizer, setup.task
+        if not options.tokens or tokenizer is None or not task.predicts_tokens or not setup.tokens:
             return ""
-        prompt = [int(token) for token in data.tokenizer.encode(asked.prompt or "\n")]
-        found = generate(
-            of.pipe,
-            prompt,
-            asked.tokens,
-            length=of.config.training.seq_len,
-            tell=self._tell_token,
-            temperature=asked.temperature,
-            seed=of.config.training.seed,
-            give=lambda tokens: {"input_ids": tokens} if task.loss.function is own_loss else tokens,
+        tokens = generate(
+            setup.pipe,
+            [int(token) for token in tokenizer.encode(options.prompt or "\n")],
+            options.tokens,
+            length=config.training.seq_len,
+            share=self._share_token,
+            temperature=options.temperature,
+            seed=config.training.seed,
+            inputs=lambda rows: {"input_ids": rows} if task.loss.function is own_loss else rows,
         )
-        if self._sample_cut:
+        if self._sample_interrupted:
             if self._main:
                 put("sample    none: stopped by a signal")
             return ""
-        return data.tokenizer.decode(found)
+        return tokenizer.decode(tokens)
 
-    def _tell_token(self, token: int) -> int | None:
-        """Give all processes the token that the one with the last stage drew; None if a signal came to any of them."""
-        of = self._of
-        last = int(of.setup.choice.schedule.placement.table[0, -1])
-        values = np.array([token if of.layout.processes == 1 or of.layout.rank == last else 0, of.signal], float)
-        if of.layout.processes > 1:
-            values = of.world.all_reduce(values)
-        self._sample_cut = bool(values[1])
-        return None if self._sample_cut else int(values[0])
+    def _share_token(self, token: int) -> int | None:
+        """Give all processes the token of the last stage; None if any of them received a signal."""
+        setup, layout = self._setup, self._setup.layout
+        last = int(setup.choice.schedule.placement.table[0, -1])
+        values = np.array([token if layout.processes == 1 or layout.rank == last else 0, self._stop.number], float)
+        if layout.processes > 1:
+            values = setup.world.all_reduce(values)
+        self._sample_interrupted = bool(values[1])
+        return None if self._sample_interrupted else int(values[0])
+
+
+def environment(**job: Any) -> str:
+    """Return the versions, the machine, the command and the given facts of a job as JSON.
+
+    >>> json.loads(environment(ranks=4))["ranks"]
+    4
+    """
+    facts = {
+        "stageline": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "host": platform.node(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())],
+        "command": " ".join(sys.argv),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        **job,
+    }
+    return json.dumps(facts, indent=1) + "\n"
 
 
 def memory_in_use(device: torch.device) -> int:
-    """The most bytes that were in use: of the GPU, or of this process.
+    """Return the peak memory in bytes: of the GPU, or of this process.
 
     >>> memory_in_use(torch.device("cpu")) > 2**20
     True

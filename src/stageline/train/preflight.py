@@ -34,7 +34,7 @@ def preflight(config: Config) -> None:
     stageline.StagelineError: model.vocab_size is 100, but the tokenizer bytes has 256 tokens; use 0 for
     that size
     """
-    setup = Setup(config, _layout(config), RunFolder(config.job.dump_folder), None, None, None)
+    setup = Setup(config, _layout(config), RunFolder(config.job.dump_folder))
     sentences = []
     for check in (_folder, _job):
         try:
@@ -56,7 +56,7 @@ def _layout(config: Config) -> Layout:
 def _folder(setup: Setup) -> Iterator[str]:
     """The folder of the run, and the checkpoints that are to be read."""
     config, folder = setup.config, setup.folder
-    folder.look(config)
+    folder.find_run(config)
     asked = config.checkpoint
     if asked.load_step >= 0:
         at_step(folder.path / asked.folder, asked.load_step)
@@ -66,8 +66,7 @@ def _folder(setup: Setup) -> Iterator[str]:
 
 def _job(setup: Setup) -> Iterator[str]:
     """Data, model and loss, as the job makes them, but without memory for parameters."""
-    setup.make_batches()
-    setup.check_data()
+    setup.open_data()
     model = _model(setup)
     _ = setup.task.loss
     if model is None:

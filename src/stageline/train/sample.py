@@ -19,28 +19,28 @@ def generate(
     count: int,
     *,
     length: int,
-    tell: Callable[[int], int | None],
+    share: Callable[[int], int | None],
     temperature: float = 0.8,
     seed: int = 0,
-    give: Callable[[Tensor], Any] = lambda tokens: tokens,
+    inputs: Callable[[Tensor], Any] = lambda rows: rows,
 ) -> list[int]:
-    """Go on from a prompt, with at most `length` tokens in view; every process of a pipeline calls this together.
+    """Continue a prompt, with a context of at most `length` tokens; all processes of a pipeline call this together.
 
-    Only the last stage knows the logits, so `tell` gives all processes the token that was drawn there (-1 elsewhere),
-    or None to end early.
-    The same seed gives the same tokens for any number of ranks.
+    Only the last stage has the logits: `share` gives all processes the token that was drawn there (it is called with -1
+    elsewhere), or returns None to stop early. `inputs` turns rows of tokens into the inputs of the model. The same seed
+    gives the same tokens for any number of ranks.
 
     >>> model = torch.nn.Sequential(torch.nn.Embedding(4, 8), torch.nn.Linear(8, 4))
     >>> pipe = Pipeline(model, loss_fn=torch.nn.functional.mse_loss, ranks=2, microbatches=1)
-    >>> len(generate(pipe, [1], 5, length=3, tell=lambda token: token))
+    >>> len(generate(pipe, [1], 5, length=3, share=lambda token: token))
     6
     """
     tokens = list(prompt)
     draw = torch.Generator().manual_seed(seed)
     with evaluating(pipe.model):
         for _ in range(count):
-            output = pipe.predict(give(torch.tensor([tokens[-length:]])))
-            token = tell(-1 if output is None else _pick(logits_of(output)[0, -1], temperature, draw))
+            output = pipe.predict(inputs(torch.tensor([tokens[-length:]])))
+            token = share(-1 if output is None else _pick(logits_of(output)[0, -1], temperature, draw))
             if token is None:
                 break
             tokens.append(token)
@@ -48,7 +48,7 @@ def generate(
 
 
 def _pick(logits: Tensor, temperature: float, draw: torch.Generator) -> int:
-    known = logits.detach().float().cpu()
+    logits = logits.detach().float().cpu()
     if temperature <= 0:
-        return int(known.argmax())
-    return int(torch.multinomial(torch.softmax(known / temperature, 0), 1, generator=draw))
+        return int(logits.argmax())
+    return int(torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=draw))

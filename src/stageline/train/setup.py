@@ -1,12 +1,11 @@
-"""Everything a job needs before its first step: data, model, folder, schedule, pipeline. Nothing is trained here."""
+"""The start-up of a job: from a configuration to data, a locked run folder, a schedule and a pipeline."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from stageline.common.errors import StagelineError
+from stageline.distributed.decision import decide
 from stageline.distributed.process_host import job_world
 from stageline.distributed.rank_host import World
 from stageline.model.build.build import build, describe
@@ -28,7 +27,7 @@ from stageline.planning.batch_sizes import by_calls
 from stageline.planning.io import parse_plan, to_text
 from stageline.planning.plan import Plan
 from stageline.planning.request import device_memory
-from stageline.runtime.compile import Compile
+from stageline.runtime._torch_private import pytree
 from stageline.runtime.pipeline import Pipeline
 from stageline.train.checkpoint import leave_mark, remove_mark, sees_mark
 from stageline.train.config.config import Config
@@ -36,124 +35,155 @@ from stageline.train.data import Data, Loader, Tokens, data_of, open_data
 from stageline.train.layout import Layout
 from stageline.train.optimizers import warm_up_note
 from stageline.train.precision import disable_broken_bfloat16
-from stageline.train.run_folder import RunFolder
-from stageline.train.schedule_choice import choose, keep, kept
+from stageline.train.run_folder import PROFILE, RunFolder
+from stageline.train.schedule_choice import choose_schedule, load_choice, save_choice
 from stageline.train.signals import ended_by_sigterm
 from stageline.train.task import Task, looks_ahead, make_task
 
 
+@dataclass(frozen=True)
+class BatchSizes:
+    """How the samples of an optimizer step are divided.
+
+    >>> batch_sizes(Config.read(None, "training.local_batch_size=8", "training.global_batch_size=32"), replicas=2)
+    BatchSizes(per_step=32, local=8, accumulation=2, microbatch=2, microbatches=4)
+    """
+
+    per_step: int
+    """Samples of an optimizer step, over all replicas."""
+    local: int
+    """Samples of a pipeline step, of one replica."""
+    accumulation: int
+    """Pipeline steps in an optimizer step."""
+    microbatch: int
+    """Samples of a microbatch."""
+    microbatches: int
+
+
+def batch_sizes(config: Config, replicas: int) -> BatchSizes:
+    """Divide the samples of an optimizer step."""
+    training = config.training
+    local = training.local_batch_size
+    pipeline_step = local * replicas
+    per_step = training.global_batch_size or pipeline_step
+    if per_step % pipeline_step:
+        below, above = per_step // pipeline_step * pipeline_step, (per_step // pipeline_step + 1) * pipeline_step
+        raise StagelineError(
+            f"training.global_batch_size is {per_step}, which {replicas} replicas × training.local_batch_size {local} "
+            f"do not divide; the nearest that fit are {f'{below} and ' if below else ''}{above}"
+        )
+    microbatch = min(config.parallelism.pipeline_parallel_microbatch_size, local)
+    return BatchSizes(per_step, local, per_step // pipeline_step, microbatch, -(-local // microbatch))
+
+
 class Setup:
-    """The parts of a job, each made when it is first asked for; every process asks for them in the same order."""
+    """The parts of a job. `prepare` makes all of them; `open_data` alone is enough to check a configuration."""
+
+    batches: BatchSizes
+    data: Data
+    loader: Loader
+    task: Task
+    world: World
+    choice: Plan
+    """The stages and the schedule."""
+    pipe: Pipeline
 
     def __init__(
         self,
         config: Config,
         layout: Layout,
         folder: RunFolder,
-        model: Callable[[], nn.Module] | None,
-        loss_fn: Callable[[Any, Any], Any] | None,
-        data: Data | Iterable[Any] | None,
+        model: Callable[[], nn.Module] | None = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        data: Data | Iterable[Any] | None = None,
     ) -> None:
-        """Keep what is asked for."""
+        """`model`, `loss_fn` and `data` replace those of the configuration."""
         self.config, self.layout, self.folder = config, layout, folder
         self._model, self._loss_fn, self._data = model, loss_fn, data
-        self.goes_on = False
-        """Whether the folder holds a run to go on with."""
+        self.resumes = False
+        """Whether the folder holds a run to resume."""
         self.notes: list[str] = []
-        """What people should know before the first step."""
+        """Sentences to print before the first step."""
 
     def prepare(self) -> None:
-        """Make all of it; what is wrong is found here, before the folder is written to."""
-        self.make_batches()
-        training = self.config.training
-        inside = "bfloat16" if self.config.optimizer.name == "Muon" else ""  # what it orthogonalises in
-        mended = disable_broken_bfloat16(self.layout.device, training.dtype, training.mixed_precision_param, inside)
-        _ = self.world
-        self.check_data()
-        self._look_at_folder()
-        self._share_folder()
-        self.notes += [note for note in (mended, warm_up_note(self.config)) if note]
-        _ = self.choice, self.pipe
+        """Run the start-up, step by step. All processes call this together, and communicate where a line says so."""
+        self.batches = batch_sizes(self.config, self.layout.replicas)
+        precision_note = self._disable_broken_kernels()
+        self._join_processes()  # communicates
+        self.open_data()
+        self._claim_folder()  # communicates
+        self._check_shared_folder()  # communicates
+        self.notes += [note for note in (precision_note, warm_up_note(self.config)) if note]
+        self._choose_schedule()  # communicates
+        self._build_pipeline()  # communicates
 
-    def check_data(self) -> None:
-        """Open the data and make the task; refuse what the two do not have for each other."""
-        _ = self.loader, self.task
+    def _disable_broken_kernels(self) -> str:
+        training = self.config.training
+        muon_dtype = "bfloat16" if self.config.optimizer.name == "Muon" else ""  # it orthogonalises in bfloat16
+        return disable_broken_bfloat16(self.layout.device, training.dtype, training.mixed_precision_param, muon_dtype)
+
+    def _join_processes(self) -> None:
+        with ended_by_sigterm():
+            self.world = job_world(self.config.comm.train_timeout_seconds)
+
+    def open_data(self) -> None:
+        """Open the data and make the task; raise if they do not fit each other."""
+        config = self.config
+        self.batches = batch_sizes(config, self.layout.replicas)
+        if self._data is None:
+            self.data = open_data(config)
+        else:
+            self.data = self._data if isinstance(self._data, Data) else data_of(self._data, config)
+        self.loader = Loader(self.data.train, batch=self.batches.per_step, seed=config.training.seed)
+        self.task = self._make_task()
         if self.task.configured is not None:
-            self.task.check_length(self.tokens, self.config.training.seq_len)
-        if self.config.validation.patience and self.data.validation is None:
+            self.task.check_length(self.tokens, config.training.seq_len)
+        if config.validation.patience and self.data.validation is None:
             raise StagelineError(
-                f"validation.patience is {self.config.validation.patience}, and nothing is validated on: of a stream "
+                f"validation.patience is {config.validation.patience}, and nothing is validated on: of a stream "
                 "nothing is held back; give a validation.dataset_path, or 0 for the patience"
             )
 
-    @cached_property
-    def world(self) -> World:
-        """All processes of the job."""
-        with ended_by_sigterm():
-            return job_world(self.config.comm.train_timeout_seconds)
-
-    @cached_property
-    def data(self) -> Data:
-        """What is trained on."""
-        if self._data is None:
-            return open_data(self.config)
-        return self._data if isinstance(self._data, Data) else data_of(self._data, self.config)
-
-    @cached_property
-    def loader(self) -> Loader:
-        """Batches by position."""
-        return Loader(self.data.train, batch=self.per_step, seed=self.config.training.seed)
-
-    @cached_property
-    def task(self) -> Task:
-        """The model and its loss."""
+    def _make_task(self) -> Task:
         training = self.config.training
         if self._model is None:
             task = make_task(self.config, self.data.vocab_size)
         else:
             name = getattr(self._model, "__name__", type(self._model).__name__)
             task = Task(name, self._model, training.loss, tuple(training.loss_weights), getattr(torch, training.dtype))
-        task.given = self._loss_fn
+        task.user_loss = self._loss_fn
         return task
 
-    def make_batches(self) -> None:
-        """How many samples a replica takes at once, how often in a step of the optimizer, and in how many parts."""
-        training, replicas = self.config.training, self.layout.replicas
-        once = training.local_batch_size * replicas
-        self.per_step = training.global_batch_size or once
-        """Samples of a step of the optimizer, over all replicas."""
-        if self.per_step % once:
-            below, above = self.per_step // once * once, (self.per_step // once + 1) * once
-            raise StagelineError(
-                f"training.global_batch_size is {self.per_step}, which {replicas} replicas × "
-                f"training.local_batch_size {training.local_batch_size} do not divide; the nearest that fit are "
-                f"{f'{below} and ' if below else ''}{above}"
-            )
-        self.local = training.local_batch_size
-        self.turns = self.per_step // once
-        """Steps of the pipeline in one of the optimizer."""
-        self.size = min(self.config.parallelism.pipeline_parallel_microbatch_size, self.local)
-        self.microbatches = -(-self.local // self.size)
+    @cached_property
+    def example(self) -> Any:
+        """The inputs of a microbatch."""
+        inputs, _ = self.task.batch(*self.loader.batch(0, 0, 1, self.batches.microbatch))
+        return inputs
 
-    def _look_at_folder(self) -> None:
-        """See whether there is a run to go on with; the main process looks, claims the folder, and tells."""
-        said: dict[str, Any] = {"goes_on": False, "error": "", "notes": []}
-        if self.layout.main:
-            try:
-                said["goes_on"], said["notes"] = self.folder.look(self.config)
-                self.folder.claim(self.config)
-            except StagelineError as error:
-                said["error"] = str(error)
-        said = json.loads(self.world.broadcast(json.dumps(said), 0))
-        if said["error"]:
-            raise StagelineError(said["error"])
-        self.goes_on, self.notes = said["goes_on"], said["notes"]
+    @cached_property
+    def tokens(self) -> int:
+        """The number of tokens of a sample; 0 if samples are not rows of tokens."""
+        inputs = self.example
+        rows = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
+        if isinstance(rows, Tensor) and rows.dim() == 2 and not rows.is_floating_point():
+            return int(rows.shape[1])
+        return 0
 
-    def _share_folder(self) -> None:
-        """Find processes that do not see the run's folder."""
+    def _claim_folder(self) -> None:
+        """Find a run to resume, and lock the folder; rank 0 does both."""
+
+        def claim() -> tuple[bool, list[str]]:
+            resumes, notes = self.folder.find_run(self.config)
+            self.folder.claim(self.config)
+            return resumes, notes
+
+        self.resumes, self.notes = decide(self.world, claim)
+
+    def _check_shared_folder(self) -> None:
+        """Raise if a process does not see the run's folder."""
         if self.layout.processes == 1:
             return
-        nonce = self.world.broadcast(leave_mark(self.folder.path) if self.layout.main else "", 0)
+        nonce = decide(self.world, lambda: leave_mark(self.folder.path))
         blind = np.zeros(self.layout.processes)
         blind[self.layout.rank] = float(not sees_mark(self.folder.path, nonce))
         blind = self.world.all_reduce(blind)
@@ -166,84 +196,58 @@ class Setup:
                 "a file system that all machines share"
             )
 
-    @cached_property
-    def choice(self) -> Plan:
-        """The cut and the schedule: of an earlier start, if the same was asked for, or by a profile; rank 0 chooses."""
-        said = {"plan": "", "error": ""}
-        if self.layout.main:
-            try:
-                said["plan"] = to_text(self._choose())
-            except StagelineError as error:
-                if self.layout.processes == 1:
-                    raise
-                said["error"] = str(error)
-        said = json.loads(self.world.broadcast(json.dumps(said), 0))
-        if said["error"]:
-            raise StagelineError(said["error"])
-        return parse_plan(said["plan"], "the plan of rank 0")
+    def _choose_schedule(self) -> None:
+        """Choose the stages and the schedule on rank 0: those of an earlier start, or by a profile."""
+        text = decide(self.world, lambda: to_text(self._choose()))
+        self.choice = parse_plan(text, "the plan of rank 0")
 
     def _choose(self) -> Plan:
         config, layout, path = self.config, self.layout, self.folder.path
-        asked: dict[str, Any] = {
+        request: dict[str, Any] = {
             "parallelism": asdict(config.parallelism),
             "model": asdict(config.model) | {"seq_len": config.training.seq_len},
             "ranks": layout.ranks,
-            "microbatches": self.microbatches,
+            "microbatches": self.batches.microbatches,
         }
-        if file := config.parallelism.pipeline_parallel_schedule_csv:  # it may have changed under its name
+        if file := config.parallelism.pipeline_parallel_schedule_csv:  # its contents may have changed
             with suppress(OSError):
-                asked["file"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-        found = kept(path, asked) if self.goes_on else None
-        if found is None:
-            profiled, room = self._profile()
-            found, note = choose(profiled, config, layout.ranks, self.microbatches, room)
+                request["file"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        choice = load_choice(path, request) if self.resumes else None
+        if choice is None:
+            measured, memory = self._profile()
+            choice, note = choose_schedule(measured, config, layout.ranks, self.batches.microbatches, memory)
             self.notes += [note] if note else []
-            profiled.write(path / "profile.json")
-            keep(found, path, asked)
-        return found
-
-    @cached_property
-    def example(self) -> Any:
-        """A microbatch of the data, as the model takes it."""
-        inputs, _ = self.task.batch(*self.loader.batch(0, 0, 1, self.size))
-        return inputs
-
-    @cached_property
-    def tokens(self) -> int:
-        """Tokens in a sample; 0 where samples are no rows of tokens."""
-        inputs = self.example
-        rows = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
-        if isinstance(rows, Tensor) and rows.dim() == 2 and not rows.is_floating_point():
-            return int(rows.shape[1])
-        return 0
+            measured.write(path / PROFILE)
+            save_choice(choice, path, request)
+        return choice
 
     def _profile(self) -> tuple[Profile, float | None]:
-        """Measure the units of the model, in the order of their calls, on a microbatch; and what a rank may hold."""
+        """Measure the units of the model, in call order, on a microbatch; return the memory of a rank, too."""
         device = self.layout.device
         model = build(self.task.make, seed=self.config.training.seed, device=device, otherwise="construct")
-        here = pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, self.example)
-        words = self.data.vocab_size
-        if isinstance(self.data.train, Tokens) and self.task.speaks and looks_ahead(model, here, words=words):
+        example = pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, self.example)
+        is_language_model = isinstance(self.data.train, Tokens) and self.task.predicts_tokens
+        if is_language_model and looks_ahead(model, example, vocab_size=self.data.vocab_size):
             self.notes.append(
-                f"{self.task.name} sees the tokens that it is to foretell: what it says of a place changes with those "
-                "behind it; take a causal model, or samples of your own"
+                f"{self.task.name} sees the tokens that it is to predict: its output at a position changes with the "
+                "tokens after it; use a causal model, or samples of your own"
             )
-        found = profile(model, here, repeats=3, warmup=1)
-        if self.config.compile.enable:  # a compiled backward is one piece
-            layers = [replace(each, backward_input=each.backward, backward_weight=0.0) for each in found.layers]
-            found = replace(found, layers=tuple(layers))
-        room = device_memory(model)
-        shared = self.layout.ranks if self.layout.processes == 1 else 1  # ranks that are threads share a GPU
-        named = by_calls(found, [unit.name for unit in split(model, 1, example=here).units])
-        return named, None if room is None else room / shared
+        measured = profile(model, example, repeats=3, warmup=1)
+        if self.config.compile.enable:  # a compiled backward has no separate halves
+            layers = [replace(layer, backward_input=layer.backward, backward_weight=0.0) for layer in measured.layers]
+            measured = replace(measured, layers=tuple(layers))
+        memory = device_memory(model)
+        sharing = self.layout.ranks if self.layout.processes == 1 else 1  # ranks that are threads share a GPU
+        named = by_calls(measured, [unit.name for unit in split(model, 1, example=example).units])
+        return named, None if memory is None else memory / sharing
 
-    @cached_property
-    def pipe(self) -> Pipeline:
-        """The pipeline, with weights that depend on the seed and on names alone."""
+    def _build_pipeline(self) -> None:
+        """Build the pipeline; initial weights depend only on the seed and on names."""
         config, layout, choice = self.config, self.layout, self.choice
         recompute = {"none": "none", "full": "stage", "selective": list(config.activation_checkpoint.modules)}
-        return Pipeline(
-            self._staged(),
+        staged = self._split_model()  # first, because a loss of the model's own is known once the model is built
+        self.pipe = Pipeline(
+            staged,
             loss_fn=self.task.loss.function,
             loss_reduction=self.task.loss.reduction,
             schedule=choice.schedule,
@@ -253,31 +257,26 @@ class Setup:
             replicas=layout.replicas,
             bucket_mb=config.parallelism.bucket_mb,
             device=layout.device,
-            compile=self._compile,
+            compile={"backend": config.compile.backend} if config.compile.enable else False,
             replan=config.parallelism.replan,
             replan_every=config.parallelism.replan_freq,
             stragglers=config.parallelism.stragglers,
             planned=choice,
         )
 
-    @property
-    def _compile(self) -> Compile:
-        return {"backend": self.config.compile.backend} if self.config.compile.enable else False
-
-    def _staged(self) -> Staged:
-        """The model in stages, without memory where its constructor can be repeated for a part of it."""
+    def _split_model(self) -> Staged:
+        """Split the model into stages, on the meta device if its constructor can be repeated for a part of it."""
         stages, counts = self.choice.schedule.stages, self.choice.layers_per_stage
         try:
             recipe = describe(self.task.make)
-            for example in (self.example, None):  # what has no memory cannot always be run
+            for example in (self.example, None):  # a model on the meta device cannot always run
                 with suppress(StagelineError):
-                    found = split(recipe.model, stages, layers_per_stage=counts, example=example)
-                    return replace(found, recipe=recipe)
-            why = "its parts are found only by running it"
+                    staged = split(recipe.model, stages, layers_per_stage=counts, example=example)
+                    return replace(staged, recipe=recipe)
+            reason = "its units can only be found by running it"
         except StagelineError as error:
-            why = str(error)
+            reason = str(error)
         if self.layout.processes > 1:
-            self.notes.append(f"every process builds the whole model before it keeps its part: {why}")
-        seed, device = self.config.training.seed, self.layout.device
-        model = build(self.task.make, seed=seed, device=device, otherwise="construct")
+            self.notes.append(f"every process builds the whole model before it keeps its part: {reason}")
+        model = build(self.task.make, seed=self.config.training.seed, device=self.layout.device, otherwise="construct")
         return split(model, stages, layers_per_stage=counts, example=self.example)

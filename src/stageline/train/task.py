@@ -1,4 +1,4 @@
-"""What is trained: a model as a function that builds it, its loss, and how a batch is given to both."""
+"""The task of a job: a function that builds the model, its loss, and the arguments that a batch becomes."""
 
 from __future__ import annotations
 
@@ -26,72 +26,73 @@ class Task:
 
     name: str
     build: Callable[[], Any]
-    """Makes the model, or a tuple that begins with it, as `stageline check` takes it."""
+    """Returns the model, or a tuple that starts with it, as for `stageline check`."""
     loss_name: str
     loss_weights: tuple[float, ...] = ()
     dtype: torch.dtype = torch.float32
     assets: dict[str, bytes] = field(default_factory=dict)
-    """Small files that belong to the model, such as the config.json by which transformers opens it."""
+    """Small files that belong to the model, such as the config.json of transformers."""
     configured: HuggingFaceConfig | None = None
-    """What a Hugging Face config said of the model, where one did."""
-    own: Any = None
-    """The loss that came with the model."""
-    given: Callable[[Any, Any], Any] | None = None
-    """A loss from Python, in place of the one that is named."""
+    """The Hugging Face config of the model, if it has one."""
+    model_loss: Any = None
+    """The loss function that `build` returned with the model."""
+    user_loss: Callable[[Any, Any], Any] | None = None
+    """A loss function that replaces the named one."""
 
     def make(self) -> nn.Module:
         """Build the model, with random weights."""
         with default_dtype(self.dtype):
-            made = self.build()
-        parts = made if isinstance(made, tuple) else (made,)
+            built = self.build()
+        parts = built if isinstance(built, tuple) else (built,)
         if not parts or not isinstance(parts[0], nn.Module) or len(parts) > 4:
             raise StagelineError(
-                f"{self.name} returned a {type(made).__name__}; it must return a model, or a tuple of a model, its "
-                "inputs, targets and loss function, the last ones left out as you like"
+                f"{self.name} returned a {type(built).__name__}; it must return a model, or a tuple of a model, its "
+                "inputs, targets and loss function, of which the last ones may be left out"
             )
-        self.own = parts[3] if len(parts) == 4 else None
+        self.model_loss = parts[3] if len(parts) == 4 else None
         return parts[0]
 
     @property
-    def speaks(self) -> bool:
-        """Whether its loss is that of a language model."""
+    def predicts_tokens(self) -> bool:
+        """Whether the loss is that of a language model."""
         return self.loss_name in ("cross_entropy", "weighted_cross_entropy", "own")
 
     @property
     def loss(self) -> Loss:
-        """The loss; one that comes with the model is known once that was built."""
-        if self.given is not None:
-            return Loss(self.given, "mean")
-        return find_loss(self.loss_name, self.loss_weights, self.own)
+        """The loss; one that comes with the model is known once `make` was called."""
+        if self.user_loss is not None:
+            return Loss(self.user_loss, "mean")
+        return find_loss(self.loss_name, self.loss_weights, self.model_loss)
 
     def batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """What a pipeline is given for a batch of data."""
+        """Return the inputs and targets of the pipeline for a batch of data."""
         if self.loss.function is not own_loss or isinstance(inputs, Mapping):
             return inputs, targets
-        # The model shifts by itself: a place is given the target of the one before it.
+        # The model shifts labels itself: each position gets the target of the previous one.
         labels = inputs
         if isinstance(targets, Tensor):
-            alike = targets.shape == inputs.shape and targets.dim() == 2
-            labels = torch.cat([inputs[:, :1], targets[:, :-1]], 1) if alike else targets
+            per_token = targets.shape == inputs.shape and targets.dim() == 2
+            labels = torch.cat([inputs[:, :1], targets[:, :-1]], 1) if per_token else targets
         return {"input_ids": inputs, "labels": labels}, labels
 
     def check_length(self, tokens: int, seq_len: int) -> None:
-        """Refuse rows of more tokens than the model has positions for: it would fail deep inside."""
-        found = self.configured
-        if found is None or found.positions is None or 2 * tokens <= found.positions:  # no need to look closer
+        """Raise if samples have more tokens than the model has positions for: it would fail deep inside."""
+        config = self.configured
+        if config is None or config.positions is None or 2 * tokens <= config.positions:  # `max_tokens` is slow
             return
-        if found.max_tokens is not None and tokens > found.max_tokens:
-            said = f"training.seq_len is {tokens}" if tokens == seq_len else f"the samples have {tokens} tokens"
-            less = "training.seq_len" if tokens == seq_len else "the samples"
+        if config.max_tokens is not None and tokens > config.max_tokens:
+            is_option = tokens == seq_len
+            subject = f"training.seq_len is {tokens}" if is_option else f"the samples have {tokens} tokens"
+            name = config.positions_name
             raise StagelineError(
-                f"{said}, and {found.positions_name} of {found.path} is {found.positions}, which leaves positions for "
-                f"{found.max_tokens} tokens; take up to {found.max_tokens} for {less}, or raise {found.positions_name} "
-                "in that file"
+                f"{subject}, and {name} of {config.path} is {config.positions}, which leaves positions for "
+                f"{config.max_tokens} tokens; use at most {config.max_tokens} for "
+                f"{'training.seq_len' if is_option else 'the samples'}, or raise {name} in that file"
             )
 
 
 def make_task(config: Config, vocab_size: int) -> Task:
-    """The task that a configuration asks for; `vocab_size` is what the data has.
+    """Return the task of a configuration; `vocab_size` is that of the data.
 
     >>> task = make_task(Config(), vocab_size=256)
     >>> sum(parameter.numel() for parameter in task.make().parameters())
@@ -105,8 +106,8 @@ def make_task(config: Config, vocab_size: int) -> Task:
     if name == "gpt":
         build = _gpt(config, vocab_size)
     elif (file := config_file(name)) is not None:
-        found, assets = _huggingface(file, vocab_size if training.dataset in ("python", "text") else 0)
-        build, configured = lambda: found.make(torch.get_default_dtype()), found
+        hf_config, assets = _huggingface(file, vocab_size if training.dataset in ("python", "text") else 0)
+        build, configured = lambda: hf_config.make(torch.get_default_dtype()), hf_config
     elif ":" in name:
         build = find_function(name)
     else:
@@ -119,45 +120,43 @@ def make_task(config: Config, vocab_size: int) -> Task:
 
 def _gpt(config: Config, vocab_size: int) -> Callable[[], GPT]:
     model = config.model
-    words = model.vocab_size or vocab_size
-    if not words:
-        raise StagelineError("nothing says how many different tokens the data has: set model.vocab_size")
-    if words < vocab_size:
-        raise StagelineError(
-            f"model.vocab_size is {words} and the data has {vocab_size} words; give at least as many, or 0 for just so"
-        )
+    size = model.vocab_size or vocab_size
+    if not size:
+        raise StagelineError("the vocabulary size of the data is unknown: set model.vocab_size")
+    if size < vocab_size:
+        raise StagelineError(f"model.vocab_size is {size}, but the data has {vocab_size} words; give that many, or 0")
     if model.dim % model.n_heads:
         raise StagelineError(f"model.dim is {model.dim}, which {model.n_heads} heads (model.n_heads) do not divide")
     weights = config.training.loss_weights
-    if weights and len(weights) != words:
+    if weights and len(weights) != size:
         raise StagelineError(
-            f"training.loss_weights has {len(weights)} numbers and the model knows {words} words; give one for each"
+            f"training.loss_weights has {len(weights)} numbers, but the model has {size} words; give one for each"
         )
     return lambda: GPT(
-        words, config.training.seq_len, model.dim, model.n_layers, model.n_heads, model.dropout, model.tie_embeddings
+        size, config.training.seq_len, model.dim, model.n_layers, model.n_heads, model.dropout, model.tie_embeddings
     )
 
 
 def _huggingface(path: Path, vocab_size: int) -> tuple[HuggingFaceConfig, dict[str, bytes]]:
-    found = read_config(path)
-    if found.vocab_size is not None and found.vocab_size < vocab_size:
+    config = read_config(path)
+    if config.vocab_size is not None and config.vocab_size < vocab_size:
         raise StagelineError(
-            f"{path} has a vocab_size of {found.vocab_size}, and the data has {vocab_size} words; set "
-            "model.tokenizer_path to the tokenizer of that model, or give it more words"
+            f"{path} has a vocab_size of {config.vocab_size}, but the data has {vocab_size} words; set "
+            "model.tokenizer_path to the tokenizer of that model, or raise its vocab_size"
         )
-    extra = [each for each in sorted(path.parent.glob("*.json")) if each.name.startswith(("token", "special_"))]
-    return found, {"config.json": found.text, **{each.name: each.read_bytes() for each in extra}}
+    files = [file for file in sorted(path.parent.glob("*.json")) if file.name.startswith(("token", "special_"))]
+    return config, {"config.json": config.text, **{file.name: file.read_bytes() for file in files}}
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Let all modules evaluate, and then each do what it did before: what a user froze stays frozen.
+    """Switch all modules to evaluation, and afterwards each one back to its own mode.
 
     >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
     >>> with evaluating(model):
-    ...     [each.training for each in model]
+    ...     [layer.training for layer in model]
     [False, False]
-    >>> [each.training for each in model]
+    >>> [layer.training for layer in model]
     [True, False]
     """
     before = [(module, module.training) for module in model.modules()]
@@ -171,7 +170,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make what is built inside of this type."""
+    """Set torch's default dtype inside the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -181,18 +180,18 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def count_targets(loss: Loss, targets: Any) -> float | None:
-    """How much the targets of a batch weigh; None for a loss that is a mean."""
+    """Return the total weight of the targets of a batch; None for a mean loss."""
     if loss.count is None:
         return None
     if not isinstance(targets, Tensor):
-        raise StagelineError(f"this loss needs targets that are one tensor, got {type(targets).__name__}")
+        raise StagelineError(f"this loss needs a single tensor of targets, got {type(targets).__name__}")
     return loss.count(targets)
 
 
-def looks_ahead(model: nn.Module, inputs: Any, *, words: int = 2) -> bool:
-    """Whether what a model says of a place changes with the tokens behind it; False where that cannot be found out.
+def looks_ahead(model: nn.Module, inputs: Any, *, vocab_size: int = 2) -> bool:
+    """Whether the output at a position changes with the tokens after it; False if the model cannot be run alone.
 
-    `inputs` are rows of tokens, or a dict with them as `input_ids`; `words` is how many different tokens there are.
+    `inputs` are rows of tokens, or a dict with them as `input_ids`.
 
     >>> class Mean(nn.Module):
     ...     def forward(self, tokens):
@@ -202,16 +201,16 @@ def looks_ahead(model: nn.Module, inputs: Any, *, words: int = 2) -> bool:
     >>> looks_ahead(nn.Embedding(8, 4), torch.arange(8)[None])
     False
     """
-    given = inputs if isinstance(inputs, dict) else {"": inputs}
-    key = "input_ids" if "input_ids" in given else ""
-    tokens = given.get(key)
+    keywords = inputs if isinstance(inputs, dict) else {"": inputs}
+    key = "input_ids" if "input_ids" in keywords else ""
+    tokens = keywords.get(key)
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point() or tokens.shape[1] < 2:
         return False
     half = tokens.shape[1] // 2
     other = tokens.clone()
-    other[:, half:] = (other[:, half:] + 1) % max(words, 2)
-    call: Callable[[Tensor], Any] = (lambda rows: model(**{**given, key: rows})) if key else model
-    with evaluating(model), torch.no_grad(), suppress(Exception):  # its first real step says what is wrong with it
+    other[:, half:] = (other[:, half:] + 1) % max(vocab_size, 2)
+    call: Callable[[Tensor], Any] = (lambda rows: model(**{**keywords, key: rows})) if key else model
+    with evaluating(model), torch.no_grad(), suppress(Exception):  # the first step reports what is wrong
         first, second = (logits_of(call(rows))[:, :half] for rows in (tokens, other))
         return first.dim() == 3 and not torch.allclose(first.float(), second.float(), rtol=1e-3, atol=1e-4)
     return False

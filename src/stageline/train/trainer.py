@@ -1,4 +1,4 @@
-"""The training job: from a configuration to a trained model that can be gone on with."""
+"""The training job: from a configuration to a checkpoint you can resume from."""
 
 from __future__ import annotations
 
@@ -18,9 +18,18 @@ import torch
 from torch import nn
 
 from stageline.common.errors import StagelineError
+from stageline.distributed.decision import decide
 from stageline.faults.flight_recorder import flights_into
-from stageline.train import checkpoint_state as saving
-from stageline.train.checkpoint import Checkpoint, CheckpointError, Writer
+from stageline.train.checkpoint import Checkpoint, Writer
+from stageline.train.checkpoint_state import (
+    JobCheckpoints,
+    check_model,
+    find_checkpoint,
+    load_checkpoint,
+    load_initial_weights,
+    random_state,
+    set_random_state,
+)
 from stageline.train.config.config import Config
 from stageline.train.config.io import read_config, to_dict
 from stageline.train.config.rules import validate
@@ -28,19 +37,19 @@ from stageline.train.data import Data, Loader, Prefetch
 from stageline.train.events import Logs, read_metrics
 from stageline.train.events.screen import put
 from stageline.train.layout import Layout, find_layout
-from stageline.train.optimizer_step import Stepper
 from stageline.train.optimizers import Optimizer, outer_parameters, rate
-from stageline.train.output import Show
+from stageline.train.output import Output
 from stageline.train.precision import LossScale
 from stageline.train.run_folder import FLIGHT, METRICS, RunFolder
 from stageline.train.setup import Setup
 from stageline.train.signals import StopSignals
-from stageline.train.validation import HeldBack
+from stageline.train.step import TrainingStep
+from stageline.train.validation import Validation
 
 
 @contextmanager
-def _surroundings(config: Config, layout: Layout) -> Iterator[None]:
-    """What holds for the whole process while a job runs, and is afterwards as it was."""
+def _process_settings(config: Config, layout: Layout) -> Iterator[None]:
+    """Set the number of threads and deterministic algorithms for a job, and restore them afterwards."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     try:
         torch.use_deterministic_algorithms(config.training.deterministic or deterministic)
@@ -58,22 +67,36 @@ class Result:
     """How a job ended."""
 
     step: int
-    """The last step that was made."""
+    """The last step."""
     why: str
     """finished, time limit, early stop, or stopped by a signal."""
     loss: float | None
-    """Of the last step; None if this start made none."""
+    """The loss of the last step; None if this start made no step."""
     validation_loss: float | None
     folder: Path
-    """Where the run is: metrics, timelines, checkpoints, report."""
+    """The folder of the run: metrics, timelines, checkpoints, report."""
+
+
+@dataclass
+class Progress:
+    """How far a run is; a checkpoint keeps it."""
+
+    step: int = 0
+    position: int = 0
+    """Samples that were trained on, over all replicas."""
+    best_loss: float = math.inf
+    """The best validation loss."""
+    validations_since_best: int = 0
+    validation_pending: bool = False
+    """Whether a signal interrupted the validation of this step."""
 
 
 class Trainer:
-    """Trains a model through a pipeline, as `stageline train` does; run it again, and it goes on where it was.
+    """Trains a model through a pipeline, as `stageline train` does; the same job started again resumes.
 
     >>> import contextlib, io
     >>> config = Config.read(None, "training.steps=2", "training.seq_len=16", "model.dim=16", "job.dump_folder=run")
-    >>> with contextlib.redirect_stdout(io.StringIO()):     # what it shows of itself
+    >>> with contextlib.redirect_stdout(io.StringIO()):     # the progress of the job
     ...     result = Trainer(config).run()
     >>> result.step, result.why
     (2, 'finished')
@@ -87,56 +110,63 @@ class Trainer:
         loss_fn: Callable[[Any, Any], Any] | None = None,
         data: Data | Iterable[Any] | None = None,
     ) -> None:
-        """`config` is one, or a TOML file, or None for the embedded default.
+        """`config` is a `Config`, the path of a TOML file, or None for the built-in default.
 
-        `model` builds the model, `loss_fn` is its loss, and `data` what it is trained on, in place of what the
-        configuration names: an iterable of samples (inputs and targets, or a dict), or what `open_data` gives.
+        `model` builds the model, `loss_fn` is its loss, and `data` is an iterable of samples (inputs and targets, or a
+        dict) or the result of `open_data`; each replaces what the configuration names.
         """
         self.config = config if isinstance(config, Config) else read_config(config)
         validate(self.config)
         self.layout = find_layout(self.config)
         self.folder = RunFolder(self.config.job.dump_folder)
         self.setup = Setup(self.config, self.layout, self.folder, model, loss_fn, data)
-        self.step = 0
-        self.position = 0
-        """Samples that were trained on, by all replicas."""
-        self._best, self._since_best = math.inf, 0
-        self._validation: float | None = None
-        self._validation_owed = False
-        """Whether a signal cut the validation of this step short."""
+        self.progress = Progress()
         self._loss: float | None = None
-        self._reported, self._blocked = -1, 0.0
+        self._validation_loss: float | None = None
+
+    @property
+    def step(self) -> int:
+        """The number of optimizer steps so far."""
+        return self.progress.step
+
+    @property
+    def position(self) -> int:
+        """The number of samples so far, over all replicas."""
+        return self.progress.position
 
     def run(self) -> Result:
-        """Train until the last step, the time limit, an early stop or a signal; every process calls this alike."""
-        self._began = time.monotonic()
+        """Train until the last step, the time limit, an early stop or a signal; every process calls this."""
+        self._started = time.monotonic()
         flights = flights_into(self.folder.path / FLIGHT)
-        with _surroundings(self.config, self.layout), flights, StopSignals() as self._asked:
+        with _process_settings(self.config, self.layout), flights, StopSignals() as self._stop:
             try:
-                found = self._prepare()
+                self.setup.prepare()
+                resumed = self._prepare()
                 steps = self.config.training.steps
                 with Logs(self.config, self.folder.path, main=self.layout.main, total_steps=steps) as self.logs:
-                    return self._run(found is not None)
+                    why = self._is_complete() and self._why_no_more_steps()
+                    return self._report_complete(why) if why else self._run(resumed)
             finally:
                 self.folder.release()
 
     # Before the first step.
 
-    def _prepare(self) -> Checkpoint | None:
-        """Make all that is needed; give back the checkpoint to go on from."""
+    def _prepare(self) -> bool:
+        """Make the optimizer, and load a checkpoint if there is one; return whether the run resumes."""
         config, setup = self.config, self.setup
-        setup.prepare()
-        self.pipe, self.world, self.loader = setup.pipe, setup.world, setup.loader
-        self.checkpoints = self.folder.path / config.checkpoint.folder
-        asked = config.checkpoint.load_step
-        found = saving.find(self.checkpoints, asked, self.world) if setup.goes_on or asked >= 0 else None
-        if found is None and config.checkpoint.initial_load_path:
-            saving.begin_with(self.pipe, config.checkpoint.initial_load_path, self.world)
+        self.pipe, self.world = setup.pipe, setup.world
+        self.checkpoint_folder = self.folder.path / config.checkpoint.folder
+        load_step = config.checkpoint.load_step
+        checkpoint = None
+        if setup.resumes or load_step >= 0:
+            checkpoint = find_checkpoint(self.checkpoint_folder, load_step, self.world)
+        if checkpoint is None and config.checkpoint.initial_load_path:
+            load_initial_weights(self.pipe, config.checkpoint.initial_load_path, self.world)
         self.scale = LossScale(config.training.mixed_precision_param == "float16")
         self.optimizer = Optimizer(
             config.optimizer, self.pipe.named_parameters(), outer=outer_parameters(self.pipe.model)
         )
-        self.stepper = Stepper(
+        self.training_step = TrainingStep(
             self.pipe,
             setup.task,
             self.optimizer,
@@ -144,284 +174,226 @@ class Trainer:
             device=self.layout.device,
             mixed=config.training.mixed_precision_param,
             max_norm=config.training.max_norm,
-            total=self._over_replicas,
+            total=self._sum_over_replicas,
         )
-        if found is not None:
-            self._go_on_from(found)
-            found.close()
-        self.validation = None
-        if setup.data.validation is not None and config.validation.enable:
-            self.validation = HeldBack(
-                Loader(setup.data.validation, batch=setup.per_step, shuffle=False),
-                asked=config.validation.steps * setup.per_step,
-                local=setup.local,
-                replica=self.layout.replica,
-                replicas=self.layout.replicas,
-            )
-        return found
+        if checkpoint is not None:
+            self._resume(checkpoint)
+            checkpoint.close()
+        self.validation = self._make_validation()
+        return checkpoint is not None
 
-    def _over_replicas(self, value: float) -> float:
-        """Add a number of each replica over all of them."""
+    def _sum_over_replicas(self, value: float) -> float:
         if self.layout.replicas == 1:
             return value
         return float(self.world.all_reduce(np.array([value if self.layout.first else 0.0]))[0])
 
-    # The steps.
+    def _make_validation(self) -> Validation | None:
+        config, setup = self.config, self.setup
+        if setup.data.validation is None or not config.validation.enable:
+            return None
+        return Validation(
+            Loader(setup.data.validation, batch=setup.batches.per_step, shuffle=False),
+            wanted=config.validation.steps * setup.batches.per_step,
+            local=setup.batches.local,
+            replica=self.layout.replica,
+            replicas=self.layout.replicas,
+        )
 
-    def _go_on_from(self, found: Checkpoint) -> None:
-        """Take up weights, optimizer, scale, position and random numbers where a checkpoint left them."""
-        saving.check_model(self.pipe, found)
-        state = found.state
-        if state["per_step"] != self.setup.per_step:
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        """Load weights, optimizer, loss scale, position and random numbers from a checkpoint."""
+        check_model(self.pipe, checkpoint)
+        state, per_step = checkpoint.state, self.setup.batches.per_step
+        if state["per_step"] != per_step:
             raise StagelineError(
-                f"{found.path} was trained with {state['per_step']} samples in a step, and this job has "
-                f"{self.setup.per_step}; set training.global_batch_size to {state['per_step']}"
+                f"{checkpoint.path} was trained with {state['per_step']} samples in a step, and this job has "
+                f"{per_step}; set training.global_batch_size to {state['per_step']}"
             )
-        self.position = self.loader.load_state_dict(state["data"])
-        saving.load(self.pipe, self.optimizer, found)
+        position = self.setup.loader.load_state_dict(state["data"])
+        load_checkpoint(self.pipe, self.optimizer, checkpoint)
         self.scale.load(state["scale"])
-        self.step, self.pipe.steps = found.step, int(state["pipeline_steps"])
-        self._best, self._since_best = float(state["best"]), int(state["since_best"])
-        self._validation_owed = bool(state.get("validation_owed", False))
-        saving.set_random_state(state["random"])
+        self.pipe.steps = int(state["pipeline_steps"])
+        self.progress = Progress(
+            checkpoint.step,
+            position,
+            float(state["best"]),
+            int(state["since_best"]),
+            bool(state.get("validation_owed", False)),
+        )
+        set_random_state(state["random"])
         if state["threads"] != torch.get_num_threads():
             self.setup.notes.append(
-                f"the run had {state['threads']} threads a rank and this machine gives {torch.get_num_threads()}: "
+                f"the run had {state['threads']} threads per rank and this machine gives {torch.get_num_threads()}: "
                 "numbers may differ in their last bits (OMP_NUM_THREADS sets it)"
             )
+
+    def _state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps besides tensors; it is the same on every rank."""
+        progress = self.progress
+        return {
+            "config": to_dict(self.config),
+            "data": self.setup.loader.state_dict(progress.position),
+            "per_step": self.setup.batches.per_step,
+            "scale": self.scale.state(),
+            "pipeline_steps": self.pipe.steps,
+            "best": progress.best_loss if math.isfinite(progress.best_loss) else 1e308,
+            "since_best": progress.validations_since_best,
+            "validation_owed": progress.validation_pending,
+            "random": random_state(),
+            "threads": torch.get_num_threads(),
+        }
+
+    def _is_complete(self) -> bool:
+        """Whether an earlier start came to the very end of the run: it was not killed after the last step."""
+        if not self._why_no_more_steps():
+            return False
+
+        def has_ended() -> bool:
+            path = self.folder.path / METRICS
+            ends = read_metrics(path).of("end") if path.is_file() else []
+            return any(
+                row["step"] == self.progress.step and row.get("why") in ("finished", "early stop") for row in ends
+            )
+
+        return bool(decide(self.world, has_ended))
+
+    def _why_no_more_steps(self) -> str:
+        """Return "finished" or "early stop" if there are no more steps to make, else an empty string."""
+        if self.progress.step >= self.config.training.steps:
+            return "finished"
+        return "early stop" if 0 < self.config.validation.patience <= self.progress.validations_since_best else ""
+
+    def _report_complete(self, why: str) -> Result:
+        step = self.progress.step
+        if self.layout.main:
+            ending, option = "is finished", "training.steps"
+            if why != "finished":
+                ending = (
+                    f"stopped early, after {self.progress.validations_since_best} evaluations without a better loss"
+                )
+                option = "validation.patience"
+            put(
+                f"{self.folder.path} {ending}: step {step} of {self.config.training.steps}; raise {option} to resume, "
+                "or give another job.dump_folder"
+            )
+        return Result(step, why, None, None, self.folder.path)
 
     # The steps.
 
     def _run(self, resumed: bool) -> Result:
-        config, layout = self.config, self.layout
-        if self._over() and self._ended():
-            why = self._why_over()
-            if layout.main:
-                is_, more = (
-                    ("is finished", "training.steps")
-                    if why == "finished"
-                    else (
-                        f"stopped early, after {self._since_best} evaluations without a better loss",
-                        "validation.patience",
-                    )
-                )
-                put(
-                    f"{self.folder.path} {is_}: step {self.step} of {config.training.steps}; raise {more} to go on, "
-                    "or give another job.dump_folder"
-                )
-            return Result(self.step, why, None, None, self.folder.path)
-        self.show = Show(self)
-        self.show.begin(resumed)
-        self.logs.event("start", step=self.step, resumed=resumed)
-        self._attempt = self.world.broadcast(uuid.uuid4().hex if layout.main else "", 0)
-        deadline = max(60.0, config.comm.train_timeout_seconds)
-        # Every rank of the first replica writes what it has; ranks that are threads have one writer.
-        number, count = (layout.rank % layout.ranks, layout.ranks) if self._many else (0, 1)
-        with (
-            Writer(
-                self.checkpoints, number, count, keep=config.checkpoint.keep_latest_k, deadline=deadline
-            ) as self.writer,
-            Prefetch(
-                self.loader,
-                position=self.position,
-                replica=layout.replica,
-                replicas=layout.replicas,
-                local=self.setup.local,
-            ) as self.batches,
-        ):
+        config, layout, setup, progress = self.config, self.layout, self.setup, self.progress
+        self.output = Output(setup, self.logs, self._stop)
+        self.output.begin(resumed)
+        self.logs.event("start", step=progress.step, resumed=resumed)
+        attempt = decide(self.world, lambda: uuid.uuid4().hex)
+        # Every rank of the first replica writes its own tensors; ranks that are threads share a writer.
+        number, count = (layout.rank % layout.ranks, layout.ranks) if layout.processes > 1 else (0, 1)
+        writer = Writer(
+            self.checkpoint_folder,
+            number,
+            count,
+            keep=config.checkpoint.keep_latest_k,
+            deadline=max(60.0, config.comm.train_timeout_seconds),
+        )
+        batches = Prefetch(
+            setup.loader,
+            position=progress.position,
+            replica=layout.replica,
+            replicas=layout.replicas,
+            local=setup.batches.local,
+        )
+        with writer, batches as self.batches:
+            self.checkpoints = JobCheckpoints(
+                self.pipe,
+                self.optimizer,
+                writer,
+                self.logs,
+                world=self.world,
+                layout=layout,
+                attempt=attempt,
+                assets=setup.task.assets,
+            )
             try:
                 why = self._loop()
-                self._finish_saving()
-                self.show.finish(why)
+                self.checkpoints.finish()
+                self.output.finish(progress.step, why)
             except BaseException as error:
-                self.logs.event("end", step=self.step, why=f"failed: {type(error).__name__}: {error}")
+                self.logs.event("end", step=progress.step, why=f"failed: {type(error).__name__}: {error}")
                 raise
-        self.logs.event("end", step=self.step, why=why)
-        self.show.report()
-        return Result(self.step, why, self._loss, self._validation, self.folder.path)
-
-    def _over(self) -> bool:
-        """Whether an earlier start made all steps, or stopped early."""
-        patience = self.config.validation.patience
-        return self.step >= self.config.training.steps or 0 < patience <= self._since_best
-
-    def _why_over(self) -> str:
-        return "finished" if self.step >= self.config.training.steps else "early stop"
-
-    def _ended(self) -> bool:
-        """Whether the run came to its very end: not killed, and not failed, between its last step and that."""
-        ended = ""
-        if self.layout.main and (self.folder.path / METRICS).is_file():
-            ends = [row for row in read_metrics(self.folder.path / METRICS).of("end") if row["step"] == self.step]
-            ended = "yes" if any(row.get("why") in ("finished", "early stop") for row in ends) else ""
-        return bool(self.world.broadcast(ended, 0))
+        self.logs.event("end", step=progress.step, why=why)
+        self.output.report()
+        return Result(progress.step, why, self._loss, self._validation_loss, self.folder.path)
 
     def _loop(self) -> str:
-        """Make steps until one is the last; say why it was."""
-        config = self.config
-        owed = self._validation_owed
+        """Train, validate and save until a step is the last one; return why."""
+        config, progress = self.config, self.progress
         while True:
-            if not owed:
-                if self._over():
-                    return self._why_over()
-                self._one_step()
-                self._report_saved()
-            early = (owed or self._due(config.validation.freq)) and self._validate()
-            owed = False
-            why = self._agree_to_stop() or ("early stop" if early else "")
-            why = why or ("finished" if self.step >= config.training.steps else "")
-            if config.checkpoint.enable and (why or self._due(config.checkpoint.interval)):
-                self._save(background=not why and config.checkpoint.async_mode == "async")
+            must_validate = progress.validation_pending
+            if not must_validate:
+                if why := self._why_no_more_steps():
+                    return why
+                self._train()
+                must_validate = self._is_due(config.validation.freq)
+            stops_early = must_validate and self._validate()
+            why = self._agree_to_stop() or ("early stop" if stops_early else "")
+            why = why or ("finished" if progress.step >= config.training.steps else "")
+            if config.checkpoint.enable and (why or self._is_due(config.checkpoint.interval)):
+                background = not why and config.checkpoint.async_mode == "async"
+                self.checkpoints.save(progress.step, self._state(), background=background)
             if why:
                 return why
 
-    @property
-    def _many(self) -> bool:
-        return self.layout.processes > 1
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self.progress.step % every == 0
 
-    def _due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
-
-    def _one_step(self) -> None:
-        began = time.perf_counter()
-        config = self.config
-        factor = rate(config.lr_scheduler, self.step, config.training.steps)
-        done = self.stepper.train([next(self.batches) for _ in range(self.setup.turns)], factor)
-        self._asked.begin()
-        self.step += 1
-        self.position += self.setup.per_step
-        self._loss = done.loss
-        self.show.step(done, factor, time.perf_counter() - began)
+    def _train(self) -> None:
+        """Make one step."""
+        started = time.perf_counter()
+        fraction = rate(self.config.lr_scheduler, self.progress.step, self.config.training.steps)
+        batches = [next(self.batches) for _ in range(self.setup.batches.accumulation)]
+        result = self.training_step.train(batches, fraction)
+        self._stop.begin()
+        self.progress.step += 1
+        self.progress.position += self.setup.batches.per_step
+        self._loss = result.loss
+        self.output.step(self.progress.step, result, fraction, time.perf_counter() - started)
+        self.checkpoints.report()
 
     def _validate(self) -> bool:
-        """Evaluate on the data that is held back; give back whether to stop early."""
+        """Evaluate on the validation samples; return whether to stop early."""
+        progress = self.progress
         if self.validation is None:
+            progress.validation_pending = False
             return False
-        began = time.perf_counter()
-        loss = self.validation.loss(self.stepper, interrupted=self._stop_requested)
-        self._validation_owed = loss is None
-        if loss is None:  # the next start does it, so that the run stays the same
+        started = time.perf_counter()
+        loss = self.validation.loss(self.training_step, interrupted=self._is_stop_requested)
+        progress.validation_pending = loss is None
+        if loss is None:  # the next start evaluates, so that a resumed run stays the same
             return False
-        self._validation = loss
-        seconds = time.perf_counter() - began
-        self.logs.event(
-            "validation", step=self.step, loss=self._validation, samples=self.validation.samples, seconds=seconds
-        )
-        if self._validation < self._best:
-            self._best, self._since_best = self._validation, 0
+        self._validation_loss = loss
+        seconds = time.perf_counter() - started
+        self.logs.event("validation", step=progress.step, loss=loss, samples=self.validation.samples, seconds=seconds)
+        if loss < progress.best_loss:
+            progress.best_loss, progress.validations_since_best = loss, 0
         else:
-            self._since_best += 1
-        return 0 < self.config.validation.patience <= self._since_best
+            progress.validations_since_best += 1
+        return 0 < self.config.validation.patience <= progress.validations_since_best
 
-    @property
-    def signal(self) -> int:
-        """The signal that told this process to stop; 0 as long as none did."""
-        return self._asked.number
-
-    def _stop_requested(self) -> bool:
-        """Whether a signal came to any process; all of them call this and get the same answer."""
-        value = float(self.signal)
-        return bool(self.world.all_reduce(np.array([value]))[0] if self._many else value)
+    def _is_stop_requested(self) -> bool:
+        """Whether any process received a signal; all of them call this and get the same answer."""
+        number = float(self._stop.number)
+        return bool(self.world.all_reduce(np.array([number]))[0] if self.layout.processes > 1 else number)
 
     def _agree_to_stop(self) -> str:
-        """Whether any process was asked to stop, or the main one's time is over; all give the same answer."""
+        """Return why to stop: a signal to any process, or the time limit; all processes get the same answer."""
         limit = self.config.training.time_limit * 60
-        over = self.layout.main and limit > 0 and time.monotonic() - self._began > limit
-        said = np.array([[float(self._asked.number), float(over), float(self.writer.failed is not None)]])
-        if self._many:
-            everyone = np.zeros((self.layout.processes, 3))
-            everyone[self.layout.rank] = said
-            said = self.world.all_reduce(everyone.reshape(-1)).reshape(-1, 3)
-        if said[:, 2].any():
-            self._not_saved(int(said[:, 2].argmax()))
-        said = said.max(axis=0)
-        if said[0]:
-            return f"stopped by {signal.Signals(int(said[0])).name}"
-        return "time limit" if said[1] else ""
-
-    # Checkpoints.
-
-    def _save(self, *, background: bool) -> None:
-        """Save a checkpoint; processes that write nothing learn here that another could not."""
-        error: CheckpointError | None = None
-        try:
-            if not self.layout.replica:
-                self._write(background=background)
-        except CheckpointError as failed:
-            error = failed
-        self._agree_on_saving(error)
-
-    def _finish_saving(self) -> None:
-        """Wait until the last checkpoint is there, or fail on all processes alike."""
-        error: CheckpointError | None = None
-        try:
-            self.writer.wait()
-        except CheckpointError as failed:
-            error = failed
-        self._agree_on_saving(error)
-        self._report_saved()
-
-    def _agree_on_saving(self, error: CheckpointError | None) -> None:
-        """Raise the error of a process that could not save, on all of them; or name a rank that was lost meanwhile."""
-        if self._many:
-            failed = np.zeros(self.layout.processes)
-            failed[self.layout.rank] = float(error is not None)
-            try:
-                failed = self.world.all_reduce(failed)
-            except StagelineError as lost:
-                if error is not None:
-                    lost.add_note(str(error))
-                raise
-            if failed.any():
-                text = self.world.broadcast(str(error or ""), int(failed.argmax()))
-                raise error or CheckpointError(text)
-        elif error is not None:
-            raise error
-
-    def _write(self, *, background: bool) -> None:
-        self.writer.wait()
-        self._report_saved()
-        began = time.perf_counter()
-        self.writer.save(
-            self.step,
-            saving.own_weights(self.pipe),
-            saving.own_state(self.pipe, self.optimizer),
-            self._state(),
-            assets=self.setup.task.assets,
-            attempt=f"{self._attempt}-{self.step}",
-            world={"ranks": self.layout.ranks, "replicas": self.layout.replicas, "layout": str(self.layout)},
-            background=background,
-        )
-        self._blocked = time.perf_counter() - began
-        if not background:
-            self._report_saved()
-
-    def _not_saved(self, process: int) -> None:
-        """End the job with the error of a checkpoint that a process could not write, on all of them alike."""
-        text = self.world.broadcast(str(self.writer.failed or ""), process)
-        self.writer.wait()
-        raise CheckpointError(text)
-
-    def _report_saved(self) -> None:
-        """Tell of the last checkpoint, once it is there."""
-        saved = self.writer.last
-        if saved is not None and saved.step > self._reported:
-            self._reported = saved.step
-            self.logs.event(
-                "checkpoint", step=saved.step, seconds=saved.seconds, bytes=saved.bytes, blocked=self._blocked
-            )
-
-    def _state(self) -> dict[str, Any]:
-        """What there is besides tensors; the same on every rank."""
-        return {
-            "config": to_dict(self.config),
-            "data": self.loader.state_dict(self.position),
-            "per_step": self.setup.per_step,
-            "scale": self.scale.state(),
-            "pipeline_steps": self.pipe.steps,
-            "best": self._best if math.isfinite(self._best) else 1e308,
-            "since_best": self._since_best,
-            "validation_owed": self._validation_owed,
-            "random": saving.random_state(),
-            "threads": torch.get_num_threads(),
-        }
+        timed_out = self.layout.main and limit > 0 and time.monotonic() - self._started > limit
+        flags = np.zeros((self.layout.processes, 3))
+        flags[self.layout.rank] = self._stop.number, timed_out, self.checkpoints.failed
+        if self.layout.processes > 1:
+            flags = self.world.all_reduce(flags.reshape(-1)).reshape(-1, 3)
+        if flags[:, 2].any():
+            self.checkpoints.fail(int(flags[:, 2].argmax()))
+        number, any_timed_out, _ = flags.max(axis=0)
+        if number:
+            return f"stopped by {signal.Signals(int(number)).name}"
+        return "time limit" if any_timed_out else ""

@@ -1,4 +1,4 @@
-"""The loss on what is held back: every sample counts once at most, however many are asked for."""
+"""Validation: the loss on samples that are not trained on, each of which counts at most once."""
 
 from __future__ import annotations
 
@@ -6,57 +6,57 @@ from collections.abc import Callable
 
 from stageline.common.errors import StagelineError
 from stageline.train.data import Loader
-from stageline.train.optimizer_step import Stepper
+from stageline.train.step import TrainingStep
 
 
-def turns(held: int | None, asked: int, local: int, replicas: int) -> list[tuple[int, int]]:
-    """How often the replicas take up to `local` samples each: the first one, and how many all of them take.
+def validation_batches(available: int | None, wanted: int, local: int, replicas: int) -> list[tuple[int, int]]:
+    """Return the first sample and the size of each batch, of which every replica takes up to `local` samples.
 
-    Of `asked` samples there are `held`, or nobody knows how many. A rest of less than one for each replica is left out.
+    `available` is None for a stream of unknown length. A last batch with fewer samples than replicas is left out.
 
-    >>> turns(held=11, asked=100, local=2, replicas=2)
+    >>> validation_batches(available=11, wanted=100, local=2, replicas=2)
     [(0, 4), (4, 4), (8, 3)]
-    >>> turns(held=9, asked=100, local=2, replicas=2), turns(held=None, asked=8, local=4, replicas=1)
-    ([(0, 4), (4, 4)], [(0, 4), (4, 4)])
+    >>> validation_batches(available=9, wanted=100, local=2, replicas=2)
+    [(0, 4), (4, 4)]
     """
-    used, once = asked if held is None else min(held, asked), local * replicas
-    found = [(first, min(once, used - first)) for first in range(0, used, once)]
-    return [(first, samples) for first, samples in found if samples >= replicas]
+    samples, size = wanted if available is None else min(available, wanted), local * replicas
+    batches = [(first, min(size, samples - first)) for first in range(0, samples, size)]
+    return [(first, count) for first, count in batches if count >= replicas]
 
 
-class HeldBack:
-    """Evaluates on the same samples every time; all processes call it alike."""
+class Validation:
+    """Evaluates on the same samples every time; all processes make the same calls."""
 
-    def __init__(self, loader: Loader, *, asked: int, local: int, replica: int, replicas: int) -> None:
-        """Evaluate on `asked` samples if there are as many."""
+    def __init__(self, loader: Loader, *, wanted: int, local: int, replica: int, replicas: int) -> None:
+        """Evaluate on `wanted` samples, or on all if there are fewer."""
         self._loader, self._replica, self._replicas = loader, replica, replicas
-        held = loader.source.length
-        self._turns = turns(held, asked, local, replicas)
-        self.samples = sum(samples for _, samples in self._turns)
-        """How many are evaluated on, by all replicas."""
+        available = loader.source.length
+        self._batches = validation_batches(available, wanted, local, replicas)
+        self.samples = sum(count for _, count in self._batches)
+        """The number of samples, over all replicas."""
         if not self.samples:
             raise StagelineError(
-                f"{loader.source.name} holds {held} to validate on, and each of {replicas} replicas takes one at "
+                f"{loader.source.name} holds {available} to validate on, and each of {replicas} replicas takes one at "
                 "least; raise validation.fraction, give a validation.dataset_path, or set validation.enable to false"
             )
 
-    def loss(self, stepper: Stepper, interrupted: Callable[[], bool] = lambda: False) -> float | None:
-        """The loss over all samples, or over all targets of theirs where some do not count.
+    def loss(self, step: TrainingStep, interrupted: Callable[[], bool] = lambda: False) -> float | None:
+        """Return the loss over all samples, weighted by their targets where some do not count.
 
-        None if `interrupted`, called before every turn with the same answer on all processes, says to give up.
+        `interrupted` is called before every batch, and gives the same answer on all processes: True ends the
+        evaluation, and None is returned.
         """
-        whole = weight = 0.0
-        for first, samples in self._turns:
+        total = weight = 0.0
+        for first, count in self._batches:
             if interrupted():
                 return None
-            start, stop = (samples * each // self._replicas for each in (self._replica, self._replica + 1))
-            inputs, targets = self._loader.samples(first + start, stop - start)
-            found, count = stepper.evaluate(inputs, targets)
-            share = float(samples) if count is None else count
-            whole, weight = whole + found * share, weight + share
+            start, stop = (count * replica // self._replicas for replica in (self._replica, self._replica + 1))
+            loss, batch_weight = step.evaluate(*self._loader.samples(first + start, stop - start))
+            batch_weight = float(count) if batch_weight is None else batch_weight
+            total, weight = total + loss * batch_weight, weight + batch_weight
         if not weight > 0:
             raise StagelineError(
-                f"none of the {self.samples} samples to validate on has a target that counts: all of them are ignored, "
-                "or weigh nothing"
+                f"none of the {self.samples} validation samples has a target that counts: all are ignored, or have "
+                "weight 0"
             )
-        return whole / weight
+        return total / weight

@@ -14,12 +14,10 @@ from stageline.common.units import format_duration, format_loss, format_size
 from stageline.train.config.config import Config
 from stageline.train.events.metrics_file import MetricsFile, Row, checked
 from stageline.train.events.screen import Pace, Screen, open_screen, parts_of
+from stageline.train.run_folder import METRICS
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-FILE = "metrics.jsonl"
 
 
 class Logs:
@@ -73,7 +71,7 @@ class Logs:
             if self._closed:
                 raise StagelineError(f"the logs of {self.folder} are closed, and {shorten(full)} comes too late")
             if self._file is None:
-                self._file = MetricsFile(self.folder / FILE, full["step"] if event == "start" else None)
+                self._file = MetricsFile(self.folder / METRICS, full["step"] if event == "start" else None)
             self._file.write(full)
             self._tell(full)
             if self._board is not None:

@@ -10,6 +10,7 @@ from stageline.common.checked_json import number_or_none
 from stageline.common.units import format_clock, format_count, format_duration, format_loss, format_percent, format_size
 from stageline.train.report.charts import Series
 from stageline.train.report.run import Run
+from stageline.train.run_folder import METRICS
 
 WARM_UP = 2
 """First steps of a series that medians leave out."""
@@ -41,7 +42,7 @@ def _status(run: Run) -> tuple[str, str]:
     rows = run.history.rows
     generated = f"This page was generated on {_moment(time.time())}."
     if not rows:
-        return "open", f"No event is recorded yet: metrics.jsonl is empty or missing. {generated}"
+        return "open", f"No event is recorded yet: {METRICS} is empty or missing. {generated}"
     resumes = [str(row["step"]) for row in run.history.of("start") if row.get("resumed")]
     resumed = f" Resumed from step {', '.join(resumes[-8:])}." if resumes else ""
     end = run.end

@@ -20,6 +20,7 @@ from stageline.train.report.charts import Chart, Line, Series, draw, step_axis
 from stageline.train.report.header import header
 from stageline.train.report.ranks import attribution, timelines
 from stageline.train.report.run import Run, read_run
+from stageline.train.run_folder import CONFIG, ENVIRONMENT, REPORT
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MAX_CHECKPOINTS = 50
@@ -41,7 +42,7 @@ def make_report(run_folder: str | Path, out: str | Path | None = None) -> Path:
     ('report.html', True)
     """
     run = read_run(run_folder)
-    target = run.folder / "report.html" if out is None else Path(out)
+    target = run.folder / REPORT if out is None else Path(out)
     if target.is_dir():
         raise StagelineError(
             f"cannot write the report to {target}: it is a folder; name a file in it, like report.html"
@@ -153,7 +154,7 @@ def non_defaults(settings: dict[str, dict[str, Any]]) -> dict[tuple[str, str], A
 def configuration(run: Run) -> str:
     """Return the text of the configuration, with non-default lines marked."""
     if not run.config:
-        return '<p class="soft">There is no config.toml.</p>'
+        return f'<p class="soft">There is no {CONFIG}.</p>'
     differences = non_defaults(run.settings)
     section, lines = "", []
     for line in run.config.splitlines():
@@ -167,7 +168,7 @@ def configuration(run: Run) -> str:
             markup = f'<mark title="{escape(f"default: {default_text}")}">{markup}</mark>'
         lines.append(markup)
     verb = "setting differs" if len(differences) == 1 else "settings differ"
-    summary = f"config.toml: {len(differences) or 'no'} {verb} from the defaults"
+    summary = f"{CONFIG}: {len(differences) or 'no'} {verb} from the defaults"
     names = ", ".join(f"{section}.{name}" for section, name in differences)
     overview = f'<p class="soft">{escape(names)}</p>' if names else ""
     return f"{overview}<details><summary>{summary}</summary><pre>{chr(10).join(lines)}</pre></details>"
@@ -176,7 +177,7 @@ def configuration(run: Run) -> str:
 def environment(run: Run) -> str:
     """Return a table of the environment."""
     if not run.environment:
-        return '<p class="soft">There is no environment.json.</p>'
+        return f'<p class="soft">There is no {ENVIRONMENT}.</p>'
     rows = "".join(
         f'<tr><th scope="row">{escape(str(name)[:MAX_LENGTH])}</th><td>{escape(_value(value))}</td></tr>'
         for name, value in run.environment.items()

@@ -8,7 +8,8 @@ from html import escape
 from stageline.timeline import draw
 from stageline.timeline.explain import MEANINGS, Explanation, Parts, explain
 from stageline.timeline.timeline import Timeline
-from stageline.train.report.run import PLANNED, TIMELINES, Run
+from stageline.train.report.run import Run
+from stageline.train.run_folder import PLANNED, TIMELINES, timeline_file
 
 MAX_RANKS, MAX_SLOW = 64, 5
 MAX_TIMELINE_SIZE = 200_000
@@ -134,7 +135,7 @@ def timelines(run: Run) -> str:
         visible = {"planned": run.planned}
     page = draw.html(list(visible.values()), "timelines", names=list(visible))
     if len(page) > MAX_TIMELINE_SIZE:
-        file = f"{TIMELINES}/{PLANNED if run.measured_step is None else f'step-{run.measured_step:08}.json'}"
+        file = f"{TIMELINES}/{PLANNED}" if run.measured_step is None else timeline_file(run.measured_step)
         return (
             f'<p class="soft">The timelines ({len(page) // 1000:,} kB) are too large for this page; '
             f"draw them with stageline trace {escape(file)} --html trace.html</p>"

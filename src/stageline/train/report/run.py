@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +11,9 @@ from typing import Any
 from stageline.common.errors import StagelineError, shorten
 from stageline.timeline.io import read_timeline
 from stageline.timeline.timeline import NOT_ALIGNED, Timeline
-from stageline.train.events.events import FILE
 from stageline.train.events.metrics_file import History, Row, read_metrics
+from stageline.train.run_folder import CONFIG, ENVIRONMENT, METRICS, PLANNED, SAMPLE, TIMELINES, timeline_step
 
-CONFIG, ENVIRONMENT, SAMPLE = "config.toml", "environment.json", "sample.txt"
-TIMELINES, PLANNED = "timeline", "planned.json"
 MAX_TEXT_LENGTH = 100_000
 """Maximum number of characters of a text file to show."""
 
@@ -71,7 +68,7 @@ def read_run(folder: str | Path) -> Run:
     path = Path(folder)
     _check(path)
     notes: list[str] = []
-    history = _history(path / FILE, notes)
+    history = _history(path / METRICS, notes)
     config, settings = _config(path / CONFIG, notes)
     planned = _timeline(path / TIMELINES / PLANNED, notes)
     measured_step, measured = _last_timeline(path / TIMELINES, history, notes)
@@ -94,7 +91,7 @@ def read_run(folder: str | Path) -> Run:
 
 def _check(folder: Path) -> None:
     """Raise `StagelineError` if the folder is not one of a run; suggest runs inside it."""
-    expected = f"expected the folder that job.dump_folder named, with its {FILE} and {CONFIG}"
+    expected = f"expected the folder that job.dump_folder named, with its {METRICS} and {CONFIG}"
     if not folder.exists():
         raise StagelineError(f"cannot read {folder}: no such folder; {expected}")
     if not folder.is_dir():
@@ -103,21 +100,21 @@ def _check(folder: Path) -> None:
         return
     inside = sorted(child.name for child in folder.iterdir() if child.is_dir() and _is_run(child))
     hint = f"; it contains the runs {', '.join(inside[:8])}" if inside else ""
-    raise StagelineError(f"{folder} is not a run's folder: it has neither {FILE} nor {CONFIG}; {expected}{hint}")
+    raise StagelineError(f"{folder} is not a run's folder: it has neither {METRICS} nor {CONFIG}; {expected}{hint}")
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / FILE).is_file() or (folder / CONFIG).is_file()
+    return (folder / METRICS).is_file() or (folder / CONFIG).is_file()
 
 
 def _history(path: Path, notes: list[str]) -> History:
     if not path.exists():
-        notes.append(f"There is no {FILE}.")
+        notes.append(f"There is no {METRICS}.")
         return History([], 0)
     history = read_metrics(path)
     if history.broken:
         lines = "A line" if history.broken == 1 else f"{history.broken} lines"
-        notes.append(f"{lines} of {FILE} could not be read.")
+        notes.append(f"{lines} of {METRICS} could not be read.")
     return history
 
 
@@ -175,9 +172,8 @@ def _last_timeline(folder: Path, history: History, notes: list[str]) -> tuple[in
     recorded = {row["step"] for row in history.of("timeline")}
     candidates = []
     for path in folder.glob("step-*.json"):
-        number = re.fullmatch(r"step-([0-9]{1,18})\.json", path.name)
-        if number:
-            step = int(number[1])
+        step = timeline_step(path)
+        if step is not None:
             candidates.append((step in recorded, step, path))
     for _, step, path in sorted(candidates, reverse=True):
         timeline = _timeline(path, notes)

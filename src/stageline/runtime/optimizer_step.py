@@ -1,0 +1,87 @@
+"""The optimizer step: check that the gradients are finite, clip them, step.
+
+`Pipeline.clip_grad_norm_`, `Pipeline.run` and the Trainer share these rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stageline.runtime._torch_private import foreach_mul_
+from stageline.runtime.grad_norm import clip_factor
+
+
+@dataclass(frozen=True)
+class StepDecision:
+    """What becomes of a step whose gradients have a norm."""
+
+    norm: Tensor | None = None
+    factor: Tensor | None = None
+    """What the gradients are multiplied by; None leaves them as they are."""
+    skipped: bool = False
+    """Whether the optimizer does not step, because the gradients are not finite."""
+    failed: bool = False
+    """Whether that is an error."""
+
+
+@dataclass(frozen=True)
+class GradientRules:
+    """What the gradients of a step must satisfy before the optimizer steps.
+
+    >>> rules = GradientRules(max_norm=1.0)
+    >>> rules.decide(torch.tensor(0.5)).factor is None, rules.decide(torch.tensor(math.nan)).failed
+    (True, True)
+    >>> round(rules.decide(torch.tensor(4.0)).factor.item(), 4)
+    0.25
+    """
+
+    max_norm: float | None = None
+    """Clip to this norm; None does not clip."""
+    check_finite: bool = True
+    """Fail if the norm is not finite."""
+    skip_not_finite: bool = False
+    """Skip such a step instead."""
+
+    @property
+    def need_norm(self) -> bool:
+        """Whether the norm decides anything."""
+        return self.max_norm is not None or self.check_finite or self.skip_not_finite
+
+    def decide(self, norm: Tensor | None, scale: float = 1.0) -> StepDecision:
+        """Decide by the norm of the gradients, which are `scale` times as large; None where no norm is needed."""
+        if norm is not None and not math.isfinite(norm.item()) and (self.skip_not_finite or self.check_finite):
+            return StepDecision(norm, skipped=self.skip_not_finite, failed=not self.skip_not_finite)
+        factor = None
+        if norm is not None and self.max_norm is not None:
+            factor = clip_factor(self.max_norm, norm) / scale
+        elif scale != 1.0:
+            factor = torch.tensor(1.0 / scale, dtype=torch.float64)
+        return StepDecision(norm, None if factor is None or factor.item() == 1.0 else factor)
+
+
+def scale_gradients(gradients: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply gradients by a factor, in place."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), members in groups.items():
+        foreach_mul_(members, factor.to(device, dtype))
+
+
+def step_optimizer(decision: StepDecision, gradients: Iterable[Tensor], step: Callable[[], object]) -> None:
+    """Do what was decided: scale the gradients and call `step`, or nothing."""
+    if decision.skipped:
+        return
+    if decision.factor is not None:
+        scale_gradients(gradients, decision.factor)
+    step()
+
+
+def not_finite_text(step: int, norm: float, loss: float) -> str:
+    """Return the start of the error about a step whose gradients are not finite."""
+    return f"the gradients of step {step} are not finite (their norm is {norm}) though the loss is {loss:.4g}"
