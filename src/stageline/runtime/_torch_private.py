@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 from torch.utils import _pytree as pytree
