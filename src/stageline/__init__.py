@@ -1,4 +1,4 @@
-"""Stageline: pipeline-parallel training for PyTorch that people trust.
+"""Stageline: verified pipeline-parallel training for PyTorch.
 
 A schedule is data, and everything else is a reading of it:
 
