@@ -20,8 +20,8 @@ def words(low: int = 3, high: int = 50, length: int = 8) -> Tensor:
 
 
 def plainly(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor | None]:
-    for given in pieces(batch, 2):
-        (sl.own_loss(model(**given)) / 2).backward()  # type: ignore[no-untyped-call]
+    for piece in pieces(batch, 2):
+        (sl.own_loss(model(**piece)) / 2).backward()  # type: ignore[no-untyped-call]
     return gradients(model)
 
 
@@ -112,11 +112,11 @@ def blip2() -> Any:
         "num_hidden_layers": 4, "num_attention_heads": 2, "max_position_embeddings": 40, "tie_word_embeddings": False,
     }  # fmt: skip
     former = {**TEXT, "vocab_size": 50, "num_hidden_layers": 2, "encoder_hidden_size": 16}
-    found = built(
+    model = built(
         "Blip2Config", "Blip2ForConditionalGeneration", vision_config=VISION, qformer_config=former, text_config=text,
         num_query_tokens=4, image_token_index=55,
     )  # fmt: skip
-    return found.eval()
+    return model.eval()
 
 
 def pictures() -> dict[str, Any]:
@@ -131,8 +131,8 @@ def pictures() -> dict[str, Any]:
 def test_a_cache_that_an_inner_config_asks_for_is_not_filled(make: Any) -> None:
     model, batch = make(), pictures()
     example = {name: value[:2] for name, value in batch.items()}
-    found = piped(copy.deepcopy(model), batch, example=example)
-    torch.testing.assert_close(found, plainly(model, batch))
+    grads = piped(copy.deepcopy(model), batch, example=example)
+    torch.testing.assert_close(grads, plainly(model, batch))
 
 
 def test_a_plan_knows_its_units_by_name(tmp_path: Path) -> None:
@@ -148,8 +148,8 @@ def test_a_plan_knows_its_units_by_name(tmp_path: Path) -> None:
 
 
 def test_a_tower_that_is_in_no_unit_is_said() -> None:
-    said = r"model\.vision_tower\.embeddings … .*projector of Llava.* belongs to no unit.*give example="
-    with pytest.warns(UserWarning, match=said):
+    warning = r"model\.vision_tower\.embeddings … .*projector of Llava.* belongs to no unit.*give example="
+    with pytest.warns(UserWarning, match=warning):
         staged = sl.split(llava(), stages=2)
     assert "every stage holds model.vision_tower.embeddings … model.multi_modal_projector" in str(staged)
     example = {name: value[:2] for name, value in pictures().items()}

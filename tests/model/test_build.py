@@ -126,8 +126,8 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def held_bytes(values: Any) -> int:
     """What the storages of tensors take that are not on the meta device, each counted once."""
-    found = (each for each in tree_leaves(values) if isinstance(each, Tensor) and not each.is_meta)
-    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in found}.values())
+    real = (tensor for tensor in tree_leaves(values) if isinstance(tensor, Tensor) and not tensor.is_meta)
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in real}.values())
 
 
 def everything(model: nn.Module) -> list[Any]:
@@ -171,17 +171,17 @@ def test_one_two_and_eight_owners_get_the_same_bits_and_only_their_own_memory(na
             assert held_bytes(everything(description.model)) == 0
             model = description.materialise(own.__contains__, seed=3)
             part = tensors(model)
-            given = {id(part[each]) for each in own}
+            owned = {id(part[name]) for name in own}
             for key, value in part.items():
-                assert value.is_meta == (id(value) not in given), key
+                assert value.is_meta == (id(value) not in owned), key
                 assert value.is_meta or bits(value) == bits(whole[key]), key
             assert held_bytes(everything(model)) == description.nbytes(own.__contains__)
-            assert held_bytes(part) == sum({id(part[each]): part[each].nbytes for each in own}.values())
+            assert held_bytes(part) == sum({id(part[name]): part[name].nbytes for name in own}.values())
 
 
 def built_part(rank: int, ranks: int) -> dict[str, bytes]:
     model = build(small, lambda name: int(name.split(".")[0]) % ranks == rank, seed=5)
-    return {name: bits(each) for name, each in tensors(model).items() if not each.is_meta}
+    return {name: bits(tensor) for name, tensor in tensors(model).items() if not tensor.is_meta}
 
 
 def test_another_process_gets_the_bits_of_this_one() -> None:
@@ -222,7 +222,7 @@ class Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         drawn = torch.randn(6, 4)
-        self.first, self.second = (nn.Parameter(each.clone()) for each in drawn.chunk(2))
+        self.first, self.second = (nn.Parameter(half.clone()) for half in drawn.chunk(2))
         storage = torch.rand(10)
         self.low, self.high = nn.Parameter(storage[:4]), nn.Parameter(storage[4:])
 
@@ -245,7 +245,7 @@ def test_parts_can_be_made_one_after_another() -> None:
     kept = description.model.low
     model = description.materialise(seed=4)
     assert model.low is kept
-    assert all(bits(each) == bits(whole[name]) for name, each in tensors(model).items())
+    assert all(bits(tensor) == bits(whole[name]) for name, tensor in tensors(model).items())
 
 
 def test_parameters_keep_their_attributes_and_tied_ones_have_either_name() -> None:
@@ -375,7 +375,7 @@ def save_sharded(folder: Path, state: dict[str, Tensor], shards: int) -> None:
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the tensors that are read from files."""
-    found: list[str] = []
+    names: list[str] = []
 
     original: Any = vars(load)["safe_open"]
 
@@ -394,11 +394,11 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return getattr(self.opened, name)
 
         def get_tensor(self, name: str) -> Any:
-            found.append(name)
+            names.append(name)
             return self.opened.get_tensor(name)
 
     monkeypatch.setattr(load, "safe_open", Counting)
-    return found
+    return names
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -409,10 +409,10 @@ def test_only_what_the_model_holds_is_read(tmp_path: Path, read: list[str], shar
     else:
         save_sharded(tmp_path, state, shards)
     model = build(small, lambda name: name.startswith("1."))
-    found = load_weights(model, tmp_path)
+    result = load_weights(model, tmp_path)
     own = [name for name in state if name.startswith("1.")]
     assert sorted(read) == sorted(own)
-    assert (sorted(found.loaded), found.missing, found.unexpected) == (sorted(own), (), ())
+    assert (sorted(result.loaded), result.missing, result.unexpected) == (sorted(own), (), ())
     for name in own:
         assert bits(model.state_dict()[name]) == bits(state[name])
 
@@ -440,8 +440,8 @@ def test_names_can_differ_and_dtypes_can_be_cast(tmp_path: Path) -> None:
     assert bits(layer.weight) == before
     load_weights(layer, file, lambda name: f"x.{name}", cast=True)
     assert layer.weight.eq(1).all()
-    found = load_weights(layer, file, lambda name: "x.bias" if name == "bias" else None, strict=False)
-    assert (found.loaded, found.missing, found.unexpected) == (("bias",), (), ("x.weight",))
+    result = load_weights(layer, file, lambda name: "x.bias" if name == "bias" else None, strict=False)
+    assert (result.loaded, result.missing, result.unexpected) == (("bias",), (), ("x.weight",))
 
 
 def test_files_that_do_not_fit_are_named_and_nothing_is_written(tmp_path: Path) -> None:
@@ -466,7 +466,7 @@ def test_files_that_do_not_fit_are_named_and_nothing_is_written(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("index", "said"),
+    ("index", "message"),
     [
         ({"weight_map": {"weight": "../outside.safetensors"}}, "outside its folder"),
         ({"weight_map": {"weight": "/etc/passwd"}}, "outside its folder"),
@@ -476,11 +476,11 @@ def test_files_that_do_not_fit_are_named_and_nothing_is_written(tmp_path: Path) 
         ([], "is not an index"),
     ],
 )
-def test_an_index_that_lies_is_refused(tmp_path: Path, index: Any, said: str) -> None:
+def test_an_index_that_lies_is_refused(tmp_path: Path, index: Any, message: str) -> None:
     folder = tmp_path / "inside"
     folder.mkdir()
     save_file({"weight": torch.ones(2, 2)}, tmp_path / "outside.safetensors")
     save_file({"weight": torch.ones(2, 2)}, folder / "w.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(StagelineError, match=said):
+    with pytest.raises(StagelineError, match=message):
         load_weights(nn.Linear(2, 2), folder)

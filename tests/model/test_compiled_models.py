@@ -100,22 +100,22 @@ CASES: list[tuple[Callable[[], nn.Module], Callable[[Any], Any], bool]] = [
 def test_a_compiled_model_is_cut_as_the_one_inside_of_it(make: Any, how: Any, warns: bool) -> None:
     torch.manual_seed(0)
     model = make()
-    alone, given = copy.deepcopy(model), how(model)
+    alone, compiled = copy.deepcopy(model), how(model)
     inputs, targets = torch.randn(8, 4), torch.randn(8, 4)
     for some, wanted in zip(inputs.tensor_split(4), targets.tensor_split(4), strict=True):
         (functional.mse_loss(alone(some), wanted) / 4).backward()  # type: ignore[no-untyped-call]
-    expected = {name: each.grad for name, each in alone.named_parameters()}
-    with warnings.catch_warnings(record=True) as told:
+    expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        pipe = sl.Pipeline(given, loss_fn=functional.mse_loss, schedule="zb-h1", ranks=2, microbatches=4)
-    assert any("give compile=True to Pipeline" in str(each.message) for each in told) == warns
+        pipe = sl.Pipeline(compiled, loss_fn=functional.mse_loss, schedule="zb-h1", ranks=2, microbatches=4)
+    assert any("give compile=True to Pipeline" in str(warning.message) for warning in caught) == warns
     pipe.step(inputs, targets)
-    found = {name.replace("_orig_mod.", ""): grad for name, grad in pipe.named_gradients()}
-    assert_same_bits(found, expected)
+    grads = {name.replace("_orig_mod.", ""): grad for name, grad in pipe.named_gradients()}
+    assert_same_bits(grads, expected)
     assert set(pipe.state_dict()) == set(model.state_dict())
-    assert len(sl.split(given, stages=2)) == 2
-    assert len(sl.profile(given, inputs[:2], repeats=1, warmup=0).layers) == len(sl.split(given, stages=2).units)
-    assert sl.check(given, (inputs, targets), ranks=2, loss_fn=functional.mse_loss).equal
+    assert len(sl.split(compiled, stages=2)) == 2
+    assert len(sl.profile(compiled, inputs[:2], repeats=1, warmup=0).layers) == len(sl.split(compiled, stages=2).units)
+    assert sl.check(compiled, (inputs, targets), ranks=2, loss_fn=functional.mse_loss).equal
 
 
 @pytest.mark.filterwarnings("ignore")

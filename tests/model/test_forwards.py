@@ -143,8 +143,8 @@ def test_a_weight_that_is_used_outside_of_its_unit_on_processes() -> None:
     torch.manual_seed(0)
     plain = Tied()
     loss = plainly(plain, functional.mse_loss, X, Y, 2)
-    for found, grads in run_ranks(on_processes, 2):
-        assert found == loss
+    for rank_loss, grads in run_ranks(on_processes, 2):
+        assert rank_loss == loss
         torch.testing.assert_close(grads["embed.weight"], plain.get_parameter("embed.weight").grad)
 
 
@@ -208,7 +208,7 @@ class ChangesInput(Model):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         (WithList, r"blocks\.0 changes a list among its inputs, which other stages do not see; let it return"),
         (WithAttribute, r"the forward reads blocks\.2\.aux, which blocks\.2 keeps of its forward as an attribute"),
@@ -219,9 +219,9 @@ class ChangesInput(Model):
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*")
-def test_these_are_refused(kind: type[Model], said: str) -> None:
+def test_these_are_refused(kind: type[Model], message: str) -> None:
     pipe = sl.Pipeline(kind(), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
-    with pytest.raises(sl.PipelineError, match=said):
+    with pytest.raises(sl.PipelineError, match=message):
         pipe.step(X.clone(), Y)
 
 
@@ -234,7 +234,7 @@ class Drops(Model):
 
 
 def test_random_numbers_outside_of_units_are_the_same_for_any_number_of_stages_from_the_first_step_on() -> None:
-    found = []
+    results = []
     for ranks, recompute in ((1, "none"), (2, "none"), (2, "stage")):
         torch.manual_seed(0)
         model = Drops()
@@ -247,18 +247,18 @@ def test_random_numbers_outside_of_units_are_the_same_for_any_number_of_stages_f
             seed=3,
             recompute=recompute,
         )
-        found.append(([pipe.step(X, Y).loss for _ in range(2)], gradients(model)))
-    for losses, grads in found[1:]:
-        assert losses == found[0][0]
-        assert_same_bits(grads, found[0][1])
+        results.append(([pipe.step(X, Y).loss for _ in range(2)], gradients(model)))
+    for losses, grads in results[1:]:
+        assert losses == results[0][0]
+        assert_same_bits(grads, results[0][1])
 
 
 def test_what_is_set_on_the_model_later_counts() -> None:
     torch.manual_seed(0)
     model, plain, pipe = both(Model())
-    for each in (model, plain):
-        each.scale = 3.0  # type: ignore[assignment]
-        each.get_submodule("blocks.1").scale = 0.5  # type: ignore[assignment]
+    for copy_of_model in (model, plain):
+        copy_of_model.scale = 3.0  # type: ignore[assignment]
+        copy_of_model.get_submodule("blocks.1").scale = 0.5  # type: ignore[assignment]
     assert pipe.step(X, Y).loss == plainly(plain, functional.mse_loss, X, Y, 2)
     model.get_submodule("blocks")._modules["0"] = Block()
     with pytest.raises(sl.PipelineError, match=r"blocks\.0 was replaced after the pipeline was created"):
@@ -342,11 +342,11 @@ def of_kind(kind: Any) -> type[Model]:
         kind = Passes
 
         def forward(self, x: Tensor) -> Tensor:
-            found: Any = self.embed(x)
+            hidden: Any = self.embed(x)
             for block in self.blocks:
-                found = block(found)
-            assert type(found) is kind
-            return torch.as_tensor(self.head(found.hidden + found.first))
+                hidden = block(hidden)
+            assert type(hidden) is kind
+            return torch.as_tensor(self.head(hidden.hidden + hidden.first))
 
     return Structured
 
@@ -374,9 +374,9 @@ class Wraps(nn.Module):
 
 
 class Unwraps(nn.Module):
-    def forward(self, found: Two) -> Tensor:
-        assert type(found) is Two
-        return found.hidden
+    def forward(self, pair: Two) -> Tensor:
+        assert type(pair) is Two
+        return pair.hidden
 
 
 def test_a_process_knows_the_classes_of_another() -> None:
@@ -467,11 +467,11 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         chosen = self.gate(x).argmax(-1)
-        found = torch.zeros_like(x)
+        mixed = torch.zeros_like(x)
         for index, expert in enumerate(self.experts.values()):
             if (chosen == index).any():
-                found = found + expert(x) * (chosen == index)[:, None]
-        return x + found, found.square().mean()
+                mixed = mixed + expert(x) * (chosen == index)[:, None]
+        return x + mixed, mixed.square().mean()
 
 
 class InDicts(nn.Module):

@@ -21,12 +21,12 @@ WORDS = 97
 
 
 def config(kind: str, **more: Any) -> Any:
-    given: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
-    return transformers.AutoConfig.for_model(kind, **given | more)
+    return transformers.AutoConfig.for_model(kind, **sizes | more)
 
 
 def causal(kind: str, **more: Any) -> Callable[[], nn.Module]:
@@ -51,15 +51,15 @@ def text(padded: bool = True, labels: bool = True) -> dict[str, Any]:
     mask = torch.ones_like(words)
     if padded:
         mask[0, :4] = mask[3, :2] = 0
-    given = {"input_ids": words, "attention_mask": mask}
-    return given | ({"labels": words.masked_fill(mask == 0, -100)} if labels else {})
+    batch = {"input_ids": words, "attention_mask": mask}
+    return batch | ({"labels": words.masked_fill(mask == 0, -100)} if labels else {})
 
 
 def adapted() -> nn.Module:
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
-    found: nn.Module = peft.get_peft_model(causal("llama")(), settings)
-    return found
+    model: nn.Module = peft.get_peft_model(causal("llama")(), settings)
+    return model
 
 
 CLASSES = torch.tensor([0, 1, 0, 1, 1, 0])
@@ -176,23 +176,23 @@ def test_tokens_of_the_whole_batch_weigh_the_loss() -> None:
     loss = pipe.step(batch, batch["labels"]).loss
     total = 0.0
     for part in pieces(batch, 3):
-        found = plain(**part).loss
-        found.backward()
-        total += found.item()
+        loss_of_part = plain(**part).loss
+        loss_of_part.backward()
+        total += loss_of_part.item()
     assert loss == total
     assert_same_bits(gradients(model), gradients(plain))
 
 
 def test_dropout_draws_the_same_for_any_number_of_stages() -> None:
-    found = []
+    results = []
     for family, ranks in (("gpipe", 1), ("1f1b", 2), ("zb-v", 2)):
         torch.manual_seed(0)
         model = causal("gpt2", **GPT2 | {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3})().train()
         pipe = sl.Pipeline(model, loss_fn=own_loss, schedule=family, ranks=ranks, microbatches=3, seed=5)
-        found.append((pipe.step(text(), text()["labels"]).loss, gradients(model, TIED)))
-    for loss, grads in found[1:]:
-        assert loss == found[0][0]
-        assert_same_bits(grads, found[0][1])
+        results.append((pipe.step(text(), text()["labels"]).loss, gradients(model, TIED)))
+    for loss, grads in results[1:]:
+        assert loss == results[0][0]
+        assert_same_bits(grads, results[0][1])
 
 
 def test_no_cache_is_sent_or_kept() -> None:
@@ -207,12 +207,12 @@ def test_no_cache_is_sent_or_kept() -> None:
 
 def test_hidden_states_are_collected_over_stages() -> None:
     model = make("llama").eval()
-    given = {"input_ids": text()["input_ids"], "output_hidden_states": True}
-    value: Any = given
+    inputs = {"input_ids": text()["input_ids"], "output_hidden_states": True}
+    value: Any = inputs
     with torch.no_grad():
         for part in sl.split(model, 3).parts():
             value = part(value)
-        expected = model(**given).hidden_states
+        expected = model(**inputs).hidden_states
     assert len(value.hidden_states) == len(expected)
     assert all(torch.equal(one, other) for one, other in zip(value.hidden_states, expected, strict=True))
 

@@ -130,7 +130,7 @@ class Dense(nn.Module):
 def make(name: str) -> nn.Module:
     torch.manual_seed(0)
     how, _, kind = name.partition(" ")
-    block = {each.__name__: each for each in BLOCKS}.get(kind, Block)
+    block = {block_class.__name__: block_class for block_class in BLOCKS}.get(kind, Block)
     if how == "sequential":
         return nn.Sequential(*(block() for _ in range(4)))
     return {"stack": lambda: Stack(block), "vgg": Plain, "densenet": Dense}[how]()
@@ -143,13 +143,13 @@ def same_as_a_loop(model: nn.Module, **options: Any) -> None:
     torch.manual_seed(1)
     inputs, targets = torch.randn(8, 4), torch.randn(8, 4)
     alone = copy.deepcopy(model)
-    for given, wanted in zip(inputs.clone().tensor_split(4), targets.tensor_split(4), strict=True):
-        (functional.mse_loss(alone(given), wanted) / 4).backward()  # type: ignore[no-untyped-call]
+    for inputs_part, wanted in zip(inputs.clone().tensor_split(4), targets.tensor_split(4), strict=True):
+        (functional.mse_loss(alone(inputs_part), wanted) / 4).backward()  # type: ignore[no-untyped-call]
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, microbatches=4, **options)
     pipe.step(inputs, targets)
     assert_same_bits(
-        {name: each.grad for name, each in model.named_parameters()},
-        {name: each.grad for name, each in alone.named_parameters()},
+        {name: parameter.grad for name, parameter in model.named_parameters()},
+        {name: parameter.grad for name, parameter in alone.named_parameters()},
     )
     assert_same_bits(dict(model.named_buffers()), dict(alone.named_buffers()))
 

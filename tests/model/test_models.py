@@ -113,16 +113,16 @@ def test_residuals_outside_of_the_blocks_need_every_output_and_are_right_but_for
 
 
 def test_dropout_draws_the_same_for_any_number_of_stages() -> None:
-    found = []
+    results = []
     for family, ranks in (("gpipe", 1), ("1f1b", 2), ("zb-v", 2), ("1f1b", 4)):
         torch.manual_seed(0)
         model = models.GPT(drop=0.2)
         pipe = sl.Pipeline(model, loss_fn=first, schedule=family, ranks=ranks, microbatches=3, seed=7)
         losses = [pipe.step(words(), words()).loss for _ in range(2)]
-        found.append((losses, gradients(model)))
-    for losses, grads in found[1:]:
-        assert losses == found[0][0]
-        assert_same_bits(grads, found[0][1])
+        results.append((losses, gradients(model)))
+    for losses, grads in results[1:]:
+        assert losses == results[0][0]
+        assert_same_bits(grads, results[0][1])
 
 
 def test_hooks_modes_and_evaluation_stay_those_of_the_model() -> None:
@@ -163,13 +163,13 @@ Answer = tuple[float, dict[str, Tensor | None], list[str]]
 def on_processes(rank: int) -> list[Answer]:
     torch.set_num_threads(1)
     _, inputs, targets, loss_fn, _ = CASES["translator"]
-    found = []
+    results = []
     for family in ("1f1b", "zb-v"):
         torch.manual_seed(0)
         pipe = sl.Pipeline(models.Translator(), loss_fn=loss_fn, schedule=family, ranks=2, microbatches=3)
         loss = pipe.step(inputs, targets).loss
-        found.append((loss, dict(pipe.named_gradients()), list(pipe.state_dict(gather=True))))
-    return found
+        results.append((loss, dict(pipe.named_gradients()), list(pipe.state_dict(gather=True))))
+    return results
 
 
 def test_on_processes_too() -> None:
@@ -209,7 +209,7 @@ def test_where_a_model_is_cut(ask: dict[str, Any], expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ask", "said"),
+    ("ask", "message"),
     [
         ({"stages": 9}, r"GPT has 8 units \(transformer.wte … lm_head\), but 9 stages were requested; give at most 8"),
         ({"stages": 0}, "stages is a whole number of at least 1, got 0"),
@@ -246,25 +246,25 @@ def test_where_a_model_is_cut(ask: dict[str, Any], expected: Any) -> None:
         ({"example": "text"}, "GPT cannot run on the example"),
     ],
 )
-def test_what_cannot_be_cut_is_said(ask: dict[str, Any], said: str) -> None:
-    with pytest.raises(sl.StagelineError, match=said):
+def test_what_cannot_be_cut_is_said(ask: dict[str, Any], message: str) -> None:
+    with pytest.raises(sl.StagelineError, match=message):
         sl.split(models.GPT(), **{"stages": 2, **ask})
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("stages", "message"),
     [
         (None, "Pipeline takes a model, a list of its stages, the result of sl.split, .*; got None"),
         ([nn.Linear(2, 2), 3], "got 3"),
     ],
 )
-def test_what_no_pipeline_is_made_of_is_said(given: Any, said: str) -> None:
-    with pytest.raises(sl.StagelineError, match=said):
-        sl.Pipeline(given, loss_fn=functional.mse_loss, microbatches=2)
+def test_what_no_pipeline_is_made_of_is_said(stages: Any, message: str) -> None:
+    with pytest.raises(sl.StagelineError, match=message):
+        sl.Pipeline(stages, loss_fn=functional.mse_loss, microbatches=2)
 
 
 @pytest.mark.parametrize(
-    ("ask", "said"),
+    ("ask", "message"),
     [
         ({"by": "parameters"}, r"split it first: sl\.Pipeline\(sl\.split\(model, stages=…, by=…\), …\)"),
         ({"split": "parameters"}, r"sl\.split\(model, stages=…, by=…\)"),
@@ -273,8 +273,8 @@ def test_what_no_pipeline_is_made_of_is_said(given: Any, said: str) -> None:
         ({"ranks": "2"}, "ranks to be a whole number .*, got '2'"),
     ],
 )
-def test_a_pipeline_says_how_to_cut_otherwise(ask: dict[str, Any], said: str) -> None:
-    with pytest.raises(sl.StagelineError, match=said):
+def test_a_pipeline_says_how_to_cut_otherwise(ask: dict[str, Any], message: str) -> None:
+    with pytest.raises(sl.StagelineError, match=message):
         sl.Pipeline(models.GPT(), **{"loss_fn": functional.mse_loss, "ranks": 2, "microbatches": 2, **ask})
 
 
@@ -348,7 +348,9 @@ def test_a_cut_by_cost_evens_out_blocks_of_different_size() -> None:
     assert by_size.balance is not None
     assert by_size.balance.optimal
     by_count = sl.split(model, 3)
-    largest = [max(sum(unit.size for unit in each.units[a:b]) for a, b in each.cut) for each in (by_size, by_count)]
+    largest = [
+        max(sum(unit.size for unit in staged.units[a:b]) for a, b in staged.cut) for staged in (by_size, by_count)
+    ]
     assert largest[0] < largest[1]
     assert by_size.balance.slowest == largest[0]
     profile = sl.profile(model, words(), repeats=1, warmup=0)
@@ -404,9 +406,9 @@ def with_hooks(rank: int) -> tuple[str, list[str]]:
 
 def test_a_value_that_a_hook_left_on_another_rank_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAGELINE_FLIGHT_DIR", str(tmp_path))
-    for said, notes in run_ranks(with_hooks, 2):
-        assert said.startswith("rank 1 failed in F of stage 1, microbatch 0: KeyError: 'seen'; ")
-        (note,) = [each for each in notes if each.startswith("not all stages before stage 1 run in its process: ")]
+    for error, notes in run_ranks(with_hooks, 2):
+        assert error.startswith("rank 1 failed in F of stage 1, microbatch 0: KeyError: 'seen'; ")
+        (note,) = [text for text in notes if text.startswith("not all stages before stage 1 run in its process: ")]
         assert "leave beside their outputs, in a global or on a module, does not travel between ranks" in note
     assert with_hooks(0) == ("", [])  # threads share what is global
 
@@ -432,10 +434,10 @@ def test_a_check_names_what_differs() -> None:
             self.linear, self.calls = nn.Linear(4, 4), [0]
 
         def __deepcopy__(self, memo: Any) -> Any:
-            made = Counts()
-            made.load_state_dict(self.state_dict())
-            made.calls = self.calls
-            return made
+            copy_of_self = Counts()
+            copy_of_self.load_state_dict(self.state_dict())
+            copy_of_self.calls = self.calls
+            return copy_of_self
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls[0] += 1
@@ -538,8 +540,8 @@ def test_what_cannot_be_traced_either_is_said() -> None:
 @pytest.mark.parametrize("name", models.EXAMPLES)
 def test_every_example_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     models.main([name, "--schedule", "zb-v", "--steps", "2"])
-    said = capsys.readouterr().out
-    assert "4 stages of" in said
-    assert "the same" in said
-    losses = [float(line.split()[-1]) for line in said.splitlines() if line.startswith("step")]
+    output = capsys.readouterr().out
+    assert "4 stages of" in output
+    assert "the same" in output
+    losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("step")]
     assert losses[1] < losses[0]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from stageline.common.errors import StagelineError
 from stageline.model.partition.cuts import minimise
 from stageline.model.partition.partition import Partition, evaluate, partition, uniform
-from stageline.model.partition.request import Request
+from stageline.model.partition.request import PartitionRequest
 from stageline.model.partition.schedule_cuts import CutConstraints, UnitCosts, cut_by_cost
 from stageline.model.partition.v_cuts import cut_from_all_pairs
 from stageline.schedules.placement import Placement
@@ -38,16 +38,14 @@ def all_cuts(layers: int, stages: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def rank_of(ranks: int, chunks: int, placement: str) -> list[int]:
-    made = Placement.of_pattern(placement, ranks, chunks)
-    found: list[int] = made.table[0].tolist()
-    return found
+    return [int(rank) for rank in Placement.of_pattern(placement, ranks, chunks).table[0]]
 
 
 def totals(stages: list[tuple[int, int]], values: list[int], holders: list[int]) -> list[int]:
-    found = [0] * (max(holders) + 1)
+    sums = [0] * (max(holders) + 1)
     for (start, stop), rank in zip(stages, holders, strict=True):
-        found[rank] += sum(values[start:stop])
-    return found
+        sums[rank] += sum(values[start:stop])
+    return sums
 
 
 def best_of_all(problem: dict[str, Any]) -> tuple[float, float] | None:
@@ -55,7 +53,7 @@ def best_of_all(problem: dict[str, Any]) -> tuple[float, float] | None:
     costs, ranks, chunks = problem["costs"], problem["ranks"], problem["chunks"]
     holders = rank_of(ranks, chunks, problem["placement"])
     speed = problem["speed"] or [1.0] * ranks
-    found = []
+    ratings = []
     for stages in all_cuts(len(costs), ranks * chunks):
         if not all(stages[stage][0] <= layer < stages[stage][1] for layer, stage in problem["pinned"].items()):
             continue
@@ -64,8 +62,8 @@ def best_of_all(problem: dict[str, Any]) -> tuple[float, float] | None:
         ):
             continue
         loads = [work / fast for work, fast in zip(totals(stages, costs, holders), speed, strict=True)]
-        found.append((max(loads), sum(load**2 for load in loads)))
-    return min(found, default=None)
+        ratings.append((max(loads), sum(load**2 for load in loads)))
+    return min(ratings, default=None)
 
 
 @st.composite
@@ -94,26 +92,26 @@ def problems(draw: st.DrawFn, shapes: list[tuple[int, str]], most_layers: int = 
     }  # fmt: skip
 
 
-def check_kept(found: Partition, problem: dict[str, Any]) -> None:
+def check_kept(cut: Partition, problem: dict[str, Any]) -> None:
     """What no cut may break, and that its figures are those of the cut."""
     ranks, chunks = problem["ranks"], problem["chunks"]
-    assert len(found.stages) == ranks * chunks
-    assert [found.stages[0][0], *(stop for _, stop in found.stages[:-1])] == [start for start, _ in found.stages]
-    assert found.stages[-1][1] == len(problem["costs"])
-    assert all(start < stop for start, stop in found.stages)
+    assert len(cut.stages) == ranks * chunks
+    assert [cut.stages[0][0], *(stop for _, stop in cut.stages[:-1])] == [start for start, _ in cut.stages]
+    assert cut.stages[-1][1] == len(problem["costs"])
+    assert all(start < stop for start, stop in cut.stages)
     for layer, stage in problem["pinned"].items():
-        assert found.stages[stage][0] <= layer < found.stages[stage][1]
+        assert cut.stages[stage][0] <= layer < cut.stages[stage][1]
     holders = rank_of(ranks, chunks, problem["placement"])
-    assert found.rank_of == tuple(holders)
+    assert cut.rank_of == tuple(holders)
     speed = problem["speed"] or [1.0] * ranks
-    work = totals(found.stages, problem["costs"], holders)
-    assert found.loads == tuple(each / fast for each, fast in zip(work, speed, strict=True))
+    work = totals(cut.stages, problem["costs"], holders)
+    assert cut.loads == tuple(load / fast for load, fast in zip(work, speed, strict=True))
     if problem["memory"] is not None:
-        assert found.memory == tuple(totals(found.stages, problem["memory"], holders))
-        assert all(held <= cap for held, cap in zip(found.memory, problem["caps"], strict=True))
+        assert cut.memory == tuple(totals(cut.stages, problem["memory"], holders))
+        assert all(held <= cap for held, cap in zip(cut.memory, problem["caps"], strict=True))
     without = {name: value for name, value in problem.items() if name != "pinned"}
-    same = evaluate(found.stages, **without)
-    assert (same.loads, same.memory) == (found.loads, found.memory)
+    same = evaluate(cut.stages, **without)
+    assert (same.loads, same.memory) == (cut.loads, cut.memory)
 
 
 @settings(max_examples=examples(300))
@@ -124,13 +122,13 @@ def test_one_chunk_and_two_are_as_good_as_any_cut(problem: dict[str, Any]) -> No
         with pytest.raises(StagelineError, match="no cut fits the memory"):
             partition(**problem)
         return
-    found = partition(**problem)
-    check_kept(found, problem)
-    assert found.slowest == best[0]
-    assert found.optimal
-    assert found.gap == 0.0
+    cut = partition(**problem)
+    check_kept(cut, problem)
+    assert cut.slowest == best[0]
+    assert cut.optimal
+    assert cut.gap == 0.0
     if problem["chunks"] == 1:
-        assert sum(load**2 for load in found.loads) == pytest.approx(best[1], rel=1e-12)
+        assert sum(load**2 for load in cut.loads) == pytest.approx(best[1], rel=1e-12)
 
 
 @settings(max_examples=examples(150))
@@ -138,7 +136,7 @@ def test_one_chunk_and_two_are_as_good_as_any_cut(problem: dict[str, Any]) -> No
 def test_other_shapes_tell_how_far_they_are_from_the_best(problem: dict[str, Any]) -> None:
     best = best_of_all(problem)
     try:
-        found = partition(**problem)
+        cut = partition(**problem)
     except StagelineError as error:
         refused = str(error)
     else:
@@ -148,11 +146,11 @@ def test_other_shapes_tell_how_far_they_are_from_the_best(problem: dict[str, Any
         assert problem["caps"] is not None
         return
     assert best is not None
-    check_kept(found, problem)
-    assert found.bound <= best[0] * (1 + 1e-12)
-    assert best[0] <= found.slowest
-    assert found.gap == pytest.approx((found.slowest - found.bound) / found.bound if found.bound else 0.0)
-    assert found.optimal == (found.slowest <= found.bound)
+    check_kept(cut, problem)
+    assert cut.bound <= best[0] * (1 + 1e-12)
+    assert best[0] <= cut.slowest
+    assert cut.gap == pytest.approx((cut.slowest - cut.bound) / cut.bound if cut.bound else 0.0)
+    assert cut.optimal == (cut.slowest <= cut.bound)
 
 
 @settings(max_examples=examples(100))
@@ -175,25 +173,25 @@ def test_the_cap_that_an_error_names_works_and_none_below(problem: dict[str, Any
 def test_costs_of_any_size_and_unit_are_cut_the_same(layers: int, ranks: int, dice: Any) -> None:
     layers = max(layers, ranks)
     costs = [dice.random() for _ in range(layers)]
-    found = partition(costs, ranks)
+    cut = partition(costs, ranks)
     for unit in (2.0**-900, 2.0**300):
-        assert partition([cost * unit for cost in costs], ranks).stages == found.stages
-    assert partition(costs, ranks) == found
-    assert found.slowest <= evaluate(uniform(layers, ranks), costs, ranks).slowest * (1 + 1e-12)
+        assert partition([cost * unit for cost in costs], ranks).stages == cut.stages
+    assert partition(costs, ranks) == cut
+    assert cut.slowest <= evaluate(uniform(layers, ranks), costs, ranks).slowest * (1 + 1e-12)
 
 
 @pytest.mark.parametrize(("chunks", "placement"), [(1, "loop"), (2, "v"), (2, "loop"), (4, "loop"), (3, "v")])
 def test_equal_layers_are_spread_evenly(chunks: int, placement: str) -> None:
     for layers in (12, 13, 23, 24):
-        found = partition([1] * layers, 3, chunks, placement)
-        assert found.slowest == -(-layers // 3)
-        assert found.optimal
+        cut = partition([1] * layers, 3, chunks, placement)
+        assert cut.slowest == -(-layers // 3)
+        assert cut.optimal
 
 
 def test_costs_of_nothing_have_a_cut_too() -> None:
     for chunks, placement in ((1, "loop"), (2, "v"), (2, "loop")):
-        found = partition([0.0] * 9, 3, chunks, placement)
-        assert (found.slowest, found.gap, found.optimal) == (0.0, 0.0, True)
+        cut = partition([0.0] * 9, 3, chunks, placement)
+        assert (cut.slowest, cut.gap, cut.optimal) == (0.0, 0.0, True)
 
 
 @settings(max_examples=examples(20))
@@ -202,15 +200,15 @@ def test_a_v_of_many_layers_is_never_worse_than_what_a_search_finds(seed: int) -
     dice = np.random.default_rng(seed)
     ranks, layers = int(dice.integers(2, 7)), int(dice.integers(20, 60))
     costs = dice.uniform(0.1, 2.0, layers)
-    found = partition(costs, ranks, 2, "v")
+    best = partition(costs, ranks, 2, "v")
     for _ in range(200):
         inner = sorted(dice.choice(np.arange(1, layers), 2 * ranks - 1, replace=False).tolist())
         cut = list(zip((0, *inner), (*inner, layers), strict=True))
-        assert found.slowest <= evaluate(cut, costs, ranks, 2, "v").slowest * (1 + 1e-12)
+        assert best.slowest <= evaluate(cut, costs, ranks, 2, "v").slowest * (1 + 1e-12)
     held = dice.integers(1, 100, layers)
     least = partition(held, ranks, 2, "v").slowest
     capped = partition(costs, ranks, 2, "v", memory=held, caps=least)
-    assert capped.slowest >= found.slowest
+    assert capped.slowest >= best.slowest
     assert capped.memory is not None
     assert max(capped.memory) <= least
 
@@ -220,13 +218,13 @@ def test_a_v_of_many_layers_is_never_worse_than_what_a_search_finds(seed: int) -
 def test_slack_buys_more_even_stages_and_says_what_it_cost(seed: int, placement: str, slack: float) -> None:
     dice = np.random.default_rng(seed)
     costs = dice.uniform(0.5, 1.5, int(dice.integers(16, 40)))
-    best, even = (partition(costs, 4, 2, placement, slack=each) for each in (0.0, slack))
+    best, even = (partition(costs, 4, 2, placement, slack=fraction) for fraction in (0.0, slack))
     assert best.optimal
     assert even.slowest <= best.slowest * (1 + slack)
     assert even.bound == pytest.approx(best.slowest, rel=1e-11)
     assert even.gap == pytest.approx(even.slowest / best.slowest - 1, abs=1e-11)
     if slack == 1.0:
-        longest = [max(costs[start:stop].sum() for start, stop in each.stages) for each in (best, even)]
+        longest = [max(costs[start:stop].sum() for start, stop in cut.stages) for cut in (best, even)]
         assert longest[1] <= longest[0] * 1.2
 
 
@@ -239,16 +237,16 @@ def test_a_quick_cut_of_a_v_counts_only_where_no_pair_of_places_is_better(seed: 
     layers = int(dice.integers(2 * ranks, 6 * ranks))
     costs, held = dice.lognormal(0, 2, layers), dice.lognormal(0, 1, layers)
     for caps in (None, held.sum() / ranks * dice.uniform(1.0, 2.0)):
-        request = Request.of(costs, ranks, 2, "v", None if caps is None else held, caps, None, None)
+        request = PartitionRequest.of(costs, ranks, 2, "v", None if caps is None else held, caps, None, None)
         problem = request.problem({})
         slow = minimise(partial(cut_from_all_pairs, problem, capped=caps is not None), 0.0)
         if slow is None:
             with pytest.raises(StagelineError, match="no cut fits"):
                 partition(costs, ranks, 2, "v", memory=held, caps=caps)
             continue
-        found = partition(costs, ranks, 2, "v", memory=None if caps is None else held, caps=caps)
-        assert found.slowest == pytest.approx(max(request.sums(costs, slow)), rel=1e-11)
-        assert found.optimal
+        cut = partition(costs, ranks, 2, "v", memory=None if caps is None else held, caps=caps)
+        assert cut.slowest == pytest.approx(max(request.sums(costs, slow)), rel=1e-11)
+        assert cut.optimal
 
 
 FAMILIES = ["1f1b", "zb-v", "interleaved", "dualpipe-v", "hanayo", "dualpipe", "chimera", "interleaved-zb"]
@@ -263,33 +261,33 @@ def work_of(costs: Any, layers: int) -> UnitCosts:
 @given(st.integers(0, 10**6), st.sampled_from(FAMILIES))
 def test_a_cut_for_a_schedule_is_never_slower_in_simulation_than_equal_counts(seed: int, family: str) -> None:
     dice = np.random.default_rng(seed)
-    made = schedule(family, 4, 16)
-    layers = int(dice.integers(made.stages, 5 * made.stages))
+    target = schedule(family, 4, 16)
+    layers = int(dice.integers(target.stages, 5 * target.stages))
     costs = dice.uniform(0.2, 1.8, layers)
-    even = uniform(layers, made.stages)
-    found = cut_by_cost(work_of(costs, layers), made.stages, CutConstraints(schedule=made), even)
+    even = uniform(layers, target.stages)
+    best = cut_by_cost(work_of(costs, layers), target.stages, CutConstraints(schedule=target), even)
 
     def makespan(stages: list[tuple[int, int]]) -> float:
         works = [float(costs[start:stop].sum()) / 3 for start, stop in stages]
-        return simulate(made, Costs(works, works, works)).makespan
+        return simulate(target, Costs(works, works, works)).makespan
 
-    assert makespan(found.stages) <= makespan(even) * (1 + 1e-12)
-    assert found.bound <= found.slowest * (1 + 1e-12)
+    assert makespan(best.stages) <= makespan(even) * (1 + 1e-12)
+    assert best.bound <= best.slowest * (1 + 1e-12)
     # The time of every rank is that of its stages, a microbatch; where stages are on two ranks, half of each.
-    share = 1 / len(made.placement.table)
+    share = 1 / len(target.placement.table)
     loads = np.zeros(4)
-    for row in made.placement.table:
-        for (start, stop), rank in zip(found.stages, row, strict=True):
+    for row in target.placement.table:
+        for (start, stop), rank in zip(best.stages, row, strict=True):
             loads[rank] += costs[start:stop].sum() * share
-    assert found.loads == pytest.approx(loads.tolist())
+    assert best.loads == pytest.approx(loads.tolist())
 
 
 @settings(max_examples=examples(30))
 @given(st.lists(st.integers(1, 20), min_size=4, max_size=9))
 def test_stages_on_two_ranks_are_cut_as_well_as_any(costs: list[int]) -> None:
-    made = schedule("dualpipe", 4, 8)
-    found = cut_by_cost(
-        work_of(np.array(costs, dtype=float), len(costs)), 4, CutConstraints(schedule=made), uniform(len(costs), 4)
+    dualpipe = schedule("dualpipe", 4, 8)
+    cut = cut_by_cost(
+        work_of(np.array(costs, dtype=float), len(costs)), 4, CutConstraints(schedule=dualpipe), uniform(len(costs), 4)
     )
 
     def slowest(stages: list[tuple[int, int]]) -> float:
@@ -297,19 +295,19 @@ def test_stages_on_two_ranks_are_cut_as_well_as_any(costs: list[int]) -> None:
         return max(works[0] + works[3], works[1] + works[2]) / 2
 
     best = min(map(slowest, all_cuts(len(costs), 4)))
-    assert found.bound == pytest.approx(best)
-    assert found.slowest == pytest.approx(slowest(found.stages))
-    assert found.also_on == (3, 2, 1, 0)
+    assert cut.bound == pytest.approx(best)
+    assert cut.slowest == pytest.approx(slowest(cut.stages))
+    assert cut.also_on == (3, 2, 1, 0)
 
 
 def test_caps_and_pins_hold_for_a_schedule_too_and_its_chart_shows_both_stages_of_a_rank() -> None:
     work = work_of(np.array([1.0, 1, 1, 1, 1, 1, 1, 5]), 8)
-    found = cut_by_cost(work, 4, CutConstraints(schedule="dualpipe", memory=5, pinned={"layer.5": 3}), uniform(8, 4))
-    assert found.memory is not None
-    assert max(found.memory) <= 5
-    assert found.stages[3][0] <= 5
-    assert "rank 0  0" in found.chart()
-    assert found.chart().splitlines()[2].split()[2:4] == found.chart().splitlines()[5].split()[2:4]
+    cut = cut_by_cost(work, 4, CutConstraints(schedule="dualpipe", memory=5, pinned={"layer.5": 3}), uniform(8, 4))
+    assert cut.memory is not None
+    assert max(cut.memory) <= 5
+    assert cut.stages[3][0] <= 5
+    assert "rank 0  0" in cut.chart()
+    assert cut.chart().splitlines()[2].split()[2:4] == cut.chart().splitlines()[5].split()[2:4]
     with pytest.raises(StagelineError, match="every stage is on two ranks of the schedule; leave speed= out"):
         cut_by_cost(work, 4, CutConstraints(schedule="dualpipe", speed=[1, 1, 1, 2]), uniform(8, 4))
     odd = Schedule.from_programs(
@@ -322,15 +320,15 @@ def test_caps_and_pins_hold_for_a_schedule_too_and_its_chart_shows_both_stages_o
 def test_a_heavy_last_layer_gets_a_rank_with_less_beside_it() -> None:
     costs = [1.0] * 12 + [4.0]
     even = evaluate(uniform(13, 4), costs, 4)
-    found = partition(costs, 4)
-    assert (even.loads, found.loads) == ((4.0, 3.0, 3.0, 6.0), (4.0, 4.0, 4.0, 4.0))
-    assert found.layers_per_stage == [4, 4, 4, 1]
+    cut = partition(costs, 4)
+    assert (even.loads, cut.loads) == ((4.0, 3.0, 3.0, 6.0), (4.0, 4.0, 4.0, 4.0))
+    assert cut.layers_per_stage == [4, 4, 4, 1]
 
 
 def test_the_chart_shows_both_cuts_on_one_scale() -> None:
     costs = [1.0] * 12 + [4.0]
-    found = partition(costs, 4)
-    assert found.chart(evaluate(uniform(13, 4), costs, 4), width=60).splitlines() == [
+    cut = partition(costs, 4)
+    assert cut.chart(evaluate(uniform(13, 4), costs, 4), width=60).splitlines() == [
         "13 layers, 4 stages, 4 ranks",
         "░ before: slowest 6 (rank 3)",
         "█ after: slowest 4 (rank 0): no cut is better, 1.5 times as fast",
@@ -346,8 +344,8 @@ def test_the_chart_shows_both_cuts_on_one_scale() -> None:
 
 
 def test_the_chart_of_many_ranks_leaves_some_out_and_shows_memory() -> None:
-    found = partition([1.0] * 200, 100, memory=[2] * 200, caps=5)
-    lines = found.chart(width=70).splitlines()
+    cut = partition([1.0] * 200, 100, memory=[2] * 200, caps=5)
+    lines = cut.chart(width=70).splitlines()
     assert len(lines) == 2 + 64
     assert "(37 ranks not shown)" in "\n".join(lines)
     assert lines[-1].endswith("2  4 bytes of 5")
@@ -421,9 +419,9 @@ def test_uniform_and_charts_refuse_what_does_not_go_together() -> None:
 
 
 def test_pins_may_be_names() -> None:
-    found = partition([1, 2, 3, 4], 2, names=NAMES, pinned={"block.0": 1})
-    assert found.stages == [(0, 1), (1, 4)]
-    assert found.names == tuple(NAMES)
+    cut = partition([1, 2, 3, 4], 2, names=NAMES, pinned={"block.0": 1})
+    assert cut.stages == [(0, 1), (1, 4)]
+    assert cut.names == tuple(NAMES)
 
 
 def test_torch_is_left_alone() -> None:

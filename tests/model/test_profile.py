@@ -155,8 +155,8 @@ def test_trees_in_and_out() -> None:
 
     def run() -> Any:
         extra = {"factor": torch.tensor(2.0), "number": 3}
-        found = first((x, x), extra=extra)
-        return second((found["both"][0], found["both"][1]), extra=extra)
+        outputs = first((x, x), extra=extra)
+        return second((outputs["both"][0], outputs["both"][1]), extra=extra)
 
     profile = profile_layers([("first", first), ("second", second)], run, repeats=1)
     assert [layer.message for layer in profile.layers] == [2 * 48, 2 * 48]
@@ -179,7 +179,8 @@ def test_everything_is_left_as_it_was() -> None:
     model.get_parameter("3.weight").register_hook(fired.append)  # type: ignore[no-untyped-call]
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     grads = {
-        name: (each.grad, None if each.grad is None else each.grad.clone()) for name, each in model.named_parameters()
+        name: (parameter.grad, None if parameter.grad is None else parameter.grad.clone())
+        for name, parameter in model.named_parameters()
     }
     modes = [module.training for module in model.modules()]
     random = torch.get_rng_state()
@@ -221,7 +222,7 @@ def test_costs_of_stages_through_a_simulation() -> None:
     assert costs.message == [unit] * 3
     timeline = sl.simulate(sl.schedule("zb-h1", ranks=3, microbatches=4), costs)
     for kind, name in (("F", "forward"), ("I", "backward_input"), ("W", "backward_weight")):
-        total = sum(each.end - each.start for each in timeline.actions() if each.action.kind == kind)
+        total = sum(event.end - event.start for event in timeline.actions() if event.action.kind == kind)
         assert total == pytest.approx(4 * sum(getattr(layer, name) for layer in profile.layers))
     assert sl.simulate(sl.schedule("1f1b", ranks=1, microbatches=1), profile.costs([(0, 5)])).makespan == pytest.approx(
         sum(layer.forward + layer.backward for layer in profile.layers)

@@ -248,22 +248,22 @@ def on_processes(rank: int) -> str:
 
 
 def test_processes_refuse_it_too() -> None:
-    for said in run_ranks(on_processes, 2):
-        assert "0 of stage 0 stores a tensor of shape (4, 4) in 0.box['h']" in said
+    for error in run_ranks(on_processes, 2):
+        assert "0 of stage 0 stores a tensor of shape (4, 4) in 0.box['h']" in error
 
 
 def same_as_a_loop(model: nn.Module, schedule: str = "1f1b", ranks: int = 2, **options: Any) -> None:
     alone = copy.deepcopy(model)
     inputs, targets = batch()
     for _ in range(2):
-        for given, wanted in zip(inputs.tensor_split(4), targets.tensor_split(4), strict=True):
-            (functional.mse_loss(alone(given), wanted) / 4).backward()  # type: ignore[no-untyped-call]
+        for part, wanted in zip(inputs.tensor_split(4), targets.tensor_split(4), strict=True):
+            (functional.mse_loss(alone(part), wanted) / 4).backward()  # type: ignore[no-untyped-call]
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=schedule, ranks=ranks, microbatches=4, **options)
     for _ in range(2):
         pipe.step(inputs, targets)
     assert_same_bits(
-        {name: each.grad for name, each in model.named_parameters()},
-        {name: each.grad for name, each in alone.named_parameters()},
+        {name: parameter.grad for name, parameter in model.named_parameters()},
+        {name: parameter.grad for name, parameter in alone.named_parameters()},
     )
     assert_same_bits(dict(model.named_buffers()), dict(alone.named_buffers()))
 
@@ -311,7 +311,7 @@ def test_hooks_may_collect_what_they_like() -> None:
     seen: list[Tensor] = []
     model = nn.Sequential(*(Layer() for _ in range(4)))
     for layer in model:
-        layer.register_forward_hook(lambda module, given, output: seen.append(output))
+        layer.register_forward_hook(lambda module, args, output: seen.append(output))
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=2, microbatches=4)
     pipe.step(*batch())
     assert len(seen) == 16

@@ -91,8 +91,8 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def looped(model: nn.Module, parts: int = 4) -> dict[str, Tensor | None]:
     inputs, targets = batch()
-    for given, wanted in zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True):
-        (functional.mse_loss(model(given), wanted) / parts).backward()  # type: ignore[no-untyped-call]
+    for part, wanted in zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True):
+        (functional.mse_loss(model(part), wanted) / parts).backward()  # type: ignore[no-untyped-call]
     return gradients(model)
 
 
@@ -107,11 +107,11 @@ def test_skips_have_the_bits_of_a_loop_in_every_family(family: str) -> None:
     schedule = sl.schedule(family, 2, 4)
     for make in (unet, chained) if schedule.training else ():
         model = make()
-        found, expected = piped(copy.deepcopy(model), schedule=family, ranks=2), looped(model)
+        grads, expected = piped(copy.deepcopy(model), schedule=family, ranks=2), looped(model)
         if sl.verify(schedule).in_order and schedule.placement.directions == 1:
-            assert_same_bits(found, expected)
+            assert_same_bits(grads, expected)
         else:  # microbatches are added in another order
-            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(grads, expected)
 
 
 @pytest.mark.parametrize("recompute", ["none", "stage", [Down, Up], "*"])
@@ -149,8 +149,8 @@ def on_processes(rank: int) -> dict[str, dict[str, Tensor | None]]:
 def test_skips_on_processes() -> None:
     expected = looped(unet())
     for answers in run_ranks(on_processes, 2):
-        for found in answers.values():
-            assert_same_bits(found, {name: expected[name] for name in found})
+        for grads in answers.values():
+            assert_same_bits(grads, {name: expected[name] for name in grads})
 
 
 @sl.skippable(pop=["missing"])
@@ -175,7 +175,7 @@ class Forgetful(Down):
 
 
 @pytest.mark.parametrize(
-    ("layers", "said"),
+    ("layers", "message"),
     [
         ([Down, nn.Tanh], r"layer 0 \(Down\) stashes 'skip', but no later layer pops it"),
         ([nn.Tanh, Lonely], r"layer 1 \(Lonely\) pops 'missing', but no layer stashes it"),
@@ -184,19 +184,19 @@ class Forgetful(Down):
         ([Down, Up, Up], r"the skip 'skip' is popped twice"),
     ],
 )
-def test_skips_that_do_not_match_are_refused_at_construction(layers: list[type[nn.Module]], said: str) -> None:
-    made = [layer() for layer in layers]
-    for model in (nn.Sequential(*made), made):
-        with pytest.raises(sl.StagelineError, match=said):
-            sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=len(made), microbatches=2)
+def test_skips_that_do_not_match_are_refused_at_construction(layers: list[type[nn.Module]], message: str) -> None:
+    instances = [layer() for layer in layers]
+    for model in (nn.Sequential(*instances), instances):
+        with pytest.raises(sl.StagelineError, match=message):
+            sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=len(instances), microbatches=2)
 
 
 @pytest.mark.parametrize(
-    ("layer", "said"),
+    ("layer", "message"),
     [(Undeclared, "Undeclared stashes 'other', which it does not declare"), (Forgetful, "every time")],
 )
-def test_a_layer_keeps_to_what_it_declares(layer: type[nn.Module], said: str) -> None:
-    with pytest.raises(sl.StagelineError, match=said):
+def test_a_layer_keeps_to_what_it_declares(layer: type[nn.Module], message: str) -> None:
+    with pytest.raises(sl.StagelineError, match=message):
         nn.Sequential(layer(), Up())(batch()[0])
 
 

@@ -58,10 +58,10 @@ def even(units: int, **more: Any) -> sl.Profile:
 def profiles(draw: st.DrawFn) -> sl.Profile:
     times = st.floats(0.1, 10.0)
     sizes = st.integers(0, 1000)
-    found = []
+    layers = []
     for unit in range(draw(st.integers(2, 9))):
         split = [draw(times), draw(times)]
-        found.append(
+        layers.append(
             layer(
                 f"layers.{unit}",
                 draw(times),
@@ -71,7 +71,7 @@ def profiles(draw: st.DrawFn) -> sl.Profile:
                 **{name: draw(sizes) for name in ("activation", "residue", "parameters", "message")},
             )
         )
-    return profile_of(*found)
+    return profile_of(*layers)
 
 
 @st.composite
@@ -112,36 +112,36 @@ def test_a_plan_of_any_costs_is_read_as_it_was_written(
         "schedule": names,
         "time_limit": 0.05,
     }
-    found = sl.plan(**request)
+    plan = sl.plan(**request)
     if tightness is not None:  # what does not fit is among the alternatives
-        room = (max(rank.total for rank in found.memory) or 1.0) * tightness
+        room = (max(rank.total for rank in plan.memory) or 1.0) * tightness
         with suppress(sl.StagelineError):
-            found = sl.plan(**request, memory=room)
-    found.write("plan.json")
+            plan = sl.plan(**request, memory=room)
+    plan.write("plan.json")
     again = sl.read_plan("plan.json")
-    assert again.to_json() == found.to_json()
-    assert 0.0 <= found.bubble <= 1.0
-    assert all(0.0 <= other.bubble <= 1.0 for other in found.alternatives)
-    found.timeline.write("step.json")
-    assert sl.read_timeline("step.json").makespan == found.step_seconds
+    assert again.to_json() == plan.to_json()
+    assert 0.0 <= plan.bubble <= 1.0
+    assert all(0.0 <= other.bubble <= 1.0 for other in plan.alternatives)
+    plan.timeline.write("step.json")
+    assert sl.read_timeline("step.json").makespan == plan.step_seconds
 
 
 def test_a_plan_of_one_rank_is_read_as_it_was_written() -> None:
     """A rank that never waits has a bubble of 0; its times, added in another order, would leave less than that."""
     profile = profile_of(*(layer(f"layers.{unit}", time, parameters=0) for unit, time in enumerate((0.00476, 0.00923))))
     for memory in (150, 180, 199, None):
-        found = sl.plan(profile=profile, ranks=1, microbatches=12, memory=memory, time_limit=0.3)
-        found.write("plan.json")
-        assert sl.read_plan("plan.json").alternatives == found.alternatives
-        assert min(found.bubble, *(other.bubble for other in found.alternatives), 0.0) == 0.0
+        plan = sl.plan(profile=profile, ranks=1, microbatches=12, memory=memory, time_limit=0.3)
+        plan.write("plan.json")
+        assert sl.read_plan("plan.json").alternatives == plan.alternatives
+        assert min(plan.bubble, *(other.bubble for other in plan.alternatives), 0.0) == 0.0
 
 
-def cuts_of(profile: sl.Profile, made: sl.Schedule) -> list[list[int]]:
-    found = [even_sizes(len(profile.layers), made.stages)]
-    shape = shape_of(made)
+def cuts_of(profile: sl.Profile, schedule: sl.Schedule) -> list[list[int]]:
+    cuts = [even_sizes(len(profile.layers), schedule.stages)]
+    shape = shape_of(schedule)
     if shape.placement is not None and shape.chunks <= 2:
-        found.append(partition(profile.seconds, made.ranks, shape.chunks, shape.placement).layers_per_stage)
-    return found
+        cuts.append(partition(profile.seconds, schedule.ranks, shape.chunks, shape.placement).layers_per_stage)
+    return cuts
 
 
 @settings(max_examples=12)
@@ -156,38 +156,38 @@ def test_no_family_that_fits_is_faster(
             profile=profile, ranks=ranks, batch=batch, samples=1, schedule="1f1b", recompute="none", transfer=transfer
         )
         memory = max(rank.total for rank in plain.memory) or 1.0
-    found = sl.plan(
+    plan = sl.plan(
         profile=profile, ranks=ranks, batch=batch, samples=1, transfer=transfer, memory=memory, time_limit=2.0
     )
-    assert found.bound is not None
-    assert found.bound <= found.step_seconds
-    assert memory is None or max(rank.total for rank in found.memory) <= memory * (1 + 1e-9)
-    assert sl.verify(found.schedule).in_order
-    if found.microbatches != batch:
+    assert plan.bound is not None
+    assert plan.bound <= plan.step_seconds
+    assert memory is None or max(rank.total for rank in plan.memory) <= memory * (1 + 1e-9)
+    assert sl.verify(plan.schedule).in_order
+    if plan.microbatches != batch:
         return
     for name in sl.families():
         try:
-            made = sl.schedule(name, ranks, batch)
+            schedule = sl.schedule(name, ranks, batch)
         except sl.ScheduleError:
             continue
-        if not made.training or made.placement.directions > 1 or made.stages > len(profile.layers):
+        if not schedule.training or schedule.placement.directions > 1 or schedule.stages > len(profile.layers):
             continue
-        for counts in cuts_of(profile, made):
+        for counts in cuts_of(profile, schedule):
             ends = list(pairwise(accumulate(counts, initial=0)))
-            timeline = sl.simulate(made, profile.costs(ends, transfer=transfer))
+            timeline = sl.simulate(schedule, profile.costs(ends, transfer=transfer))
             held = [peak + wait for peak, wait in zip(timeline.peak_memory, buffers_of(timeline), strict=True)]
-            rank_of = made.placement.table[0].tolist()
+            rank_of = schedule.placement.table[0].tolist()
             for (start, stop), rank in zip(ends, rank_of, strict=True):  # 4 bytes, its gradient, and 8 of AdamW
-                held[rank] += 4 * sum(each.parameters for each in profile.layers[start:stop])
+                held[rank] += 4 * sum(unit_layer.parameters for unit_layer in profile.layers[start:stop])
             if memory is None or max(held) <= memory:
-                assert found.step_seconds <= timeline.makespan * (1 + 1e-9), name
+                assert plan.step_seconds <= timeline.makespan * (1 + 1e-9), name
 
 
 def test_the_fastest_of_the_named_families_is_taken() -> None:
-    found = sl.plan(profile=even(8), ranks=4, microbatches=8, schedule=["gpipe", "1f1b", "zb-h1"])
-    assert (found.schedule.name, found.layers_per_stage, found.step_seconds) == ("zb-h1", (2, 2, 2, 2), 54.0)
-    assert [each.schedule for each in found.alternatives] == ["1f1b", "gpipe"]
-    assert "22.2% longer" in found.explain()
+    plan = sl.plan(profile=even(8), ranks=4, microbatches=8, schedule=["gpipe", "1f1b", "zb-h1"])
+    assert (plan.schedule.name, plan.layers_per_stage, plan.step_seconds) == ("zb-h1", (2, 2, 2, 2), 54.0)
+    assert [alternative.schedule for alternative in plan.alternatives] == ["1f1b", "gpipe"]
+    assert "22.2% longer" in plan.explain()
 
 
 def test_a_schedule_of_its_own_is_made_where_that_is_faster() -> None:
@@ -206,23 +206,23 @@ def test_a_schedule_of_its_own_is_made_where_that_is_faster() -> None:
             for unit, (forward, first, second) in enumerate(times)
         )
     )
-    asked: dict[str, Any] = {"ranks": 4, "microbatches": 8, "memory": [400, 300, 200, 100], "recompute": "none"}
-    found = sl.plan(profile=uneven, transfer=1.0, **asked)
-    named = sl.plan(profile=uneven, transfer=1.0, schedule=["1f1b", "gpipe", "zb-h1"], **asked)
-    assert (found.schedule.name, named.schedule.name) == ("synthesized", "1f1b")
-    assert found.step_seconds < 0.97 * named.step_seconds
-    assert found.gap is not None
-    assert 0 <= found.gap < 0.1
+    options: dict[str, Any] = {"ranks": 4, "microbatches": 8, "memory": [400, 300, 200, 100], "recompute": "none"}
+    plan = sl.plan(profile=uneven, transfer=1.0, **options)
+    named = sl.plan(profile=uneven, transfer=1.0, schedule=["1f1b", "gpipe", "zb-h1"], **options)
+    assert (plan.schedule.name, named.schedule.name) == ("synthesized", "1f1b")
+    assert plan.step_seconds < 0.97 * named.step_seconds
+    assert plan.gap is not None
+    assert 0 <= plan.gap < 0.1
 
 
 def test_a_schedule_of_its_own_may_be_asked_for_alone() -> None:
     profile = profile_of(*(layer(f"layers.{unit}", 1.0 + unit % 3) for unit in range(8)))
     for memory in (None, 4 * 640 + 800):
-        found = sl.plan(profile=profile, ranks=4, microbatches=8, memory=memory, schedule="synthesized", time_limit=0.5)
-        assert found.schedule.name == "synthesized"
-        assert {row.schedule for row in found.alternatives} <= {"synthesized"}
+        plan = sl.plan(profile=profile, ranks=4, microbatches=8, memory=memory, schedule="synthesized", time_limit=0.5)
+        assert plan.schedule.name == "synthesized"
+        assert {row.schedule for row in plan.alternatives} <= {"synthesized"}
         best = sl.plan(profile=profile, ranks=4, microbatches=8, memory=memory, time_limit=0.5)
-        assert found.step_seconds <= 1.05 * best.step_seconds
+        assert plan.step_seconds <= 1.05 * best.step_seconds
 
 
 def test_an_interrupt_while_an_order_is_made_ends_the_planning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,10 +235,10 @@ def test_an_interrupt_while_an_order_is_made_ends_the_planning(monkeypatch: pyte
 
 
 def test_the_table_says_more_memory_only_of_what_takes_more() -> None:
-    for microbatches, said in ((1, "as fast"), (8, "as fast, more memory")):
-        found = sl.plan(profile=even(8), ranks=4, microbatches=microbatches, schedule=["1f1b", "gpipe"], chunks=1)
-        (line,) = [line for line in found.explain().splitlines() if line.startswith("gpipe")]
-        assert line.endswith(f"B  {said}")
+    for microbatches, verdict in ((1, "as fast"), (8, "as fast, more memory")):
+        plan = sl.plan(profile=even(8), ranks=4, microbatches=microbatches, schedule=["1f1b", "gpipe"], chunks=1)
+        (line,) = [line for line in plan.explain().splitlines() if line.startswith("gpipe")]
+        assert line.endswith(f"B  {verdict}")
 
 
 def test_the_number_of_microbatches_is_chosen_by_what_small_ones_cost() -> None:
@@ -249,8 +249,8 @@ def test_the_number_of_microbatches_is_chosen_by_what_small_ones_cost() -> None:
 
 
 def test_memory_counts_what_training_holds() -> None:
-    found = sl.plan(profile=even(4), ranks=2, microbatches=4, schedule="1f1b", optimizer_bytes_per_parameter=16)
-    first, second = found.memory
+    plan = sl.plan(profile=even(4), ranks=2, microbatches=4, schedule="1f1b", optimizer_bytes_per_parameter=16)
+    first, second = plan.memory
     assert (first.parameters, first.gradients, first.optimizer) == (80, 80, 320)
     assert (first.activations, second.activations) == (400, 200)  # two microbatches in flight, and one
     assert first.total == 880 + first.buffers
@@ -262,34 +262,34 @@ def test_memory_counts_what_training_holds() -> None:
 
 def test_memory_counts_what_interlocking_steps_keep() -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-    asked: dict[str, Any] = {"ranks": 2, "microbatches": 4, "schedule": "1f1b", "repeats": 1}
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "schedule": "1f1b", "repeats": 1}
     states: dict[str, Any] = {"optimizer_bytes_per_parameter": 4}
-    found = sl.plan(model, torch.ones(2, 16), interlock=True, **asked, **states)
-    plain = sl.plan(model, torch.ones(2, 16), layers_per_stage=found.layers_per_stage, **asked, **states)
+    plan = sl.plan(model, torch.ones(2, 16), interlock=True, **options, **states)
+    plain = sl.plan(model, torch.ones(2, 16), layers_per_stage=plan.layers_per_stage, **options, **states)
     assert all(rank.snapshot == 0 for rank in plain.memory)
-    more = [one.total - two.total for one, two in zip(found.memory, plain.memory, strict=True)]
-    assert more == [rank.snapshot for rank in found.memory]
-    pipe = sl.Pipeline(found.split(model), loss_fn=functional.mse_loss, schedule=found.schedule)
+    more = [one.total - two.total for one, two in zip(plan.memory, plain.memory, strict=True)]
+    assert more == [rank.snapshot for rank in plan.memory]
+    pipe = sl.Pipeline(plan.split(model), loss_fn=functional.mse_loss, schedule=plan.schedule)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
     kept = 0
     run = pipe.run([(torch.ones(8, 16), torch.ones(8, 16))] * 4, optimizer=optimizer)
     for _ in run:
         kept = max(kept, run.snapshot_bytes)
-    assert kept == sum(rank.snapshot for rank in found.memory)
-    assert "snapshot" in found.explain()
-    least = max(rank.total for rank in found.memory)
+    assert kept == sum(rank.snapshot for rank in plan.memory)
+    assert "snapshot" in plan.explain()
+    least = max(rank.total for rank in plan.memory)
     with pytest.raises(sl.NothingFits, match="snapshot"):
-        sl.plan(model, torch.ones(2, 16), memory=0.6 * least, interlock=True, recompute="none", **asked, **states)
+        sl.plan(model, torch.ones(2, 16), memory=0.6 * least, interlock=True, recompute="none", **options, **states)
 
 
 def test_units_are_computed_once_more_only_where_memory_asks_for_it() -> None:
     free = sl.plan(profile=even(8), ranks=4, microbatches=8, schedule="1f1b")
     need = [rank.total for rank in free.memory]
-    found = sl.plan(profile=even(8), ranks=4, microbatches=8, schedule="1f1b", memory=need[0] - 1)
-    assert found.recompute not in ("none", "stage")
-    assert set(found.recompute) <= {"layers.0", "layers.1"}
-    assert max(rank.total for rank in found.memory) < need[0]
-    assert free.step_seconds < found.step_seconds < sl.plan(
+    plan = sl.plan(profile=even(8), ranks=4, microbatches=8, schedule="1f1b", memory=need[0] - 1)
+    assert plan.recompute not in ("none", "stage")
+    assert set(plan.recompute) <= {"layers.0", "layers.1"}
+    assert max(rank.total for rank in plan.memory) < need[0]
+    assert free.step_seconds < plan.step_seconds < sl.plan(
         profile=even(8), ranks=4, microbatches=8, schedule="1f1b", recompute="stage"
     ).step_seconds  # fmt: skip
 
@@ -306,33 +306,33 @@ def test_recomputing_is_priced_as_a_forward_more_and_activations_less() -> None:
     assert units.transient == {"B": [300.0, 100.0], "I": [300.0, 100.0]}
 
 
-@pytest.mark.parametrize("given", [{"memory": 700.0}, {"memory": 500.0}, {"memory": 700.0, "recompute": "none"},
+@pytest.mark.parametrize("limits", [{"memory": 700.0}, {"memory": 500.0}, {"memory": 700.0, "recompute": "none"},
                                    {"memory": 900.0, "recompute": "none", "schedule": "gpipe"}])  # fmt: skip
-def test_the_advice_fits_where_nothing_did(given: dict[str, Any]) -> None:
-    asked: dict[str, Any] = {
+def test_the_advice_fits_where_nothing_did(limits: dict[str, Any]) -> None:
+    options: dict[str, Any] = {
         "profile": even(8),
         "ranks": 2,
         "batch": 8,
         "microbatches": 4,
         "samples": 2,
         "time_limit": 1.0,
-    } | given
+    } | limits
     with pytest.raises(sl.NothingFits, match=r"nothing fits: the closest plan, .* on rank") as caught:
-        sl.plan(**asked)
-    assert caught.value.needs > given["memory"]
+        sl.plan(**options)
+    assert caught.value.needs > limits["memory"]
     assert caught.value.changes
     for change in caught.value.changes:
-        found = sl.plan(**(asked | change))
-        limit = change.get("memory", given["memory"])
-        assert max(rank.total for rank in found.memory) <= limit * (1 + 1e-9), change
+        plan = sl.plan(**(options | change))
+        limit = change.get("memory", limits["memory"])
+        assert max(rank.total for rank in plan.memory) <= limit * (1 + 1e-9), change
 
 
 def test_sizes_are_taken_as_the_command_takes_them() -> None:
-    asked: dict[str, Any] = {"profile": even(8), "ranks": 2, "microbatches": 4, "time_limit": 0.5}
-    assert sl.plan(**asked, memory="24GiB").caps == (24.0 * 2**30,) * 2
-    assert sl.plan(**asked, memory=["24GiB", 2.0**31]).caps == sl.plan(**asked, memory="24GiB,2GiB").caps
-    assert sl.plan(**asked, memory=np.array([1e9, 2e9])).caps == (1e9, 2e9)  # type: ignore[arg-type]
-    assert sl.plan(**asked, bandwidth="10G").costs.bandwidth == 1e10
+    options: dict[str, Any] = {"profile": even(8), "ranks": 2, "microbatches": 4, "time_limit": 0.5}
+    assert sl.plan(**options, memory="24GiB").caps == (24.0 * 2**30,) * 2
+    assert sl.plan(**options, memory=["24GiB", 2.0**31]).caps == sl.plan(**options, memory="24GiB,2GiB").caps
+    assert sl.plan(**options, memory=np.array([1e9, 2e9])).caps == (1e9, 2e9)  # type: ignore[arg-type]
+    assert sl.plan(**options, bandwidth="10G").costs.bandwidth == 1e10
     costs = sl.Costs(activation=2**30)
     assert max(sl.synthesize(costs, 2, 4, memory="2GiB", time_limit=0.2).timeline.peak_memory) <= 2**31
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
@@ -350,25 +350,25 @@ def test_a_size_that_is_advised_is_enough_and_little_more(value: float) -> None:
 
 
 def test_a_plan_from_before_there_was_a_snapshot_is_read(tmp_path: Path) -> None:
-    found = sl.plan(profile=even(4), ranks=2, microbatches=4, time_limit=0.5)
-    data = found.to_json()
+    plan = sl.plan(profile=even(4), ranks=2, microbatches=4, time_limit=0.5)
+    data = plan.to_json()
     for rank in data["memory"]:
         del rank["snapshot"]
     (tmp_path / "plan.json").write_text(json.dumps(data))
-    assert sl.read_plan(tmp_path / "plan.json").memory == found.memory
+    assert sl.read_plan(tmp_path / "plan.json").memory == plan.memory
 
 
 def test_a_plan_is_the_same_after_a_round_trip(tmp_path: Path) -> None:
-    found = sl.plan(profile=even(8), ranks=2, batch=8, samples=2, memory=2000.0, bandwidth=1e6, time_limit=1.0)
-    found.write(tmp_path / "plan.json")
+    plan = sl.plan(profile=even(8), ranks=2, batch=8, samples=2, memory=2000.0, bandwidth=1e6, time_limit=1.0)
+    plan.write(tmp_path / "plan.json")
     again = sl.read_plan(tmp_path / "plan.json")
-    assert again.to_json() == found.to_json()
-    assert again.explain() == found.explain()
-    assert again.schedule == found.schedule
+    assert again.to_json() == plan.to_json()
+    assert again.explain() == plan.explain()
+    assert again.schedule == plan.schedule
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"layers_per_stage": [4]}, "'layers_per_stage' must have one entry for each of the 2 stages, got 1"),
         ({"layers_per_stage": [4, -1]}, r"layers_per_stage\[1\] must be an integer from 1"),
@@ -383,15 +383,15 @@ def test_a_plan_is_the_same_after_a_round_trip(tmp_path: Path) -> None:
         ({"version": 99}, "99"),
     ],
 )
-def test_a_broken_file_is_refused_with_what_is_wrong(tmp_path: Path, change: dict[str, Any], said: str) -> None:
-    found = sl.plan(profile=even(4), ranks=2, microbatches=2, schedule="1f1b")
-    (tmp_path / "plan.json").write_text(json.dumps(found.to_json() | change))
-    with pytest.raises(sl.StagelineError, match=said):
+def test_a_broken_file_is_refused_with_what_is_wrong(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    plan = sl.plan(profile=even(4), ranks=2, microbatches=2, schedule="1f1b")
+    (tmp_path / "plan.json").write_text(json.dumps(plan.to_json() | change))
+    with pytest.raises(sl.StagelineError, match=message):
         sl.read_plan(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "message"),
     [
         ({"ranks": 0, "batch": 8}, "ranks to be a whole number from 1"),
         ({"ranks": 2}, "needs microbatches="),
@@ -416,38 +416,36 @@ def test_a_broken_file_is_refused_with_what_is_wrong(tmp_path: Path, change: dic
         ({"ranks": 2, "microbatches": 2, "profile": {1: even(4), 2: even(3)}}, "profiles have different layers"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(sl.StagelineError, match=said):
-        sl.plan(**({"profile": even(4)} | given))
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(sl.StagelineError, match=message):
+        sl.plan(**({"profile": even(4)} | options))
 
 
 def test_a_planned_pipeline_computes_what_the_model_does() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
-    found = sl.plan(model, torch.randn(4, 8), ranks=2, batch=8, recompute="stage", repeats=1, time_limit=0.5)
-    assert found.samples * found.microbatches == 8
-    pipe = sl.Pipeline(
-        found.split(model), loss_fn=functional.mse_loss, schedule=found.schedule, recompute=found.recompute
-    )
+    plan = sl.plan(model, torch.randn(4, 8), ranks=2, batch=8, recompute="stage", repeats=1, time_limit=0.5)
+    assert plan.samples * plan.microbatches == 8
+    pipe = sl.Pipeline(plan.split(model), loss_fn=functional.mse_loss, schedule=plan.schedule, recompute=plan.recompute)
     x, y = torch.randn(8, 8), torch.randn(8, 8)
     pipe.step(x, y)
     found_grads = gradients(model)
     model.zero_grad()
-    for part in range(found.microbatches):
-        rows = slice(part * found.samples, (part + 1) * found.samples)
-        torch.autograd.backward(functional.mse_loss(model(x[rows]), y[rows]) * (found.samples / 8))
+    for part in range(plan.microbatches):
+        rows = slice(part * plan.samples, (part + 1) * plan.samples)
+        torch.autograd.backward(functional.mse_loss(model(x[rows]), y[rows]) * (plan.samples / 8))
     assert all(map(torch.equal, found_grads, gradients(model)))
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
-    found = [parameter.grad for parameter in model.parameters()]
-    return [grad.clone() for grad in found if grad is not None]
+    grads = [parameter.grad for parameter in model.parameters()]
+    return [grad.clone() for grad in grads if grad is not None]
 
 
 def test_a_plan_refuses_another_model() -> None:
-    found = sl.plan(profile=even(4), ranks=2, microbatches=2, schedule="1f1b")
+    plan = sl.plan(profile=even(4), ranks=2, microbatches=2, schedule="1f1b")
     with pytest.raises(sl.StagelineError, match=r"the plan is for 4 units, layers\.0"):
-        found.split(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))))
+        plan.split(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))))
     layers = [nn.Linear(2, 2) for _ in range(6)]
     smaller = sl.plan(nn.Sequential(*layers[:4]), torch.ones(2, 2), ranks=2, microbatches=2, repeats=1, time_limit=0.5)
     with pytest.raises(sl.StagelineError, match=r"the plan is for 4 units, 0 … 3, but Sequential has also 4"):
@@ -461,13 +459,13 @@ def test_a_unit_that_is_called_twice_stands_in_both_places() -> None:
             self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for each in (*self.layers, self.layers[0]):
-                x = each(x)
+            for layer in (*self.layers, self.layers[0]):
+                x = layer(x)
             return x
 
-    found = sl.plan(Twice(), torch.randn(2, 8), ranks=2, microbatches=2, schedule="1f1b", repeats=1)
-    assert found.names == ("layers.0", "layers.1", "layers.2", "layers.0")
-    assert len(found.split(Twice(), torch.randn(2, 8))) == 2
+    plan = sl.plan(Twice(), torch.randn(2, 8), ranks=2, microbatches=2, schedule="1f1b", repeats=1)
+    assert plan.names == ("layers.0", "layers.1", "layers.2", "layers.0")
+    assert len(plan.split(Twice(), torch.randn(2, 8))) == 2
 
 
 def test_the_command_plans_from_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -475,11 +473,11 @@ def test_the_command_plans_from_a_profile(tmp_path: Path, capsys: pytest.Capture
     words = ["plan", str(tmp_path / "profile.json"), "-p", "2", "--batch", "8", "--schedule", "1f1b,zb-h1"]
     files = ["-o", str(tmp_path / "plan.json"), "--svg", str(tmp_path / "plan.svg"), "--html", str(tmp_path / "a.html")]
     assert run([*words, *files, "--memory", "2KiB"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     kept = sl.read_plan(tmp_path / "plan.json")
     assert kept.caps == (2048.0, 2048.0)
-    assert f"{kept.schedule.name}: 2 ranks" in said
-    assert "chosen" in said
+    assert f"{kept.schedule.name}: 2 ranks" in output
+    assert "chosen" in output
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
     assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
     assert run([*words, "--json", "--memory", "2KiB"]) == 0
@@ -490,11 +488,11 @@ def test_the_command_says_what_does_not_fit(tmp_path: Path, capsys: pytest.Captu
     even(4).write(tmp_path / "profile.json")
     words = ["plan", str(tmp_path / "profile.json"), "-p", "2", "-m", "4", "--time-limit", "0.5"]
     assert run([*words, "--memory", "900", "--schedule", "gpipe", "--recompute", "none"]) == 2
-    said = capsys.readouterr().err
-    assert "error: nothing fits" in said
-    advice = re.findall(r"(--[a-z]+) (\S+?)(?: needs|[;\n])", said)
+    error = capsys.readouterr().err
+    assert "error: nothing fits" in error
+    advice = re.findall(r"(--[a-z]+) (\S+?)(?: needs|[;\n])", error)
     assert dict(advice).keys() >= {"--memory", "--ranks"}
-    assert "=" not in said  # no words of Python
+    assert "=" not in error  # no words of Python
     for flag, value in advice:  # a command that is given what it advises runs
         fits = [*words, "--memory", "900", "--schedule", "gpipe", "--recompute", "none", flag, value]
         assert run(fits) == 0, fits
@@ -543,7 +541,7 @@ def test_a_pipeline_chooses_its_microbatches_and_builds_only_after_that() -> Non
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "message"),
     [
         ({"ranks": 2}, "needs example="),
         ({"example": torch.ones(4, 8)}, "needs ranks="),
@@ -556,9 +554,9 @@ def test_a_pipeline_chooses_its_microbatches_and_builds_only_after_that() -> Non
         ({"ranks": 2, "example": 5}, "the example must have tensors"),
     ],
 )
-def test_auto_says_what_it_lacks(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(sl.StagelineError, match=said):
-        sl.Pipeline(nn.Sequential(*layers()), loss_fn=functional.mse_loss, schedule="auto", **given)
+def test_auto_says_what_it_lacks(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(sl.StagelineError, match=message):
+        sl.Pipeline(nn.Sequential(*layers()), loss_fn=functional.mse_loss, schedule="auto", **options)
 
 
 def test_auto_refuses_stages_that_are_cut_already() -> None:
@@ -595,5 +593,5 @@ def test_processes_do_as_rank_0_plans() -> None:
     for part in range(4):
         rows = slice(2 * part, 2 * part + 2)
         torch.autograd.backward(functional.mse_loss(plain(x[rows]), y[rows]) * 0.25)
-    found = {tuple(grad.flatten().tolist()) for each in (first, second) for grad in each[2]}
-    assert found == {tuple(grad.flatten().tolist()) for grad in gradients(plain)}
+    pipeline_grads = {tuple(grad.flatten().tolist()) for rank_result in (first, second) for grad in rank_result[2]}
+    assert pipeline_grads == {tuple(grad.flatten().tolist()) for grad in gradients(plain)}

@@ -28,7 +28,7 @@ MAX_ROUNDS = 20
 
 
 @dataclass(frozen=True)
-class Problem:
+class CutProblem:
     """Layers to cut into stages, and the ranks that hold them; times and bytes are prefix sums over layers."""
 
     time: Floats
@@ -59,7 +59,7 @@ class Problem:
         chunks = len(stage_times) / len(loads)
         return float(loads.max()), float((loads**2).sum() + chunks * (stage_times**2).sum())
 
-    def by_memory(self, scale: Floats | None = None) -> Problem:
+    def by_memory(self, scale: Floats | None = None) -> CutProblem:
         """Return the problem of balancing memory, relative to `scale` or to the caps, in place of time."""
         if scale is None:
             scale = np.clip(self.caps, 0.5, max(self.memory[-1], 1.0))
@@ -118,7 +118,7 @@ def next_above(limits: Floats, speed: Floats) -> float:
     return float(((limits + 1) / speed).min())
 
 
-def time_bound(problem: Problem) -> float:
+def time_bound(problem: CutProblem) -> float:
     """Return a lower bound on the time of the slowest rank: the maximum of several simple bounds."""
     costs = np.sort(np.diff(problem.time))
     ranks, layers = len(problem.speed), len(costs)
@@ -285,7 +285,7 @@ def _row_minima(first: Ints, last: Ints, entry: Callable[[Ints, Ints], Floats]) 
             return value, best
 
 
-def window(problem: Problem, cut: Ints, start: int, stop: int) -> Chain:
+def window(problem: CutProblem, cut: Ints, start: int, stop: int) -> Chain:
     """Return the stages from `start` to `stop` of a cut, on distinct ranks, as a chain to cut again."""
     ranks, count = problem.rank_of[start:stop], len(problem.speed)
     first, last = int(cut[start]), int(cut[stop])
@@ -298,7 +298,7 @@ def window(problem: Problem, cut: Ints, start: int, stop: int) -> Chain:
     return Chain(problem.time[part], problem.memory[part], problem.speed[ranks], base, room, low, high)
 
 
-def improve(problem: Problem, cut: Ints) -> Ints:
+def improve(problem: CutProblem, cut: Ints) -> Ints:
     """Recut windows of stages optimally until none improves.
 
     A window is a maximal run of stages on distinct ranks; windows overlap by half.

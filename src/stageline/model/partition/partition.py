@@ -11,8 +11,8 @@ import numpy as np
 
 from stageline.common.errors import StagelineError
 from stageline.model.partition.chart import chart
-from stageline.model.partition.cuts import Chain, Ints, Problem, cut_chain, improve, time_bound
-from stageline.model.partition.request import Numbers, Request, Span
+from stageline.model.partition.cuts import Chain, CutProblem, Ints, cut_chain, improve, time_bound
+from stageline.model.partition.request import Numbers, PartitionRequest, Span
 from stageline.model.partition.v_cuts import cut_loop, cut_v
 
 
@@ -149,7 +149,7 @@ def partition(
     Traceback (most recent call last):
     stageline.StagelineError: no cut fits the memory of the ranks: the closest gives ...
     """
-    request = Request.of(costs, ranks, chunks, placement, memory, caps, speed, names)
+    request = PartitionRequest.of(costs, ranks, chunks, placement, memory, caps, speed, names)
     problem = request.problem(pinned or {})
     if not 0 <= slack < math.inf:
         raise StagelineError(f"slack is {slack!r}; give a fraction >= 0, such as 0.05 for 5%")
@@ -179,12 +179,12 @@ def evaluate(
     >>> evaluate([(0, 4), (4, 5)], [1, 2, 3, 4, 5], ranks=2).slowest
     10.0
     """
-    request = Request.of(costs, ranks, chunks, placement, memory, caps, speed, names)
+    request = PartitionRequest.of(costs, ranks, chunks, placement, memory, caps, speed, names)
     problem = request.problem({})
     return _partition(request, problem, request.cut_of(stages), time_bound(problem))
 
 
-def _partition(request: Request, problem: Problem, cut: Ints, bound: float) -> Partition:
+def _partition(request: PartitionRequest, problem: CutProblem, cut: Ints, bound: float) -> Partition:
     """Return the figures of a cut, in the units of the caller."""
     loads = tuple(
         load / speed for load, speed in zip(request.sums(request.costs, cut), request.speed.tolist(), strict=True)
@@ -204,7 +204,7 @@ def _partition(request: Request, problem: Problem, cut: Ints, bound: float) -> P
     )
 
 
-def _solve(problem: Problem, slack: float = 0.0) -> tuple[Ints | None, bool, float]:
+def _solve(problem: CutProblem, slack: float = 0.0) -> tuple[Ints | None, bool, float]:
     """Return the cut found (None if there is none), whether that is proven, and a lower bound on the time."""
     ranks, down, low = len(problem.speed), np.arange(len(problem.speed)), time_bound(problem)
     if len(problem.rank_of) == ranks:
@@ -227,7 +227,7 @@ def _solve(problem: Problem, slack: float = 0.0) -> tuple[Ints | None, bool, flo
     return improve(problem, best), exact, low
 
 
-def _search(problem: Problem, is_quick: bool) -> Ints | None:
+def _search(problem: CutProblem, is_quick: bool) -> Ints | None:
     """Return a good cut, starting from stages that are as even as possible; None if none of them fits."""
     starts = [_as_chain(problem)]
     if np.isfinite(problem.caps).any() and not (is_quick and starts[0] is not None and problem.fits(starts[0])):
@@ -238,14 +238,14 @@ def _search(problem: Problem, is_quick: bool) -> Ints | None:
     return min(cuts, key=problem.rating, default=None)
 
 
-def _as_chain(problem: Problem) -> Ints | None:
+def _as_chain(problem: CutProblem) -> Ints | None:
     """Return the best cut if every stage had its own rank."""
     speed, caps = problem.speed[problem.rank_of], problem.caps[problem.rank_of]
     base = np.zeros(len(speed))
     return cut_chain(Chain(problem.time, problem.memory, speed, base, caps, problem.low, problem.high))
 
 
-def _memory_error(request: Request, problem: Problem, exact: bool) -> StagelineError:
+def _memory_error(request: PartitionRequest, problem: CutProblem, exact: bool) -> StagelineError:
     """Return an error that names the layer or rank without room, and the smallest cap that works."""
     assert request.memory is not None
     assert request.caps is not None

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stageline.common.errors import StagelineError, nearest, shorten
-from stageline.model.partition.cuts import Floats, Ints, Problem, prefix_sums, to_integers
+from stageline.model.partition.cuts import CutProblem, Floats, Ints, prefix_sums, to_integers
 from stageline.schedules.placement import Placement
 
 Numbers: TypeAlias = Sequence[float] | NDArray[Any]
@@ -23,7 +23,7 @@ MAX_VALUE = 1e100
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class PartitionRequest:
     """Layers, and the ranks that hold them; all values are valid."""
 
     costs: Floats
@@ -46,7 +46,7 @@ class Request:
         caps: float | Numbers | None,
         speed: Numbers | None,
         names: Sequence[str] | None,
-    ) -> Request:
+    ) -> PartitionRequest:
         """Check the arguments; raise `StagelineError` for an invalid one."""
         ranks, chunks = _count("ranks", ranks), _count("chunks", chunks)
         if placement not in PLACEMENTS:
@@ -112,12 +112,12 @@ class Request:
             parts[rank] += values[start:stop].tolist()
         return tuple(map(math.fsum, parts))
 
-    def problem(self, pinned: Mapping[int | str, int]) -> Problem:
+    def problem(self, pinned: Mapping[int | str, int]) -> CutProblem:
         """Return the same as integers."""
         low, high = self._ranges(pinned)
         memory, power = to_integers(np.zeros(self.layers) if self.memory is None else self.memory)
         caps = np.full(self.ranks, np.inf) if self.caps is None else np.rint(np.ldexp(self.caps, power))
-        return Problem(
+        return CutProblem(
             prefix_sums(to_integers(self.costs)[0]), prefix_sums(memory), self.rank_of, self.speed, caps, low, high
         )
 

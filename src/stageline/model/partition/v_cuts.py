@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from stageline.model.partition.cuts import Floats, Ints, Problem, minimise, next_above, prefix_sums, work_limits
+from stageline.model.partition.cuts import CutProblem, Floats, Ints, minimise, next_above, prefix_sums, work_limits
 from stageline.model.partition.v_heuristic import Pairs, cut_from_front, last_rank_pairs, trace_back
 
 BUDGET = 1.5e8
@@ -28,7 +28,7 @@ ROUNDING = 1e-12
 class Step:
     """One rank takes its two stages: the pairs before it, and its limit."""
 
-    problem: Problem
+    problem: CutProblem
     rank: int
     limit: float
     before: Pairs
@@ -91,7 +91,7 @@ class Step:
         return np.where(reached, 0.0, np.inf), np.append(refused, smallest_refused)
 
 
-def cut_v(problem: Problem, low: float, below: float = np.inf) -> Ints | None:
+def cut_v(problem: CutProblem, low: float, below: float = np.inf) -> Ints | None:
     """Return the cut with the fastest slowest rank for two stages per rank in a V; None if there is none.
 
     `low` is a lower bound on the time. Cuts that are not better than `below` are not searched for.
@@ -113,7 +113,7 @@ def cut_v(problem: Problem, low: float, below: float = np.inf) -> Ints | None:
     return None
 
 
-def _has_room(problem: Problem) -> bool:
+def _has_room(problem: CutProblem) -> bool:
     """Whether some cut satisfies the caps, regardless of time."""
     memory_problem = problem.by_memory()
     return any(
@@ -121,7 +121,9 @@ def _has_room(problem: Problem) -> bool:
     )
 
 
-def _prove_or_improve(problem: Problem, low: float, below: float, front_cut: Ints | None, capped: bool) -> Ints | None:
+def _prove_or_improve(
+    problem: CutProblem, low: float, below: float, front_cut: Ints | None, capped: bool
+) -> Ints | None:
     """Return the best cut, by searching for one better than `front_cut`; None if it is not below `below`."""
     oracle = partial(cut_from_all_pairs, problem, capped=capped)
     slowest = np.inf if front_cut is None else float(problem.loads(front_cut).max())
@@ -133,7 +135,7 @@ def _prove_or_improve(problem: Problem, low: float, below: float, front_cut: Int
     return minimise(oracle, low)
 
 
-def cut_loop(problem: Problem, low: float, start: Ints | None) -> tuple[Ints | None, bool]:
+def cut_loop(problem: CutProblem, low: float, start: Ints | None) -> tuple[Ints | None, bool]:
     """Return the best cut for two rounds of a loop, and whether it is proven optimal.
 
     Every start of the second round is tried, the closest to that of `start` first. For each, the layers of the second
@@ -156,7 +158,7 @@ def cut_loop(problem: Problem, low: float, start: Ints | None) -> tuple[Ints | N
     return best, len(candidates) == len(positions)
 
 
-def _reverse_second_round(problem: Problem, position: int) -> Problem:
+def _reverse_second_round(problem: CutProblem, position: int) -> CutProblem:
     """Reverse the layers from a position on, where the middle of the V must be."""
     ranks, end = len(problem.speed), len(problem.time) - 1
 
@@ -180,7 +182,7 @@ def _reverse_second_round(problem: Problem, position: int) -> Problem:
     )
 
 
-def cut_from_all_pairs(problem: Problem, slowest: float, *, capped: bool) -> tuple[Ints | None, float]:
+def cut_from_all_pairs(problem: CutProblem, slowest: float, *, capped: bool) -> tuple[Ints | None, float]:
     """Return a cut that takes at most `slowest` and its time; or None and a lower bound for every cut."""
     ranks, end = len(problem.speed), len(problem.time) - 1
     limits = work_limits(slowest, problem.speed)

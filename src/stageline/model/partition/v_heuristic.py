@@ -5,8 +5,8 @@
                  a       a'     c'  c
 
 For every a, only the smallest c is kept: later ranks can almost always do with fewer layers what they can do with more.
-This fails only if a stage would be left with a single heavy layer. So the result is a valid cut, but only `vee`, which
-keeps all pairs, can prove that no better one exists.
+This fails only if a stage would be left with a single heavy layer. So the result is a valid cut, but only `v_cuts`,
+which keeps all pairs, can prove that no better one exists.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stageline.model.partition.cuts import Floats, Ints, Problem, next_above, work_limits
+from stageline.model.partition.cuts import CutProblem, Floats, Ints, next_above, work_limits
 
 
 class Pairs(NamedTuple):
@@ -25,7 +25,7 @@ class Pairs(NamedTuple):
     c: Ints
 
 
-def cut_from_front(problem: Problem, slowest: float, *, capped: bool) -> tuple[Ints | None, float]:
+def cut_from_front(problem: CutProblem, slowest: float, *, capped: bool) -> tuple[Ints | None, float]:
     """Return a cut that takes at most `slowest` and its time; or None and the next time worth trying."""
     ranks, limits, refused = len(problem.speed), work_limits(slowest, problem.speed), np.inf
     pairs = [Pairs(np.zeros(1, dtype=np.int64), np.full(1, len(problem.time) - 1))]
@@ -44,7 +44,7 @@ def cut_from_front(problem: Problem, slowest: float, *, capped: bool) -> tuple[I
     return None, max(refused, next_above(limits, problem.speed))
 
 
-def last_rank_pairs(problem: Problem, pairs: Pairs, limit: float, capped: bool) -> tuple[Pairs, float]:
+def last_rank_pairs(problem: CutProblem, pairs: Pairs, limit: float, capped: bool) -> tuple[Pairs, float]:
     """Return the pairs that the last rank can complete, and the smallest time that was refused."""
     (a, c), ranks = pairs, len(problem.speed)
     ends = problem.time[c] - problem.time[a]
@@ -56,7 +56,7 @@ def last_rank_pairs(problem: Problem, pairs: Pairs, limit: float, capped: bool) 
     return Pairs(a[allowed], c[allowed]), refused
 
 
-def _next_front(problem: Problem, rank: int, limits: Floats, before: Pairs, capped: bool) -> tuple[Pairs, float]:
+def _next_front(problem: CutProblem, rank: int, limits: Floats, before: Pairs, capped: bool) -> tuple[Pairs, float]:
     """Return, for every a' that a rank may leave, the smallest c', and the smallest time that was refused."""
     time, memory, limit, depth = problem.time, problem.memory, limits[rank], rank + 1
     last, refused = int(problem.high[depth]), np.inf
@@ -95,7 +95,14 @@ def _next_front(problem: Problem, rank: int, limits: Floats, before: Pairs, capp
 
 
 def _smallest_c(
-    problem: Problem, limit: float, room: float | None, lowest: int, before: Pairs, a: Ints, first: Ints, counts: Ints
+    problem: CutProblem,
+    limit: float,
+    room: float | None,
+    lowest: int,
+    before: Pairs,
+    a: Ints,
+    first: Ints,
+    counts: Ints,
 ) -> tuple[Ints, float]:
     """Return, for every a, the smallest c reachable from its pairs, and the smallest work that was refused."""
     time, memory, end = problem.time, problem.memory, len(problem.time)
@@ -117,7 +124,7 @@ def _smallest_c(
     return np.minimum.reduceat(np.where(c < stop, c, end), starts), refused
 
 
-def trace_back(problem: Problem, pairs: list[Pairs], limits: Floats, capped: bool) -> Ints:
+def trace_back(problem: CutProblem, pairs: list[Pairs], limits: Floats, capped: bool) -> Ints:
     """Return a cut through reachable pairs whose stages are close to half of their rank's share."""
     time, memory, ranks = problem.time, problem.memory, len(problem.speed)
     share = problem.speed * (time[-1] / problem.speed.sum())
