@@ -1,4 +1,4 @@
-"""Architectures that people use and nobody here had tried, as small cases: the bits of a loop, or a clear refusal."""
+"""Small cases of less common architectures: the same bits as a plain loop, or a clear error."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def pictures() -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", [llava, blip2])
-def test_a_cache_that_an_inner_config_asks_for_is_not_filled(make: Any) -> None:
+def test_a_cache_that_an_inner_config_enables_is_not_filled(make: Any) -> None:
     model, batch = make(), pictures()
     example = {name: value[:2] for name, value in batch.items()}
     grads = piped(copy.deepcopy(model), batch, example=example)
@@ -147,7 +147,7 @@ def test_a_plan_knows_its_units_by_name(tmp_path: Path) -> None:
     assert_same_bits(gradients(staged.model), plainly(model, batch))
 
 
-def test_a_tower_that_is_in_no_unit_is_said() -> None:
+def test_split_warns_about_a_tower_that_belongs_to_no_unit() -> None:
     warning = r"model\.vision_tower\.embeddings … .*projector of Llava.* belongs to no unit.*give example="
     with pytest.warns(UserWarning, match=warning):
         staged = sl.split(llava(), stages=2)
@@ -157,7 +157,7 @@ def test_a_tower_that_is_in_no_unit_is_said() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_unit_that_the_model_never_calls_is_in_nobodys_way() -> None:
+def test_a_unit_that_the_model_never_calls_does_no_harm() -> None:
     model = built(
         "Wav2Vec2ConformerConfig", "Wav2Vec2ConformerForCTC", vocab_size=20, hidden_size=16, num_hidden_layers=3,
         num_attention_heads=2, intermediate_size=32, conv_dim=(8, 8), conv_stride=(2, 2), conv_kernel=(3, 3),
@@ -172,7 +172,7 @@ def test_a_unit_that_the_model_never_calls_is_in_nobodys_way() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_a_block_of_a_library_keeps_and_nobody_reads_is_let_be() -> None:
+def test_an_attribute_that_a_library_block_sets_and_nobody_reads_is_allowed() -> None:
     settings = {**TEXT, "lru_width": 16, "attention_window_size": 8, "num_key_value_heads": 1}
     model = built("RecurrentGemmaConfig", "RecurrentGemmaForCausalLM", **settings, tie_word_embeddings=False)
     batch = {"input_ids": words(), "labels": words()}
@@ -206,7 +206,7 @@ def with_bart(rank: int) -> tuple[float, list[str]]:
     return loss, [name for name, parameter in pipe.named_parameters() if parameter.is_meta]
 
 
-def test_a_stage_has_memory_for_all_that_it_runs() -> None:
+def test_a_stage_allocates_everything_that_it_runs() -> None:
     pytest.importorskip("transformers")
     pipe = sl.Pipeline(bart, loss_fn=sl.own_loss, ranks=2, microbatches=2, seed=0)
     loss = pipe.step({"input_ids": words(), "labels": words()}).loss
@@ -225,7 +225,7 @@ def llama() -> Any:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 @pytest.mark.parametrize(("make", "batch"), [(bart, texts), (llama, texts), (llava, pictures), (blip2, pictures)])
 def test_a_function_that_builds_a_model_takes_an_example(make: Any, batch: Any, schedule: str) -> None:
-    """Buffers outside of the units have no memory yet while the model is looked at."""
+    """Buffers outside of the units have no memory yet during the dry run."""
     inputs = batch()
     example = {name: value[:2] for name, value in inputs.items()}
     pipe = sl.Pipeline(

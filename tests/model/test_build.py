@@ -1,4 +1,4 @@
-"""Building on ranks: memory for one's own part alone, the same bits for every number of ranks, and never garbage."""
+"""Building on ranks: memory only for a rank's own part, the same bits for any number of ranks, no garbage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Factory = Callable[[], nn.Module]
 
 @pytest.fixture(autouse=True)
 def dirty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all memory that is made be full of NaN, so that what is not written shows."""
+    """Fill all allocated memory with NaN, so that unwritten values show."""
     clean = tape.allocate
 
     def dirty(nbytes: int) -> torch.UntypedStorage:
@@ -125,13 +125,13 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def held_bytes(values: Any) -> int:
-    """What the storages of tensors take that are not on the meta device, each counted once."""
+    """Return the bytes of all storages that are not on the meta device, each counted once."""
     real = (tensor for tensor in tree_leaves(values) if isinstance(tensor, Tensor) and not tensor.is_meta)
     return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in real}.values())
 
 
 def everything(model: nn.Module) -> list[Any]:
-    """All that the modules of a model hold, attributes too."""
+    """Return everything that the modules of a model hold, including attributes."""
     return [vars(module) for module in model.modules()]
 
 
@@ -140,7 +140,7 @@ def bits(tensor: Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("name", FACTORIES)
-def test_every_tensor_is_what_the_constructor_makes(name: str) -> None:
+def test_every_tensor_equals_that_of_the_constructor(name: str) -> None:
     built, plain = tensors(build(FACTORIES[name])), tensors(FACTORIES[name]())
     again = tensors(FACTORIES[name]())
     assert list(built) == list(plain)
@@ -237,7 +237,7 @@ def test_one_draw_in_two_parameters_has_the_same_bits_for_either_owner() -> None
         assert held_bytes(everything(own)) == whole[name].nbytes
 
 
-def test_parts_can_be_made_one_after_another() -> None:
+def test_parts_can_be_materialised_one_after_another() -> None:
     whole = tensors(build(Shared, seed=4))
     description = describe(Shared)
     for name in ("low", "second", "high"):
@@ -263,7 +263,7 @@ def test_parameters_keep_their_attributes_and_tied_ones_have_either_name() -> No
         assert bits(model[0].weight) == bits(tensors(build(tied))["0.weight"])
 
 
-def test_a_default_dtype_and_real_tensors_are_kept() -> None:
+def test_a_default_dtype_and_real_tensors_are_preserved() -> None:
     known = torch.arange(4.0)
 
     class Typed(nn.Module):
@@ -298,7 +298,7 @@ class Unwritten(nn.Module):
             self.partly[:, :2].fill_(1.0)
 
 
-def test_memory_that_is_never_written_is_refused_by_name_or_zero() -> None:
+def test_unwritten_memory_is_refused_by_name_or_zero() -> None:
     assert not build(Unwritten, lambda name: name == "pieces").pieces.isnan().any()
     assert build(Unwritten, lambda name: name == "inside").inside.tolist() == [0.0, 0.0]
     with pytest.raises(StagelineError, match="'partly' of Unwritten, the parameter 'derived' of Unwritten"):
@@ -309,7 +309,7 @@ def test_memory_that_is_never_written_is_refused_by_name_or_zero() -> None:
 
 
 class Reads(nn.Module):
-    """Draws until it likes what it drew."""
+    """Draws until the values are in range."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ def test_what_cannot_be_recorded_is_refused_by_name_or_constructed() -> None:
     assert build(Unwritten, otherwise="construct", unwritten="zeros").partly[0, 3] == 0.0
 
 
-def test_an_error_that_the_constructor_swallows_still_ends_the_building() -> None:
+def test_an_error_that_the_constructor_swallows_still_ends_the_build() -> None:
     def swallows() -> nn.Module:
         layer = nn.Linear(2, 2)
         try:
@@ -347,7 +347,7 @@ def test_an_error_that_the_constructor_swallows_still_ends_the_building() -> Non
         build(swallows)
 
 
-def test_bad_input_is_named() -> None:
+def test_errors_name_invalid_input() -> None:
     with pytest.raises(StagelineError, match="the constructor returned 3"):
         build(lambda: 3)  # type: ignore[type-var]
     with pytest.raises(StagelineError, match="'weight' of LazyLinear: it has no shape yet"):
@@ -374,7 +374,7 @@ def save_sharded(folder: Path, state: dict[str, Tensor], shards: int) -> None:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the tensors that are read from files."""
+    """Return the names of the tensors that are read from files."""
     names: list[str] = []
 
     original: Any = vars(load)["safe_open"]
@@ -444,7 +444,7 @@ def test_names_can_differ_and_dtypes_can_be_cast(tmp_path: Path) -> None:
     assert (result.loaded, result.missing, result.unexpected) == (("bias",), (), ("x.weight",))
 
 
-def test_files_that_do_not_fit_are_named_and_nothing_is_written(tmp_path: Path) -> None:
+def test_mismatched_files_are_named_and_nothing_is_written(tmp_path: Path) -> None:
     file = tmp_path / "w.safetensors"
     layer = nn.Linear(2, 2)
     before = bits(layer.weight)
@@ -476,7 +476,7 @@ def test_files_that_do_not_fit_are_named_and_nothing_is_written(tmp_path: Path) 
         ([], "is not an index"),
     ],
 )
-def test_an_index_that_lies_is_refused(tmp_path: Path, index: Any, message: str) -> None:
+def test_an_invalid_index_is_refused(tmp_path: Path, index: Any, message: str) -> None:
     folder = tmp_path / "inside"
     folder.mkdir()
     save_file({"weight": torch.ones(2, 2)}, tmp_path / "outside.safetensors")

@@ -1,4 +1,4 @@
-"""Models that torch.compile wrapped or compiled, handed over as they are."""
+"""Models that torch.compile wrapped or compiled."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_second_copies_of_a_stage_run_wrapped_parts_of_their_own() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_function_that_builds_a_compiled_model() -> None:
+def test_a_function_may_build_a_compiled_model() -> None:
     pipe = sl.Pipeline(lambda: compiled(Model()), loss_fn=functional.mse_loss, ranks=2, microbatches=2, seed=1)
     pipe.step(torch.randn(4, 4), torch.randn(4, 4))
     assert set(pipe.state_dict()) == set(Model().state_dict())

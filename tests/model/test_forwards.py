@@ -1,4 +1,4 @@
-"""Forwards that do more than pass a value from block to block: right, or refused with the reason."""
+"""Forwards that do more than pass a value from block to block: correct, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Checkpointed(Model):
 
 
 class Tied(Model):
-    """The head's weight is the embedding's, used without a module of its own."""
+    """The head uses the embedding's weight without a module of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
@@ -107,8 +107,8 @@ def both(model: nn.Module, family: str = "1f1b", **more: Any) -> tuple[nn.Module
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-v"])
 @pytest.mark.parametrize("kind", [Model, InPlace, Directly, Normed, Checkpointed])
-@pytest.mark.filterwarnings("ignore:something drew")  # checkpointing puts the generator back
-def test_these_are_right(kind: type[Model], family: str) -> None:
+@pytest.mark.filterwarnings("ignore:something drew")  # checkpointing restores the generator
+def test_these_forwards_equal_the_plain_model(kind: type[Model], family: str) -> None:
     torch.manual_seed(0)
     model, plain, pipe = both(kind(), family)
     assert_same_bits(gradients(model), gradients(plain))
@@ -219,7 +219,7 @@ class ChangesInput(Model):
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*")
-def test_these_are_refused(kind: type[Model], message: str) -> None:
+def test_these_forwards_are_refused(kind: type[Model], message: str) -> None:
     pipe = sl.Pipeline(kind(), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
     with pytest.raises(sl.PipelineError, match=message):
         pipe.step(X.clone(), Y)
@@ -253,7 +253,7 @@ def test_random_numbers_outside_of_units_are_the_same_for_any_number_of_stages_f
         assert_same_bits(grads, results[0][1])
 
 
-def test_what_is_set_on_the_model_later_counts() -> None:
+def test_attributes_set_on_the_model_later_take_effect() -> None:
     torch.manual_seed(0)
     model, plain, pipe = both(Model())
     for copy_of_model in (model, plain):
@@ -273,7 +273,7 @@ class ByMode(Model):
         return torch.as_tensor(self.head(h + first if self.training else h))
 
 
-def test_evaluation_and_training_may_take_different_ways() -> None:
+def test_evaluation_and_training_may_take_different_paths() -> None:
     torch.manual_seed(0)
     model = ByMode()
     plain = copy.deepcopy(model)
@@ -305,12 +305,12 @@ def test_all_values_can_be_passed_on() -> None:
         assert loss == plainly(plain, functional.mse_loss, X[:size], Y[:size], 2)
 
 
-def test_an_example_that_does_not_fit_is_said() -> None:
+def test_an_invalid_example_is_refused() -> None:
     with pytest.raises(sl.StagelineError, match="Model cannot run on the example"):
         sl.split(Model(), 2, example=noise(2, 5))
 
 
-def test_inputs_that_the_first_stage_cannot_take_are_refused_in_its_words() -> None:
+def test_inputs_that_the_first_stage_cannot_take_are_refused_with_its_signature() -> None:
     pipe = sl.Pipeline(Model(), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
     with pytest.raises(sl.PipelineError, match=r"cannot take its inputs: .*; Model takes \(x\), but received y; a"):
         pipe.step({"y": X}, Y)
@@ -331,7 +331,7 @@ class Held:
 
 
 def of_kind(kind: Any) -> type[Model]:
-    """Models whose blocks pass on a structure of their own."""
+    """Return a model class whose blocks pass on a structured value."""
 
     class Passes(Block):
         def forward(self, x: Any) -> Any:
@@ -383,7 +383,7 @@ def test_a_process_knows_the_classes_of_another() -> None:
     assert len({*run_ranks(structured, 2), structured(0, 1)}) == 1
 
 
-def test_a_dataclass_that_no_constructor_can_make_is_refused() -> None:
+def test_a_dataclass_that_cannot_be_constructed_is_refused() -> None:
     @dataclass
     class Odd:
         hidden: Tensor
@@ -404,7 +404,7 @@ def test_a_dataclass_as_a_batch_is_cut_into_microbatches() -> None:
     assert pipe.step(Held(X, X), Y).samples == 6
 
 
-def test_what_is_like_a_dict_is_one() -> None:
+def test_a_mapping_counts_as_a_dict() -> None:
     torch.manual_seed(0)
     model = Model()
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=2, microbatches=3)
@@ -458,7 +458,7 @@ def test_blocks_of_one_checkpoint_stay_together() -> None:
 
 
 class Experts(nn.Module):
-    """A block whose way depends on values, which cannot be looked at without computing."""
+    """A block whose path depends on values, so that it cannot run without computing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -503,7 +503,7 @@ def test_blocks_heads_and_parameters_may_be_in_dicts_and_lists() -> None:
         assert sl.check(model, (X, Y), ranks=2, schedule=family, loss_fn=functional.mse_loss, example=X).equal
 
 
-def test_looking_at_an_example_by_running_it_changes_nothing() -> None:
+def test_running_an_example_changes_nothing() -> None:
     class Normed(InDicts):
         def __init__(self) -> None:
             super().__init__()
@@ -535,7 +535,7 @@ class Limits(Model):
         return super().forward(x) * self.longest
 
 
-def test_a_forward_that_counts_its_calls_is_refused_and_one_that_keeps_a_number_is_not() -> None:
+def test_a_forward_that_counts_its_calls_is_refused_and_one_that_stores_a_constant_is_not() -> None:
     model = Counts()
     model.calls = 0
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=2, microbatches=2)
@@ -577,8 +577,8 @@ def test_a_hook_on_what_crosses_a_cut_is_never_called_twice() -> None:
     assert sl.check(Inside(), (X, Y), ranks=2, loss_fn=functional.mse_loss).equal
 
 
-def test_what_is_known_of_an_absent_value_depends_on_all_that_decides_it() -> None:
-    """What a function gave for the same arguments is remembered: not for others, and not what was made of it since."""
+def test_cached_shapes_of_placeholders_depend_on_all_arguments() -> None:
+    """A result is reused for the same arguments only, and later in-place changes of it do not matter."""
     x = PlaceholderTensor.of(torch.empty(2, 3, dtype=torch.int64, device="meta"), "cpu", frozenset({"x"}))
     for dtype in (torch.float32, torch.float64, torch.float32):
         torch.set_default_dtype(dtype)

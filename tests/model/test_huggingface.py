@@ -1,4 +1,4 @@
-"""Models of transformers, unchanged: losses and gradients are the unsplit model's over the same microbatches."""
+"""Unchanged models of transformers: losses and gradients equal those of the unsplit model."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_model_of_the_library_gives_its_own_bits(case: str, family: str) -> No
     ours, theirs = gradients(model), gradients(plain)
     differ = [name for name in theirs if not _same(ours[name], theirs[name])]
     assert set(differ) <= set(TIED), differ
-    for name in differ:  # a tied weight: its two uses are added up apart
+    for name in differ:  # a tied weight: its two uses are added separately
         torch.testing.assert_close(ours[name], theirs[name])
     assert sorted(pipe.state_dict()) == sorted(model.state_dict())
 
@@ -157,7 +157,7 @@ def on_processes(rank: int, case: str) -> tuple[float, dict[str, Tensor | None]]
     return pipe.step(batch, batch["labels"]).loss, dict(pipe.named_gradients())
 
 
-def test_on_processes_too() -> None:
+def test_processes_compute_the_same() -> None:
     case = "mixtral with its own loss of experts"
     plain = make(case)
     loss = plainly(plain, CASES[case][1], 3)
@@ -166,8 +166,8 @@ def test_on_processes_too() -> None:
     assert_same_bits({name: grad for _, grads in answers for name, grad in grads.items()}, gradients(plain))
 
 
-def test_tokens_of_the_whole_batch_weigh_the_loss() -> None:
-    """As the library's own trainer does it: each microbatch's sum over the number of tokens in the batch."""
+def test_the_loss_is_averaged_over_the_tokens_of_the_whole_batch() -> None:
+    """As in the library's trainer: each microbatch's sum divided by the number of tokens in the batch."""
     model, batch = make("llama"), text()
     plain = copy.deepcopy(model)
     tokens = (batch["labels"][:, 1:] != -100).sum()
@@ -217,7 +217,7 @@ def test_hidden_states_are_collected_over_stages() -> None:
     assert all(torch.equal(one, other) for one, other in zip(value.hidden_states, expected, strict=True))
 
 
-def test_a_batch_that_asks_for_a_cache_or_calls_a_unit_twice_is_refused_with_what_to_write() -> None:
+def test_a_batch_that_enables_a_cache_or_calls_a_unit_twice_is_refused_with_advice() -> None:
     words = torch.randint(3, WORDS, (4, 8))
     pipe = sl.Pipeline(causal("llama")(), loss_fn=sl.own_loss, ranks=2, microbatches=2)
     with pytest.raises(sl.PipelineError, match=r"the batch has use_cache=True; a pipeline fills no cache, .* omit"):

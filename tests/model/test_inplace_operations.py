@@ -1,4 +1,4 @@
-"""Forwards that change what they are given in place, and blocks that keep what they computed: the bits of a loop."""
+"""Forwards that modify their inputs in place, blocks that keep values as attributes: the bits of a plain loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 
 class Activated(Block):
-    """The activation is its first use of what it is given, and not its first module."""
+    """The activation is the first to use the input, but not the first module."""
 
     def forward(self, x: Tensor) -> Any:
         return self.linear(self.relu(x))
@@ -54,7 +54,7 @@ class Viewed(Block):
 
 
 class Residual(Block):
-    """It reads what it was given once more after the change."""
+    """It reads its input again after the change."""
 
     def forward(self, x: Tensor) -> Any:
         return self.linear(self.relu(x)) + x
@@ -110,7 +110,7 @@ class DenseBlock(nn.ModuleDict):
 
 
 class Dense(nn.Module):
-    """As DenseNet: norms and activations between its blocks, all in one Sequential."""
+    """Like DenseNet: norms and activations between the blocks, all in one Sequential."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def same_as_a_loop(model: nn.Module, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_changes_in_place_are_as_in_one_process(name: str) -> None:
+def test_in_place_changes_equal_those_of_one_process(name: str) -> None:
     for family, recompute in (("1f1b", "none"), ("zb-h1", "none"), ("1f1b", "stage"), ("zb-v", "stage")):
         ranks = 2 if family == "zb-v" or name == "densenet" else 4
         same_as_a_loop(make(name), schedule=family, ranks=ranks, recompute=recompute)
@@ -171,7 +171,7 @@ class Sometimes(Block):
         return self.linear(self.relu(x) if x[0, 0] > 0 else x)
 
 
-def test_a_change_that_comes_later_is_refused_in_true_words() -> None:
+def test_an_in_place_change_in_a_later_step_is_refused() -> None:
     inputs = torch.tensor([[-1.0] * 4, [1.0] * 4])
     front = nn.Linear(4, 4, bias=False)
     with torch.no_grad():
@@ -182,7 +182,7 @@ def test_a_change_that_comes_later_is_refused_in_true_words() -> None:
         pipe.step(inputs, inputs)
 
 
-# Blocks that keep what they computed.
+# Blocks that keep values as attributes.
 
 
 class Recurrent(nn.Module):
@@ -227,14 +227,14 @@ class Model(nn.Module):
         return x
 
 
-def test_what_blocks_keep_and_nobody_reads_is_let_be() -> None:
+def test_attributes_that_blocks_set_and_nobody_reads_are_allowed() -> None:
     for family in ("1f1b", "zb-h1"):
         torch.manual_seed(0)
         same_as_a_loop(Model(), schedule=family, ranks=2)
 
 
 @pytest.mark.parametrize("read", ["last", "state", "history"])
-def test_what_blocks_keep_and_the_forward_reads_on_another_stage_is_refused(read: str) -> None:
+def test_attributes_that_the_forward_reads_on_another_stage_are_refused(read: str) -> None:
     pipe = sl.Pipeline(Model(read), loss_fn=functional.mse_loss, ranks=2, microbatches=4)
     with pytest.raises(sl.PipelineError, match=rf"the forward reads blocks\.\d\.[a-z.]*{read}, which blocks"):
         pipe.step(torch.randn(8, 4), torch.randn(8, 4))
@@ -244,7 +244,7 @@ def test_what_blocks_keep_and_the_forward_reads_on_another_stage_is_refused(read
 
 
 class Twice(Block):
-    """It passes on one tensor twice, or with a view of it."""
+    """It returns one tensor twice, or with a view of it."""
 
     def __init__(self, part: int = 4) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ class ChangesOne(Block):
 
 
 class Halves(Block):
-    """What it passes on lies in one memory, and has no element in common."""
+    """Its outputs share a storage, but no element."""
 
     def forward(self, x: Tensor) -> Any:
         hidden = self.linear(x)
@@ -326,7 +326,7 @@ def test_shared_memory_is_known_between_units(schedule: str) -> None:
         same_as_a_loop(TwiceInUnits(), ranks=2, schedule=schedule)
 
 
-def test_a_batch_whose_inputs_share_memory_is_refused_where_one_is_changed() -> None:
+def test_a_batch_whose_inputs_share_memory_is_refused_if_one_is_modified() -> None:
     model = nn.Sequential(ChangesOne(0), nn.Linear(4, 4))
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
     x = torch.ones(4, 4)
@@ -361,7 +361,7 @@ def test_processes_refuse_a_change_of_shared_memory() -> None:
         assert apart == ""
 
 
-# Frames that use again what a unit changed.
+# Frames that reuse a tensor that a unit has modified.
 
 
 class Starts(nn.Sequential):
@@ -383,13 +383,13 @@ class Adds(Block):
 class Writes(Block):
     def forward(self, x: Tensor, total: Tensor) -> Any:
         h = self.linear(x)
-        if h.sum().item() < 1e9:  # which cannot be known without contents
+        if h.sum().item() < 1e9:  # which needs contents
             total[:, 0] = h.detach().mean(1)
         return h
 
 
 class Framed(nn.Module):
-    """Uses a value again that a block was given."""
+    """Uses the input of a block again."""
 
     def __init__(self, case: str) -> None:
         super().__init__()
@@ -419,7 +419,7 @@ class Framed(nn.Module):
 
 
 @pytest.mark.parametrize("case", ["residual", "functional", "first", "before", "sum", "column"])
-def test_a_tensor_that_a_unit_changes_and_another_stage_uses_again_is_refused(case: str) -> None:
+def test_a_tensor_that_a_unit_modifies_and_another_stage_uses_again_is_refused(case: str) -> None:
     for family in ("1f1b", "zb-v"):
         pipe = sl.Pipeline(Framed(case), loss_fn=functional.mse_loss, schedule=family, ranks=2, microbatches=4)
         with pytest.raises(sl.PipelineError, match=r"blocks\.\d modifies one of its inputs .* on another stage"):
@@ -427,7 +427,7 @@ def test_a_tensor_that_a_unit_changes_and_another_stage_uses_again_is_refused(ca
 
 
 @pytest.mark.parametrize("case", ["after", "unused"])
-def test_a_tensor_that_a_unit_changes_may_be_used_where_it_arrives_changed(case: str) -> None:
+def test_a_modified_tensor_may_be_used_where_it_arrives_modified(case: str) -> None:
     for family in ("1f1b", "zb-v"):
         torch.manual_seed(0)
         same_as_a_loop(Framed(case), schedule=family, ranks=2)

@@ -1,4 +1,4 @@
-"""Models as they are, cut into stages: the loss and the gradients are the model's own, bit for bit."""
+"""Unchanged models, cut into stages: loss and gradients equal the model's own, bit for bit."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SWEEP = [(case, family) for case in CASES for family in FAMILIES]
 
 
 @pytest.mark.parametrize(("case", "family"), SWEEP if os.environ.get("STAGELINE_SWEEP") == "full" else HALF)
-def test_a_model_as_people_write_it_gives_its_own_bits(case: str, family: str) -> None:
+def test_an_unchanged_model_gives_the_same_bits(case: str, family: str) -> None:
     make, inputs, targets, loss_fn, tied = CASES[case]
     torch.manual_seed(0)
     model = make()
@@ -66,7 +66,7 @@ def test_a_model_as_people_write_it_gives_its_own_bits(case: str, family: str) -
     for _ in range(2):
         assert pipe.step(inputs, targets).loss == plainly(plain, loss_fn, inputs, targets, 3)
     assert_same_bits(gradients(model, tied), gradients(plain, tied))
-    for name in tied:  # the two uses are added up apart: the same but for rounding
+    for name in tied:  # the two uses are added separately: equal up to rounding
         ours, theirs = model.get_parameter(name).grad, plain.get_parameter(name).grad
         assert ours is not None
         torch.testing.assert_close(ours, theirs)
@@ -101,7 +101,7 @@ def test_without_an_example_such_calls_are_refused() -> None:
         pipe.step(noise(4, 5), noise(4, 2))
 
 
-def test_residuals_outside_of_the_blocks_need_every_output_and_are_right_but_for_rounding() -> None:
+def test_residuals_outside_of_the_blocks_need_every_output_and_differ_only_by_rounding() -> None:
     torch.manual_seed(0)
     model = models.Outside()
     plain = copy.deepcopy(model)
@@ -142,8 +142,8 @@ def test_hooks_modes_and_evaluation_stay_those_of_the_model() -> None:
         assert pipe.evaluate(words(), words()).loss == pytest.approx(float(first((logits,), words())))
 
 
-def test_what_crosses_a_cut_is_what_later_units_need() -> None:
-    """The hidden states alone in a stack; also the skips in a U-Net; images are not sent on."""
+def test_only_what_later_units_need_crosses_a_stage_boundary() -> None:
+    """Only the hidden states in a stack; also the skips in a U-Net; images are not passed on."""
     staged = sl.split(models.UNet(), 4)
     value: Any = noise(2, 3, 16, 16)
     crossing = []
@@ -172,7 +172,7 @@ def on_processes(rank: int) -> list[Answer]:
     return results
 
 
-def test_on_processes_too() -> None:
+def test_processes_compute_the_same() -> None:
     torch.manual_seed(0)
     plain = models.Translator()
     _, inputs, targets, loss_fn, _ = CASES["translator"]
@@ -246,7 +246,7 @@ def test_where_a_model_is_cut(ask: dict[str, Any], expected: Any) -> None:
         ({"example": "text"}, "GPT cannot run on the example"),
     ],
 )
-def test_what_cannot_be_cut_is_said(ask: dict[str, Any], message: str) -> None:
+def test_invalid_cuts_are_refused(ask: dict[str, Any], message: str) -> None:
     with pytest.raises(sl.StagelineError, match=message):
         sl.split(models.GPT(), **{"stages": 2, **ask})
 
@@ -258,7 +258,7 @@ def test_what_cannot_be_cut_is_said(ask: dict[str, Any], message: str) -> None:
         ([nn.Linear(2, 2), 3], "got 3"),
     ],
 )
-def test_what_no_pipeline_is_made_of_is_said(stages: Any, message: str) -> None:
+def test_a_pipeline_refuses_other_objects(stages: Any, message: str) -> None:
     with pytest.raises(sl.StagelineError, match=message):
         sl.Pipeline(stages, loss_fn=functional.mse_loss, microbatches=2)
 
@@ -273,7 +273,7 @@ def test_what_no_pipeline_is_made_of_is_said(stages: Any, message: str) -> None:
         ({"ranks": "2"}, "ranks to be a whole number .*, got '2'"),
     ],
 )
-def test_a_pipeline_says_how_to_cut_otherwise(ask: dict[str, Any], message: str) -> None:
+def test_a_pipeline_says_which_cuts_it_accepts(ask: dict[str, Any], message: str) -> None:
     with pytest.raises(sl.StagelineError, match=message):
         sl.Pipeline(models.GPT(), **{"loss_fn": functional.mse_loss, "ranks": 2, "microbatches": 2, **ask})
 
@@ -293,7 +293,7 @@ def test_a_model_without_a_stack_is_refused() -> None:
 
 
 class Chooses(nn.Module):
-    """Looks at its data, and uses an image later only if it is bright."""
+    """Reads its data, and uses an image later only if it is bright."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ class Chooses(nn.Module):
         return y
 
 
-def test_a_forward_that_takes_another_way_than_the_first_time_is_never_silently_wrong() -> None:
+def test_a_forward_that_takes_another_path_than_the_first_time_is_never_silently_wrong() -> None:
     pipe = sl.Pipeline(Chooses(), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=1)
     x, y = noise(2, 4), noise(2, 4)
     pipe.step((x, torch.tensor([1, 1])), y)
@@ -323,7 +323,7 @@ def lazily(rank: int, ranks: int) -> tuple[float, int, dict[str, Tensor | None]]
     return pipe.step(words(), words()).loss, held, dict(pipe.named_gradients())
 
 
-def test_a_process_builds_only_its_own_stages_and_the_bits_depend_on_no_number_of_ranks() -> None:
+def test_a_process_builds_only_its_own_stages_with_bits_that_do_not_depend_on_the_ranks() -> None:
     loss, whole, grads = lazily(0, 1)
     assert (loss, whole) == lazily(0, 4)[:2]
     answers = run_ranks(lazily, 2, 2)
@@ -364,7 +364,7 @@ def test_a_cut_by_cost_evens_out_blocks_of_different_size() -> None:
     assert len(sl.split(model, 3, by="time", example=words())) == 3
 
 
-def test_memory_pins_and_speeds_are_kept_to() -> None:
+def test_memory_pins_and_speeds_are_respected() -> None:
     model = models.GPT(blocks=6)
     pinned = sl.split(model, 3, by="parameters", pinned={"transformer.h.0": 1})
     assert "transformer.h.0" in pinned.names[1]
@@ -392,7 +392,7 @@ ASIDE: dict[str, Any] = {}
 
 
 def with_hooks(rank: int) -> tuple[str, list[str]]:
-    """The first layer's hook leaves something in a global, and the last one's looks for it."""
+    """The first layer's hook stores something in a global, and the last one's reads it."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     model[0].register_forward_hook(lambda module, inputs, output: ASIDE.update(seen=output.detach()))
     model[3].register_forward_hook(lambda module, inputs, output: output + ASIDE["seen"].mean())
@@ -404,13 +404,15 @@ def with_hooks(rank: int) -> tuple[str, list[str]]:
     return "", []
 
 
-def test_a_value_that_a_hook_left_on_another_rank_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_hints_at_a_value_that_a_hook_left_on_another_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("STAGELINE_FLIGHT_DIR", str(tmp_path))
     for error, notes in run_ranks(with_hooks, 2):
         assert error.startswith("rank 1 failed in F of stage 1, microbatch 0: KeyError: 'seen'; ")
         (note,) = [text for text in notes if text.startswith("not all stages before stage 1 run in its process: ")]
         assert "leave beside their outputs, in a global or on a module, does not travel between ranks" in note
-    assert with_hooks(0) == ("", [])  # threads share what is global
+    assert with_hooks(0) == ("", [])  # threads share globals
 
 
 @pytest.mark.parametrize(("case", "family"), [("unet", "zb-v"), ("translator", "interleaved")])
@@ -427,7 +429,7 @@ def test_a_check_finds_the_same_bits(case: str, family: str) -> None:
 
 def test_a_check_names_what_differs() -> None:
     class Counts(nn.Module):
-        """Computes something else every time."""
+        """Computes a different result every time."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -483,7 +485,7 @@ def of_both(output: Any, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1"])
-def test_a_model_without_modules_is_traced_and_gives_its_own_bits(family: str) -> None:
+def test_a_model_without_modules_is_traced_and_gives_the_same_bits(family: str) -> None:
     torch.manual_seed(0)
     model = Flat()
     plain = copy.deepcopy(model)
@@ -501,7 +503,7 @@ def test_a_model_without_modules_is_traced_and_gives_its_own_bits(family: str) -
 
 
 class Unused(Flat):
-    """Modules that its forward does not call, and perhaps one that it does."""
+    """Has modules that its forward does not call, and optionally one that it does."""
 
     def __init__(self, unused: int, used: bool) -> None:
         super().__init__()
@@ -526,7 +528,7 @@ def test_modules_that_are_not_called_do_not_keep_a_model_from_being_traced(unuse
     assert sorted(pipe.state_dict()) == sorted(model.state_dict())
 
 
-def test_what_cannot_be_traced_either_is_said() -> None:
+def test_a_model_that_cannot_be_traced_is_refused() -> None:
     class Looks(Flat):
         def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Tensor]:
             if float(x.sum()) > 0:

@@ -1,4 +1,4 @@
-"""Cuts of layers into stages: as good as all cuts tried one by one, within memory and pins; and clear errors."""
+"""Cuts of layers into stages: as good as an exhaustive search, within memory limits and pins; and clear errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def totals(stages: list[tuple[int, int]], values: list[int], holders: list[int])
 
 
 def best_of_all(problem: dict[str, Any]) -> tuple[float, float] | None:
-    """The slowest rank of the best cut, and the smallest sum of squares with it, by trying every cut; None if none."""
+    """Return the slowest rank of the best cut and its smallest sum of squares, by trying every cut; None without one."""
     costs, ranks, chunks = problem["costs"], problem["ranks"], problem["chunks"]
     holders = rank_of(ranks, chunks, problem["placement"])
     speed = problem["speed"] or [1.0] * ranks
@@ -81,7 +81,7 @@ def problems(draw: st.DrawFn, shapes: list[tuple[int, str]], most_layers: int = 
         caps = draw(st.lists(st.integers(even, even + 12), min_size=ranks, max_size=ranks))
     pinned: dict[int, int] = {}
     if draw(st.booleans()):
-        # Pins that some cut keeps.
+        # Pins that some cut satisfies.
         inner = sorted(draw(st.permutations(range(1, layers)))[: ranks * chunks - 1])
         for layer in draw(st.lists(st.integers(0, layers - 1), max_size=3)):
             pinned[layer] = int(np.searchsorted(inner, layer, side="right"))
@@ -93,7 +93,7 @@ def problems(draw: st.DrawFn, shapes: list[tuple[int, str]], most_layers: int = 
 
 
 def check_kept(cut: Partition, problem: dict[str, Any]) -> None:
-    """What no cut may break, and that its figures are those of the cut."""
+    """Check the constraints of a cut, and that its figures are correct."""
     ranks, chunks = problem["ranks"], problem["chunks"]
     assert len(cut.stages) == ranks * chunks
     assert [cut.stages[0][0], *(stop for _, stop in cut.stages[:-1])] == [start for start, _ in cut.stages]
@@ -133,7 +133,7 @@ def test_one_chunk_and_two_are_as_good_as_any_cut(problem: dict[str, Any]) -> No
 
 @settings(max_examples=examples(150))
 @given(problems(OTHER_SHAPES))
-def test_other_shapes_tell_how_far_they_are_from_the_best(problem: dict[str, Any]) -> None:
+def test_other_shapes_report_their_gap_to_the_bound(problem: dict[str, Any]) -> None:
     best = best_of_all(problem)
     try:
         cut = partition(**problem)
@@ -188,7 +188,7 @@ def test_equal_layers_are_spread_evenly(chunks: int, placement: str) -> None:
         assert cut.optimal
 
 
-def test_costs_of_nothing_have_a_cut_too() -> None:
+def test_layers_without_cost_can_be_cut() -> None:
     for chunks, placement in ((1, "loop"), (2, "v"), (2, "loop")):
         cut = partition([0.0] * 9, 3, chunks, placement)
         assert (cut.slowest, cut.gap, cut.optimal) == (0.0, 0.0, True)
@@ -215,7 +215,7 @@ def test_a_v_of_many_layers_is_never_worse_than_what_a_search_finds(seed: int) -
 
 @settings(max_examples=examples(30))
 @given(st.integers(0, 10**6), st.sampled_from(["v", "loop"]), st.sampled_from([0.02, 0.1, 1.0]))
-def test_slack_buys_more_even_stages_and_says_what_it_cost(seed: int, placement: str, slack: float) -> None:
+def test_slack_gives_more_even_stages_and_the_gap_says_the_price(seed: int, placement: str, slack: float) -> None:
     dice = np.random.default_rng(seed)
     costs = dice.uniform(0.5, 1.5, int(dice.integers(16, 40)))
     best, even = (partition(costs, 4, 2, placement, slack=fraction) for fraction in (0.0, slack))
@@ -230,7 +230,7 @@ def test_slack_buys_more_even_stages_and_says_what_it_cost(seed: int, placement:
 
 @settings(max_examples=examples(40))
 @given(st.integers(0, 10**6))
-def test_a_quick_cut_of_a_v_counts_only_where_no_pair_of_places_is_better(seed: int) -> None:
+def test_the_heuristic_cut_of_a_v_is_used_only_if_proven_optimal(seed: int) -> None:
     # Heavy layers beside light ones, few layers a stage: there the quick search misses cuts.
     dice = np.random.default_rng(seed)
     ranks = int(dice.integers(2, 7))
@@ -317,7 +317,7 @@ def test_caps_and_pins_hold_for_a_schedule_too_and_its_chart_shows_both_stages_o
         cut_by_cost(work, 3, CutConstraints(schedule=odd), uniform(8, 3))
 
 
-def test_a_heavy_last_layer_gets_a_rank_with_less_beside_it() -> None:
+def test_a_heavy_last_layer_gets_a_rank_with_fewer_layers() -> None:
     costs = [1.0] * 12 + [4.0]
     even = evaluate(uniform(13, 4), costs, 4)
     cut = partition(costs, 4)
@@ -404,12 +404,12 @@ def test_bad_input_is_one_clear_error(change: dict[str, Any], says: str) -> None
         ([(0, 2), "x"], "stage 1 is 'x'"),
     ],
 )
-def test_a_given_cut_that_is_none_is_refused(stages: Any, says: str) -> None:
+def test_evaluate_refuses_an_invalid_cut(stages: Any, says: str) -> None:
     with pytest.raises(StagelineError, match=says):
         evaluate(stages, [1, 2, 3, 4], 2)
 
 
-def test_uniform_and_charts_refuse_what_does_not_go_together() -> None:
+def test_uniform_and_charts_refuse_mismatched_sizes() -> None:
     with pytest.raises(StagelineError, match="2 layers cannot be cut into 3 stages"):
         uniform(2, 3)
     with pytest.raises(
@@ -424,6 +424,6 @@ def test_pins_may_be_names() -> None:
     assert cut.names == tuple(NAMES)
 
 
-def test_torch_is_left_alone() -> None:
+def test_partition_does_not_import_torch() -> None:
     code = "import sys; import stageline.model.partition.partition; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

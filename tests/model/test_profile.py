@@ -1,4 +1,4 @@
-"""What a profile says of layers: bytes counted by hand, figures that add up, and nothing left changed."""
+"""Profiles: bytes counted by hand, figures that add up, and no side effects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def quick(model: nn.Module, args: Any, **more: Any) -> Profile:
 
 
 class Block(nn.Module):
-    """A transformer block that takes a mask by name and gives back a tuple."""
+    """A transformer block that takes a mask by name and returns a tuple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def test_a_transformer_block_counted_by_hand() -> None:
     square = rows * length * length * FLOAT
     norm = 2 * rows * length * FLOAT
     embedding, first, second, head = profile.layers
-    assert embedding.activation == rows * length * 8  # whole numbers
+    assert embedding.activation == rows * length * 8  # integers
     assert embedding.residue == embedding.activation + unit
     # x, the norm's output and statistics, the three parts in one memory, attention weights, mixed values, the sum x,
     # the inputs of GELU and of the last linear layer.
@@ -98,7 +98,7 @@ def quick_gpt(rows: int = 2, length: int = 3) -> Profile:
     return quick(model, (torch.randint(0, 10, (rows, length)),), layers=layers)
 
 
-def test_times_are_there_and_the_embedding_has_no_input_to_give_a_gradient() -> None:
+def test_times_are_positive_and_the_embedding_has_no_input_gradient() -> None:
     model = Model()
     layers = list(model.named_children())
     profile = profile_layers(layers, lambda: model(torch.randint(0, 10, (2, 3))), repeats=3, warmup=1)
@@ -128,7 +128,7 @@ def test_a_layer_called_twice_costs_both_calls() -> None:
     assert layer.residue == 4 * ROWS * 8 * FLOAT
 
 
-def test_a_layer_that_stands_in_two_places_is_listed_in_both() -> None:
+def test_a_layer_in_two_places_is_listed_in_both() -> None:
     shared = nn.Linear(8, 8)
     profile = quick(nn.Sequential(shared, nn.ReLU(), shared), torch.randn(ROWS, 8))
     assert [(layer.name, layer.calls, layer.tied) for layer in profile.layers] == [
@@ -139,7 +139,7 @@ def test_a_layer_that_stands_in_two_places_is_listed_in_both() -> None:
 
 
 class Cross(nn.Module):
-    """Takes trees and gives back a tree."""
+    """Takes and returns pytrees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Cross(nn.Module):
         return {"both": [pair[0] * self.weight, pair[1] * extra["factor"]], "number": extra["number"]}
 
 
-def test_trees_in_and_out() -> None:
+def test_layers_may_take_and_return_pytrees() -> None:
     first, second = Cross(), Cross()
     x = torch.ones(3, 4)
 
@@ -162,14 +162,14 @@ def test_trees_in_and_out() -> None:
     assert [layer.message for layer in profile.layers] == [2 * 48, 2 * 48]
 
 
-def test_a_step_in_place_is_measured_on_a_copy() -> None:
+def test_an_in_place_layer_is_measured_on_a_copy() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Identity(), nn.Linear(4, 4))
     x = torch.randn(3, 4)
     profile = profile_model(model, x, repeats=2)
     assert [layer.activation for layer in profile.layers] == [48, 48, 0, 0]
 
 
-def test_everything_is_left_as_it_was() -> None:
+def test_profiling_changes_nothing() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4))
     model[0].eval()
     model(torch.randn(8, 4)).sum().backward()
@@ -195,10 +195,10 @@ def test_everything_is_left_as_it_was() -> None:
     assert not fired
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
     model(torch.randn(8, 4)).sum().backward()
-    assert len(fired) == 2  # the hooks of parameters are back
+    assert len(fired) == 2  # the hooks of parameters are restored
 
 
-def test_frozen_layers_and_the_mixed_precision_of_the_run() -> None:
+def test_frozen_layers_and_mixed_precision_are_measured_as_in_the_run() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).requires_grad_(False)
     model[1].requires_grad_(True)
 
@@ -212,7 +212,7 @@ def test_frozen_layers_and_the_mixed_precision_of_the_run() -> None:
     assert (frozen.message, trained.message) == (3 * 8 * 2, 3 * 4 * 2)
 
 
-def test_costs_of_stages_through_a_simulation() -> None:
+def test_a_simulation_of_the_costs_adds_up() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     profile = quick(model, torch.randn(ROWS, 8))
     costs = profile.costs([(0, 1), (1, 3), (3, 5)], transfer=0.5)
@@ -239,13 +239,13 @@ def test_costs_of_stages_through_a_simulation() -> None:
         ([(0, 2)], "end at layer 2, but the profile has 3"),
     ],
 )
-def test_stages_that_are_none_are_refused(stages: Any, message: str) -> None:
+def test_invalid_stages_are_refused(stages: Any, message: str) -> None:
     layer = Layer("a", "Linear", 1.0, 1.0, 1.0, 2.0, 8, 8, 8, 0, 8, 0, 0, 1)
     with pytest.raises(sl.CostError, match=message):
         Profile((layer, layer, layer), "here", "cpu", "2", 1, 1).costs(stages)
 
 
-def test_a_file_gives_back_the_same_profile(tmp_path: Path) -> None:
+def test_a_profile_survives_a_round_trip(tmp_path: Path) -> None:
     profile = quick_gpt()
     profile.write(tmp_path / "a.json")
     assert read_profile(tmp_path / "a.json") == profile
@@ -284,7 +284,7 @@ def test_bad_files_are_refused(change: Any, message: str, tmp_path: Path) -> Non
     assert "a.json" in str(error.value)
 
 
-def test_what_is_no_profile_at_all_is_refused(tmp_path: Path) -> None:
+def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{")
     with pytest.raises(sl.StagelineError, match="not JSON"):
         read_profile(tmp_path / "a.json")
@@ -292,7 +292,7 @@ def test_what_is_no_profile_at_all_is_refused(tmp_path: Path) -> None:
         read_profile(tmp_path / "none.json")
 
 
-def test_the_table_is_aligned_and_says_where_it_was_measured() -> None:
+def test_the_table_is_aligned_and_names_the_machine() -> None:
     lines = str(quick_gpt()).splitlines()
     assert len({len(line) for line in lines[:5]}) == 1
     assert lines[0].split() == ["layer", "kind", "F", "I", "W", "B", "activation", "residue", "parameters", "output"]
@@ -321,7 +321,7 @@ def test_an_exception_names_the_layer(after: int, where: str) -> None:
         quick(nn.Sequential(nn.Linear(4, 4), Fails(after)), torch.randn(2, 4))
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_layers_that_cannot_be_measured_are_refused() -> None:
     linear, unused = nn.Linear(4, 4), nn.Linear(4, 4)
     x = torch.randn(2, 4)
 

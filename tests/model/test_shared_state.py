@@ -1,4 +1,4 @@
-"""State that layers of several stages share beside what they pass on: refused by name, unless it does no harm."""
+"""State that layers of several stages share: refused by name, unless it is harmless."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def batch() -> tuple[Tensor, Tensor]:
     ("how", "family"),
     [("sequential", "1f1b"), ("sequential", "zb-h1"), ("sequential", "chimera"), ("list", "1f1b"), ("model", "1f1b")],
 )
-def test_a_value_that_a_layer_leaves_for_another_stage_is_refused(how: str, case: str, family: str) -> None:
+def test_a_value_that_a_layer_stores_for_another_stage_is_refused(how: str, case: str, family: str) -> None:
     global KEPT
     KEPT, Common.kept = None, None
     first, last = pair(case)
@@ -225,7 +225,7 @@ class Late(Layer):
         return h
 
 
-def test_what_is_left_only_later_is_refused_too() -> None:
+def test_a_value_that_is_stored_in_a_later_step_is_refused() -> None:
     box = {"h": torch.zeros(4)}
     model = nn.Sequential(Layer(), Late(box), Layer(), FromDict(box))
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=2, microbatches=4)
@@ -247,7 +247,7 @@ def on_processes(rank: int) -> str:
     return ""
 
 
-def test_processes_refuse_it_too() -> None:
+def test_processes_refuse_shared_state() -> None:
     for error in run_ranks(on_processes, 2):
         assert "0 of stage 0 stores a tensor of shape (4, 4) in 0.box['h']" in error
 
@@ -268,13 +268,13 @@ def same_as_a_loop(model: nn.Module, schedule: str = "1f1b", ranks: int = 2, **o
     assert_same_bits(dict(model.named_buffers()), dict(alone.named_buffers()))
 
 
-def test_within_a_stage_layers_may_share_what_they_like() -> None:
+def test_layers_of_one_stage_may_share_state() -> None:
     box: dict[str, Any] = {}
     same_as_a_loop(nn.Sequential(IntoDict(box), FromDict(box), Layer(), Layer()))
 
 
 class Table(nn.Module):
-    """Makes a table by the length of what it is given, and keeps it."""
+    """Computes a table from the length of its input, and keeps it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ class Table(nn.Module):
 
 
 class Counted(Layer):
-    """Counts its calls and notes their names in what all layers share, and looks up a table there."""
+    """Counts its calls and logs their names in a shared dict, and reads a table there."""
 
     def __init__(self, box: dict[str, Any], table: Table) -> None:
         super().__init__(box)
@@ -301,13 +301,13 @@ class Counted(Layer):
         return super().forward(self.table(x))
 
 
-def test_tables_counters_and_notes_may_be_shared() -> None:
+def test_tables_counters_and_logs_may_be_shared() -> None:
     box: dict[str, Any] = {"calls": 0, "names": []}
     table = Table()
     same_as_a_loop(nn.Sequential(*(Counted(box, table) for _ in range(4))))
 
 
-def test_hooks_may_collect_what_they_like() -> None:
+def test_hooks_may_collect_outputs() -> None:
     seen: list[Tensor] = []
     model = nn.Sequential(*(Layer() for _ in range(4)))
     for layer in model:
@@ -372,7 +372,7 @@ def test_a_module_whose_buffers_change_in_two_stages_is_refused(in_place: bool) 
         pipe.step(*batch())
 
 
-def test_modules_that_several_stages_use_are_fine_where_no_buffer_changes() -> None:
+def test_several_stages_may_use_a_module_whose_buffers_do_not_change() -> None:
     norm = nn.BatchNorm1d(4)
     same_as_a_loop(nn.Sequential(Layer(), norm, norm, Layer(), Layer()), ranks=2)  # both uses in one stage
     rotary = Rotary()
@@ -383,11 +383,11 @@ def test_modules_that_several_stages_use_are_fine_where_no_buffer_changes() -> N
     same_as_a_loop(nn.Sequential(Layer(), frozen, Layer(), frozen))
 
 
-# Objects that a forward makes and gives to its units.
+# Objects that a forward creates and passes to its units.
 
 
 class Notes:
-    """What blocks tell each other."""
+    """State that blocks share."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -443,18 +443,18 @@ class Told(nn.Module):
 
 
 @pytest.mark.parametrize("case", ["number", "method", "bound", "tensor", "dict of objects"])
-def test_an_object_that_a_unit_is_given_and_changes_is_refused(case: str) -> None:
+def test_a_unit_that_changes_an_object_among_its_inputs_is_refused(case: str) -> None:
     pipe = sl.Pipeline(Told(case), loss_fn=functional.mse_loss, ranks=2, microbatches=4)
     with pytest.raises(sl.PipelineError, match=r"blocks\.0 changes .* of a \w+ among its inputs, which other stages"):
         pipe.step(*batch())
 
 
 @pytest.mark.parametrize("case", ["read", "given back"])
-def test_an_object_that_units_only_read_or_give_back_is_fine(case: str) -> None:
+def test_units_may_read_or_return_an_object(case: str) -> None:
     same_as_a_loop(Told(case))
 
 
-# What the forward counts around its units.
+# Numbers that the forward counts outside of its units.
 
 
 class Counting(nn.Module):
@@ -493,7 +493,7 @@ def test_numbers_of_the_forward_that_settle_and_counters_of_units_are_fine(case:
     same_as_a_loop(Counting(case))
 
 
-# Data that is no tensor, and other places to leave it.
+# Data other than tensors, and other places to store it.
 
 
 def helper() -> None:
@@ -501,7 +501,7 @@ def helper() -> None:
 
 
 class Leaves(Layer):
-    """Leaves what it computed, as its case says."""
+    """Stores what it computed, as its case says."""
 
     def forward(self, x: Tensor) -> Any:
         case, box = self.box
@@ -567,7 +567,7 @@ def left(case: str) -> nn.Sequential:
         "weak",
     ],
 )  # fmt: skip
-def test_data_that_a_layer_leaves_for_another_stage_is_refused(case: str) -> None:
+def test_data_that_a_layer_stores_for_another_stage_is_refused(case: str) -> None:
     pipe = sl.Pipeline(left(case), loss_fn=functional.mse_loss, ranks=2, microbatches=2)
     try:
         with pytest.raises(sl.PipelineError, match=r"1 of stage 0 stores an? .* which stage 1 can also reach"):
@@ -578,5 +578,5 @@ def test_data_that_a_layer_leaves_for_another_stage_is_refused(case: str) -> Non
 
 
 @pytest.mark.parametrize("case", ["name", "sizes", "log", "history", "counts"])
-def test_names_sizes_logs_and_counts_may_be_left(case: str) -> None:
+def test_names_sizes_logs_and_counts_may_be_stored(case: str) -> None:
     same_as_a_loop(left(case))

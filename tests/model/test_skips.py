@@ -1,4 +1,4 @@
-"""Skips between stages of an nn.Sequential: stashed by one layer, popped by a later one, with the bits of a loop."""
+"""Skips between stages of an nn.Sequential: stashed by one layer, popped by a later one, with the bits of a plain loop."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Last(Up):
 
 
 def unet() -> nn.Sequential:
-    """Three skips, one inside of the other, and a layer of layers."""
+    """Three nested skips, and a layer of layers."""
     torch.manual_seed(0)
     names = ["outer", "middle", "inner"]
     down = [Down().isolate(name) for name in names]  # type: ignore[operator]
@@ -122,7 +122,7 @@ def test_skips_are_recomputed(recompute: Any) -> None:
         assert_same_bits(piped(mine, schedule=family, ranks=4, recompute=recompute), looped(copy.deepcopy(model)))
 
 
-def test_lists_of_stages_cuts_by_cost_evaluation_and_plans() -> None:
+def test_skips_work_with_lists_of_stages_cuts_by_cost_evaluation_and_plans() -> None:
     model, inputs = unet(), batch()[0]
     assert_same_bits(piped(list(copy.deepcopy(model)), schedule="1f1b"), looped(copy.deepcopy(model)))
     profile = sl.profile(model, inputs[:2], repeats=1, warmup=0)
@@ -146,7 +146,7 @@ def on_processes(rank: int) -> dict[str, dict[str, Tensor | None]]:
     return answers
 
 
-def test_skips_on_processes() -> None:
+def test_skips_work_on_processes() -> None:
     expected = looped(unet())
     for answers in run_ranks(on_processes, 2):
         for grads in answers.values():
@@ -195,12 +195,12 @@ def test_skips_that_do_not_match_are_refused_at_construction(layers: list[type[n
     ("layer", "message"),
     [(Undeclared, "Undeclared stashes 'other', which it does not declare"), (Forgetful, "every time")],
 )
-def test_a_layer_keeps_to_what_it_declares(layer: type[nn.Module], message: str) -> None:
+def test_a_layer_must_use_exactly_the_skips_it_declares(layer: type[nn.Module], message: str) -> None:
     with pytest.raises(sl.StagelineError, match=message):
         nn.Sequential(layer(), Up())(batch()[0])
 
 
-def test_misuse_of_the_decorator_is_said() -> None:
+def test_misuse_of_the_decorator_is_refused() -> None:
     with pytest.raises(sl.StagelineError, match="forward is not a generator"):
         sl.skippable(stash=["x"])(nn.Linear)
     with pytest.raises(sl.StagelineError, match="a list of names"):
@@ -222,6 +222,6 @@ class Whole(nn.Module):
         return x
 
 
-def test_a_model_with_a_forward_of_its_own_returns_its_skips() -> None:
+def test_a_model_with_its_own_forward_returns_its_skips() -> None:
     with pytest.raises(sl.StagelineError, match=r"blocks\.0 stashes or pops 'skip'.*return the tensor"):
         sl.Pipeline(Whole(), loss_fn=functional.mse_loss, ranks=2, microbatches=2)

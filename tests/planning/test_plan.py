@@ -1,4 +1,4 @@
-"""Plans: the fastest that fits, what it holds, what to change where nothing fits; on disk, and in a Pipeline."""
+"""Plans: the fastest that fits, its memory, suggestions if nothing fits; on disk, and in a Pipeline."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def profiles(draw: st.DrawFn) -> sl.Profile:
 
 @st.composite
 def of_any_size(draw: st.DrawFn) -> sl.Profile:
-    """Layers whose times and sizes are nothing, tiny, huge or as they come, all of them alike or none."""
+    """Layers whose times and sizes are zero, tiny, huge or random, all equal or not."""
     times = draw(
         st.sampled_from(
             [st.just(0.0), st.floats(1e-300, 1e-290), st.floats(1e60, 1e90), st.floats(0.0, 1.0), st.just(0.1)]
@@ -100,10 +100,10 @@ def of_any_size(draw: st.DrawFn) -> sl.Profile:
     tightness=st.sampled_from([None, 0.3, 0.8, float("inf")]),
     names=st.sampled_from([["1f1b"], ["gpipe", "zb-h1"], ["1f1b", "interleaved", "synthesized"]]),
 )
-def test_a_plan_of_any_costs_is_read_as_it_was_written(
+def test_a_plan_for_any_costs_survives_a_round_trip(
     profile: sl.Profile, ranks: int, microbatches: int, transfer: float, tightness: float | None, names: list[str]
 ) -> None:
-    """Whatever rounding does to the figures that are derived from them."""
+    """Rounding of derived figures must not matter."""
     request: dict[str, Any] = {
         "profile": profile,
         "ranks": min(ranks, len(profile.layers)),
@@ -113,7 +113,7 @@ def test_a_plan_of_any_costs_is_read_as_it_was_written(
         "time_limit": 0.05,
     }
     plan = sl.plan(**request)
-    if tightness is not None:  # what does not fit is among the alternatives
+    if tightness is not None:  # plans that do not fit are among the alternatives
         room = (max(rank.total for rank in plan.memory) or 1.0) * tightness
         with suppress(sl.StagelineError):
             plan = sl.plan(**request, memory=room)
@@ -126,8 +126,8 @@ def test_a_plan_of_any_costs_is_read_as_it_was_written(
     assert sl.read_timeline("step.json").makespan == plan.step_seconds
 
 
-def test_a_plan_of_one_rank_is_read_as_it_was_written() -> None:
-    """A rank that never waits has a bubble of 0; its times, added in another order, would leave less than that."""
+def test_a_plan_for_one_rank_survives_a_round_trip() -> None:
+    """A rank that never waits has a bubble of 0; rounding must not make it negative."""
     profile = profile_of(*(layer(f"layers.{unit}", time, parameters=0) for unit, time in enumerate((0.00476, 0.00923))))
     for memory in (150, 180, 199, None):
         plan = sl.plan(profile=profile, ranks=1, microbatches=12, memory=memory, time_limit=0.3)
@@ -151,7 +151,7 @@ def test_no_family_that_fits_is_faster(
 ) -> None:
     ranks = min(ranks, len(profile.layers))
     memory: float | None = None
-    if capped:  # as much as a middling plan takes
+    if capped:  # as much as an average plan needs
         plain = sl.plan(
             profile=profile, ranks=ranks, batch=batch, samples=1, schedule="1f1b", recompute="none", transfer=transfer
         )
@@ -183,14 +183,14 @@ def test_no_family_that_fits_is_faster(
                 assert plan.step_seconds <= timeline.makespan * (1 + 1e-9), name
 
 
-def test_the_fastest_of_the_named_families_is_taken() -> None:
+def test_the_fastest_of_the_named_families_is_chosen() -> None:
     plan = sl.plan(profile=even(8), ranks=4, microbatches=8, schedule=["gpipe", "1f1b", "zb-h1"])
     assert (plan.schedule.name, plan.layers_per_stage, plan.step_seconds) == ("zb-h1", (2, 2, 2, 2), 54.0)
     assert [alternative.schedule for alternative in plan.alternatives] == ["1f1b", "gpipe"]
     assert "22.2% longer" in plan.explain()
 
 
-def test_a_schedule_of_its_own_is_made_where_that_is_faster() -> None:
+def test_a_schedule_is_synthesized_if_that_is_faster() -> None:
     times = zip([7, 12, 9, 11], [8, 13, 10, 12], [4, 9, 6, 8], strict=True)
     empty = {"parameters": 0, "message": 0, "residue": 50}
     uneven = profile_of(
@@ -215,7 +215,7 @@ def test_a_schedule_of_its_own_is_made_where_that_is_faster() -> None:
     assert 0 <= plan.gap < 0.1
 
 
-def test_a_schedule_of_its_own_may_be_asked_for_alone() -> None:
+def test_only_synthesized_schedules_may_be_requested() -> None:
     profile = profile_of(*(layer(f"layers.{unit}", 1.0 + unit % 3) for unit in range(8)))
     for memory in (None, 4 * 640 + 800):
         plan = sl.plan(profile=profile, ranks=4, microbatches=8, memory=memory, schedule="synthesized", time_limit=0.5)
@@ -225,7 +225,7 @@ def test_a_schedule_of_its_own_may_be_asked_for_alone() -> None:
         assert plan.step_seconds <= 1.05 * best.step_seconds
 
 
-def test_an_interrupt_while_an_order_is_made_ends_the_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_during_synthesis_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: Any) -> float:
         raise KeyboardInterrupt
 
@@ -234,21 +234,21 @@ def test_an_interrupt_while_an_order_is_made_ends_the_planning(monkeypatch: pyte
         sl.plan(profile=even(8), ranks=4, microbatches=8, schedule="synthesized", time_limit=0.5)
 
 
-def test_the_table_says_more_memory_only_of_what_takes_more() -> None:
+def test_the_table_says_more_memory_only_if_a_plan_needs_more() -> None:
     for microbatches, verdict in ((1, "as fast"), (8, "as fast, more memory")):
         plan = sl.plan(profile=even(8), ranks=4, microbatches=microbatches, schedule=["1f1b", "gpipe"], chunks=1)
         (line,) = [line for line in plan.explain().splitlines() if line.startswith("gpipe")]
         assert line.endswith(f"B  {verdict}")
 
 
-def test_the_number_of_microbatches_is_chosen_by_what_small_ones_cost() -> None:
-    """Where a microbatch costs as much however small it is, few are best; where it costs its share, many are."""
+def test_the_number_of_microbatches_depends_on_the_cost_of_small_ones() -> None:
+    """If the cost does not depend on the size, few microbatches are best; if it is proportional, many are."""
     flat, steep = {1: even(4), 8: even(4)}, {1: even(4), 8: even(4, forward=8.0)}
     assert sl.plan(profile=flat, ranks=2, batch=8, schedule="1f1b").microbatches == 1
     assert sl.plan(profile=steep, ranks=2, batch=8, schedule="1f1b").microbatches == 8
 
 
-def test_memory_counts_what_training_holds() -> None:
+def test_memory_includes_all_training_state() -> None:
     plan = sl.plan(profile=even(4), ranks=2, microbatches=4, schedule="1f1b", optimizer_bytes_per_parameter=16)
     first, second = plan.memory
     assert (first.parameters, first.gradients, first.optimizer) == (80, 80, 320)
@@ -260,7 +260,7 @@ def test_memory_counts_what_training_holds() -> None:
     assert (lean.memory[0].gradients, lean.memory[0].optimizer) == (160, 320)
 
 
-def test_memory_counts_what_interlocking_steps_keep() -> None:
+def test_memory_includes_the_snapshot_of_continuous_steps() -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "schedule": "1f1b", "repeats": 1}
     states: dict[str, Any] = {"optimizer_bytes_per_parameter": 4}
@@ -282,7 +282,7 @@ def test_memory_counts_what_interlocking_steps_keep() -> None:
         sl.plan(model, torch.ones(2, 16), memory=0.6 * least, interlock=True, recompute="none", **options, **states)
 
 
-def test_units_are_computed_once_more_only_where_memory_asks_for_it() -> None:
+def test_units_are_recomputed_only_if_memory_requires_it() -> None:
     free = sl.plan(profile=even(8), ranks=4, microbatches=8, schedule="1f1b")
     need = [rank.total for rank in free.memory]
     plan = sl.plan(profile=even(8), ranks=4, microbatches=8, schedule="1f1b", memory=need[0] - 1)
@@ -294,7 +294,7 @@ def test_units_are_computed_once_more_only_where_memory_asks_for_it() -> None:
     ).step_seconds  # fmt: skip
 
 
-def test_recomputing_is_priced_as_a_forward_more_and_activations_less() -> None:
+def test_recomputation_costs_a_forward_and_saves_activations() -> None:
     profile = profile_of(layer("a", arriving=5), layer("b", 2.0, activation=300, leaving=7), layer("c"))
     plain, stage, units = (stage_costs(profile, [2, 1], again, Links()) for again in ("none", "stage", ("a", "b", "c")))
     assert plain.activation == [412.0, 100.0]
@@ -308,7 +308,7 @@ def test_recomputing_is_priced_as_a_forward_more_and_activations_less() -> None:
 
 @pytest.mark.parametrize("limits", [{"memory": 700.0}, {"memory": 500.0}, {"memory": 700.0, "recompute": "none"},
                                    {"memory": 900.0, "recompute": "none", "schedule": "gpipe"}])  # fmt: skip
-def test_the_advice_fits_where_nothing_did(limits: dict[str, Any]) -> None:
+def test_every_suggested_change_fits(limits: dict[str, Any]) -> None:
     options: dict[str, Any] = {
         "profile": even(8),
         "ranks": 2,
@@ -327,7 +327,7 @@ def test_the_advice_fits_where_nothing_did(limits: dict[str, Any]) -> None:
         assert max(rank.total for rank in plan.memory) <= limit * (1 + 1e-9), change
 
 
-def test_sizes_are_taken_as_the_command_takes_them() -> None:
+def test_sizes_may_be_strings() -> None:
     options: dict[str, Any] = {"profile": even(8), "ranks": 2, "microbatches": 4, "time_limit": 0.5}
     assert sl.plan(**options, memory="24GiB").caps == (24.0 * 2**30,) * 2
     assert sl.plan(**options, memory=["24GiB", 2.0**31]).caps == sl.plan(**options, memory="24GiB,2GiB").caps
@@ -344,12 +344,12 @@ def test_sizes_are_taken_as_the_command_takes_them() -> None:
 
 
 @given(st.floats(1.0, 1e15))
-def test_a_size_that_is_advised_is_enough_and_little_more(value: float) -> None:
+def test_a_suggested_size_is_enough_and_little_more(value: float) -> None:
     assert value <= parse_size(round_up_size(value)) * (1 + 1e-9)
     assert parse_size(round_up_size(value)) <= max(value + 1, value * 1.011)
 
 
-def test_a_plan_from_before_there_was_a_snapshot_is_read(tmp_path: Path) -> None:
+def test_a_plan_file_without_snapshots_can_be_read(tmp_path: Path) -> None:
     plan = sl.plan(profile=even(4), ranks=2, microbatches=4, time_limit=0.5)
     data = plan.to_json()
     for rank in data["memory"]:
@@ -383,7 +383,7 @@ def test_a_plan_is_the_same_after_a_round_trip(tmp_path: Path) -> None:
         ({"version": 99}, "99"),
     ],
 )
-def test_a_broken_file_is_refused_with_what_is_wrong(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_an_invalid_file_is_refused_with_the_reason(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     plan = sl.plan(profile=even(4), ranks=2, microbatches=2, schedule="1f1b")
     (tmp_path / "plan.json").write_text(json.dumps(plan.to_json() | change))
     with pytest.raises(sl.StagelineError, match=message):
@@ -416,7 +416,7 @@ def test_a_broken_file_is_refused_with_what_is_wrong(tmp_path: Path, change: dic
         ({"ranks": 2, "microbatches": 2, "profile": {1: even(4), 2: even(3)}}, "profiles have different layers"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(sl.StagelineError, match=message):
         sl.plan(**({"profile": even(4)} | options))
 
@@ -452,7 +452,7 @@ def test_a_plan_refuses_another_model() -> None:
         smaller.split(nn.Sequential(*layers))
 
 
-def test_a_unit_that_is_called_twice_stands_in_both_places() -> None:
+def test_a_unit_that_is_called_twice_is_planned_twice() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -484,7 +484,7 @@ def test_the_command_plans_from_a_profile(tmp_path: Path, capsys: pytest.Capture
     assert json.loads(capsys.readouterr().out)["layers_per_stage"] == list(kept.layers_per_stage)
 
 
-def test_the_command_says_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_suggests_changes_if_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     even(4).write(tmp_path / "profile.json")
     words = ["plan", str(tmp_path / "profile.json"), "-p", "2", "-m", "4", "--time-limit", "0.5"]
     assert run([*words, "--memory", "900", "--schedule", "gpipe", "--recompute", "none"]) == 2
@@ -492,8 +492,8 @@ def test_the_command_says_what_does_not_fit(tmp_path: Path, capsys: pytest.Captu
     assert "error: nothing fits" in error
     advice = re.findall(r"(--[a-z]+) (\S+?)(?: needs|[;\n])", error)
     assert dict(advice).keys() >= {"--memory", "--ranks"}
-    assert "=" not in error  # no words of Python
-    for flag, value in advice:  # a command that is given what it advises runs
+    assert "=" not in error  # no Python syntax
+    for flag, value in advice:  # the suggested command runs
         fits = [*words, "--memory", "900", "--schedule", "gpipe", "--recompute", "none", flag, value]
         assert run(fits) == 0, fits
     capsys.readouterr()
@@ -536,7 +536,7 @@ def test_a_pipeline_chooses_its_microbatches_and_builds_only_after_that() -> Non
     )  # fmt: skip
     assert pipe.plan is not None
     assert pipe.schedule.microbatches * pipe.plan.samples == 8
-    assert pipe.plan.recompute == "none"  # nothing is short of memory here
+    assert pipe.plan.recompute == "none"  # there is enough memory
     assert pipe.step(x, y).microbatches == pipe.schedule.microbatches
 
 
@@ -554,12 +554,12 @@ def test_a_pipeline_chooses_its_microbatches_and_builds_only_after_that() -> Non
         ({"ranks": 2, "example": 5}, "the example must have tensors"),
     ],
 )
-def test_auto_says_what_it_lacks(options: dict[str, Any], message: str) -> None:
+def test_auto_names_missing_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(sl.StagelineError, match=message):
         sl.Pipeline(nn.Sequential(*layers()), loss_fn=functional.mse_loss, schedule="auto", **options)
 
 
-def test_auto_refuses_stages_that_are_cut_already() -> None:
+def test_auto_refuses_a_model_that_is_already_cut() -> None:
     with pytest.raises(sl.StagelineError, match="give the model, or a function that builds it, not its stages"):
         sl.Pipeline(layers(), loss_fn=functional.mse_loss, schedule="auto", ranks=2, example=torch.ones(4, 8))
 
@@ -571,7 +571,7 @@ def on_a_process(rank: int) -> tuple[str, list[list[str]], list[torch.Tensor]]:
     )
     pipe.step(x, y)
     programs = [[str(entry) for entry in program] for program in pipe.schedule.programs]
-    try:  # what rank 0 finds wrong, all ranks raise
+    try:  # all ranks raise the error of rank 0
         sl.Pipeline(
             nn.Sequential(*layers()),
             loss_fn=functional.mse_loss,
@@ -584,7 +584,7 @@ def on_a_process(rank: int) -> tuple[str, list[list[str]], list[torch.Tensor]]:
     raise AssertionError("a model that cannot run on the example was planned")
 
 
-def test_processes_do_as_rank_0_plans() -> None:
+def test_processes_follow_the_plan_of_rank_0() -> None:
     first, second = run_ranks(on_a_process, 2)
     assert first[1] == second[1]
     assert first[0] == second[0] != ""
