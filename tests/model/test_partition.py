@@ -49,7 +49,7 @@ def totals(stages: list[tuple[int, int]], values: list[int], holders: list[int])
 
 
 def best_of_all(problem: dict[str, Any]) -> tuple[float, float] | None:
-    """Return the slowest rank of the best cut and its smallest sum of squares, by trying every cut; None without one."""
+    """Return the slowest rank of the best cut and the smallest sum of squares, by trying all; None if none fits."""
     costs, ranks, chunks = problem["costs"], problem["ranks"], problem["chunks"]
     holders = rank_of(ranks, chunks, problem["placement"])
     speed = problem["speed"] or [1.0] * ranks

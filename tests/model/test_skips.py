@@ -1,4 +1,4 @@
-"""Skips between stages of an nn.Sequential: stashed by one layer, popped by a later one, with the bits of a plain loop."""
+"""Skips in an nn.Sequential: stashed by one layer, popped by a later one, with the bits of a plain loop."""
 
 from __future__ import annotations
 

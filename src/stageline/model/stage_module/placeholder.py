@@ -97,8 +97,9 @@ class PlaceholderTensor(Tensor):
         kwargs, writes = dict(kwargs or {}), _dry_run.writes
         name = func.name().split("::")[-1].split(".")[0]
         inputs = tensors_in((args, kwargs))
-        value_names = placeholders_in(inputs)
-        device = next(tensor.device for tensor in inputs if isinstance(tensor, PlaceholderTensor))
+        placeholders = [tensor for tensor in inputs if isinstance(tensor, PlaceholderTensor)]
+        value_names: ValueNames = frozenset().union(*(tensor.value_names for tensor in placeholders))
+        device = placeholders[0].device
         if name in ("_local_scalar_dense", "is_nonzero", "equal", "item"):
             raise StagelineError(
                 f"the model reads a value of {', '.join(sorted(value_names))} outside of its blocks ({name}), and that "
