@@ -44,7 +44,7 @@ class StateBytes:
     """Of its gradient; as many as of the parameter if None."""
     optimizer: float = 8.0
     """Of its optimizer state: two float32 numbers for AdamW."""
-    interlock: bool = False
+    continuous: bool = False
     """Whether steps are continuous, so that a snapshot of all of these is kept."""
 
     @property
@@ -52,7 +52,7 @@ class StateBytes:
         """Bytes of parameter, gradient, optimizer state and snapshot, per byte of parameter."""
         gradient = self.parameter if self.gradient is None else self.gradient
         factors = (1.0, gradient / self.parameter, self.optimizer / self.parameter)
-        return *factors, sum(factors) if self.interlock else 0.0
+        return *factors, sum(factors) if self.continuous else 0.0
 
 
 def parameter_bytes(profile: Profile, counts: Sequence[int], rank_of: Sequence[int], ranks: int) -> Floats:

@@ -36,10 +36,6 @@ def compile_units(parts: Iterable[nn.Sequential], option: Compile) -> None:
         return
     options: dict[str, Any] = {} if option is True else {"backend": option} if isinstance(option, str) else dict(option)
     for part in parts:
-        if isinstance(part, StagePart):
-            modules = [part.replay.modules[name].module for name, _ in part.drawn() if name in part.replay.modules]
-        else:
-            modules = [module for _, module in layers_of(part)]
-        for module in modules:
+        for _, module in part.own_units() if isinstance(part, StagePart) else layers_of(part):
             if any(True for _ in module.parameters()):
                 module.compile(**options)

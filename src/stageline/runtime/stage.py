@@ -509,14 +509,12 @@ def _checked_metrics(metrics: dict[Any, Any]) -> dict[str, Any]:
 
 def units_of(part: nn.Sequential) -> list[tuple[str, nn.Module]]:
     """What draws random numbers by a name of its own: the layers, or the units of a model with its own forward."""
-    return part.drawn() if isinstance(part, StagePart) else layers_of(part)
+    return part.random_modules() if isinstance(part, StagePart) else layers_of(part)
 
 
 def watched_layers(part: nn.Sequential) -> list[tuple[str, nn.Module]]:
     """What may share state with other stages: the layers of a stage, or its units as the model holds them."""
-    if not isinstance(part, StagePart):
-        return layers_of(part)
-    return [(name, part.replay.modules[name].module) for name, _ in part.drawn() if name in part.replay.modules]
+    return part.own_units() if isinstance(part, StagePart) else layers_of(part)
 
 
 def _was_changed(leaf: Leaf) -> bool:

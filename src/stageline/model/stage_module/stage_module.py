@@ -232,12 +232,22 @@ class StagePart(nn.Sequential):
         """The copy of the model around the stage's units."""
         return self._frame[0]
 
-    def drawn(self) -> list[tuple[str, nn.Module]]:
+    def random_modules(self) -> list[tuple[str, nn.Module]]:
         """Return the modules that draw random numbers under their own name: units, and what runs on every stage."""
         proxies: list[Any] = [
             module for _, module in self._copies if isinstance(module, _UnitProxy) and module._stageline_own
         ]
         return [(proxy._stageline_name, proxy) for proxy in proxies]
+
+    def own_units(self) -> list[tuple[str, nn.Module]]:
+        """Return the stage's own units, as the whole model holds them."""
+        units = self.replay.modules
+        return [(name, units[name].module) for name, _ in self.random_modules() if name in units]
+
+    def frame_modules(self) -> list[nn.Module]:
+        """Return the modules of the whole model that are not inside of a unit."""
+        inside = {id(module) for unit in self.replay.modules.values() for module in unit.module.modules()}
+        return [module for module in self.model.modules() if id(module) not in inside]
 
     def copies(self) -> dict[int, nn.Module]:
         """Return the copies that this stage runs, by the ids of the model's own modules."""

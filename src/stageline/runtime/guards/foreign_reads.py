@@ -141,19 +141,13 @@ def readers(
         seen = _parameters(layers[stage], (), holders, memory)
         if isinstance(part, StagePart):
             if framed is None:
-                framed = _parameters((), _frames(part), holders, memory)
+                framed = _parameters((), part.frame_modules(), holders, memory)
             seen = seen | framed
         own = set(part.parameters())
         own_memory = {storage_id(tensor) for tensor in own}
         if any(parameter not in own and storage_id(parameter) not in own_memory for parameter in seen):
             stages.append(stage)
     return frozenset(stages)
-
-
-def _frames(part: StagePart) -> list[nn.Module]:
-    """The modules of a whole model that are not inside a unit."""
-    inside = {id(module) for unit in part.replay.modules.values() for module in unit.module.modules()}
-    return [module for module in part.model.modules() if id(module) not in inside]
 
 
 def _parameters(
