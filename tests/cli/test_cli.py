@@ -1,4 +1,4 @@
-"""The command as people use it: what it prints, what it writes, and how it fails."""
+"""The command as people use it: its output, its files, and its errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def call(words: str, capsys: Capture, code: int = 0) -> str:
-    """Run a command line; give back what it printed."""
+    """Run a command line; return its stdout, or its stderr if it fails."""
     assert run(words.split()) == code
     out, err = capsys.readouterr()
     assert "Traceback" not in out + err
@@ -90,7 +90,7 @@ def test_compare_gives_every_family_the_same_work(capsys: Capture) -> None:
 def test_compare_leaves_out_what_does_not_fit(capsys: Capture) -> None:
     out = call("compare -p 3 -m 8 --memory 3", capsys)
     assert "left out: chimera: chimera needs an even number of ranks, got 3" in out
-    assert "left out: gpipe: needs 8 memory, and 3 is there" in out
+    assert "left out: gpipe: needs 8 of memory; the limit is 3" in out
     assert any(line.startswith("1f1b ") for line in out.splitlines())
     assert "no family fits" in call("compare -p 3 -m 8 --memory 0.1", capsys, code=2)
 
@@ -110,7 +110,7 @@ def test_costs_come_from_a_file_and_options_win(tmp_path: Path, capsys: Capture)
     assert json.loads(call(f"simulate 1f1b -p 2 -m 1 --costs {path} --forward 5 --json", capsys))["makespan"] == 16
 
 
-def test_a_family_of_ones_own_is_loaded_from_a_file(tmp_path: Path, capsys: Capture) -> None:
+def test_the_users_families_are_loaded_from_a_file(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "my_families.py"
     path.write_text(
         "import stageline as sl\n"
@@ -123,7 +123,7 @@ def test_a_family_of_ones_own_is_loaded_from_a_file(tmp_path: Path, capsys: Capt
     assert "cannot load families from" in call("show 1f1b -p 2 -m 2 --load nowhere.py", capsys, code=2)
 
 
-def test_a_file_of_families_that_fails_is_told_in_one_line(tmp_path: Path, capsys: Capture) -> None:
+def test_a_file_of_families_that_fails_is_one_clear_error(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "bad_families.py"
     path.write_text("import sys\nsys.exit(3)\n")
     assert "cannot load families from" in call(f"show 1f1b -p 2 -m 2 --load {path}", capsys, code=2)
@@ -163,7 +163,7 @@ ERRORS = {
     "show 1f1b -p 2 -m 2 --costs nowhere.json": "cannot read nowhere.json: No such file",
     "show 1f1b -p 2 -m 2 --option depth": "--option takes KEY=VALUE",
     "show nowhere.csv": "cannot read nowhere.csv: No such file",
-    "show 1f1b -p 2 -m 2 --svg /no/such/a.svg": "cannot write the picture to /no/such/a.svg",
+    "show 1f1b -p 2 -m 2 --svg /no/such/a.svg": "cannot write the drawing to /no/such/a.svg",
     "show 1f1b -p 2 -m 2 --write a.txt": "end the name in .json or .csv",
     "verify 1f1b -p two -m 2": "two",
     "simulate": "SCHEDULE",
@@ -174,13 +174,13 @@ ERRORS = {
     "compare -p 0 -m 4": "ranks to be a whole number from 1",
     "compare -p 4 -m 8 --memory nan": "--memory must be a number",
     "compare -p 4 -m 8 --option foo=3": "no family has an option 'foo'",
-    "show 1f1b -p 2 -m 2 --option ranks=3": "--option ranks is given otherwise",
+    "show 1f1b -p 2 -m 2 --option ranks=3": "--option cannot set ranks",
     "nonsense": "nonsense",
 }
 
 
 @pytest.mark.parametrize("words", ERRORS)
-def test_mistakes_are_one_clear_error_and_exit_code_two(words: str, capsys: Capture) -> None:
+def test_errors_are_one_line_and_exit_code_two(words: str, capsys: Capture) -> None:
     err = call(words, capsys, code=2)
     assert ERRORS[words] in " ".join(err.split())
 
@@ -191,8 +191,8 @@ def test_a_broken_schedule_names_rule_and_place(tmp_path: Path, capsys: Capture)
     err = call(f"verify {path}", capsys, code=2)
     assert err.startswith("error [progress]: rank 1, position 0: 1B0 needs 1F0")
     assert run(["verify", str(path), "--json"]) == 2
-    found = json.loads(capsys.readouterr().out)
-    assert (found["valid"], found["rule"], found["rank"], found["position"]) == (False, "progress", 1, 0)
+    verdict = json.loads(capsys.readouterr().out)
+    assert (verdict["valid"], verdict["rule"], verdict["rank"], verdict["position"]) == (False, "progress", 1, 0)
 
 
 VERBS = ["families", "show", "verify", "simulate", "compare", "trace", "doctor", "inspect", "profile", "check", "train"]
@@ -216,7 +216,7 @@ def test_a_reader_who_stops_early_is_no_error() -> None:
     assert done.returncode in (0, 1)
 
 
-MAKES = """
+MODELS = """
 import torch
 from torch import nn
 
@@ -262,80 +262,80 @@ def wrong():
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "made_for_a_test.py").write_text(MAKES)
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "models_of_a_test.py").write_text(MODELS)
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 50, "hidden_size": 16,
               "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "made_for_a_test", raising=False)
+    monkeypatch.delitem(sys.modules, "models_of_a_test", raising=False)
     return tmp_path
 
 
-def test_models_are_inspected_profiled_and_checked(made: Path, capsys: Capture) -> None:
-    said = call("inspect made_for_a_test:make --stages 2", capsys)
-    assert "Sequential: 3 units" in said
-    assert "30 parameters" in said
-    assert "2 of 4" not in call("check made_for_a_test:make", capsys)
-    assert json.loads(call("check made_for_a_test:make --json", capsys))["equal"] is True
-    said = call("profile made_for_a_test:make --stages 2 --repeats 1 --output profile.json", capsys)
-    assert "rank 1" in said
-    assert (made / "profile.json").exists()
-    assert json.loads(call("profile made_for_a_test:make --repeats 1 --json", capsys))["layers"]
+def test_models_are_inspected_profiled_and_checked(models: Path, capsys: Capture) -> None:
+    out = call("inspect models_of_a_test:make --stages 2", capsys)
+    assert "Sequential: 3 units" in out
+    assert "30 parameters" in out
+    assert "2 of 4" not in call("check models_of_a_test:make", capsys)
+    assert json.loads(call("check models_of_a_test:make --json", capsys))["equal"] is True
+    out = call("profile models_of_a_test:make --stages 2 --repeats 1 --output profile.json", capsys)
+    assert "rank 1" in out
+    assert (models / "profile.json").exists()
+    assert json.loads(call("profile models_of_a_test:make --repeats 1 --json", capsys))["layers"]
 
 
 @pytest.mark.parametrize("name", ["make", "own", "own_by_position", "own_and_targets"])
-def test_every_form_that_the_help_names_is_checked(name: str, made: Path, capsys: Capture) -> None:
+def test_every_form_in_the_help_is_checked(name: str, models: Path, capsys: Capture) -> None:
     """A loss function, or a model whose output has a loss, given its inputs with or without targets."""
-    assert json.loads(call(f"check made_for_a_test:{name} --json", capsys))["verdict"] == "equal"
+    assert json.loads(call(f"check models_of_a_test:{name} --json", capsys))["verdict"] == "equal"
 
 
 def test_the_help_names_what_a_function_may_return(capsys: Capture) -> None:
     for verb in ("check", "profile", "inspect"):
-        said = " ".join(call(f"{verb} --help", capsys).replace("│", " ").split())
-        assert "a model, (model, inputs), (model, inputs, targets) or (model, inputs, targets, loss_fn)" in said
+        out = " ".join(call(f"{verb} --help", capsys).replace("│", " ").split())
+        assert "a model, (model, inputs), (model, inputs, targets) or (model, inputs, targets, loss_fn)" in out
 
 
-def test_a_config_of_hugging_face_is_a_model(made: Path, capsys: Capture) -> None:
+def test_a_config_of_hugging_face_is_a_model(models: Path, capsys: Capture) -> None:
     pytest.importorskip("transformers")
-    found = json.loads(call("inspect . --stages 4 --json", capsys))
-    assert found["model"] == "LlamaForCausalLM"
-    assert [unit["stage"] for unit in found["units"]] == [0, 0, 1, 2, 3, 3, 3]
+    inspected = json.loads(call("inspect . --stages 4 --json", capsys))
+    assert inspected["model"] == "LlamaForCausalLM"
+    assert [unit["stage"] for unit in inspected["units"]] == [0, 0, 1, 2, 3, 3, 3]
     assert "the same" in call("check config.json --samples 4 --length 8 --schedule zb-h1", capsys)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("inspect nothing", "named as package.module:function or as a config.json, got 'nothing'"),
-        ("inspect made_for_a_test:mke", "has no function 'mke' (did you mean 'make'?)"),
+        ("inspect models_of_a_test:mke", "has no function 'mke' (did you mean 'make'?)"),
         ("inspect no_such_module:make", "cannot import no_such_module"),
-        ("inspect made_for_a_test:wrong", "returned a int; it must return a model"),
+        ("inspect models_of_a_test:wrong", "returned a int; it must return a model"),
         ("inspect none.json", "cannot read the config none.json"),
-        ("check made_for_a_test:alone", "gives no batch; let it return (model, inputs, targets, loss_fn), or"),
-        ("check made_for_a_test:without_loss", "has no loss; let it return (model, inputs, targets, loss_fn), or"),
-        ("check made_for_a_test:inputs_alone", "has no loss; let it return (model, inputs, targets, loss_fn), or"),
+        ("check models_of_a_test:alone", "gives no batch; let it return (model, inputs, targets, loss_fn), or"),
+        ("check models_of_a_test:without_loss", "has no loss; let it return (model, inputs, targets, loss_fn), or"),
+        ("check models_of_a_test:inputs_alone", "has no loss; let it return (model, inputs, targets, loss_fn), or"),
         (
-            "check made_for_a_test:swapped",
+            "check models_of_a_test:swapped",
             "returned a function as the targets; it must return a model, (model, inputs)",
         ),
-        ("profile made_for_a_test:alone", "gives no inputs"),
-        ("inspect made_for_a_test:alone --stages 9", "has 2 units (0, 1), but 9 stages were requested"),
+        ("profile models_of_a_test:alone", "gives no inputs"),
+        ("inspect models_of_a_test:alone --stages 9", "has 2 units (0, 1), but 9 stages were requested"),
     ],
 )
-def test_models_that_cannot_be_found_are_said(words: str, said: str, made: Path, capsys: Capture) -> None:
-    assert said in " ".join(call(words, capsys, code=2).split())
+def test_models_that_cannot_be_loaded_are_one_error(words: str, message: str, models: Path, capsys: Capture) -> None:
+    assert message in " ".join(call(words, capsys, code=2).split())
 
 
-def test_what_the_users_code_raises_is_one_line_with_its_place(made: Path, capsys: Capture) -> None:
-    (made / "raises.py").write_text("import torch\n\ndef make():\n    return torch.nn.Linear(-1, 'x')\n")
-    said = call("inspect raises:make", capsys, code=2)
-    assert said.startswith("error: raises:make failed: TypeError: ")
-    assert said.endswith(", at raises.py:4 in make; --traceback shows all of it\n")
-    assert said.count("\n") == 1
+def test_what_the_users_code_raises_is_one_line_with_its_place(models: Path, capsys: Capture) -> None:
+    (models / "raises.py").write_text("import torch\n\ndef make():\n    return torch.nn.Linear(-1, 'x')\n")
+    out = call("inspect raises:make", capsys, code=2)
+    assert out.startswith("error: raises:make failed: TypeError: ")
+    assert out.endswith(", at raises.py:4 in make; --traceback shows all of it\n")
+    assert out.count("\n") == 1
     with pytest.raises(TypeError):
         run(["inspect", "raises:make", "--traceback"])
-    (made / "broken.py").write_text("def make(:\n")
+    (models / "broken.py").write_text("def make(:\n")
     assert "SyntaxError: invalid syntax (broken.py, line 1), at broken.py:1" in call(
         "check broken:make", capsys, code=2
     )

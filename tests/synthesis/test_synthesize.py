@@ -351,7 +351,7 @@ def test_the_command_shows_what_was_achieved_and_what_is_needed(
     out = called(f"synthesize -p 4 -m 8 {costs} --memory 4 --width 100", capsys)
     assert "achieved     makespan 278, found by zb-h1" in out
     assert "lower bound  278: no schedule here takes less" in out
-    assert "gap          0%: this is the best there is" in out
+    assert "gap          0%: this is optimal" in out
     assert "best family  zb-h1: 278 (the same)" in out
     assert "peak memory" in out
     files = f"-o {tmp_path / 'a.json'} --svg {tmp_path / 'a.svg'} --html {tmp_path / 'a.html'}"

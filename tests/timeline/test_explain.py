@@ -273,7 +273,7 @@ def test_trace_explains_and_draws_both_on_one_axis(capsys: Capture) -> None:
     assert lines[5] == "1f1b, measured"
     assert max(map(len, lines[1:10])) <= 100
     assert max(map(len, lines[1:5])) < max(map(len, lines[6:10]))  # the plan is shorter on the same axis
-    assert "slow: F of stage 2 on rank 2: 13 ms each where 10 ms was planned, 8 times: 24 ms" in out
+    assert "slow: F of stage 2 on rank 2: 13 ms instead of 10 ms, 8 times: 24 ms in all" in out
     table = [line.split() for line in lines if line.split()[:1] in (["0"], ["1"], ["2"], ["3"], ["mean"], ["plan"])]
     assert [row[0] for row in table] == ["0", "1", "2", "3", "mean", "plan"]
     step = f"{1e3 * in_seconds().makespan:.2f}"

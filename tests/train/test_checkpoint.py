@@ -435,7 +435,7 @@ def test_damage_is_named_and_the_one_before_is_used(tmp_path: Path, name: str, c
     assert text in str(damages[[damage.file for damage in damages].index(file)])
     out = call(["verify", str(tmp_path / "c")], capsys, code=1)
     assert f"step-00000002/{file}: " in out
-    assert "1 of 2 checkpoints are whole" in out
+    assert "1 of 2 checkpoints are intact" in out
     report = json.loads(call(["verify", str(tmp_path / "c"), "--json"], capsys, code=1))
     assert [each["whole"] for each in report["checkpoints"]] == [True, False]
     assert [path.name for path in published(tmp_path / "c")] == ["step-00000001", "step-00000002"]
@@ -733,8 +733,8 @@ def test_checkpoints_are_listed_verified_and_converted(tmp_path: Path, capsys: C
         (2, "test", 1, True),
     ]
     assert rows[0]["parameters"] == 4 * 17 * 9
-    assert "2 of 2 checkpoints are whole" in call(["verify", str(tmp_path / "c")], capsys)
-    assert "whole, step 1, 4 files" in call(["verify", str(tmp_path / "c/step-00000001")], capsys)
+    assert "2 of 2 checkpoints are intact" in call(["verify", str(tmp_path / "c")], capsys)
+    assert "intact, step 1, 4 files" in call(["verify", str(tmp_path / "c/step-00000001")], capsys)
     out = tmp_path / "one.safetensors"
     assert "step-00000002" in call(["convert", str(tmp_path / "c"), str(out)], capsys)
     with safe_open(out, framework="pt") as opened:
@@ -747,7 +747,7 @@ def test_checkpoints_are_listed_verified_and_converted(tmp_path: Path, capsys: C
     ("words", "text"),
     [
         ("verify nowhere", "nowhere does not exist"),
-        ("verify step-00000001", "step-00000001 is no checkpoint: it does not exist"),
+        ("verify step-00000001", "step-00000001 is not a checkpoint: it does not exist"),
         ("list .", "has no checkpoints"),
         ("convert c out --dtype bfloat", "did you mean 'bfloat16'"),
         ("convert c out --max-shard-size lots", "takes a size, like 24GiB or 10G; got 'lots'"),

@@ -1,6 +1,8 @@
 """The `stageline` command: one file per verb.
 
-A verb parses, calls the library and prints. Nothing else imports this package.
+A verb declares its options with typer, calls the library and prints. No logic of the library belongs here, and nothing
+else imports this package. Read `app` (the list of verbs, and errors), then any verb. `options`, `models` and `output`
+hold what verbs share; `train_flags` generates the flags of `train` from the config.
 """
 
 from __future__ import annotations
@@ -10,12 +12,12 @@ import sys
 
 
 def main() -> None:
-    """Run the command; what a user got wrong is one line on stderr and exit code 2, never a traceback."""
+    """Run the command."""
     try:
         from stageline.common import interrupts
 
         interrupts.install()
-    except KeyboardInterrupt:  # in the milliseconds until Ctrl-C is ours
+    except KeyboardInterrupt:  # in the milliseconds before our handler is installed
         os.write(2, b"stageline: interrupted\n")
         os._exit(130)
     from stageline.cli.app import run

@@ -1,9 +1,10 @@
-"""`stageline checkpoint`: verify, list and convert what a training job saved."""
+"""`stageline checkpoint`: verify, list and convert the checkpoints of a training job."""
 
 from __future__ import annotations
 
 import datetime
 import json as plain_json
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stageline.cli.options import Json
-from stageline.cli.output import console, print_json
+from stageline.cli.output import console, print_json, printable, table
 from stageline.common.errors import StagelineError, shorten
 from stageline.common.units import format_size, parse_size
 
@@ -20,145 +21,147 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
-Where = Annotated[
+CheckpointPath = Annotated[
     Path,
     typer.Argument(metavar="PATH", help="A checkpoint (step-00000100), or a folder of them.", show_default=False),
 ]
 
 
 class Format(StrEnum):
-    """What a model is converted into."""
+    """Format of a converted model."""
 
     stageline = "stageline"
     safetensors = "safetensors"
 
 
-@app.callback()
 def root() -> None:
-    """Checkpoints of a training job: verify, list and convert them.
+    """Verify, list and convert the checkpoints of a training job.
 
-    \b
-    stageline checkpoint list outputs/checkpoint
+    Examples:
+      stageline checkpoint list outputs/checkpoint
     """
 
 
-@app.command("verify")
 def verify(
-    path: Where,
-    sizes: Annotated[bool, typer.Option("--sizes", help="Look at presence and sizes alone; no checksums.")] = False,
+    path: CheckpointPath,
+    sizes: Annotated[bool, typer.Option("--sizes", help="Check existence and sizes only, no checksums.")] = False,
     json: Json = False,
 ) -> None:
-    """Compare every byte of checkpoints with their checksums, and name each file that is damaged.
+    """Compare every byte of checkpoints with their checksums, and name the damaged files.
 
-    Exit code 0: all whole. 1: one or more damaged. 2: there is no checkpoint.
+    The exit code is 0 if all are intact, 1 if one is damaged, and 2 if there is no checkpoint.
 
-    \b
-    stageline checkpoint verify outputs/checkpoint
-    stageline checkpoint verify outputs/checkpoint/step-00000100 --json
+    Examples:
+      stageline checkpoint verify outputs/checkpoint
+      stageline checkpoint verify outputs/checkpoint/step-00000100 --json
     """
     from stageline.train.checkpoint.reader import inspect
 
     rows: list[dict[str, Any]] = []
     out = console()
-    for each in _checkpoints(path):
-        found, damages = inspect(each, deep=not sizes)
-        rows.append({"path": str(each), "whole": not damages, "damages": [damage.to_json() for damage in damages]})
-        if found is not None:
-            rows[-1] |= {"step": found.step, "files": len(found.manifest.files), "bytes": found.manifest.size}
-            found.close()
-        if not json:
-            for line in map(str, damages) if damages else [_whole(found, each)]:
-                out.print(_plain(line), markup=False)
+    for folder in _checkpoint_folders(path):
+        checkpoint, damages = inspect(folder, deep=not sizes)
+        rows.append({"path": str(folder), "whole": not damages, "damages": [damage.to_json() for damage in damages]})
+        lines = [str(damage) for damage in damages]
+        if checkpoint is not None:
+            manifest = checkpoint.manifest
+            rows[-1] |= {"step": checkpoint.step, "files": len(manifest.files), "bytes": manifest.size}
+            checkpoint.close()
+            size = format_size(manifest.size)
+            lines = lines or [f"{folder}: intact, step {checkpoint.step}, {len(manifest.files)} files, {size}"]
+        for line in lines if not json else ():
+            out.print(printable(line), markup=False)
     damaged = sum(not row["whole"] for row in rows)
     if json:
         print_json({"whole": not damaged, "checkpoints": rows})
     elif len(rows) > 1:
-        out.print(f"{len(rows) - damaged} of {len(rows)} checkpoints are whole", markup=False)
+        out.print(f"{len(rows) - damaged} of {len(rows)} checkpoints are intact", markup=False)
     raise typer.Exit(1 if damaged else 0)
 
 
-@app.command("list")
-def list_(path: Where, json: Json = False) -> None:
-    """List checkpoints: step, size, when, model, writers, and whether all files are there in their sizes.
+def list_(path: CheckpointPath, json: Json = False) -> None:
+    """List checkpoints: step, size, time, model, writers, and whether all files exist with their sizes.
 
-    \b
-    stageline checkpoint list outputs/checkpoint
+    Examples:
+      stageline checkpoint list outputs/checkpoint
     """
-    from rich.table import Table
     from rich.text import Text
 
     from stageline.train.checkpoint.reader import inspect
 
     rows: list[dict[str, Any]] = []
-    for each in _checkpoints(path):
-        found, damages = inspect(each, deep=False)
-        rows.append({"path": str(each), "whole": not damages, "damage": [str(damage) for damage in damages]})
-        if found is not None:
-            manifest = found.manifest
+    for folder in _checkpoint_folders(path):
+        checkpoint, damages = inspect(folder, deep=False)
+        rows.append({"path": str(folder), "whole": not damages, "damage": [str(damage) for damage in damages]})
+        if checkpoint is not None:
+            manifest = checkpoint.manifest
             rows[-1] |= {
-                "step": found.step,
+                "step": checkpoint.step,
                 "bytes": manifest.size,
                 "written": manifest.written,
-                "model": _model(found),
+                "model": _model_name(checkpoint),
                 "parameters": manifest.parameters,
                 "writers": manifest.world.get("writers"),
                 "world": dict(manifest.world),
             }
-            found.close()
+            checkpoint.close()
     if json:
         print_json(rows)
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("checkpoint", "size", "written", "model", "parameters", "writers", "whole (by sizes)"):
-        table.add_column(column, justify="right" if column in ("size", "parameters", "writers") else "left")
+    columns = ("checkpoint", "size", "written", "model", "parameters", "writers", "intact (by sizes)")
+    grid = table(*columns, left=("checkpoint", "written", "model", "intact (by sizes)"))
     for row in rows:
         cells = [Path(row["path"]).name, "", "", "", "", "", "yes" if row["whole"] else "no"]
         if "step" in row:
             when = datetime.datetime.fromtimestamp(row["written"]).strftime("%Y-%m-%d %H:%M:%S")
             cells[1:6] = [format_size(row["bytes"]), when, row["model"], f"{row['parameters']:,}", str(row["writers"])]
-        table.add_row(*(Text(_plain(cell)) for cell in cells))
+        grid.add_row(*(Text(printable(cell)) for cell in cells))
     out = console()
-    out.print(table)
+    out.print(grid)
     for line in [line for row in rows for line in row["damage"]]:
-        out.print(_plain(line), markup=False)
+        out.print(printable(line), markup=False)
 
 
-@app.command("convert")
 def convert(
-    path: Where,
+    path: CheckpointPath,
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="A new folder, or a new .safetensors file.", show_default=False)
     ],
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="What floating point becomes: float32, bfloat16, float16, float64.")
+        str | None,
+        typer.Option("--dtype", metavar="DTYPE", help="Convert floating point: float32, bfloat16, float16, float64."),
     ] = None,
     format: Annotated[
-        Format, typer.Option("--format", help="safetensors, for every tool; stageline, with checksums, too.")
+        Format,
+        typer.Option("--format", metavar="FORMAT", help="safetensors; or stageline, which adds checksums."),
     ] = Format.safetensors,
     max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", metavar="SIZE", help="Where files are cut: 4GB, 500MB, 1GiB.")
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest size of a file: 4GB, 500MB, 1GiB.")
     ] = "4GB",
 ) -> None:
-    """Write the model alone, without the optimizer, for from_pretrained and sl.load_weights.
+    """Write the model without the optimizer, for from_pretrained and sl.load_weights.
 
-    Of a folder of checkpoints, the newest whole one is taken. Nothing is overwritten.
+    Of a folder of checkpoints, the newest intact one is used. Nothing is overwritten.
 
-    \b
-    stageline checkpoint convert outputs/checkpoint model --dtype bfloat16
-    stageline checkpoint convert checkpoint/step-00000100 model.safetensors
+    Examples:
+      stageline checkpoint convert outputs/checkpoint model --dtype bfloat16
+      stageline checkpoint convert checkpoint/step-00000100 model.safetensors
     """
     from stageline.train.checkpoint.convert import convert as write
 
     max_bytes = int(parse_size(max_shard_size, "--max-shard-size"))
     if max_bytes < 1:
         raise StagelineError(f"--max-shard-size must be at least 1 byte, got {shorten(max_shard_size)}")
-    with _whole_one(path) as found:
-        made = write(found, out, dtype=dtype, format=format.value, max_shard_bytes=max_bytes)
-        typer.echo(f"wrote the model of {found.path} to {made}")
+    with _intact_checkpoint(path) as checkpoint:
+        written = write(checkpoint, out, dtype=dtype, format=format.value, max_shard_bytes=max_bytes)
+        typer.echo(f"wrote the model of {checkpoint.path} to {written}")
 
 
-def _checkpoints(path: Path) -> list[Path]:
-    """The checkpoint itself, or those of a folder."""
+VERBS: dict[str, Callable[..., None]] = {"verify": verify, "list": list_, "convert": convert}
+
+
+def _checkpoint_folders(path: Path) -> list[Path]:
+    """Return the checkpoint itself, or those in a folder."""
     from stageline.train.checkpoint import CheckpointError, published
     from stageline.train.checkpoint.folder import step_of
     from stageline.train.checkpoint.manifest import MANIFEST
@@ -166,52 +169,42 @@ def _checkpoints(path: Path) -> list[Path]:
     if step_of(path.absolute().name) is not None or (path / MANIFEST).exists():
         if not path.is_dir():
             raise CheckpointError(
-                f"{path} is no checkpoint: {'it is a file' if path.exists() else 'it does not exist'}"
+                f"{path} is not a checkpoint: it {'is a file' if path.exists() else 'does not exist'}"
             )
         return [path]
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; expected a checkpoint, or a folder of them")
-    found = published(path)
-    if not found:
-        raise CheckpointError(f"{path} has no checkpoints: no folder in it is called like step-00000100")
-    return found
+    folders = published(path)
+    if not folders:
+        raise CheckpointError(f"{path} has no checkpoints, that is, no folders with names like step-00000100")
+    return folders
 
 
-def _whole_one(path: Path) -> Checkpoint:
+def _intact_checkpoint(path: Path) -> Checkpoint:
     from stageline.train.checkpoint import CheckpointError, newest
     from stageline.train.checkpoint.reader import inspect
 
-    if _checkpoints(path) != [path]:
-        whole = newest(path, on_damage=_warn)
-        assert whole is not None  # or there would be no checkpoints
-        return whole
-    found, damages = inspect(path)
-    if found is None or damages:
+    if _checkpoint_folders(path) != [path]:
+        intact = newest(path, on_damage=_warn)
+        assert intact is not None  # there is a checkpoint, and `newest` raises if all are damaged
+        return intact
+    checkpoint, damages = inspect(path)
+    if checkpoint is None or damages:
         raise CheckpointError(f"{damages[0]}; see stageline checkpoint verify {path}")
-    return found
+    return checkpoint
 
 
 def _warn(damage: Damage) -> None:
-    typer.echo(_plain(f"damaged: {damage}"), err=True)
+    typer.echo(printable(f"damaged: {damage}"), err=True)
 
 
-def _whole(found: Checkpoint | None, path: Path) -> str:
-    assert found is not None
-    return f"{path}: whole, step {found.step}, {len(found.manifest.files)} files, {format_size(found.manifest.size)}"
-
-
-def _model(found: Checkpoint) -> str:
-    """What config.json calls the model, if there is one."""
+def _model_name(checkpoint: Checkpoint) -> str:
+    """Return the name of the model in config.json, if there is one."""
     try:
-        data = plain_json.loads(found.read_asset("config.json"))
+        data = plain_json.loads(checkpoint.read_asset("config.json"))
     except (StagelineError, ValueError, RecursionError):
         return ""
     if not isinstance(data, dict):
         return ""
     names = data.get("architectures")
     return str(names[0] if isinstance(names, list) and names else data.get("model_type", ""))[:40]
-
-
-def _plain(text: str) -> str:
-    """What came from a file must not steer a terminal."""
-    return "".join(letter if letter.isprintable() else "�" for letter in text)

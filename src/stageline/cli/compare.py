@@ -1,4 +1,4 @@
-"""`stageline compare`: all families at the same costs, side by side."""
+"""`stageline compare`: all families with the same costs, side by side."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stageline.cli.options import Html, Json, Prices, Sizes, Svg, Width, takes
-from stageline.cli.output import console, print_json, print_segments, save
+from stageline.cli.options import CostOptions, Html, Json, ScheduleOptions, Svg, Width, expand
+from stageline.cli.output import console, print_json, print_segments, save, table
 from stageline.common.errors import ScheduleError
-from stageline.schedules.registry import Family, families, schedule, whole
+from stageline.schedules.registry import families, schedule, whole
 from stageline.timeline import draw
 from stageline.timeline.costs import Costs
 from stageline.timeline.draw.palette import number
@@ -23,82 +23,82 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-@takes(sizes=Sizes, prices=Prices)
+@expand(sizes=ScheduleOptions, prices=CostOptions)
 def command(
-    sizes: Sizes,
-    prices: Prices,
+    sizes: ScheduleOptions,
+    prices: CostOptions,
     memory: Annotated[
-        float | None, typer.Option("--memory", help="Leave out what needs more memory than this on a rank.", min=0)
+        float | None,
+        typer.Option("--memory", min=0, metavar="SIZE", help="Omit families that need more memory on a rank."),
     ] = None,
-    charts: Annotated[bool, typer.Option("--charts", help="Draw the whole Gantt chart of each family.")] = False,
+    charts: Annotated[bool, typer.Option("--charts", help="Draw the Gantt chart of each family.")] = False,
     svg: Svg = None,
     html: Html = None,
     width: Width = None,
     json: Json = False,
 ) -> None:
-    """Compare all families at the same costs: a table sorted by makespan, and all of them on one time axis.
+    """Compare all families with the same costs: a table sorted by makespan, and all of them on one time axis.
 
-    Times and memory are those of one rank's share of the model; a family that cuts it into chunks divides them.
+    Times and memory are those of one rank's share of the model; families with several stages per rank divide them.
 
-    \b
-    stageline compare -p 8 -m 32 --forward 10 --backward-input 11 --backward-weight 7 --transfer 1
+    Examples:
+      stageline compare -p 8 -m 32
+      stageline compare -p 8 -m 32 --forward 10 --backward 18 --transfer 1
     """
     sizes.load_families()
     if sizes.ranks is None or sizes.microbatches is None:
-        raise ScheduleError("compare needs -p RANKS and -m MICROBATCHES, like: stageline compare -p 8 -m 32")
+        raise ScheduleError("compare needs -p RANKS and -m MICROBATCHES, for example stageline compare -p 8 -m 32")
     for key, size in (("ranks", sizes.ranks), ("microbatches", sizes.microbatches)):
         whole("compare", key, size)
-    for key in sizes.of_family():
+    for key in sizes.family_options():
         if not any(key in family.options for family in families().values()):
             raise ScheduleError(f"no family has an option {key!r}")
     if memory is not None and not memory >= 0:
         raise ScheduleError(f"--memory must be a number from 0 upwards, got {memory}")
     costs = prices.make()
     left_out: dict[str, str] = {}
-    found = sorted(
+    timelines = sorted(
         _candidates(sizes, costs, memory, left_out), key=lambda timeline: (timeline.makespan, max(timeline.peak_memory))
     )
-    save(svg, draw.svg(found) if svg else "", "the picture")
     title = f"{sizes.ranks} ranks, {sizes.microbatches} microbatches"
-    save(html, draw.html(found, title) if html else "", "the page")
+    save(svg, lambda: draw.svg(timelines), "the drawing")
+    save(html, lambda: draw.html(timelines, title), "the page")
     if json:
-        print_json({"families": [_row(timeline) for timeline in found], "left_out": left_out})
+        print_json({"families": [_row(timeline) for timeline in timelines], "left_out": left_out})
         return
-    if not found:
-        raise ScheduleError("no family fits: " + "; ".join(f"{name}: {why}" for name, why in left_out.items()))
+    if not timelines:
+        raise ScheduleError("no family fits: " + "; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
     out = console(width)
-    out.print(_table(found))
+    out.print(_table(timelines))
     out.print()
-    _draw(found, out.width, charts)
-    for name, why in left_out.items():
-        out.print(f"left out: {name}: {why}")
+    _draw(timelines, out.width, charts)
+    for name, reason in left_out.items():
+        out.print(f"left out: {name}: {reason}")
 
 
-def _candidates(sizes: Sizes, costs: Costs, memory: float | None, left_out: dict[str, str]) -> Iterator[Timeline]:
+def _candidates(
+    sizes: ScheduleOptions, costs: Costs, memory: float | None, left_out: dict[str, str]
+) -> Iterator[Timeline]:
     ranks, microbatches = sizes.ranks or 1, sizes.microbatches or 1
-    given = sizes.of_family()
+    options = sizes.family_options()
     for name, family in families().items():
         if name == "forward-only":
             continue
         try:
             if sys.stderr.isatty():
                 print(f"\r\x1b[K{name} …", end="", file=sys.stderr, flush=True)
-            made = schedule(name, ranks, microbatches, **_fitting(family, given))
-            timeline = simulate(made, costs.refined(made.stages // ranks))
+            accepted = {key: value for key, value in options.items() if key in family.options}
+            candidate = schedule(name, ranks, microbatches, **accepted)
+            timeline = simulate(candidate, costs.refined(candidate.stages // ranks))
         except ScheduleError as error:
             left_out[name] = str(error)
             continue
         if memory is not None and max(timeline.peak_memory) > memory:
-            left_out[name] = f"needs {number(max(timeline.peak_memory))} memory, and {number(memory)} is there"
+            left_out[name] = f"needs {number(max(timeline.peak_memory))} of memory; the limit is {number(memory)}"
             continue
         yield timeline
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def _fitting(family: Family, given: dict[str, Any]) -> dict[str, Any]:
-    """Each family takes the options it knows; which ones others take is not its business here."""
-    return {key: value for key, value in given.items() if key in family.options}
 
 
 def _row(timeline: Timeline) -> dict[str, Any]:
@@ -116,40 +116,39 @@ def _row(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _table(found: list[Timeline]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("family", "makespan", "bubble", "span", "bubble", "peak memory", "stages", "weights"):
-        table.add_column(column, justify="left" if column == "family" else "right", no_wrap=True)
-    for timeline in found:
-        schedule = timeline.schedule
-        table.add_row(
-            schedule.name,
+def _table(timelines: list[Timeline]) -> Table:
+    columns = ("family", "makespan", "bubble", "span", "bubble", "peak memory", "stages", "weights")
+    grid = table(*columns, left=("family",))
+    for column in grid.columns:
+        column.no_wrap = True
+    for timeline in timelines:
+        placement = timeline.schedule.placement
+        grid.add_row(
+            timeline.schedule.name,
             number(timeline.makespan),
             shown_bubble(timeline),
             number(timeline.span),
             f"{timeline.span_bubble:.1%}",
             number(max(timeline.peak_memory)),
-            str(schedule.stages),
-            f"{schedule.placement.directions}×",
+            str(timeline.schedule.stages),
+            f"{placement.directions}×",
         )
-    return table
+    return grid
 
 
-def _draw(found: list[Timeline], width: int, charts: bool) -> None:
-    """All on one time axis: the share of ranks that compute at each moment, or whole charts."""
+def _draw(timelines: list[Timeline], width: int, charts: bool) -> None:
+    """Draw all on one time axis: whole charts, or the share of ranks that compute at each moment."""
     out = console(width)
-    until = max(timeline.makespan for timeline in found)
+    until = max(timeline.makespan for timeline in timelines)
     if charts:
-        for timeline in found:
+        for timeline in timelines:
             out.print(timeline.schedule.name)
             print_segments(out, chart(timeline, width, most_ranks=16, until=until))
-        print_segments(out, legend(found, width))
+        print_segments(out, legend(timelines, width))
         return
-    margin = max(len(timeline.schedule.name) for timeline in found) + 2
+    margin = max(len(timeline.schedule.name) for timeline in timelines) + 2
     columns = width - margin
-    out.print("the share of ranks that compute, all on one time axis")
-    for timeline in found:
+    out.print("share of ranks that compute, on one time axis")
+    for timeline in timelines:
         out.print(timeline.schedule.name.ljust(margin) + strip(timeline, columns, until))
     out.print(" " * margin + "0" + number(until).rjust(columns - 1))

@@ -1,31 +1,21 @@
-"""`stageline families`: what there is."""
+"""`stageline families`: list the schedule families."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from stageline.cli.options import Json, load_families
-from stageline.cli.output import console, print_json
+from stageline.cli.options import Json, Load, load_families
+from stageline.cli.output import console, print_json, table
 from stageline.schedules.registry import families
 
 
-def command(
-    json: Json = False,
-    load: Annotated[
-        list[str] | None,
-        typer.Option("--load", metavar="FILE.py", help="Load a file or module with families of your own."),
-    ] = None,
-) -> None:
-    """List the schedule families, what each is for and what it asks.
+def command(json: Json = False, load: Load = None) -> None:
+    """List the schedule families with their requirements and options.
 
-    \b
-    stageline families
+    Examples:
+      stageline families
+      stageline families --load my_families.py --json
     """
-    for name in load or []:
-        load_families(name)
-    known = families()
+    load_families(load)
+    known = families().values()
     if json:
         print_json(
             [
@@ -36,16 +26,14 @@ def command(
                     "options": family.options,
                     "aliases": list(family.aliases),
                 }
-                for family in known.values()
+                for family in known
             ]
         )
         return
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("family", "what it is", "asks", "options"):
-        table.add_column(column, no_wrap=column == "family", overflow="fold")
-    for family in known.values():
+    columns = ("family", "description", "requires", "options")
+    grid = table(*columns, left=columns)
+    grid.columns[0].no_wrap = True
+    for family in known:
         options = ", ".join(f"{name}={'P' if value is None else value}" for name, value in family.options.items())
-        table.add_row(family.name, family.description, family.constraints or "any P, any M", options)
-    console().print(table)
+        grid.add_row(family.name, family.description, family.constraints or "any P, any M", options)
+    console().print(grid)

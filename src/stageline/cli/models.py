@@ -18,26 +18,30 @@ if TYPE_CHECKING:
     from torch import nn
 
 FORMS = "a model, (model, inputs), (model, inputs, targets) or (model, inputs, targets, loss_fn)"
-"""What a function that is named may return."""
-Model = Annotated[
+"""What the function of a model may return."""
+ModelName = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help=f"package.module:function that returns {FORMS}; or the config.json of a Hugging Face model, or its "
-        "folder.",
+        help=f"package.module:function that returns {FORMS}; or a Hugging Face config.json, or the folder that holds "
+        "one.",
         show_default=False,
     ),
 ]
-Samples = Annotated[int, typer.Option("--samples", min=1, help="Samples of the made-up batch of a Hugging Face model.")]
-Traceback = Annotated[
-    bool, typer.Option("--traceback", help="Show all of it where the model's own code raises an error.")
+Samples = Annotated[
+    int, typer.Option("--samples", min=1, metavar="N", help="Samples in the random batch of a Hugging Face model.")
 ]
-Length = Annotated[int, typer.Option("--length", min=2, help="Tokens of each sample of it.")]
+Length = Annotated[int, typer.Option("--length", min=2, metavar="N", help="Tokens per sample of that batch.")]
+Repeats = Annotated[
+    int, typer.Option("--repeats", min=1, metavar="N", help="Number of measurements, of which the median is used.")
+]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, metavar="N", help="Threads of torch, as in your job.")]
+Traceback = Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error in the model's code.")]
 
 
 @dataclass(frozen=True)
-class Named:
-    """A model, and what it is run on."""
+class LoadedModel:
+    """A model and its batch."""
 
     model: nn.Module
     inputs: Any = None
@@ -46,55 +50,49 @@ class Named:
 
 
 @contextmanager
-def of_the_user(doing: str, whole: bool) -> Iterator[None]:
-    """Tell what a user's code raises in one line, with the file and line of theirs; or let all of it be seen."""
+def user_code(problem: str, traceback: bool) -> Iterator[None]:
+    """Report what the user's code raises in one line, with its file and line; with `traceback`, re-raise it."""
     try:
         yield
     except StagelineError as error:
-        if whole and error.__cause__ is not None:
+        if traceback and error.__cause__ is not None:
             raise error.__cause__ from None
         raise
     except (ModuleNotFoundError, typer.Exit):
         raise
     except (Exception, SystemExit) as error:
-        if whole:
+        if traceback:
             raise
-        place = place_of(error)
-        text = str(error).strip().splitlines()
+        lines = str(error).strip().splitlines()
+        reason = f": {_cut(lines[0])}" if lines else ""
         raise StagelineError(
-            f"{doing}: {type(error).__name__}{f': {shorten_text(text[0])}' if text else ''}{place}; "
-            "--traceback shows all of it"
+            f"{problem}: {type(error).__name__}{reason}{place_of(error)}; --traceback shows all of it"
         ) from error
 
 
-def shorten_text(text: str, limit: int = 200) -> str:
-    """A line of an error, cut where it is long.
-
-    >>> shorten_text("abcdefgh", limit=6)
-    'abc...'
-    """
+def _cut(text: str, limit: int = 200) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def find_model(name: str, samples: int = 8, length: int = 64, *, whole: bool = False) -> Named:
-    """Make the model that a name stands for, with random weights; `whole` shows all of what its code raises."""
+def load_model(name: str, samples: int = 8, length: int = 64, *, traceback: bool = False) -> LoadedModel:
+    """Build the model that a name stands for, with random weights; `traceback` is as for `user_code`."""
     if (file := config_file(name)) is not None:
         return _from_config(file, samples, length)
     if ":" not in name:
         raise StagelineError(f"a model is named as package.module:function or as a config.json, got {name!r}")
-    with of_the_user(f"{name} cannot be imported", whole):
+    with user_code(f"{name} cannot be imported", traceback):
         function = find_function(name)
-    with of_the_user(f"{name} failed", whole):
-        made = function()
-    return _understood(name, made)
+    with user_code(f"{name} failed", traceback):
+        returned = function()
+    return _from_returned(name, returned)
 
 
-def _understood(name: str, made: Any) -> Named:
+def _from_returned(name: str, returned: Any) -> LoadedModel:
     from torch import nn
 
-    parts = made if isinstance(made, tuple) else (made,)
+    parts = returned if isinstance(returned, tuple) else (returned,)
     if not parts or not isinstance(parts[0], nn.Module) or len(parts) > 4:
-        raise StagelineError(f"{name} returned a {type(made).__name__}; it must return {FORMS}")
+        raise StagelineError(f"{name} returned a {type(returned).__name__}; it must return {FORMS}")
     if len(parts) > 2 and callable(parts[2]):
         raise StagelineError(f"{name} returned a function as the targets; it must return {FORMS}, in this order")
     if len(parts) > 3 and parts[3] is not None and not callable(parts[3]):
@@ -102,18 +100,18 @@ def _understood(name: str, made: Any) -> Named:
             f"{name} returned a {type(parts[3]).__name__} as the loss function; it must return {FORMS}, where loss_fn "
             "is a function of output and targets"
         )
-    return Named(*parts)
+    return LoadedModel(*parts)
 
 
-def _from_config(path: Path, samples: int, length: int) -> Named:
-    found = read_config(path)
+def _from_config(path: Path, samples: int, length: int) -> LoadedModel:
+    config = read_config(path)
     import torch
 
     torch.manual_seed(0)
-    model = found.make()
-    if found.vocab_size is None:
-        return Named(model)
-    words = torch.randint(0, found.vocab_size, (samples, min(length, found.positions or length)))
+    model = config.make()
+    if config.vocab_size is None:
+        return LoadedModel(model)
+    tokens = torch.randint(0, config.vocab_size, (samples, min(length, config.positions or length)))
     from stageline.model.huggingface import own_loss
 
-    return Named(model, {"input_ids": words, "labels": words}, words, own_loss)
+    return LoadedModel(model, {"input_ids": tokens, "labels": tokens}, tokens, own_loss)

@@ -1,4 +1,4 @@
-"""The options that several verbs share: which schedule, at which costs."""
+"""Options that several verbs share: which schedule, at which costs, and where the output goes."""
 
 from __future__ import annotations
 
@@ -21,55 +21,62 @@ from stageline.schedules.registry import find_family, schedule
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Costs
 
-SIZES, COSTS = "Which schedule", "Costs"
+SIZES, COSTS, OUTPUT = "Schedule", "Costs", "Output"
 
 
-def _option(*names: str, help: str, panel: str, metavar: str | None = None) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, metavar=metavar)
+def _option(*names: str, help: str, panel: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
+
+
+def output_option(*names: str, help: str, **settings: Any) -> Any:
+    """Return a typer option that the help lists under Output."""
+    return _option(*names, help=help, panel=OUTPUT, **settings)
+
+
+Load = Annotated[
+    list[str] | None,
+    _option("--load", metavar="FILE.py", help="Import a file or module that declares families.", panel=SIZES),
+]
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The options that say how large a schedule of a family is."""
+class ScheduleOptions:
+    """Options for the size of a schedule."""
 
-    ranks: Annotated[int | None, _option("-p", "--ranks", help="How many ranks.", panel=SIZES)] = None
-    microbatches: Annotated[int | None, _option("-m", "--microbatches", help="How many microbatches.", panel=SIZES)] = (
-        None
-    )
-    chunks: Annotated[int | None, _option("--chunks", help="Stages that a rank holds.", panel=SIZES)] = None
-    group: Annotated[int | None, _option("--group", help="Microbatches in a group (interleaved).", panel=SIZES)] = None
-    waves: Annotated[int | None, _option("--waves", help="Waves (hanayo).", panel=SIZES)] = None
+    ranks: Annotated[int | None, _option("-p", "--ranks", help="Number of ranks.", panel=SIZES)] = None
+    microbatches: Annotated[
+        int | None, _option("-m", "--microbatches", help="Number of microbatches.", panel=SIZES)
+    ] = None
+    chunks: Annotated[int | None, _option("--chunks", help="Stages per rank.", panel=SIZES)] = None
+    group: Annotated[int | None, _option("--group", help="Microbatches per group (interleaved).", panel=SIZES)] = None
+    waves: Annotated[int | None, _option("--waves", help="Number of waves (hanayo).", panel=SIZES)] = None
     option: Annotated[
         list[str] | None,
-        _option("--option", metavar="KEY=VALUE", help="Any other option of the family; repeat it.", panel=SIZES),
+        _option("--option", metavar="KEY=VALUE", help="Another option of the family; repeatable.", panel=SIZES),
     ] = None
-    load: Annotated[
-        list[str] | None,
-        _option("--load", metavar="FILE.py", help="Load a file or module with families of your own.", panel=SIZES),
-    ] = None
+    load: Load = None
 
     def load_families(self) -> None:
         """Import the user's own families."""
-        for name in self.load or []:
-            load_families(name)
+        load_families(self.load)
 
-    def of_family(self) -> dict[str, Any]:
-        """The options for the family itself."""
-        given = {"chunks": self.chunks, "group": self.group, "waves": self.waves}
-        return {key: value for key, value in given.items() if value is not None} | _pairs(self.option or [])
+    def family_options(self) -> dict[str, Any]:
+        """Return the options of the family itself."""
+        named = {"chunks": self.chunks, "group": self.group, "waves": self.waves}
+        return {key: value for key, value in named.items() if value is not None} | _key_values(self.option or [])
 
     def make(self, name: str) -> Schedule:
-        """Make a schedule of a family, or read it from a file."""
+        """Create a schedule of a family, or read it from a file."""
         self.load_families()
         if Path(name).suffix.lower() in (".json", ".csv"):
-            if self.ranks is not None or self.microbatches is not None or self.of_family():
-                raise ScheduleError(f"{name} is a file and says its own sizes: leave out -p, -m and the like")
+            if self.ranks is not None or self.microbatches is not None or self.family_options():
+                raise ScheduleError(f"{name} is a file, which has its own sizes: leave out -p, -m and the like")
             return read_schedule(name)
-        found = find_family(name)
+        family = find_family(name)
         if self.ranks is None or self.microbatches is None:
             missing = "-p RANKS" if self.ranks is None else "-m MICROBATCHES"
-            raise ScheduleError(f"{found.name} needs {missing}, like: stageline show {found.name} -p 4 -m 8")
-        return schedule(name, self.ranks, self.microbatches, **self.of_family())
+            raise ScheduleError(f"{family.name} needs {missing}, for example stageline show {family.name} -p 4 -m 8")
+        return schedule(name, self.ranks, self.microbatches, **self.family_options())
 
 
 def _cost(*names: str, help: str, metavar: str = "TIME[,…]") -> Any:
@@ -77,34 +84,34 @@ def _cost(*names: str, help: str, metavar: str = "TIME[,…]") -> Any:
 
 
 @dataclass(frozen=True)
-class Prices:
-    """The options that say what actions cost; one number, or one per stage with commas between."""
+class CostOptions:
+    """Options for the costs of actions: one number, or one per stage separated by commas."""
 
-    forward: Annotated[str | None, _cost("--forward", help="Time of F, or one per stage. Default 1.")] = None
-    backward_input: Annotated[str | None, _cost("--backward-input", help="Time of I. Default 1.")] = None
-    backward_weight: Annotated[str | None, _cost("--backward-weight", help="Time of W. Default 1.")] = None
+    forward: Annotated[str | None, _cost("--forward", help="Time of F. Default: 1.")] = None
+    backward_input: Annotated[str | None, _cost("--backward-input", help="Time of I. Default: 1.")] = None
+    backward_weight: Annotated[str | None, _cost("--backward-weight", help="Time of W. Default: 1.")] = None
     backward: Annotated[str | None, _cost("--backward", help="Time of B. Default: I + W.")] = None
     overlap: Annotated[str | None, _cost("--overlap", help="Time of an overlapped pair. Default: F + B.")] = None
     transfer: Annotated[
-        str | None, _cost("--transfer", help="Time of a message between two ranks. Default 0.", metavar="TIME")
+        str | None, _cost("--transfer", help="Time of a message between ranks. Default: 0.", metavar="TIME")
     ] = None
     activation: Annotated[
-        str | None, _cost("--activation", help="Memory from F to B or I. Default 1.", metavar="SIZE[,…]")
+        str | None, _cost("--activation", help="Memory from F to B or I. Default: 1.", metavar="SIZE[,…]")
     ] = None
-    residue: Annotated[str | None, _cost("--residue", help="Memory from I to W. Default 1.", metavar="SIZE[,…]")] = None
+    residue: Annotated[str | None, _cost("--residue", help="Memory from I to W. Default: 1.", metavar="SIZE[,…]")] = (
+        None
+    )
     transient: Annotated[
-        str | None, _cost("--transient", help="Memory of an action while it runs. Default 0.", metavar="SIZE[,…]")
+        str | None, _cost("--transient", help="Memory of an action while it runs. Default: 0.", metavar="SIZE[,…]")
     ] = None
-    scale: Annotated[
-        str | None, _cost("--scale", help="A factor per microbatch, for different lengths.", metavar="X,X…")
-    ] = None
+    scale: Annotated[str | None, _cost("--scale", help="One factor per microbatch.", metavar="X,…")] = None
     costs: Annotated[
         Path | None,
-        _option("--costs", metavar="FILE.json", help="Costs from a file; the options above win.", panel=COSTS),
+        _option("--costs", metavar="FILE.json", help="Read costs from a file; options override it.", panel=COSTS),
     ] = None
 
     def make(self, default: Costs | None = None) -> Costs:
-        """Put the costs together; what neither an option nor a file says is as the default has it."""
+        """Return the costs: of the options, then of the file or `default`."""
         base = {} if default is None else default.to_json()
         if self.costs:
             base = Costs.read(self.costs).to_json()
@@ -126,20 +133,25 @@ def _numbers(name: str, text: str) -> float | list[float]:
     return values[0] if len(values) == 1 else values
 
 
-def _pairs(given: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for pair in given:
+def _key_values(pairs: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise ScheduleError(f"--option takes KEY=VALUE, got {shorten(pair)}")
         if key in ("name", "ranks", "microbatches"):
-            raise ScheduleError(f"--option {key} is given otherwise: the schedule's name first, then -p and -m")
-        found[key] = int(value) if re.fullmatch("-?[0-9]+", value) else value
-    return found
+            raise ScheduleError(f"--option cannot set {key}: write the schedule's name first, then -p and -m")
+        values[key] = int(value) if re.fullmatch("-?[0-9]+", value) else value
+    return values
 
 
-def load_families(name: str) -> None:
-    """Import a file or module that declares families."""
+def load_families(names: list[str] | None) -> None:
+    """Import the files or modules that declare families."""
+    for name in names or []:
+        _load_families(name)
+
+
+def _load_families(name: str) -> None:
     path = Path(name)
     try:
         if path.suffix == ".py":
@@ -154,12 +166,12 @@ def load_families(name: str) -> None:
             import_module(name)
     except ScheduleError:
         raise
-    except (Exception, SystemExit) as error:  # whatever a user's file raises is told in one line
+    except (Exception, SystemExit) as error:  # whatever a user's file raises is reported in one line
         raise ScheduleError(f"cannot load families from {name}: {type(error).__name__}: {error}") from error
 
 
-def takes(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a verb take groups of options: each parameter named here becomes all the options of its class."""
+def expand(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace each parameter named here by all options of its class, which typer does not do by itself."""
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(verb, include_extras=True)
@@ -180,12 +192,10 @@ def takes(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]
         parameters += [parameter for parameter in own if parameter.default is not inspect.Parameter.empty]
 
         @wraps(verb)
-        def call(**given: Any) -> None:
-            made = {
-                name: group(**{field.name: given.pop(field.name) for field in fields(group)})
-                for name, group in groups.items()
-            }
-            verb(**given, **made)
+        def call(**arguments: Any) -> None:
+            for name, group in groups.items():
+                arguments[name] = group(**{field.name: arguments.pop(field.name) for field in fields(group)})
+            verb(**arguments)
 
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -194,11 +204,16 @@ def takes(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]
     return decorate
 
 
-Target = Annotated[
+ScheduleName = Annotated[
     str,
-    typer.Argument(metavar="SCHEDULE", help="A family (see `stageline families`), or a .json or .csv file."),
+    typer.Argument(
+        metavar="SCHEDULE", help="A family (see stageline families), or a .json or .csv file.", show_default=False
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw it as SVG.")]
-Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Draw it as a page with hover and zoom.")]
-Width = Annotated[int | None, typer.Option("--width", help="Columns. Default: the terminal's.", min=30, max=2000)]
+Json = Annotated[bool, output_option("--json", help="Print JSON.")]
+Svg = Annotated[Path | None, output_option("--svg", metavar="FILE", help="Write an SVG drawing.")]
+Html = Annotated[Path | None, output_option("--html", metavar="FILE", help="Write an HTML page with hover and zoom.")]
+Width = Annotated[
+    int | None,
+    output_option("--width", metavar="COLUMNS", help="Width of the chart. Default: the terminal's.", min=30, max=2000),
+]

@@ -1,4 +1,4 @@
-"""`stageline profile`: what the layers of a model cost."""
+"""`stageline profile`: measure the units of a model."""
 
 from __future__ import annotations
 
@@ -7,30 +7,32 @@ from typing import Annotated
 
 import typer
 
-from stageline.cli.models import Length, Model, Samples, Traceback, find_model, of_the_user
-from stageline.cli.options import Json
+from stageline.cli.models import Length, ModelName, Repeats, Samples, Threads, Traceback, load_model, user_code
+from stageline.cli.options import Json, output_option
 from stageline.cli.output import console
 from stageline.common.errors import StagelineError
 
 
 def command(
-    model: Model,
-    stages: Annotated[int, typer.Option("--stages", "-s", min=1, help="Show the best cut into so many stages.")] = 1,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Measurements; their median counts.")] = 5,
-    threads: Annotated[int | None, typer.Option("--threads", min=1, help="Threads of torch, as in your job.")] = None,
+    model: ModelName,
+    stages: Annotated[
+        int, typer.Option("--stages", "-s", min=1, metavar="N", help="Show the best split into N stages.")
+    ] = 1,
+    repeats: Repeats = 5,
+    threads: Threads = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Keep the profile as JSON.")
+        Path | None, output_option("--output", "-o", metavar="FILE", help="Write the profile as JSON.")
     ] = None,
     samples: Samples = 2,
     length: Length = 64,
     traceback: Traceback = False,
     json: Json = False,
 ) -> None:
-    """Measure what the units of a model cost, one microbatch: F, I and W in time, activations and parameters in bytes.
+    """Measure each unit of a model with one microbatch: time of F, I and W, memory of activations and parameters.
 
-    \b
-    stageline profile mypackage.models:make --output profile.json
-    stageline profile config.json --samples 4 --length 512 --stages 4
+    Examples:
+      stageline profile mypackage.models:make --output profile.json
+      stageline profile config.json --samples 4 --length 512 --stages 4
     """
     import torch
 
@@ -39,19 +41,19 @@ def command(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    named = find_model(model, samples, length, whole=traceback)
-    if named.inputs is None:
+    loaded = load_model(model, samples, length, traceback=traceback)
+    if loaded.inputs is None:
         raise StagelineError(f"{model} gives no inputs; let it return (model, inputs)")
-    with of_the_user(f"measuring {model} failed", traceback):
-        found = profile(named.model, named.inputs, repeats=repeats)
+    with user_code(f"measuring {model} failed", traceback):
+        measured = profile(loaded.model, loaded.inputs, repeats=repeats)
     if output is not None:
-        found.write(output)
+        measured.write(output)
     if json:
-        typer.echo(found.to_text(), nl=False)
+        typer.echo(measured.to_text(), nl=False)
         return
     out = console()
-    out.print(str(found), markup=False)
+    out.print(str(measured), markup=False)
     if stages > 1:
-        names = [layer.name for layer in found.layers]
-        even = evaluate(even_sizes(len(names), stages), found.seconds, stages, names=names)
-        out.print(partition(found.seconds, stages, names=names).chart(before=even), markup=False)
+        names = [layer.name for layer in measured.layers]
+        even = evaluate(even_sizes(len(names), stages), measured.seconds, stages, names=names)
+        out.print(partition(measured.seconds, stages, names=names).chart(before=even), markup=False)

@@ -11,20 +11,22 @@ import typer
 
 
 def command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run: its job.dump_folder.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of the run (job.dump_folder).", show_default=False)
+    ],
     out: Annotated[
         Path | None,
-        typer.Option("-o", "--out", metavar="FILE", help="Where to. Default: report.html in the run's folder."),
+        typer.Option("-o", "--out", metavar="FILE", help="The page. Default: report.html in the run's folder."),
     ] = None,
-    open_it: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+    open_it: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
-    """Write the report of a training run as one page: losses, throughput, and where every rank's time went.
+    """Write the report of a training run as one HTML page: losses, throughput, and where each rank's time went.
 
-    The run may be going on, or have been killed. The page needs no network and no other file.
+    The run may still be in progress, or may have been killed. The page needs no network and no other file.
 
-    \b
-    stageline report outputs
-    stageline report outputs -o report.html --open
+    Examples:
+      stageline report outputs
+      stageline report outputs -o report.html --open
     """
     from stageline.train.report import make_report
 

@@ -1,4 +1,4 @@
-"""`stageline trace`: a measured step against its plan."""
+"""`stageline trace`: a measured step compared with its plan."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stageline.cli.options import Html, Json, Prices, Svg, Width, takes
-from stageline.cli.output import console, print_json, print_segments, save
+from stageline.cli.options import CostOptions, Html, Json, Svg, Width, expand, output_option
+from stageline.cli.output import MAX_RANKS, add_ranks, console, print_json, print_segments, save, table
 from stageline.timeline import draw
 from stageline.timeline.draw.palette import number
 from stageline.timeline.draw.terminal import chart, legend
@@ -20,46 +20,49 @@ from stageline.timeline.timeline import NOT_ALIGNED, Timeline, shown_bubble
 if TYPE_CHECKING:
     from rich.table import Table
 
-MOST_RANKS, MOST_SLOW = 64, 5
+MAX_SLOW = 5
+"""Slow kinds of action that are listed."""
 
 
-@takes(prices=Prices)
+@expand(prices=CostOptions)
 def command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A file that pipe.timeline.write(…) wrote.")],
-    prices: Prices,
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A file written by pipe.timeline.write(…).", show_default=False)
+    ],
+    prices: CostOptions,
     svg: Svg = None,
     html: Html = None,
     chrome: Annotated[
-        Path | None, typer.Option("--chrome", metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")
+        Path | None, output_option("--chrome", metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")
     ] = None,
     width: Width = None,
     json: Json = False,
 ) -> None:
-    """Explain a measured step: where every rank's time went against the plan, both drawn on one time axis.
+    """Explain a measured step: where each rank's time went compared with the plan, both drawn on one time axis.
 
-    The plan is simulated with the times that actions and transfers typically took in the step itself; costs given here,
-    in the unit of the file (seconds for a measured step), take their place.
+    The plan is simulated with the typical times of actions and transfers in the step itself. Cost options, in the unit
+    of the file (seconds for a measured step), override them.
 
-    \b
-    stageline trace run.json
-    stageline trace run.json --forward 0.010 --transfer 0 --html run.html
+    Examples:
+      stageline trace run.json
+      stageline trace run.json --forward 0.010 --transfer 0 --html run.html
     """
     measured = read_timeline(run)
     if not measured.is_aligned:
         _own_times(measured, json, width)
         return
     planned = simulate(measured.schedule, prices.make(typical_costs(measured)))
-    found = explain(planned, measured)
+    explanation = explain(planned, measured)
     both = [planned, measured]
     names = [f"{measured.schedule.name}, {what}" for what in ("planned", "measured")]
     # A measured step is in seconds, and traces count in microseconds; costs have a unit of their own.
     unit = 1e6 if measured.costs is None else 1e3
-    save(svg, draw.svg(both, names=names) if svg else "", "the picture")
     title = f"{measured.schedule.name}, planned and measured"
-    save(html, draw.html(both, title, names=names) if html else "", "the page")
-    save(chrome, draw.trace(both, unit, names=names) if chrome else "", "the trace")
+    save(svg, lambda: draw.svg(both, names=names), "the drawing")
+    save(html, lambda: draw.html(both, title, names=names), "the page")
+    save(chrome, lambda: draw.trace(both, unit, names=names), "the trace")
     if json:
-        print_json({**found.to_json(), "costs": planned.costs.to_json() if planned.costs else None})
+        print_json({**explanation.to_json(), "costs": planned.costs.to_json() if planned.costs else None})
         return
     out = console(width)
     until = max(timeline.makespan for timeline in both)
@@ -68,76 +71,65 @@ def command(
         print_segments(out, chart(timeline, out.width, most_ranks=16, until=until))
     print_segments(out, legend([measured], out.width))
     out.print()
-    _explain(found, out.width)
+    _explain(explanation, out.width)
 
 
 def _own_times(measured: Timeline, json: bool, width: int | None) -> None:
-    """What can be said of ranks whose clocks have nothing in common."""
+    """Print what is known if the clocks of the ranks were not aligned."""
     if json:
         print_json(measured.figures())
         return
     out = console(width)
     scale, unit = (1e3, " ms") if measured.costs is None else (1.0, "")
     out.print(f"{measured.schedule.name}, measured: {NOT_ALIGNED}")
-    out.print("the ranks cannot be drawn on one time axis; what each of them knows by itself:")
-    for rank, busy in enumerate(measured.busy[:MOST_RANKS]):
+    out.print("the ranks cannot be drawn on one time axis; the times of each rank by itself:")
+    for rank, busy in enumerate(measured.busy[:MAX_RANKS]):
         out.print(f"rank {rank}: computes {_short(busy * scale)}{unit}")
-    out.print(f"span: {_short(measured.span * scale)}{unit}, the longest of any one rank")
+    out.print(f"span: {_short(measured.span * scale)}{unit}, the longest of all ranks")
 
 
-def _explain(found: Explanation, width: int) -> None:
-    """The figures, the table, and what was slow."""
+def _explain(explanation: Explanation, width: int) -> None:
     out = console(width)
-    measured = found.measured
+    measured, slow = explanation.measured, explanation.slow
     scale, unit = (1e3, " ms") if measured.costs is None else (1.0, "")
-    plan, real = found.planned.makespan * scale, measured.makespan * scale
-    times = f" ({real / plan:.3f} times)" if plan > 0 else ""
-    out.print(f"makespan: planned {_short(plan)}{unit}, measured {_short(real)}{unit}{times}")
+    plan, real = explanation.planned.makespan * scale, measured.makespan * scale
+    ratio = f" ({real / plan:.3f} times)" if plan > 0 else ""
+    out.print(f"makespan: planned {_short(plan)}{unit}, measured {_short(real)}{unit}{ratio}")
     if measured.uncertainty:
         off = f"{_short(measured.uncertainty * scale)}{unit}"
         out.print(f"clocks: times of different ranks are aligned to ± {off}; measured bubble {shown_bubble(measured)}")
     out.print()
-    out.print(_table(found, scale, unit))
+    out.print(_rank_table(explanation, scale, unit))
     out.print()
     for name, meaning in MEANINGS.items():
         out.print(f"{name:9} {meaning}")
-    if found.slow:
+    if slow:
         out.print()
-    for each in found.slow[:MOST_SLOW]:
+    for entry in slow[:MAX_SLOW]:
         out.print(
-            f"slow: {each.kind} of stage {each.stage} on rank {each.rank}: {_short(each.measured * scale)}{unit} each "
-            f"where {_short(each.planned * scale)}{unit} was planned, {each.actions} times: "
-            f"{_short(each.extra * scale)}{unit}"
+            f"slow: {entry.kind} of stage {entry.stage} on rank {entry.rank}: {_short(entry.measured * scale)}{unit} "
+            f"instead of {_short(entry.planned * scale)}{unit}, {entry.actions} times: "
+            f"{_short(entry.extra * scale)}{unit} in all"
         )
-    if len(found.slow) > MOST_SLOW:
-        out.print(f"slow: and {len(found.slow) - MOST_SLOW} more kinds of action, each less; --json has them all")
+    if len(slow) > MAX_SLOW:
+        out.print(f"slow: and {len(slow) - MAX_SLOW} more kinds of action, each less; --json lists all")
 
 
-def _table(found: Explanation, scale: float, unit: str) -> Table:
-    from rich.table import Table
-
+def _rank_table(explanation: Explanation, scale: float, unit: str) -> Table:
     title = f"where the time of each rank went{',' + unit if unit else ''}"
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left")
-    for column in ("rank", *Parts._fields, "step"):
-        table.add_column(column, justify="right")
+    grid = table("rank", *Parts._fields, "step", title=title)
 
-    def add(name: str, parts: Parts) -> None:
-        # Milliseconds with two places stand below each other; a unit of one's own may be of any size.
-        shown = [value * scale for value in (*parts, parts.total)]
-        table.add_row(name, *(f"{value:.2f}" if unit else _short(value) for value in shown))
+    def row(name: str, parts: Parts) -> list[str]:
+        # Milliseconds with two decimal places line up; the unit of costs may have any size.
+        values = [value * scale for value in (*parts, parts.total)]
+        return [name, *(f"{value:.2f}" if unit else _short(value) for value in values)]
 
-    ranks = len(found.ranks)
-    for rank, parts in enumerate(found.ranks):
-        if MOST_RANKS // 2 <= rank < ranks - MOST_RANKS // 2:
-            if rank == MOST_RANKS // 2:
-                table.add_row("…")
-            continue
-        add(str(rank), parts)
-    add("mean", found.mean)
-    add("plan", found.planned_mean)
-    return table
+    add_ranks(grid, [row(str(rank), parts) for rank, parts in enumerate(explanation.ranks)])
+    grid.add_row(*row("mean", explanation.mean))
+    grid.add_row(*row("plan", explanation.planned_mean))
+    return grid
 
 
 def _short(value: float) -> str:
-    """A few figures, and nothing for what only rounding left."""
+    """Few digits, without rounding errors."""
     return number(round(value, 9))

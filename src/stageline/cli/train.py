@@ -61,12 +61,12 @@ def command(
 
     Unset options use their defaults. Flags and --set override the file; later ones override earlier ones.
 
-    \b
-    stageline train                                  # the built-in job
-    stageline train job.toml --training.steps 1000 --no-validation.enable
-    stageline train job.toml --set optimizer.lr=3e-4 --set model.dropout=0.1
-    stageline train --print-config > job.toml        # a file to start from
-    torchrun --nproc-per-node 4 -m stageline train job.toml
+    Examples:
+      stageline train
+      stageline train job.toml --training.steps 1000 --no-validation.enable
+      stageline train job.toml --set optimizer.lr=3e-4 --set model.dropout=0.1
+      stageline train --print-config > job.toml
+      torchrun --nproc-per-node 4 -m stageline train job.toml
     """
     from stageline.train.config.io import raise_errors, read_with_errors
 
