@@ -46,6 +46,8 @@ class GradientRules:
     """Fail if the norm is not finite."""
     skip_not_finite: bool = False
     """Skip such a step instead."""
+    factor_dtype: torch.dtype | None = None
+    """The dtype in which the factor is computed; None for that of the norm."""
 
     @property
     def need_norm(self) -> bool:
@@ -58,7 +60,7 @@ class GradientRules:
             return StepDecision(norm, skipped=self.skip_not_finite, failed=not self.skip_not_finite)
         factor = None
         if norm is not None and self.max_norm is not None:
-            factor = clip_factor(self.max_norm, norm) / scale
+            factor = clip_factor(self.max_norm, norm.to(self.factor_dtype or norm.dtype)) / scale
         elif scale != 1.0:
             factor = torch.tensor(1.0 / scale, dtype=torch.float64)
         return StepDecision(norm, None if factor is None or factor.item() == 1.0 else factor)

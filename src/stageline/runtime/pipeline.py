@@ -27,13 +27,14 @@ from stageline.runtime.compile import Compile, compile_units
 from stageline.runtime.continuous.rollback import Make
 from stageline.runtime.continuous.run import Rates, Run
 from stageline.runtime.executor import Executors
-from stageline.runtime.grad_norm import clip_factor, norm_dtype, norms_of, owners_of, total_norm
+from stageline.runtime.grad_norm import norm_dtype, norms_of, owners_of, total_norm
 from stageline.runtime.grad_reduce import check_buckets
 from stageline.runtime.guards.foreign_reads import holders_of, readers
 from stageline.runtime.guards.initial_weights import compare_weights, held_by_several
 from stageline.runtime.guards.loss_reads import Tensors, listed
 from stageline.runtime.handshake import common_seed, facts_of, find_deadline, function_fact
 from stageline.runtime.microbatches import Keywords, Reduction, check_reduction, input_parts
+from stageline.runtime.optimizer_step import GradientRules, scale_gradients
 from stageline.runtime.penalty import Penalty, check_penalty
 from stageline.runtime.replan import Replan, watch_for
 from stageline.runtime.replicas import Replicas, replica_seed
@@ -439,17 +440,13 @@ class Pipeline(Runner):
             )
         norms = self._norms(norm_type)
         total = total_norm(norms, norm_type, norm_dtype(self.model.parameters()))
-        if self.check_finite and not self._scaled and not math.isfinite(total.item()):
+        decision = GradientRules(max_norm, self.check_finite and not self._scaled).decide(total)
+        if decision.failed:
             self._refuse_norm(norms, total)
-        self._clip(max_norm, total)
+        if decision.factor is not None:
+            gradients = (parameter.grad for parameter in self.parameters())
+            scale_gradients((gradient for gradient in gradients if gradient is not None), decision.factor)
         return total
-
-    def _clip(self, max_norm: float, total: Tensor) -> None:
-        """Clip gradients whose norm is known."""
-        factor = clip_factor(max_norm, total)
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.grad.dtype))
 
     def grad_norm(self, norm_type: float = 2.0, gradients: Mapping[str, Tensor] | None = None) -> Tensor:
         """The norm of the gradients of all stages and ranks, tied weights counted once, on the CPU.
@@ -570,7 +567,7 @@ class Pipeline(Runner):
         leave it out with `skip_not_finite`; if a step fails, parameters are those before it.
         """
         self._refuse_to_train()
-        return Run(self, batches, optimizer, max_norm, lr_schedule, skip_not_finite)
+        return Run(self, batches, optimizer, GradientRules(max_norm, self.check_finite, skip_not_finite), lr_schedule)
 
     def evaluate(
         self,

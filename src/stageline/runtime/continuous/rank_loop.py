@@ -12,7 +12,6 @@ done; all ranks read the same numbers, so they decide the same.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,10 +27,11 @@ from stageline.distributed.rank_host import Floats
 from stageline.runtime.continuous.rollback import Gradients, Part, Snapshot
 from stageline.runtime.continuous.step_record import Sheet, Told
 from stageline.runtime.executor import Executors, RankResult, StepRequest
-from stageline.runtime.grad_norm import clip_factor, norms_of, total_norm
+from stageline.runtime.grad_norm import norms_of, total_norm
 from stageline.runtime.guards.loss_reads import Tensors
 from stageline.runtime.guards.non_finite import first
 from stageline.runtime.guards.non_finite import not_finite as not_finite_values
+from stageline.runtime.optimizer_step import GradientRules, not_finite_text
 from stageline.runtime.penalty import Penalty, add_gradients, terms_of, values_of
 from stageline.runtime.penalty import not_finite as penalty_not_finite
 from stageline.runtime.shared_parameters import Placed, gather
@@ -67,10 +67,7 @@ class Terms:
     placed: Placed
     names: Sequence[str]
     """Of all parameters of the model."""
-    max_norm: float | None
-    check_finite: bool
-    skip: bool
-    """Whether a step with gradients that are not finite is left out, and not a failure."""
+    rules: GradientRules
     penalty: Penalty | None = None
     norm_dtype: torch.dtype = torch.float32
     penalty_reads: Tensors | None = None
@@ -79,11 +76,6 @@ class Terms:
     def sheet(self, schedule: Schedule) -> Sheet:
         """How a rank's row about a step is laid out."""
         return Sheet(schedule, len(self.names), 0 if self.penalty is None else len(self.names))
-
-    @property
-    def measures(self) -> bool:
-        """Whether norms are taken."""
-        return self.max_norm is not None or self.check_finite or self.skip
 
 
 @dataclass(frozen=True)
@@ -115,35 +107,32 @@ def judge(terms: Terms, offer: Offer, told: Told) -> Judged:
     """Decide what becomes of a step, by what all ranks told of it: as clipping and checking before it would have."""
     assert offer.crew is not None
     losses, outcome, schedule = told.outcome.losses, told.outcome, offer.crew.schedule
-    wrong = not_finite_values(losses, outcome.events, (), schedule) if terms.check_finite else None
+    wrong = not_finite_values(losses, outcome.events, (), schedule) if terms.rules.check_finite else None
     if wrong is not None:
         cause = ArithmeticError(wrong.text)
         error = failure(f"rank {wrong.rank}", wrong.doing, cause, LEFT)
         error.__cause__ = cause
         return Judged(offer, told, error=error)
-    said = penalty_not_finite(terms.names, told.outcome.penalties) if terms.check_finite and terms.penalty else ""
+    said = penalty_not_finite(terms.names, told.outcome.penalties) if terms.rules.check_finite and terms.penalty else ""
     if said:
         text = f"{said}; {LEFT}; check_finite=False lets such penalties pass"
         return Judged(offer, told, error=PipelineError(text))
-    if not terms.measures:
+    if not terms.rules.need_norm:
         return Judged(offer, told)
-    norm = total_norm(told.norms, dtype=terms.norm_dtype)
-    if not math.isfinite(norm.item()) and (terms.skip or terms.check_finite):
-        if terms.skip:
-            return Judged(offer, told, norm, skipped=True)
+    decision = terms.rules.decide(total_norm(told.norms, dtype=terms.norm_dtype))
+    if decision.failed and decision.norm is not None:
         origin = first(outcome.events)
         where = "" if origin is None else f"; the first value that is not finite is {origin}"
-        return Judged(offer, told, norm, error=not_finite(offer.step, norm, sum(losses) + outcome.penalty, where))
-    factor = None if terms.max_norm is None else clip_factor(terms.max_norm, norm)
-    return Judged(offer, told, norm, factor if factor is not None and factor.item() != 1.0 else None)
+        error = not_finite(offer.step, decision.norm, sum(losses) + outcome.penalty, where)
+        return Judged(offer, told, decision.norm, error=error)
+    return Judged(offer, told, decision.norm, decision.factor, skipped=decision.skipped)
 
 
 def not_finite(step: int, norm: Tensor, loss: float, where: str = "") -> PipelineError:
     """The error of a step whose gradients are not finite numbers; `where` says where they began."""
     return PipelineError(
-        f"the gradients of step {step} are not finite (their norm is {norm.item()}) though the loss is {loss:.4g}"
-        f"{where}; {LEFT}; lower the learning rate, leave such steps out with skip_not_finite=True, or let them pass "
-        "with check_finite=False"
+        f"{not_finite_text(step, norm.item(), loss)}{where}; {LEFT}; lower the learning rate, leave such steps out "
+        "with skip_not_finite=True, or let them pass with check_finite=False"
     )
 
 
@@ -263,7 +252,7 @@ class Lane:
             row = self._sheet(ran.offer).write(
                 self.rank,
                 outcome=np.concatenate([sums(crew.schedule, [result]), penalties]),
-                norms=self._norms(found) if terms.measures else None,
+                norms=self._norms(found) if terms.rules.need_norm else None,
                 metrics=metrics_of([result], work.weights),
             )
             self._snapshot.take()

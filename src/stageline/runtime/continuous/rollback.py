@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from stageline.common.errors import StagelineError, shorten
+from stageline.runtime.optimizer_step import scale_gradients
 
 Options: TypeAlias = list[dict[str, Any]]
 """What the groups of an optimizer say beside their parameters: rates, momenta, decays."""
@@ -204,8 +205,9 @@ class Gradients:
 
     def put_back(self, factor: Tensor) -> None:
         """Give them back to the parameters, multiplied as clipping does."""
+        scale_gradients([grad for _, grad in self._kept], factor)
         for parameter, grad in self._kept:
-            parameter.grad = grad.mul_(factor.to(grad.dtype))
+            parameter.grad = grad
 
     def forget(self) -> None:
         """Let go of them."""

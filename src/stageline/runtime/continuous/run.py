@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import warnings
@@ -27,6 +26,7 @@ from stageline.runtime.continuous.rollback import Make, Part, find_optimizer
 from stageline.runtime.continuous.threads import ThreadRun
 from stageline.runtime.executor import Executors
 from stageline.runtime.grad_norm import norm_dtype
+from stageline.runtime.optimizer_step import GradientRules, step_optimizer
 from stageline.runtime.step import Batch
 from stageline.runtime.step_report import Measured, lengths_of
 from stageline.runtime.step_stats import StepStats
@@ -47,14 +47,14 @@ class Settings:
     """What a run is asked to do."""
 
     optimizer: Optimizer
-    max_norm: float | None = None
+    rules: GradientRules
     rates: Rates | None = None
-    skip: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
-        if self.max_norm is not None and not (isinstance(self.max_norm, int | float) and self.max_norm > 0):
-            raise StagelineError(f"max_norm is a number above 0, or None to clip nothing; got {shorten(self.max_norm)}")
+        max_norm = self.rules.max_norm
+        if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
+            raise StagelineError(f"max_norm is a number above 0, or None to clip nothing; got {shorten(max_norm)}")
         if isinstance(self.rates, ReduceLROnPlateau):
             raise StagelineError(
                 "lr_schedule=ReduceLROnPlateau needs a figure to go by; leave it out, and call scheduler.step(figure) "
@@ -200,22 +200,18 @@ class Course:
         for given in self._batches:
             batch = read_batch(pipe, given)
             try:
-                stats = pipe._step(replace(batch, check_gradients=not settings.skip))
+                stats = pipe._step(replace(batch, check_gradients=not settings.rules.skip_not_finite))
             except PipelineError:
                 pipe.zero_grad()
                 raise
-            norm = None
-            if settings.max_norm is not None or settings.skip or pipe.check_finite:
-                norm = pipe.grad_norm()
-            bad = norm is not None and not math.isfinite(norm.item()) and (settings.skip or pipe.check_finite)
-            if norm is not None and bad and not settings.skip:
+            norm = pipe.grad_norm() if settings.rules.need_norm else None
+            decision = settings.rules.decide(norm)
+            if norm is not None and decision.failed:
                 pipe.zero_grad()
                 pipe.steps -= 1
                 raise not_finite(pipe.steps, norm, stats.loss)
-            if norm is not None and settings.max_norm is not None and not bad:
-                pipe._clip(settings.max_norm, norm)
-            if not bad:
-                settings.optimizer.step()
+            gradients = [parameter.grad for parameter in pipe.parameters() if parameter.grad is not None]
+            step_optimizer(decision, gradients, settings.optimizer.step)
             pipe.zero_grad()
             settings.stepped(pipe.steps - 1)
             yield replace(stats, norm=None if norm is None else norm.item())
@@ -249,9 +245,7 @@ class Course:
             pipe.steps,
             pipe._placed,
             [name for name, _ in pipe.model.named_parameters()],
-            settings.max_norm,
-            pipe.check_finite,
-            settings.skip,
+            settings.rules,
             pipe.penalty,
             norm_dtype(pipe.model.parameters()),
             None if pipe.penalty is None else pipe._penalty_reads,
@@ -363,9 +357,8 @@ class Run(Iterator[StepStats]):
         pipe: Pipeline,
         batches: Iterable[Any],
         optimizer: Optimizer | Make,
-        max_norm: float | None,
+        rules: GradientRules,
         lr_schedule: Rates | None,
-        skip: bool,
     ) -> None:
         """Begin nothing before the first step is asked for."""
         self._shown: Pipeline | None = None
@@ -379,7 +372,7 @@ class Run(Iterator[StepStats]):
         """Why steps do not interlock; empty where they do."""
         self.interlocks = not self.note and pipe.ranks > 1
         """Whether a rank may begin a step before all have ended the last one."""
-        self._course = Course(pipe, batches, Settings(self.optimizer, max_norm, lr_schedule, skip))
+        self._course = Course(pipe, batches, Settings(self.optimizer, rules, lr_schedule))
         self._steps = self._course.interlocked() if self.interlocks else self._course.one_by_one()
         self._thread: int | None = None
         if self.note:
