@@ -54,7 +54,7 @@ bench: install
 	$(BIN)/python benchmarks/building.py
 	$(BIN)/python benchmarks/checkpointing.py
 	$(BIN)/python benchmarks/replicas.py
-	$(BIN)/python benchmarks/interlocking.py
+	$(BIN)/python benchmarks/continuous_steps.py
 	$(BIN)/python benchmarks/replanning.py
 	$(BIN)/python benchmarks/tracing.py
 	$(BIN)/python benchmarks/endurance.py

@@ -66,16 +66,18 @@ def build_share(rank: int, ranks: int, layers: int, width: int, dtype: str) -> d
     model = description.materialise(owns, seed=1)
     seconds = time.perf_counter() - start
     tensors = [*model.parameters(), *model.buffers()]
-    held = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors if not each.is_meta}
+    held = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors if not tensor.is_meta
+    }
     return {
-        "parameters": sum(each.numel() for each in model.parameters()),
+        "parameters": sum(tensor.numel() for tensor in model.parameters()),
         "share": share,
         "held": sum(held.values()),
         "before": before,
         "peak": resident("VmHWM") - before,
         "described": described,
         "seconds": seconds,
-        "finite": all(bool(torch.isfinite(each).all()) for each in model.parameters() if not each.is_meta),
+        "finite": all(bool(torch.isfinite(tensor).all()) for tensor in model.parameters() if not tensor.is_meta),
     }
 
 
@@ -85,17 +87,21 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--dtype", default="bfloat16")
-    given = parser.parse_args()
-    found = run_ranks(build_share, given.ranks, given.ranks, given.layers, given.width, given.dtype, timeout=1800.0)
-    print(f"Llama of {found[0]['parameters'] / 1e9:.2f} billion parameters, {given.dtype}, {given.ranks} processes")
+    options = parser.parse_args()
+    results = run_ranks(
+        build_share, options.ranks, options.ranks, options.layers, options.width, options.dtype, timeout=1800.0
+    )
+    print(
+        f"Llama of {results[0]['parameters'] / 1e9:.2f} billion parameters, {options.dtype}, {options.ranks} processes"
+    )
     print("rank  share MiB  after imports MiB  peak of building MiB  peak/share  held = share  described s  built s")
-    for rank, each in enumerate(found):
+    for rank, result in enumerate(results):
         print(
-            f"{rank:4} {each['share'] / 2**20:10.1f} {each['before'] / 2**20:18.1f} {each['peak'] / 2**20:21.1f}"
-            f" {each['peak'] / each['share']:11.3f}  {each['held'] == each['share'] and each['finite']!s:>12}"
-            f" {each['described']:12.2f} {each['seconds']:8.1f}"
+            f"{rank:4} {result['share'] / 2**20:10.1f} {result['before'] / 2**20:18.1f} {result['peak'] / 2**20:21.1f}"
+            f" {result['peak'] / result['share']:11.3f}  {result['held'] == result['share'] and result['finite']!s:>12}"
+            f" {result['described']:12.2f} {result['seconds']:8.1f}"
         )
-    worst = max(each["peak"] / each["share"] for each in found)
+    worst = max(result["peak"] / result["share"] for result in results)
     print(f"highest peak/share {worst:.3f}: {'under' if worst < 1.10 else 'NOT under'} 1.10")
 
 

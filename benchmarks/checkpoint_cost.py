@@ -60,7 +60,7 @@ def measure(where: str, rounds: int, every: int, dim: int) -> dict[str, Any]:
         for name, enable in (("with", "true"), ("without", "false")):
             command = [sys.executable, str(Path(__file__).resolve()), "--work", str(folder / name)]
             command += [enable, str(every), str(dim)]
-            environment = {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+            environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
             jobs.append(Job(name, command, folder, RANKS if where == "processes" else 1, environment))
             stack.callback(jobs[-1].close)
             jobs[-1].wait()
@@ -92,13 +92,13 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=128, help="the model's width (default 128)")
     parser.add_argument("--where", nargs="+", choices=["threads", "processes"], default=["threads", "processes"])
     parser.add_argument("--json", action="store_true", help="print JSON")
-    given = parser.parse_args()
+    options = parser.parse_args()
     rows = []
-    for where in given.where:
-        rows.append(measure(where, given.rounds, given.every, given.dim))
-        if not given.json:
-            show(rows[-1], given.every)
-    if given.json:
+    for where in options.where:
+        rows.append(measure(where, options.rounds, options.every, options.dim))
+        if not options.json:
+            show(rows[-1], options.every)
+    if options.json:
         print(json.dumps(rows, indent=2))
 
 
@@ -108,8 +108,8 @@ def show(row: dict[str, Any], every: int) -> None:
         f"which take {row['seconds of a turn']:.1f} s; load {row['load']:.1f}"
     )
     for what in ("cost", "cost by CPU"):
-        found = row[what]
-        print(f"  {what:12} {found['median']:+7.2%}   ({found['low']:+.2%} to {found['high']:+.2%})")
+        change = row[what]
+        print(f"  {what:12} {change['median']:+7.2%}   ({change['low']:+.2%} to {change['high']:+.2%})")
     print(f"  {'blocked':12} {row['blocked']['share']:+7.2%}   {1e3 * row['blocked']['seconds']:.0f} ms", flush=True)
 
 

@@ -60,19 +60,21 @@ def measure(folder: Path, tensors: dict[str, torch.Tensor], repeats: int) -> dic
             path.unlink()
             del host
             note(
-                "copy, fresh memory", lambda: {name: each.to("cpu", copy=True) for name, each in tensors.items()}, turn
+                "copy, fresh memory",
+                lambda: {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()},
+                turn,
             )
-            note("copy, used memory", lambda: [used[name].copy_(each) for name, each in tensors.items()], turn)
+            note("copy, used memory", lambda: [used[name].copy_(tensor) for name, tensor in tensors.items()], turn)
             began = time.perf_counter()
             note("save blocks", lambda turn=turn: writer.save(turn, model, optimizer), turn)  # type: ignore[misc]
             writer.wait()
             if turn:
                 taken.setdefault("checkpoint, to its publication", []).append(time.perf_counter() - began)
-            found = newest(folder / "checkpoint", deep=False)
-            assert found is not None
-            with found:
-                note("verify, every byte", found.verify, turn)
-                note("read the model", found.read_model, turn)
+            checkpoint = newest(folder / "checkpoint", deep=False)
+            assert checkpoint is not None
+            with checkpoint:
+                note("verify, every byte", checkpoint.verify, turn)
+                note("read the model", checkpoint.read_model, turn)
     return {what: statistics.median(times) for what, times in taken.items()}
 
 
@@ -83,22 +85,22 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     parser.add_argument("--device", default="cpu", help="where the tensors are (default cpu)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    given = parser.parse_args()
+    options = parser.parse_args()
     layers = 24
-    rows = max(1, given.megabytes * 10**6 // (layers * 3 * 4 * 1024))
+    rows = max(1, options.megabytes * 10**6 // (layers * 3 * 4 * 1024))
     names = [f"layers.{layer}.weight{slot}" for layer in range(layers) for slot in ("", "/exp_avg", "/exp_avg_sq")]
-    tensors = {name: torch.randn(rows, 1024, device=given.device) for name in names}
+    tensors = {name: torch.randn(rows, 1024, device=options.device) for name in names}
     size = sum(tensor.nbytes for tensor in tensors.values())
-    folder = Path(tempfile.mkdtemp(dir=given.folder))
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
-        medians = measure(folder, tensors, given.repeats)
+        medians = measure(folder, tensors, options.repeats)
     finally:
         shutil.rmtree(folder)
-    if given.json:
+    if options.json:
         print(json.dumps({"bytes": size, **medians}))
         return
     base = medians["save_file"]
-    print(f"torch {torch.__version__}, {given.device}: {size / 1e6:.0f} MB in {len(tensors)} tensors")
+    print(f"torch {torch.__version__}, {options.device}: {size / 1e6:.0f} MB in {len(tensors)} tensors")
     for what, median in medians.items():
         whole = size / 3 if what == "read the model" else size
         rate = f"{whole / median / 1e6:7.0f} MB/s"

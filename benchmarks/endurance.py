@@ -64,16 +64,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--schedule", default="zb-h1")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    given = parser.parse_args()
-    found: dict[str, Any] = {"threads": endure(0, 2, given.steps, given.schedule)}
-    found["processes"] = run_ranks(endure, 2, 2, given.steps, given.schedule, timeout=1200)[0]
-    if given.json:
-        print(json.dumps(found, indent=2))
+    options = parser.parse_args()
+    usage: dict[str, Any] = {"threads": endure(0, 2, options.steps, options.schedule)}
+    usage["processes"] = run_ranks(endure, 2, 2, options.steps, options.schedule, timeout=1200)[0]
+    if options.json:
+        print(json.dumps(usage, indent=2))
         return
     print(
-        f"torch {torch.__version__}, {given.steps} steps of {given.schedule} on 2 ranks: after a fifth, and at the end"
+        f"torch {torch.__version__}, {options.steps} steps of {options.schedule} on 2 ranks: after a fifth of them, "
+        "and at the end"
     )
-    for world, (early, late) in found.items():
+    for world, (early, late) in usage.items():
         print(f"{world:10}", "   ".join(f"{name} {early[name]:.6g} → {late[name]:.6g}" for name in early))
 
 

@@ -66,13 +66,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("words", nargs="*", default=["train"])
-    asked = parser.parse_args()
-    chance = random.Random(asked.seed)
+    options = parser.parse_args()
+    chance = random.Random(options.seed)
     trials = []
-    for _ in range(asked.trials):
-        trial = interrupt(asked.words, chance.uniform(0.1, asked.within))
+    for _ in range(options.trials):
+        trial = interrupt(options.words, chance.uniform(0.1, options.within))
         trials.append(trial)
-        if not asked.json:
+        if not options.json:
             mark = "TRACEBACK" if trial["traceback"] else "ended before" if trial["ended before"] else ""
             last = trial["said"][-1] if trial["said"] else ""
             print(
@@ -83,16 +83,16 @@ def main() -> None:
     summary = {
         "trials": len(trials),
         "tracebacks": sum(trial["traceback"] for trial in trials),
-        "late": sum(value > asked.limit for value in seconds),
+        "late": sum(value > options.limit for value in seconds),
         "median": statistics.median(seconds),
         "longest": max(seconds),
     }
-    if asked.json:
+    if options.json:
         print(json.dumps({**summary, "each": trials}))
     else:
         print(
             f"{summary['tracebacks']} of {summary['trials']} showed a traceback, {summary['late']} took more than "
-            f"{asked.limit:g} s; median {summary['median']:.2f} s, longest {summary['longest']:.2f} s"
+            f"{options.limit:g} s; median {summary['median']:.2f} s, longest {summary['longest']:.2f} s"
         )
     sys.exit(1 if summary["tracebacks"] or summary["late"] else 0)
 

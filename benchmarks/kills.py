@@ -54,9 +54,9 @@ def train(rank: int, ranks: int, folder: str, family: str) -> None:
 
 
 def free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
 
 
 class Job:
@@ -98,18 +98,18 @@ class Job:
     def _result(self, codes: list[int | None]) -> dict[str, Any]:
         for child in self.children:
             child.signal(signal.SIGKILL)
-        said, seconds = {}, []
+        messages, seconds = {}, []
         for rank in range(len(self.children)):
             with contextlib.suppress(FileNotFoundError):
-                found = json.loads((self.folder / f"raised-{rank}").read_text())
-                said[rank] = found["said"]
-                seconds.append(found["at"] - self.killed)
-        right = [rank for rank, text in said.items() if text.startswith(f"rank {self.victim} died")]
-        complete = len(said) == len(self.children) - 1
+                raised = json.loads((self.folder / f"raised-{rank}").read_text())
+                messages[rank] = raised["said"]
+                seconds.append(raised["at"] - self.killed)
+        right = [rank for rank, text in messages.items() if text.startswith(f"rank {self.victim} died")]
+        complete = len(messages) == len(self.children) - 1
         result = {"victim": self.victim, "family": self.family, "right": len(right), "complete": complete}
         result |= {"seconds": max(seconds, default=float("inf")), "codes": codes}
         if len(right) < len(self.children) - 1:
-            result["said"] = {rank: text[:200] for rank, text in said.items() if rank not in right}
+            result["said"] = {rank: text[:200] for rank, text in messages.items() if rank not in right}
             result["logs"] = {
                 rank: (self.folder / f"log-{rank}").read_text()[-400:]
                 for rank in range(len(self.children))

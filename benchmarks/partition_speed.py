@@ -63,13 +63,13 @@ def measure(
             room = {"memory": memory, "caps": memory.sum() / ranks * ROOM}
         began = time.perf_counter()
         try:
-            found = partition(costs, ranks, chunks, placement, **room)
+            best = partition(costs, ranks, chunks, placement, **room)
         except StagelineError:  # nothing keeps these caps
             continue
         seconds = time.perf_counter() - began
         others = (uniform(layers, ranks * chunks), greedy(costs, ranks * chunks))
-        ratios = [evaluate(cut, costs, ranks, chunks, placement).slowest / found.slowest for cut in others]
-        rows.append((seconds, *ratios, found.slowest * ranks / costs.sum(), found.gap))
+        ratios = [evaluate(cut, costs, ranks, chunks, placement).slowest / best.slowest for cut in others]
+        rows.append((seconds, *ratios, best.slowest * ranks / costs.sum(), best.gap))
     if not rows:
         rows = [(float("nan"),) * 5]
     seconds, counts, filled, ideal, gap = (statistics.median(column) for column in zip(*rows, strict=True))
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="random layers of each size (default 3)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--caps", action="store_true", help="let ranks hold only so many bytes")
-    given = parser.parse_args()
+    options = parser.parse_args()
     cases = [
         (kind, layers, ranks, chunks, placement)
         for kind in ("uniform", "model")
@@ -93,20 +93,20 @@ def main() -> None:
         for chunks, placement in SHAPES
         if layers >= ranks * chunks
     ]
-    if not given.json:
+    if not options.json:
         print("layers          ranks  shape     seconds   equal counts  greedy  to ideal  gap to the bound")
     rows = []
     for case in cases:
-        row = measure(*case, seeds=given.seeds, capped=given.caps)
+        row = measure(*case, seeds=options.seeds, capped=options.caps)
         rows.append(row)
-        if not given.json:
+        if not options.json:
             print(
                 f"{row['count']:5} {row['layers']:8} {row['ranks']:6}  {row['chunks']} {row['placement']:6}"
                 f" {row['seconds']:9.3f}  {row['equal counts']:12.3f} {row['greedy']:8.3f} {row['to ideal']:9.4f}"
                 f"  {100 * row['gap']:5.2f}%",
                 flush=True,
             )
-    if given.json:
+    if options.json:
         print(json.dumps(rows, indent=2))
 
 

@@ -76,7 +76,7 @@ def measure(rank: int, families: list[str], microbatches: int, rounds: int) -> d
         )
         for name in families
     }
-    found: dict[str, Any] = {"profiles": [], "transfers": [], "steps": {name: [] for name in families}}
+    measured: dict[str, Any] = {"profiles": [], "transfers": [], "steps": {name: [] for name in families}}
     for turn in range(rounds + 1):
         dist.barrier()
         profile = profile_layers(layers, lambda: loss(whole(part), part), repeats=3, warmup=1)
@@ -90,11 +90,11 @@ def measure(rank: int, families: list[str], microbatches: int, rounds: int) -> d
             dist.barrier()
             taken = time.perf_counter() - began
             if turn:
-                found["steps"][name].append((taken, pipe.timeline))
+                measured["steps"][name].append((taken, pipe.timeline))
         if turn:
-            found["profiles"].append(profile)
-            found["transfers"].append(transfer)
-    return found
+            measured["profiles"].append(profile)
+            measured["transfers"].append(transfer)
+    return measured
 
 
 def ranges(stages: int, layers: int) -> list[tuple[int, int]]:
@@ -118,11 +118,14 @@ def promised(schedule: sl.Schedule, profiles: list[Profile], transfer: float) ->
 def row_of(name: str, microbatches: int, seen: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures of one family: of each round its own profile and its own step."""
     schedule = sl.schedule(name, 2, microbatches)
-    transfer = statistics.median(taken for each in seen for taken in each["transfers"])
+    transfer = statistics.median(taken for process in seen for taken in process["transfers"])
     plans = [
-        promised(schedule, list(pair), transfer) for pair in zip(*(each["profiles"] for each in seen), strict=True)
+        promised(schedule, list(pair), transfer)
+        for pair in zip(*(process["profiles"] for process in seen), strict=True)
     ]
-    steps = [max(first[0], second[0]) for first, second in zip(*(each["steps"][name] for each in seen), strict=True)]
+    steps = [
+        max(first[0], second[0]) for first, second in zip(*(process["steps"][name] for process in seen), strict=True)
+    ]
     timelines = [timeline for _, timeline in seen[0]["steps"][name]]
     spans = [timeline.makespan for timeline in timelines]
     return {
@@ -134,7 +137,7 @@ def row_of(name: str, microbatches: int, seen: list[dict[str, Any]]) -> dict[str
         "makespan/simulated": over(spans, [plan.makespan for plan in plans]),
         "transfer ms": 1e3 * transfer,
         "slower": {
-            kind: over([total(kind, each) for each in timelines], [total(kind, plan) for plan in plans])
+            kind: over([total(kind, timeline) for timeline in timelines], [total(kind, plan) for plan in plans])
             for kind in sorted(kinds_of(schedule))
         },
     }
@@ -160,10 +163,10 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--families", nargs="+", default=FAMILIES)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    given = parser.parse_args()
-    seen = run_ranks(measure, 2, given.families, given.microbatches, given.rounds, timeout=600)
-    rows = [row_of(name, given.microbatches, seen) for name in given.families]
-    if given.json:
+    options = parser.parse_args()
+    seen = run_ranks(measure, 2, options.families, options.microbatches, options.rounds, timeout=600)
+    rows = [row_of(name, options.microbatches, seen) for name in options.families]
+    if options.json:
         print(json.dumps(rows, indent=2))
         return
     print(f"torch {torch.__version__}, {BLOCKS} blocks of width {WIDTH}, {BATCH} × {LENGTH} tokens, two processes")

@@ -42,14 +42,14 @@ def first_order(name: str, ranks: int, microbatches: int) -> sl.Schedule:
     return sl.synthesize(costs_of(ranks, None), ranks, microbatches, memory=caps, time_limit=5.0).schedule
 
 
-def run(made: sl.Schedule, slow: int, steps: int, mode: Any) -> dict[str, Any]:
+def run(schedule: sl.Schedule, slow: int, steps: int, mode: Any) -> dict[str, Any]:
     """Steps before the slowdown, then as many until it is seen to, and then as many again."""
-    stages = [SleepStage(NOMINAL, NOMINAL, NOMINAL, width=WIDTH) for _ in range(made.stages)]
+    stages = [SleepStage(NOMINAL, NOMINAL, NOMINAL, width=WIDTH) for _ in range(schedule.stages)]
     pipe = sl.Pipeline(
-        stages, loss_fn=nn.functional.mse_loss, schedule=made, replan=mode, replan_every=steps,
-        planned=costs_of(made.stages, None),
+        stages, loss_fn=nn.functional.mse_loss, schedule=schedule, replan=mode, replan_every=steps,
+        planned=costs_of(schedule.stages, None),
     )  # fmt: skip
-    x, y = torch.ones(made.microbatches, WIDTH), torch.zeros(made.microbatches, WIDTH)
+    x, y = torch.ones(schedule.microbatches, WIDTH), torch.zeros(schedule.microbatches, WIDTH)
 
     def period() -> float:
         return statistics.median([pipe.step(x, y).seconds for _ in range(steps)][1:])
@@ -59,21 +59,21 @@ def run(made: sl.Schedule, slow: int, steps: int, mode: Any) -> dict[str, Any]:
         stages[slow].seconds[kind] = TIMES * NOMINAL
     slowed = period()
     after = period()
-    drift = [] if pipe.drift is None else [str(each) for each in pipe.replans]
+    drift = [] if pipe.drift is None else [str(replan) for replan in pipe.replans]
     return {"before": before, "slowed": slowed, "after": after, "schedule": pipe.schedule, "said": drift}
 
 
 def row_of(name: str, ranks: int, microbatches: int, slow: int, steps: int) -> dict[str, Any]:
-    made = first_order(name, ranks, microbatches)
-    changed, kept = (run(made, slow, steps, mode) for mode in ("auto", "off"))
-    costs = costs_of(made.stages, slow)
-    caps = sl.simulate(made, costs).peak_memory
-    shape = {"chunks": made.stages // made.ranks, "placement": made.placement.pattern}
+    schedule = first_order(name, ranks, microbatches)
+    changed, kept = (run(schedule, slow, steps, mode) for mode in ("auto", "off"))
+    costs = costs_of(schedule.stages, slow)
+    caps = sl.simulate(schedule, costs).peak_memory
+    shape = {"chunks": schedule.stages // schedule.ranks, "placement": schedule.placement.pattern}
     best, same = (
         sl.synthesize(costs, ranks, microbatches, memory=memory, time_limit=5.0, **shape)  # type: ignore[arg-type]
         for memory in (None, caps)
     )
-    old, new = (sl.simulate(each, costs).makespan for each in (made, changed["schedule"]))
+    old, new = (sl.simulate(order, costs).makespan for order in (schedule, changed["schedule"]))
     return {
         "schedule": name,
         "before ms": 1e3 * changed["before"],
@@ -99,24 +99,26 @@ def main() -> None:
     parser.add_argument("--slow", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("stageline").setLevel(logging.ERROR)
-    found = [row_of(name, asked.ranks, asked.microbatches, asked.slow, asked.steps) for name in asked.schedules]
-    if asked.json:
-        print(json.dumps(found, indent=1))
+    rows = [
+        row_of(name, options.ranks, options.microbatches, options.slow, options.steps) for name in options.schedules
+    ]
+    if options.json:
+        print(json.dumps(rows, indent=1))
         return
     print("            measured, ms                              simulated, ms          new over the best order")
     print("schedule    before  slowed  re-planned  not  gain     old     new    best    any memory  the same memory")
-    for row in found:
+    for row in rows:
         print(
             f"{row['schedule']:<10} {row['before ms']:7.1f} {row['slowed ms']:7.1f} {row['re-planned ms']:9.1f} "
             f"{row['not re-planned ms']:7.1f} {row['measured gain']:6.1%} {row['simulated old ms']:7.1f} "
             f"{row['simulated new ms']:7.1f} {row['best ms']:7.1f} {row['over the best']:9.3f} "
             f"{row['over the best in the same memory']:14.3f}"
         )
-        for said in row["said"] or ["not re-planned: no order was found that is much better"]:
-            print(f"           {said}")
+        for line in row["said"] or ["not re-planned: no order was found that is much better"]:
+            print(f"           {line}")
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ class Job:
                 raise RuntimeError(f"no step in attempt {self.attempt}:\n{(self.folder / 'log').read_text()[-6000:]}")
             time.sleep(0.01)
         times = [json.loads(path.read_text()) for path in notes]
-        return {**times[0], "all ranks": max(each["first step"] for each in times)}
+        return {**times[0], "all ranks": max(moments["first step"] for moments in times)}
 
     def kill(self, rank: int) -> float:
         """Kill a rank; when that was."""
@@ -187,7 +187,9 @@ def main() -> None:
     if seconds:
         summary |= {"median": statistics.median(seconds), "p95": seconds[-(-95 * len(seconds) // 100) - 1]}
         summary |= {"most": seconds[-1]}
-        summary["parts"] = {part: statistics.median(each[part] for each in recoveries) for part in recoveries[0]}
+        summary["parts"] = {
+            part: statistics.median(recovery[part] for recovery in recoveries) for part in recoveries[0]
+        }
     if options.json:
         print(json.dumps(summary))
     else:

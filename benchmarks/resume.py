@@ -88,7 +88,7 @@ class Run:
         arguments = [f"--job.dump_folder={self.folder / 'run'}", f"--checkpoint.interval={EVERY}"]
         arguments += [f"--parallelism.pipeline_parallel_degree={RANKS}", "--training.steps=1000000"]
         common = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        common |= {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+        common |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         if self.processes > 1:
             common |= {"WORLD_SIZE": str(self.processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
             common |= {"GLOO_SOCKET_IFNAME": "lo"}
@@ -115,7 +115,7 @@ class Run:
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + DEADLINE
         while not condition():
-            if time.monotonic() > end or any(each.poll() is not None for each in self.running):
+            if time.monotonic() > end or any(process.poll() is not None for process in self.running):
                 logs = "".join((self.folder / f"log-{rank}").read_text()[-2000:] for rank in range(self.processes))
                 raise RuntimeError(f"{what} did not come:\n{logs}")
             time.sleep(0.01)
@@ -159,8 +159,8 @@ def measure(where: str, kills: int, chance: random.Random) -> dict[str, Any]:
                 again.append(run.first_step(at))
         finally:
             run.kill()
-    medians = {part: statistics.median(each[part] for each in again) for part in again[0]}
-    seconds = [each["all"] for each in again]
+    medians = {part: statistics.median(restart[part] for restart in again) for part in again[0]}
+    seconds = [restart["all"] for restart in again]
     return {"where": where, "first": first, "resume": medians, "least": min(seconds), "most": max(seconds)}
 
 
@@ -176,14 +176,14 @@ def main() -> None:
     parser.add_argument("--where", nargs="+", choices=["threads", "processes"], default=["threads", "processes"])
     parser.add_argument("--seed", type=int, default=0, help="what the moments are drawn from")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    given = parser.parse_args()
-    chance = random.Random(given.seed)
+    options = parser.parse_args()
+    chance = random.Random(options.seed)
     rows, alone = [], []
-    for where in given.where:
-        rows.append(measure(where, given.kills, chance))
+    for where in options.where:
+        rows.append(measure(where, options.kills, chance))
         alone += [bare_script() for _ in range(3)]
     base, load = statistics.median(alone), os.getloadavg()[0]
-    if given.json:
+    if options.json:
         print(json.dumps({"bare script": base, "load": load, "jobs": rows}, indent=2))
         return
     print(f"a bare script of torch: {base:.2f} s; load {load:.1f}")

@@ -84,8 +84,8 @@ def torchs(name: str, parts: list[nn.Sequential], placement: list[int], microbat
     cpu = torch.device("cpu")
     stages = [pipelining.PipelineStage(parts[index], index, len(parts), cpu) for index in mine]
     kind = getattr(pipelining.schedules, CASES[name])
-    made = kind(stages[0] if name == "1f1b" else stages, microbatches, loss_fn=loss_fn)
-    return made, 0 in mine, len(parts) - 1 in mine
+    schedule = kind(stages[0] if name == "1f1b" else stages, microbatches, loss_fn=loss_fn)
+    return schedule, 0 in mine, len(parts) - 1 in mine
 
 
 def plain(rank: int, size: Size, microbatches: int, repeats: int) -> float:
@@ -128,8 +128,8 @@ def measure(rank: int, name: str, size: Size, microbatches: int, repeats: int) -
             if who == "stageline":
                 pipe.step(tokens, tokens)
             else:
-                given: dict[str, Any] = {"target": tokens, "losses": []} if last else {}
-                theirs.step(*([tokens] if first else []), **given)
+                arguments: dict[str, Any] = {"target": tokens, "losses": []} if last else {}
+                theirs.step(*([tokens] if first else []), **arguments)
             dist.barrier()
             if turn >= 2:
                 taken[who].append(time.perf_counter() - began)
@@ -154,28 +154,28 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15, help="measured steps of each (default 15)")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    given = parser.parse_args()
-    found: dict[str, list[dict[str, Any]]] = {}
-    for name in given.sizes:
+    options = parser.parse_args()
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for name in options.sizes:
         size = SIZES[name]
-        if not given.json:
+        if not options.json:
             print(
                 f"torch {torch.__version__}, {BLOCKS} blocks of width {size.width}, {size.batch} × {size.length} "
                 "tokens, two processes"
             )
-        found[name] = []
+        rows[name] = []
         for family in CASES:
-            row = row_of(family, size, given.microbatches, given.repeats)
-            found[name].append(row)
-            if not given.json:
+            row = row_of(family, size, options.microbatches, options.repeats)
+            rows[name].append(row)
+            if not options.json:
                 print(
                     f"{row['family']:15} {row['tokens/s']:6.0f} tokens/s, {row['of the limit']:.2f} of the limit   "
                     f"{row['torch']:31} {row['torch tokens/s']:6.0f}, {row['torch of the limit']:.2f}   "
                     f"{row['times torch']:.2f} times torch",
                     flush=True,
                 )
-    if given.json:
-        print(json.dumps(found, indent=2))
+    if options.json:
+        print(json.dumps(rows, indent=2))
 
 
 if __name__ == "__main__":

@@ -83,14 +83,14 @@ def once(family: str, ranks: int, microbatches: int, options: dict[str, int]) ->
     """Make, verify and simulate a schedule; simulated means that all its figures have been read."""
     start = time.perf_counter()
     schedule = sl.schedule(family, ranks, microbatches, **options)
-    made = time.perf_counter()
+    built = time.perf_counter()
     sl.verify(schedule)
     verified = time.perf_counter()
     timeline = sl.simulate(schedule, COSTS)
     figures = (timeline.makespan, timeline.span, timeline.bubble or 0.0, timeline.span_bubble, *timeline.peak_memory)
     simulated = time.perf_counter()
     assert min(figures) >= 0
-    return (made - start, verified - made, simulated - verified), schedule
+    return (built - start, verified - built, simulated - verified), schedule
 
 
 def measure(family: str, ranks: int, microbatches: int, options: dict[str, int], most: int) -> Cost:
@@ -147,10 +147,10 @@ def against_torch(ranks: int, chunks: int, microbatches: int, rounds: int, repea
     for _ in range(rounds):
         gc.collect()
         start = time.perf_counter()
-        made: Any = ScheduleInterleaved1F1B(stages, microbatches)
+        peer: Any = ScheduleInterleaved1F1B(stages, microbatches)
         theirs.append(time.perf_counter() - start)
-        order = {rank: [str(step) for step in row if step is not None] for rank, row in made.pipeline_order.items()}
-        del made
+        order = {rank: [str(step) for step in row if step is not None] for rank, row in peer.pipeline_order.items()}
+        del peer
         for _ in range(repeats):
             gc.collect()
             seconds, schedule = once("interleaved", ranks, microbatches, {"chunks": chunks})
@@ -189,25 +189,25 @@ def part_torch(quick: bool, say: Callable[[str], None]) -> dict[str, Any] | None
     except PackageNotFoundError:
         say("   torch is not installed: nothing to compare with")
         return None
-    found = fresh(against_torch, *sizes, rounds=1 if quick else 2, repeats=3 if quick else 5)
+    result = fresh(against_torch, *sizes, rounds=1 if quick else 2, repeats=3 if quick else 5)
     ranks, chunks, microbatches = sizes
-    say(f"   {ranks} ranks × {chunks} chunks, {microbatches} microbatches: {found['actions']:,} actions")
-    say(f"   the two orders are {'the same' if found['same_order'] else 'NOT the same'}, action by action\n")
+    say(f"   {ranks} ranks × {chunks} chunks, {microbatches} microbatches: {result['actions']:,} actions")
+    say(f"   the two orders are {'the same' if result['same_order'] else 'NOT the same'}, action by action\n")
     rows = [
-        [f"torch {found['torch_version']}: make only", *_spread(found["torch_make_all"])],
-        ["stageline: make", f"{found['make']:.3f}", "", ""],
-        ["stageline: verify", f"{found['verify']:.3f}", "", ""],
-        ["stageline: simulate", f"{found['simulate']:.3f}", "", ""],
-        ["stageline: all three", *_spread(found["total_all"])],
+        [f"torch {result['torch_version']}: make only", *_spread(result["torch_make_all"])],
+        ["stageline: make", f"{result['make']:.3f}", "", ""],
+        ["stageline: verify", f"{result['verify']:.3f}", "", ""],
+        ["stageline: simulate", f"{result['simulate']:.3f}", "", ""],
+        ["stageline: all three", *_spread(result["total_all"])],
     ]
     say(table(["", "seconds (median)", "lowest … highest", "runs"], rows))
     say(
-        f"\n   all three here / making alone in torch: 1/{1 / found['ratio']:.1f}",
+        f"\n   all three here / making alone in torch: 1/{1 / result['ratio']:.1f}",
     )
-    say(f"   making alone here / making alone in torch: 1/{1 / found['ratio_make_alone']:.0f}")
+    say(f"   making alone here / making alone in torch: 1/{1 / result['ratio_make_alone']:.0f}")
     if not quick:
-        say(f"   target: at most 1/{1 / MOST_OF_TORCH:.0f}: {verdict(found['ratio'] <= MOST_OF_TORCH)}")
-    return found
+        say(f"   target: at most 1/{1 / MOST_OF_TORCH:.0f}: {verdict(result['ratio'] <= MOST_OF_TORCH)}")
+    return result
 
 
 def part_large(quick: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -227,16 +227,16 @@ def part_curve(title: str, sizes: Iterable[tuple[int, int]], say: Callable[[str]
     say(f"\n{title}\n")
     costs = [fresh(measure, "1f1b", ranks, microbatches, {}, 5) for ranks, microbatches in sizes]
     say(cost_table(costs))
-    found: dict[str, Any] = {"points": [asdict(cost) for cost in costs]}
+    result: dict[str, Any] = {"points": [asdict(cost) for cost in costs]}
     large = costs[len(costs) // 2 :]
     if len(large) > 1:
         slope = np.polyfit(np.log([cost.actions for cost in large]), np.log([cost.total for cost in large]), 1)[0]
-        found["exponent"] = float(slope)
+        result["exponent"] = float(slope)
         say(
             f"\n   over the last {len(large)} rows, time grows as actions to the power {slope:.2f} "
             "(1 is linear, less where fixed costs still fade; fitted on logarithms)"
         )
-    return found
+    return result
 
 
 def part_families(quick: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -259,7 +259,7 @@ def run(quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
     start = time.perf_counter()
     highest = 256 if quick else 1024
     most = 2048 if quick else 16384
-    found = {
+    results = {
         "versions": versions,
         "machine": machine,
         "quick": quick,
@@ -277,9 +277,9 @@ def run(quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
         ),
         "families": part_families(quick, say),
     }
-    found["seconds"] = time.perf_counter() - start
-    say(f"\nAll of this took {found['seconds']:.0f} s.")
-    return found
+    results["seconds"] = time.perf_counter() - start
+    say(f"\nAll of this took {results['seconds']:.0f} s.")
+    return results
 
 
 def doubling(low: int, high: int) -> Iterable[int]:
@@ -336,9 +336,9 @@ def main() -> None:
     def say(text: str) -> None:
         print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
 
-    found = run(options.quick, say)
+    results = run(options.quick, say)
     if options.json:
-        json.dump(found, sys.stdout, indent=2)
+        json.dump(results, sys.stdout, indent=2)
         print()
 
 

@@ -67,9 +67,9 @@ def alone(schedule: sl.Schedule, repeats: int = 12) -> dict[str, float]:
 
     def timed(kind: str, call: Callable[[], Any]) -> Any:
         began = time.perf_counter()
-        found = call()
+        result = call()
         taken[kind].append(time.perf_counter() - began)
-        return found
+        return result
 
     gradient = torch.ones(1, WIDTH)
     for _ in range(repeats):
@@ -103,13 +103,13 @@ def ping_pong(transport: Transport) -> float:
 
 def mean_slept(stages: list[SleepStage]) -> dict[str, tuple[float, int]]:
     """The seconds of each kind and how many sleeps they were; forgets them."""
-    found = {}
+    sleeps = {}
     for kind in "FIW":
         lengths = [slept.seconds for stage in stages for slept in stage.slept if slept.kind == kind]
-        found[kind] = (sum(lengths), len(lengths))
+        sleeps[kind] = (sum(lengths), len(lengths))
     for stage in stages:
         stage.slept.clear()
-    return found
+    return sleeps
 
 
 def torchs(name: str, parts: list[SleepStage], schedule: sl.Schedule) -> tuple[Callable[[Any, Any], Any], list[str]]:
@@ -120,17 +120,17 @@ def torchs(name: str, parts: list[SleepStage], schedule: sl.Schedule) -> tuple[C
     cpu = torch.device("cpu")
     stages = [pipelining.PipelineStage(parts[index], index, len(parts), cpu) for index in mine]
     kind = getattr(pipelining.schedules, TORCH[name])
-    made = kind(stages[0] if name == "1f1b" else stages, schedule.microbatches, loss_fn=nn.functional.mse_loss)
+    peer = kind(stages[0] if name == "1f1b" else stages, schedule.microbatches, loss_fn=nn.functional.mse_loss)
     computes = re.compile(r"\d+[FBIW]\d+")
     order = [
-        " ".join(str(action) for action in made.pipeline_order[rank] if computes.fullmatch(str(action)))
+        " ".join(str(action) for action in peer.pipeline_order[rank] if computes.fullmatch(str(action)))
         for rank in range(schedule.ranks)
     ]
     first, last = 0 in mine, len(parts) - 1 in mine
 
     def step(x: Any, y: Any) -> None:
-        given: dict[str, Any] = {"target": y, "losses": []} if last else {}
-        made.step(*([x] if first else []), **given)
+        arguments: dict[str, Any] = {"target": y, "losses": []} if last else {}
+        peer.step(*([x] if first else []), **arguments)
 
     return step, order
 
@@ -166,7 +166,7 @@ def in_process(rank: int, ranks: int, microbatches: int, families: list[str], re
             transport.finish(30.0)
         transfer = min(times)
     dist.barrier()
-    found = []
+    rows = []
     for name in families:
         schedule = sl.schedule(name, ranks, microbatches)
         ours, twins = stages_of(schedule), stages_of(schedule)
@@ -185,8 +185,8 @@ def in_process(rank: int, ranks: int, microbatches: int, families: list[str], re
                 seen = measure(pipe, step, stages, 1)
                 if turn:
                     row[who].append(seen)
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def on_threads(ranks: int, microbatches: int, families: list[str], repeats: int) -> list[dict[str, Any]]:
@@ -196,7 +196,7 @@ def on_threads(ranks: int, microbatches: int, families: list[str], repeats: int)
     other.start()
     taken.append(ping_pong(hub.end(0)))
     other.join()
-    found = []
+    rows = []
     for name in families:
         schedule = sl.schedule(name, ranks, microbatches)
         ours = stages_of(schedule)
@@ -204,17 +204,17 @@ def on_threads(ranks: int, microbatches: int, families: list[str], repeats: int)
         measure(pipe, pipe.step, ours, 1)
         steps = [measure(pipe, pipe.step, ours, 1) for _ in range(repeats)]
         own = alone(schedule)
-        found.append({"transfer": min(taken), "stageline": steps, "torch": [], "order": None, "alone": own})
-    return found
+        rows.append({"transfer": min(taken), "stageline": steps, "torch": [], "order": None, "alone": own})
+    return rows
 
 
 def row_of(name: str, where: str, ranks: int, microbatches: int, seen: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures of one family from what every process saw."""
     schedule = sl.schedule(name, ranks, microbatches)
-    transfer = max(each["transfer"] for each in seen)
+    transfer = max(process["transfer"] for process in seen)
     row: dict[str, Any] = {"where": where, "ranks": ranks, "family": name, "transfer ms": 1e3 * transfer}
     for who in ("stageline", "torch"):
-        steps = list(zip(*(each[who] for each in seen), strict=True))
+        steps = list(zip(*(process[who] for process in seen), strict=True))
         if not steps:
             row |= {f"{who} s": None, f"{who} ratio": None, f"{who} over sleeps": None, f"{who} nominal": None}
             continue
@@ -224,19 +224,19 @@ def row_of(name: str, where: str, ranks: int, microbatches: int, seen: list[dict
             / sum(part["slept"][kind][1] for parts in steps for part in parts)
             for kind in "FIW"
         }
-        made = schedule
+        order_run = schedule
         if who == "torch":
             # torch's table of 1F1B is not what it runs (it lacks forwards of the last rank); its loop runs our order.
             if name != "1f1b":
-                made = sl.Schedule.from_programs([line.split() for line in seen[0]["order"]], name="torch")
-            row["same order"] = made == schedule
+                order_run = sl.Schedule.from_programs([line.split() for line in seen[0]["order"]], name="torch")
+            row["same order"] = order_run == schedule
         costs = costs_of(seen[0]["alone"], transfer)
         nominal = costs_of(dict.fromkeys("FIW", NOMINAL * ranks / schedule.stages), 0.0)
         row[f"{who} s"] = taken
-        row[f"{who} makespan"] = sl.simulate(made, costs).makespan
+        row[f"{who} makespan"] = sl.simulate(order_run, costs).makespan
         row[f"{who} ratio"] = taken / row[f"{who} makespan"]
-        row[f"{who} over sleeps"] = taken / sl.simulate(made, costs_of(slept, transfer)).makespan
-        row[f"{who} nominal"] = taken / sl.simulate(made, nominal).makespan
+        row[f"{who} over sleeps"] = taken / sl.simulate(order_run, costs_of(slept, transfer)).makespan
+        row[f"{who} nominal"] = taken / sl.simulate(order_run, nominal).makespan
         if who == "stageline":
             row["slept ms"] = {kind: 1e3 * value for kind, value in slept.items()}
             row["alone ms"] = {kind: 1e3 * value for kind, value in seen[0]["alone"].items()}
@@ -250,9 +250,9 @@ def excess(schedule: sl.Schedule, costs: sl.Costs, steps: list[dict[str, Any]]) 
     totals: dict[str, float] = {}
     for step in steps:
         (measured,) = step["timelines"]
-        found = sl.explain(planned, measured)
-        parts = found.mean._asdict()
-        parts["transfer"] -= found.planned_mean.transfer
+        explanation = sl.explain(planned, measured)
+        parts = explanation.mean._asdict()
+        parts["transfer"] -= explanation.planned_mean.transfer
         parts["outside"] = step["seconds"][0] - measured.makespan
         for part in ("slow", "transfer", "host", "late", "outside"):
             totals[part] = totals.get(part, 0.0) + 1e3 * parts[part] / len(steps)
@@ -281,26 +281,26 @@ def main() -> None:
     parser.add_argument("--where", nargs="+", default=["threads", "processes"], choices=["threads", "processes"])
     parser.add_argument("--quick", action="store_true", help="4 ranks, 8 microbatches, 2 steps")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    given = parser.parse_args()
-    if given.quick:
-        given.ranks, given.microbatches, given.repeats = [4], 8, 2
+    options = parser.parse_args()
+    if options.quick:
+        options.ranks, options.microbatches, options.repeats = [4], 8, 2
     torch.set_num_threads(1)
     rows = []
-    if not given.json:
+    if not options.json:
         print(
-            f"torch {torch.__version__}, {given.microbatches} microbatches; ratio over what the stages take alone "
+            f"torch {torch.__version__}, {options.microbatches} microbatches; ratio over what the stages take alone "
             "(over their sleeps, nominal); excess over the first in ms"
         )
-    for ranks in given.ranks:
-        for where in given.where:
-            sizes = (ranks, given.microbatches, given.families, given.repeats)
+    for ranks in options.ranks:
+        for where in options.where:
+            sizes = (ranks, options.microbatches, options.families, options.repeats)
             seen = [on_threads(*sizes)] if where == "threads" else run_ranks(in_process, ranks, *sizes, timeout=600)
-            for index, name in enumerate(given.families):
-                row = row_of(name, where, ranks, given.microbatches, [each[index] for each in seen])
+            for index, name in enumerate(options.families):
+                row = row_of(name, where, ranks, options.microbatches, [process[index] for process in seen])
                 rows.append(row)
-                if not given.json:
+                if not options.json:
                     print(show(row), flush=True)
-    if given.json:
+    if options.json:
         print(json.dumps(rows, indent=2))
 
 

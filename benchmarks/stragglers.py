@@ -61,18 +61,18 @@ def train(rank: int, steps: int, plant: tuple[int, int] | None) -> list[tuple[in
     lines, layers = Lines(), [Layer() for _ in range(RANKS)]
     pipe = sl.Pipeline(layers, loss_fn=functional.mse_loss, microbatches=MICROBATCHES)
     x = torch.randn(16 * MICROBATCHES, WIDTH)
-    told: list[tuple[int, str]] = []
+    warnings: list[tuple[int, str]] = []
     for step in range(steps):
         stats = pipe.step(x, x)
         pipe.zero_grad()
-        told += [(step, text) for text in lines.texts]
+        warnings += [(step, text) for text in lines.texts]
         lines.texts.clear()
         if plant is not None and step + 1 == plant[0]:
             timeline = stats.measured()
             mine = timeline.schedule.stage_ids == plant[1]
             layers[plant[1]].seconds = float((timeline.end - timeline.start)[mine].sum()) / MICROBATCHES
     logging.getLogger("stageline").removeHandler(lines)
-    return told
+    return warnings
 
 
 def run(processes: bool, steps: int, plant: tuple[int, int] | None = None) -> list[tuple[int, str]]:
@@ -88,34 +88,35 @@ def main() -> None:
     parser.add_argument("--processes", action="store_true", help="ranks as processes, not as threads")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
-    chance = random.Random(asked.seed)
+    options = parser.parse_args()
+    chance = random.Random(options.seed)
     named, others, waits = 0, 0, []
-    for _ in range(asked.trials):
+    for _ in range(options.trials):
         begin, stage = chance.randrange(12, 40), chance.randrange(RANKS)
-        told = run(asked.processes, begin + 10, (begin, stage))
-        right = [step for step, text in told if f"stage {stage} on" in text and step >= begin]
+        warnings = run(options.processes, begin + 10, (begin, stage))
+        right = [step for step, text in warnings if f"stage {stage} on" in text and step >= begin]
         named += bool(right)
-        others += len(told) - bool(right)
+        others += len(warnings) - bool(right)
         waits += [right[0] - begin + 1] if right else []
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
-        noise = run(asked.processes, asked.steps)
+        noise = run(options.processes, options.steps)
     finally:
         for loop in loops:
             loop.kill()
             loop.wait()
-    if asked.json:
-        print(json.dumps({"trials": asked.trials, "named": named, "others": others, "waits": waits, "noise": noise}))
+    if options.json:
+        print(json.dumps({"trials": options.trials, "named": named, "others": others, "waits": waits, "noise": noise}))
     else:
         print(
-            f"{named} of {asked.trials} planted stragglers named within 10 steps, at most {max(waits, default=0)} steps"
+            f"{named} of {options.trials} planted stragglers named within 10 steps, "
+            f"at most {max(waits, default=0)} steps"
         )
         print(f"{others} other lines in these trials")
-        print(f"{len(noise)} lines in {asked.steps} steps beside a busy loop on each of {len(loops)} cores")
+        print(f"{len(noise)} lines in {options.steps} steps beside a busy loop on each of {len(loops)} cores")
         for step, text in noise:
             print(f"  {step}: {text}")
-    sys.exit(0 if named == asked.trials and not noise else 1)
+    sys.exit(0 if named == options.trials and not noise else 1)
 
 
 if __name__ == "__main__":

@@ -56,14 +56,14 @@ def gaps(arguments: argparse.Namespace) -> Iterator[Row]:
     for ranks in (8, 16) if arguments.quick else (8, 16, 32):
         for count in (ranks // 2, ranks, 3 * ranks // 2, 2 * ranks, 4 * ranks, 8 * ranks):
             for seeds in ([None], range(2 if arguments.quick else 6)):
-                found = [
+                results = [
                     sl.synthesize(costs_of(ranks, seed), ranks, count, time_limit=arguments.time_limit)
                     for seed in seeds
                 ]
                 yield {
                     "ranks": ranks, "microbatches": count, "stages": "equal" if seeds == [None] else "±30%",
-                    "largest gap": max(r.gap for r in found), "mean gap": statistics.mean(r.gap for r in found),
-                    "seconds": max(r.seconds for r in found),
+                    "largest gap": max(r.gap for r in results), "mean gap": statistics.mean(r.gap for r in results),
+                    "seconds": max(r.seconds for r in results),
                 }  # fmt: skip
 
 
@@ -92,15 +92,15 @@ def against_heuristic(arguments: argparse.Namespace) -> Iterator[Row]:
 def first_answer(arguments: argparse.Namespace) -> Iterator[Row]:
     """Seconds to the first answer, and to the end, for large steps."""
     for ranks, count, cap in ((64, 256, None), (64, 256, 64), (32, 256, 24)):
-        told: list[Any] = []
+        improvements: list[Any] = []
         begun = time.perf_counter()
         r = sl.synthesize(
-            costs_of(ranks, 0), ranks, count, memory=cap, time_limit=arguments.time_limit, progress=told.append
+            costs_of(ranks, 0), ranks, count, memory=cap, time_limit=arguments.time_limit, progress=improvements.append
         )
         total = time.perf_counter() - begun
         yield {
-            "ranks": ranks, "microbatches": count, "cap": cap, "first seconds": told[0].seconds,
-            "first": told[0].achieved, "achieved": r.achieved, "gap": r.gap, "seconds": total,
+            "ranks": ranks, "microbatches": count, "cap": cap, "first seconds": improvements[0].seconds,
+            "first": improvements[0].achieved, "achieved": r.achieved, "gap": r.gap, "seconds": total,
         }  # fmt: skip
 
 
@@ -153,17 +153,17 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, default=2.0, help="seconds for each search")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
-    found: dict[str, list[Row]] = {}
+    tables: dict[str, list[Row]] = {}
     for name in arguments.parts or PARTS:
         if not arguments.json:
             print(f"\n{name}: {(PARTS[name].__doc__ or '').strip()}", flush=True)
-        found[name] = []
+        tables[name] = []
         for row in PARTS[name](arguments):
-            found[name].append(row)
+            tables[name].append(row)
             if not arguments.json:
                 print("  " + "  ".join(f"{key} {shown(key, value)}" for key, value in row.items()), flush=True)
     if arguments.json:
-        json.dump(found, sys.stdout, indent=2)
+        json.dump(tables, sys.stdout, indent=2)
 
 
 if __name__ == "__main__":

@@ -79,8 +79,8 @@ def pieces(folder: Path) -> list[nn.Module]:
 
 def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     groups = [
-        {"params": [each for each in parameters if each.dim() > 1], "weight_decay": DECAY},
-        {"params": [each for each in parameters if each.dim() == 1], "weight_decay": 0.0},
+        {"params": [parameter for parameter in parameters if parameter.dim() > 1], "weight_decay": DECAY},
+        {"params": [parameter for parameter in parameters if parameter.dim() == 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=1e-8, fused=True)
 
@@ -134,18 +134,22 @@ def run_torch(rank: int, folder: Path, name: str, turns: Turns) -> None:
     stages[-1].append(layers[-1])
     mine = ([0, 3] if rank == 0 else [1, 2]) if many else [rank]
     cpu = torch.device("cpu")
-    made = [pipelining.PipelineStage(stages[index], index, len(stages), cpu) for index in mine]
+    pipeline_stages = [pipelining.PipelineStage(stages[index], index, len(stages), cpu) for index in mine]
     kind: Any = getattr(pipelining.schedules, name)
-    schedule = kind(made if many else made[0], MICROBATCHES, loss_fn=sum_of_losses, scale_grads=False)
-    parameters = [each for index in mine for each in stages[index].parameters()]
+    schedule = kind(
+        pipeline_stages if many else pipeline_stages[0], MICROBATCHES, loss_fn=sum_of_losses, scale_grads=False
+    )
+    parameters = [parameter for index in mine for parameter in stages[index].parameters()]
     optimizer = make_optimizer(parameters)
     last, loss = len(stages) - 1 in mine, None
     for inputs, targets in batches(folder):
         turns.before_step(loss)
         losses: list[Tensor] = []
-        given: dict[str, Any] = {"target": targets, "losses": losses} if last else {}
-        schedule.step(*([inputs] if 0 in mine else []), **given)
-        square = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None]) ** 2
+        arguments: dict[str, Any] = {"target": targets, "losses": losses} if last else {}
+        schedule.step(*([inputs] if 0 in mine else []), **arguments)
+        square = (
+            nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None]) ** 2
+        )
         dist.all_reduce(square)
         nn.utils.clip_grads_with_norm_(parameters, MAX_NORM, square.sqrt())
         optimizer.step()
@@ -203,18 +207,18 @@ def prepare(folder: Path, steps: int) -> None:
     np.save(folder / "tokens.npy", open_data(Config()).train.array[:2_000_000])  # type: ignore[union-attr]
     data = open_data(Config.read(None, *job_settings(folder)))
     loader = Loader(data.train, batch=BATCH, seed=0)
-    made = [torch.stack(loader.batch(BATCH * step)).numpy() for step in range(steps)]
-    np.save(folder / "batches.npy", np.stack(made))
+    batches = [torch.stack(loader.batch(BATCH * step)).numpy() for step in range(steps)]
+    np.save(folder / "batches.npy", np.stack(batches))
     torch.save(build(model, seed=0).state_dict(), folder / "weights.pt")
 
 
-def deepspeed_python(given: str) -> str:
+def deepspeed_python(path: str) -> str:
     """A python that has DeepSpeed; in a folder it is made if need be."""
-    if Path(given).is_file():
-        return str(Path(given).absolute())
-    python = Path(given).absolute() / "bin" / "python"
+    if Path(path).is_file():
+        return str(Path(path).absolute())
+    python = Path(path).absolute() / "bin" / "python"
     if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", given], check=True)
+        subprocess.run([sys.executable, "-m", "venv", path], check=True)
         wanted = [f"torch=={torch.__version__.partition('+')[0]}", "deepspeed", "numpy"]
         environment = os.environ | {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
         subprocess.run([str(python), "-m", "pip", "install", "-q", *wanted], check=True, env=environment)
@@ -223,7 +227,7 @@ def deepspeed_python(given: str) -> str:
 
 def measure(pythons: dict[str, str], rounds: int, steps: int) -> dict[str, list[Turn]]:
     """Every turn of every job."""
-    own = os.pathsep.join(each for each in sys.path if each)
+    own = os.pathsep.join(path for path in sys.path if path)
     source = str(Path(__file__).resolve().parents[1] / "src")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stageline-speed-")))
@@ -247,8 +251,8 @@ def summary(taken: dict[str, list[Turn]], steps: int) -> dict[str, Any]:
         raise RuntimeError(f"these are not the same training: the last losses are {losses}")
     rows = {
         name: {
-            "tokens/s": statistics.median(steps * TOKENS / each.seconds for each in turns),
-            "CPU ms a step": 1e3 * statistics.median(each.cpu for each in turns) / steps,
+            "tokens/s": statistics.median(steps * TOKENS / turn.seconds for turn in turns),
+            "CPU ms a step": 1e3 * statistics.median(turn.cpu for turn in turns) / steps,
             "loss": losses[name],
         }
         for name, turns in taken.items()
@@ -268,27 +272,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="turns of every job (default 9)")
     parser.add_argument("--steps", type=int, default=4, help="steps in a turn (default 4)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    given = parser.parse_args()
+    options = parser.parse_args()
     names = [*BESIDE, *dict.fromkeys(peer for peers in BESIDE.values() for peer in peers)]
     pythons = dict.fromkeys(names, sys.executable)
     missing = ""
     try:
-        if not given.deepspeed:
+        if not options.deepspeed:
             raise LookupError("give --deepspeed, a python that has it or a folder to make one in")
-        pythons["deepspeed"] = deepspeed_python(given.deepspeed)
+        pythons["deepspeed"] = deepspeed_python(options.deepspeed)
     except (LookupError, subprocess.CalledProcessError) as error:
         missing = str(error)
         del pythons["deepspeed"]
-    found = summary(measure(pythons, given.rounds, given.steps), given.steps)
-    if given.json:
-        print(json.dumps(found | {"not measured": {"deepspeed": missing} if missing else {}}, indent=2))
+    results = summary(measure(pythons, options.rounds, options.steps), options.steps)
+    if options.json:
+        print(json.dumps(results | {"not measured": {"deepspeed": missing} if missing else {}}, indent=2))
         return
-    print(f"torch {found['torch']}, {LAYERS} blocks of width {DIM}, {BATCH} × {LENGTH} tokens in {MICROBATCHES} "
-          f"microbatches, two processes; load {found['load']:.1f}")  # fmt: skip
-    for name, row in found["jobs"].items():
+    print(f"torch {results['torch']}, {LAYERS} blocks of width {DIM}, {BATCH} × {LENGTH} tokens in {MICROBATCHES} "
+          f"microbatches, two processes; load {results['load']:.1f}")  # fmt: skip
+    for name, row in results["jobs"].items():
         print(f"{name:28} {row['tokens/s']:6.0f} tokens/s  {row['CPU ms a step']:6.0f} ms of CPU a step  "
               f"loss {row['loss']:.4f}")  # fmt: skip
-    for row in found["ratios"]:
+    for row in results["ratios"]:
         print(f"{row['job']:16} {row['times']:.2f} times {row['against']:28} {row['times, by CPU']:.2f} by CPU")
     if missing:
         print(f"{'deepspeed':28} not measured: {missing}")

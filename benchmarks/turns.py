@@ -36,8 +36,8 @@ class Turns:
     def before_step(self, loss: float | None = None) -> None:
         """Come here before every step, with the loss of the last; the process ends when there are no more turns."""
         if self.made == -self.warmup or (self.made >= 0 and self.made % self.steps == 0):
-            said = {"cpu": time.process_time() - self.used, "loss": loss}
-            os.write(self.tell, json.dumps(said).encode() + b"\n")
+            report = {"cpu": time.process_time() - self.used, "loss": loss}
+            os.write(self.tell, json.dumps(report).encode() + b"\n")
             if sys.stdin.readline().strip() != "go":
                 os._exit(0)
             self.used = time.process_time()
@@ -78,10 +78,10 @@ class Job:
 
     def wait(self) -> list[dict[str, Any]]:
         """Wait until all of them wait; what they say."""
-        said = [ear.readline() for ear in self.ears]
-        if not all(said):
+        lines = [ear.readline() for ear in self.ears]
+        if not all(lines):
             raise RuntimeError(f"{self.name} ended too early:\n{self.log.read_text()[-3000:]}")
-        return [json.loads(line) for line in said]
+        return [json.loads(line) for line in lines]
 
     def turn(self) -> Turn:
         """Let it make its steps."""
@@ -90,9 +90,11 @@ class Job:
             assert process.stdin is not None
             process.stdin.write(b"go\n")
             process.stdin.flush()
-        said = self.wait()
-        losses = [each["loss"] for each in said if each["loss"] is not None]
-        return Turn(time.perf_counter() - began, sum(each["cpu"] for each in said), losses[-1] if losses else None)
+        reports = self.wait()
+        losses = [report["loss"] for report in reports if report["loss"] is not None]
+        return Turn(
+            time.perf_counter() - began, sum(report["cpu"] for report in reports), losses[-1] if losses else None
+        )
 
     def close(self) -> None:
         """End them."""
@@ -115,6 +117,6 @@ def in_turns(jobs: Sequence[Job], rounds: int) -> dict[str, list[Turn]]:
 
 def free_port() -> str:
     """A port that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])

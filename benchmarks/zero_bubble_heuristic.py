@@ -132,9 +132,9 @@ def zero_bubble_heuristic(costs: sl.Costs, ranks: int, microbatches: int, caps: 
             moved = any(_step(state, rank, turn, skip, eager, warm) for rank in order)
         if sum(map(len, state.programs)) < 3 * ranks * microbatches:
             continue
-        made = sl.Schedule.from_programs(state.programs, name="zero-bubble heuristic")
-        timeline = sl.simulate(made, costs)
+        schedule = sl.Schedule.from_programs(state.programs, name="zero-bubble heuristic")
+        timeline = sl.simulate(schedule, costs)
         fits = all(peak <= cap * (1 + 1e-9) for peak, cap in zip(timeline.peak_memory, caps, strict=True))
         if fits and (best is None or timeline.makespan < best[0]):
-            best = timeline.makespan, made
+            best = timeline.makespan, schedule
     return best[1] if best is not None else None

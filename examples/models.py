@@ -207,16 +207,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--steps", type=int, default=3)
-    given = parser.parse_args(arguments)
-    make, inputs, targets, loss_fn = EXAMPLES[given.model]
+    options = parser.parse_args(arguments)
+    make, inputs, targets, loss_fn = EXAMPLES[options.model]
     torch.manual_seed(0)
     model = make()
-    schedule = sl.schedule(given.schedule, given.ranks, microbatches=4)
+    schedule = sl.schedule(options.schedule, options.ranks, microbatches=4)
     print(sl.split(model, schedule.stages, example=inputs))
-    print(sl.check(model, (inputs, targets), ranks=given.ranks, schedule=schedule, loss_fn=loss_fn, example=inputs))
+    print(sl.check(model, (inputs, targets), ranks=options.ranks, schedule=schedule, loss_fn=loss_fn, example=inputs))
     pipe = sl.Pipeline(model, loss_fn=loss_fn, schedule=schedule, example=inputs)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
-    for step in range(given.steps):
+    for step in range(options.steps):
         stats = pipe.step(inputs, targets)
         optimizer.step()
         optimizer.zero_grad()

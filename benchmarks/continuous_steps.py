@@ -1,6 +1,6 @@
 """Steps that interlock against steps one after the other: `pipe.run` against `pipe.step` and `optimizer.step()`.
 
-python benchmarks/interlocking.py [--ranks 4] [--microbatches 8 16] [--families 1f1b zb-h2 zb-v] [--steps 8]
+python benchmarks/continuous_steps.py [--ranks 4] [--microbatches 8 16] [--families 1f1b zb-h2 zb-v] [--steps 8]
                                   [--repeats 3] [--max-norm 1e9] [--quick] [--markdown]
 
 Every rank sleeps 10 ms in F, in I and in W of every microbatch; where it holds V chunks, each sleeps a V-th of that. A
@@ -55,7 +55,7 @@ def measure(
         for _ in pipe.run(itertools.repeat(batch, count), optimizer=optimizer, max_norm=max_norm):
             pass
 
-    found: dict[str, list[float]] = {"loop": [], "run": []}
+    rates: dict[str, list[float]] = {"loop": [], "run": []}
     ways: dict[str, Callable[[int], None]] = {"loop": loop, "run": run}
     for turn in range(repeats + 1):
         for way, train in ways.items():
@@ -64,8 +64,8 @@ def measure(
             began = time.perf_counter()
             train(steps if turn else 2)
             if turn:
-                found[way].append(steps / (time.perf_counter() - began))
-    return found
+                rates[way].append(steps / (time.perf_counter() - began))
+    return rates
 
 
 def in_process(rank: int, *sizes: Any) -> dict[str, list[float]]:
@@ -79,7 +79,7 @@ def row_of(
     schedule = sl.schedule(name, ranks, microbatches)
     part = NOMINAL * schedule.ranks / schedule.stages
     planned = sl.simulate(schedule, sl.Costs(forward=part, backward_input=part, backward_weight=part))
-    turns = {way: [min(each) for each in zip(*(one[way] for one in seen), strict=True)] for way in ("loop", "run")}
+    turns = {way: [min(rates) for rates in zip(*(one[way] for one in seen), strict=True)] for way in ("loop", "run")}
     together = (steps - 1) * planned.span + planned.makespan
     return {
         "where": where,
@@ -122,23 +122,23 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="8 microbatches, 4 steps, 2 turns")
     parser.add_argument("--markdown", action="store_true", help="print a table for the documentation")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    given = parser.parse_args()
-    if given.quick:
-        given.microbatches, given.steps, given.repeats = [8], 4, 2
+    options = parser.parse_args()
+    if options.quick:
+        options.microbatches, options.steps, options.repeats = [8], 4, 2
     torch.set_num_threads(1)
-    if not given.json:
+    if not options.json:
         names = ["where", "family", "M", "loop /s", "run /s", "gain", "limit", "for ever"]
-        print(f"| {' | '.join(names)} |" if given.markdown else "  ".join(f"{name:>9}" for name in names))
-        if given.markdown:
+        print(f"| {' | '.join(names)} |" if options.markdown else "  ".join(f"{name:>9}" for name in names))
+        if options.markdown:
             print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     rows = []
-    for where, microbatches, name in itertools.product(given.where, given.microbatches, given.families):
-        sizes = (name, given.ranks, microbatches, given.steps, given.repeats, given.max_norm)
-        seen = [measure(*sizes)] if where == "threads" else run_ranks(in_process, given.ranks, *sizes, timeout=300)
-        rows.append(row_of(where, name, given.ranks, microbatches, given.steps, seen))
-        if not given.json:
-            print(show(rows[-1], given.markdown), flush=True)
-    if given.json:
+    for where, microbatches, name in itertools.product(options.where, options.microbatches, options.families):
+        sizes = (name, options.ranks, microbatches, options.steps, options.repeats, options.max_norm)
+        seen = [measure(*sizes)] if where == "threads" else run_ranks(in_process, options.ranks, *sizes, timeout=300)
+        rows.append(row_of(where, name, options.ranks, microbatches, options.steps, seen))
+        if not options.json:
+            print(show(rows[-1], options.markdown), flush=True)
+    if options.json:
         print(json.dumps(rows, indent=2))
 
 
