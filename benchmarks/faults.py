@@ -97,7 +97,7 @@ def ours(rank: int, stages: list[FaultyStage], planter: Planter) -> None:
         microbatches=MICROBATCHES,
         deadline=DEADLINE,
     )
-    world: Any = pipe._world
+    world: Any = pipe.runner.world
     honest = world.transport
 
     def replaced(message: Any) -> Any:

@@ -29,7 +29,7 @@ from torch.distributed import pipelining
 from torch.nn import functional
 
 import stageline as sl
-from stageline.runtime.step import Batch
+from stageline.runtime.batch import Batch
 from stageline.testing import one_process_step
 
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -74,7 +74,8 @@ def peer(name: str, parts: list[nn.Sequential], tokens: Tensor) -> Callable[[], 
 
 
 def work_of(pipe: sl.Pipeline, tokens: Tensor) -> Any:
-    return pipe._work(Batch(tokens, tokens, training=True), len(tokens), len(tokens), MICROBATCHES)
+    executors = pipe.runner.executors_for(MICROBATCHES, True)
+    return pipe.runner.batches.request(executors, Batch(tokens, tokens, training=True), 0, len(tokens), len(tokens))
 
 
 def held_by_stage(pipe: sl.Pipeline, tokens: Tensor) -> list[tuple[float, float]]:
@@ -84,7 +85,7 @@ def held_by_stage(pipe: sl.Pipeline, tokens: Tensor) -> list[tuple[float, float]
         parameter.grad = torch.zeros_like(parameter)  # so that no gradient is taken for an activation
     stages = {
         index: stage
-        for each in pipe._crew(MICROBATCHES, training=True).executors
+        for each in pipe.runner.executors_for(MICROBATCHES, True).executors
         for index, stage in each.stages.items()
     }
     leaves: Any = [work.inputs[0]]
@@ -162,7 +163,7 @@ def main() -> None:
     }
     runs |= {name: (lambda pipe=pipe: pipe.step(tokens, tokens)) for name, pipe in pipes.items()}  # type: ignore[misc]
     if not given.only:
-        parts = [copy.copy(part) for part in pipes["interleaved, 1 rank"]._parts]
+        parts = [copy.copy(part) for part in pipes["interleaved, 1 rank"].runner.stages.parts]
         runs |= {name: peer(name, parts, tokens) for name in PEERS}
     taken: dict[str, list[float]] = {name: [] for name in runs}
     peaks: dict[str, float] = {}
@@ -207,7 +208,7 @@ def profile_step(name: str, pipe: sl.Pipeline, tokens: Tensor) -> None:
     """The host's time of one step, function by function."""
     profiler = cProfile.Profile()
     work = work_of(pipe, tokens)
-    (executor,) = pipe._crew(MICROBATCHES, training=True).executors
+    (executor,) = pipe.runner.executors_for(MICROBATCHES, True).executors
     make: Any = torch.cuda.Event
     event = make(enable_timing=True)
     event.record()

@@ -48,7 +48,7 @@ def measure(rank: int, name: str, microbatches: int, megabytes: float, repeats: 
     elements = int(megabytes * 2**20 / 4 / chunks)
     stages = [Heavy(NOMINAL / chunks, elements) for _ in range(schedule.stages)]
     pipe = sl.Pipeline(stages, loss_fn=functional.mse_loss, schedule=schedule, replicas=2)
-    replicas: Any = pipe._replicas
+    replicas: Any = pipe.runner.replicas
     x = torch.ones(microbatches, 8)
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in range(repeats + 1):

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from stageline.planning.plan import Plan, plan
     from stageline.runtime.check import Report, check
     from stageline.runtime.pipeline import Pipeline
-    from stageline.runtime.step_stats import Evaluation, StepStats
+    from stageline.runtime.step_report import Evaluation, StepStats
     from stageline.schedules.action import Action, Overlap
     from stageline.schedules.channels import Channel
     from stageline.schedules.io import read_schedule
@@ -141,7 +141,7 @@ _LATER = {
     "read_timeline": "stageline.timeline.io",
     "simulate": "stageline.timeline.simulate",
     "Timeline": "stageline.timeline.timeline",
-    "Evaluation": "stageline.runtime.step_stats",
+    "Evaluation": "stageline.runtime.step_report",
     "Staged": "stageline.model.staged",
     "pop": "stageline.model.skips",
     "skippable": "stageline.model.skips",
@@ -160,7 +160,7 @@ _LATER = {
     "read_profile": "stageline.model.profile.profile",
     "split": "stageline.model.split",
     "Pipeline": "stageline.runtime.pipeline",
-    "StepStats": "stageline.runtime.step_stats",
+    "StepStats": "stageline.runtime.step_report",
     "Synthesis": "stageline.synthesis.synthesize",
     "synthesize": "stageline.synthesis.synthesize",
     "Trainer": "stageline.train.trainer",

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import stageline as sl
-from stageline.runtime.step import Batch
+from stageline.runtime.batch import Batch
 from stageline.testing import assert_same_bits, one_process_step
 from support.gradients import gradients
 from support.pipelines import Average, Block, batch, noisy
@@ -91,8 +91,9 @@ def test_a_policy_says_which_operators_are_not_computed_again(name: str, given: 
         model = counting()
         pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, ranks=1, microbatches=2, **options)
         with Products() as found:
-            executor = pipe._crew(2, training=True).executors[0]
-            executor.run(pipe._work(Batch(*batch(), training=True), 10, 10, 2))
+            executors = pipe.runner.executors_for(2, True)
+            request = pipe.runner.batches.request(executors, Batch(*batch(), training=True), 0, 10, 10)
+            executors.executors[0].run(request)
         return found.count, gradients(model)
 
     none, plain = products()
@@ -121,7 +122,7 @@ def test_only_the_inputs_of_a_chosen_module_are_kept() -> None:
 
     model: Any = nn.Sequential(Watched(), nn.Linear(8, 8))
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="zb-h1", ranks=1, microbatches=1, recompute="0")
-    stage = pipe._crew(1, training=True).executors[0].stages[0]
+    stage = pipe.runner.executors_for(1, True).executors[0].stages[0]
     output = stage.forward(0, 0, [torch.randn(2, 8)], "tensor", [False], True, {})
     gc.collect()
     assert watched[0]() is None

@@ -622,7 +622,7 @@ def foreign_default(rank: int, folder: str) -> list[str]:
     assert_same_bits(pipe.state_dict(gather=True), plain.state_dict())
     another = sl.Pipeline(blocks(4), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=4)
     assert another.step(*batch()).loss == loss
-    return [dist.get_backend(), dist.get_backend(another._world._groups.control)]  # type: ignore[attr-defined]
+    return [dist.get_backend(), dist.get_backend(another.runner.world._groups.control)]  # type: ignore[attr-defined]
 
 
 def test_the_users_default_group_is_not_used(tmp_path: Path) -> None:
@@ -745,7 +745,7 @@ def interrupted(rank: int) -> str:
     x = torch.ones(4, 4)
     pipe.step(x, x)
     if rank == 1:
-        pipe._work = lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+        pipe.runner.batches.request = lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt if rank == 1 else sl.PipelineError) as caught:
         pipe.step(x, x)
     if rank == 1:

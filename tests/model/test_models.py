@@ -496,7 +496,7 @@ def test_a_model_without_modules_is_traced_and_gives_the_same_bits(family: str) 
     assert pipe.step({"x": x, "scale": 1.0}, y).loss == plainly(plain, of_both, x, y, 2)
     assert_same_bits(gradients(model), gradients(plain))
     assert sorted(pipe.state_dict()) == sorted(model.state_dict())
-    assert all(len(list(part.parameters())) < 4 for part in pipe._parts)
+    assert all(len(list(part.parameters())) < 4 for part in pipe.runner.stages.parts)
     pipe.eval()
     with pytest.raises(sl.PipelineError, match="traced in training mode; split it again after"):
         pipe.predict({"x": x, "scale": 1.0})

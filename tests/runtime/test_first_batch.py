@@ -248,7 +248,7 @@ def fail(pipe: sl.Pipeline, batch: Any, how: str) -> None:
         pipe.predict(batch[0])
 
 
-@pytest.mark.filterwarnings("ignore:what has to pass from stage to stage")
+@pytest.mark.filterwarnings("ignore:could not infer what crosses the stage boundaries")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v"])
 @pytest.mark.parametrize("how", ["step", "run", "predict"])
 def test_a_pipeline_waits_for_its_first_good_batch(schedule: str, how: str) -> None:

@@ -117,7 +117,7 @@ def train(rank: int, seeds: list[int], apart: bool) -> list[dict[str, Tensor | N
         model = layers(schedule.stages)
         pipe = sl.Pipeline(list(model), loss_fn=functional.mse_loss, schedule=schedule)
         if apart:
-            world: Any = pipe._world
+            world: Any = pipe.runner.world
             world._transport._payloads = PayloadGroups("gloo", "cpu")
         for _ in range(2):
             pipe.step(*samples(schedule.microbatches))
@@ -138,7 +138,7 @@ def test_a_message_that_was_not_sent_in_its_turn_is_still_refused() -> None:
     """What is parked is checked as what is taken at once."""
     schedule = reordered(2, 0)
     pipe = sl.Pipeline(list(layers(schedule.stages)), loss_fn=functional.mse_loss, schedule=schedule, deadline=5.0)
-    world: Any = pipe._world
+    world: Any = pipe.runner.world
     honest = world.transport
     world.transport = lambda rank: FaultyTransport(honest(rank), relabel=lambda head: replace(head, microbatch=99))
     with pytest.raises(sl.PipelineError, match=r"expected the output of .*, and got the output of .* microbatch 99"):

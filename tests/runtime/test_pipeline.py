@@ -298,7 +298,7 @@ def test_names_are_those_of_the_whole_model() -> None:
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="1f1b", ranks=3, microbatches=2)
     assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in model.named_parameters()]
     assert pipe.state_dict().keys() == model.state_dict().keys()
-    assert [len(part) for part in pipe._parts] == [2, 2, 1]
+    assert [len(part) for part in pipe.runner.stages.parts] == [2, 2, 1]
     pipe.step(*batch())
     assert all(grad is not None for _, grad in pipe.named_gradients())
     other = sl.Pipeline(blocks(5), loss_fn=functional.mse_loss, schedule="zb-v", ranks=2, microbatches=2)

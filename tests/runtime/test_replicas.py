@@ -189,13 +189,13 @@ def unused(rank: int) -> None:
     x, y = data(0)
     pipe.step(x + (1e3 if pipe.replica else 0.0), y)
     grads = dict(pipe.named_gradients())
-    if 0 in pipe._owned:
+    if 0 in pipe.runner.stages.local:
         assert grads["0.sometimes.weight"] is not None
         assert grads["0.sometimes.weight"].abs().sum() > 0
         assert grads["0.never.weight"] is None
         seen = grads["0.sometimes.weight"].tolist()
-        assert pipe._replicas is not None
-        texts = [pipe._replicas.group.broadcast(str(seen), replica) for replica in range(2)]
+        assert pipe.runner.replicas is not None
+        texts = [pipe.runner.replicas.group.broadcast(str(seen), replica) for replica in range(2)]
         assert texts[0] == texts[1]
 
 
@@ -290,10 +290,10 @@ def evaluates(rank: int) -> float:
 def overlap(rank: int) -> tuple[int, list[int]]:
     """After how many actions each bucket was begun to be added up, and how many actions there are."""
     pipe = pipeline(model(), "zb-v", bucket_mb=0.001)
-    assert pipe._replicas is not None
-    group: Any = pipe._replicas.group
+    assert pipe.runner.replicas is not None
+    group: Any = pipe.runner.replicas.group
     begun, add = [], group.all_reduce_async
-    world: Any = pipe._world
+    world: Any = pipe.runner.world
 
     def watched(flat: Tensor) -> Any:
         begun.append(world._control.done)

@@ -21,7 +21,7 @@ def main(rank: int, folder: str) -> None:
     pipe = sl.Pipeline(
         stages, loss_fn=functional.mse_loss, ranks=2, schedule="1f1b", microbatches=4, replan="warn", replan_every=3
     )
-    world: Any = pipe._world
+    world: Any = pipe.runner.world
     world._align_after, first = 0.0, world.clocks.moment
     for _ in range(4):
         stats = pipe.step(x, x)

@@ -27,7 +27,7 @@ def lose_a_rank() -> sl.PipelineError:
     )
     x = torch.ones(4, 2)
     pipe.step(x, x)
-    world = pipe._world
+    world = pipe.runner.world
     if rank == ranks - 1:
         world.all_reduce(np.zeros(1))  # so all have finished their step
         world.abandon(KeyboardInterrupt())

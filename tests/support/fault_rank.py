@@ -128,7 +128,7 @@ class Job:
 
     def faulty(self, deadline: float) -> sl.Pipeline:
         pipe = self.pipeline("1f1b", deadline)
-        world: Any = pipe._world
+        world: Any = pipe.runner.world
         honest = world.transport
         world.transport = lambda rank: FaultyTransport(honest(rank), replaced=self.wire.spoil)
         return pipe
@@ -154,7 +154,7 @@ class Job:
         os.environ["STAGELINE_FLIGHT_DIR"] = str(self.faults.folder / f"flights-{self.steps}")
         if plant is not None:
             fault, stage, action, microbatch = plant
-            if stage in self.pipe._owned:
+            if stage in self.pipe.runner.stages.local:
                 self.model[stage].plant(self.faults.of(fault), action, microbatch)
         if wire is not None:
             self.wire.fault, self.wire.traffic, self.wire.stage = wire
@@ -197,7 +197,7 @@ class Job:
 
     def unheard(self) -> dict[str, Any]:
         """Rank 1 fails first, and what the monitor hears first is that rank 0 did."""
-        world: Any = self.pipe._world
+        world: Any = self.pipe.runner.world
         report = world._control.report
 
         def late(failure: Any) -> None:

@@ -36,7 +36,7 @@ def train(rank: int, fault: str) -> dict[str, Any]:
     one_process_step(plain, functional.mse_loss, x, y, microbatches=2)
     mine, alone = dict(pipe.named_gradients()), {name: value.grad for name, value in plain.named_parameters()}
     assert_same_bits(mine, {name: alone[name] for name in mine}, "gradients")
-    world: Any = pipe._world
+    world: Any = pipe.runner.world
     if fault and rank == RANKS - 1:
         world.all_reduce(np.zeros(1))  # so all have finished their step
     if fault == "kill" and rank == RANKS - 1:

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 
 from stageline.common.errors import PeerFailed, TransportError
 from stageline.common.trust import proof
-from stageline.distributed.process_groups import own_host
+from stageline.distributed.bootstrap import own_host
 from stageline.transport.protocol import Header, Message
 from stageline.transport.tcp.links import Links
 from stageline.transport.tcp.transport import LARGE, SocketTransport

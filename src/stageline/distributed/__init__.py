@@ -4,5 +4,6 @@ Layout and mesh, process groups, collectives, and the hosts that run one step of
 runs programs that it is handed; it knows no stage and no autograd.
 
 Read in order: `layout`, `rank_host` (the protocols), `failures` (the error of a failed step), `thread_host`; then
-`process_groups`, `rendezvous`, `job_failures`, `collectives`, `process_host`, `process_exit` (ranks as processes).
+`bootstrap` (joining a job) with `rendezvous`, `process_groups`, `collectives`, `process_host` and, for jobs that lose a
+rank, `job_failures` and `process_exit`.
 """

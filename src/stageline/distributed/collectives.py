@@ -35,12 +35,12 @@ class ProcessCollectives:
         """Make the groups, all processes together, or use those of an earlier pipeline."""
         self.deadline, self.layout = deadline, layout
         self._groups = own_groups(deadline)
-        self._control = self._groups.watch
+        self._control = self._groups.monitor
         self._control.set_deadline(deadline)
         self._transport = SocketTransport(self._groups.links, self._groups.payloads, self._groups.count())
         self._transport.patience = self._control.busy
         self._failures = JobFailures(self._groups, layout, self._transport)
-        self._asked = 0.0
+        self._lost_checked = 0.0
         """When the store was last asked whether a rank is lost."""
         self.process = self._control.rank
         self.replica, rank = layout.place(self.process)
@@ -97,9 +97,9 @@ class ProcessCollectives:
 
     def _check_on_others(self, began: float) -> float:
         """Raise if a rank is lost, or if the deadline has passed since `began` and no other rank is at work."""
-        self._failures.check()
-        if time.monotonic() - self._asked > 0.2:
-            lost, self._asked = self._groups.lost(), time.monotonic()
+        self._failures.check(self._control.verdict())
+        if time.monotonic() - self._lost_checked > 0.2:
+            lost, self._lost_checked = self._groups.lost(), time.monotonic()
             if lost:
                 raise self._failures.lose(lost)
         if time.monotonic() - began > self.deadline:

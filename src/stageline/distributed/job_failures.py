@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 from stageline.common.errors import PeerFailed, PipelineError
+from stageline.distributed.bootstrap import BLAME
 from stageline.distributed.failures import GRADIENTS, note_record
 from stageline.distributed.layout import Layout
 from stageline.distributed.process_exit import close_at_exit
-from stageline.distributed.process_groups import BLAME, Groups
+from stageline.distributed.process_groups import Groups
 from stageline.distributed.rank_host import RankProgram
 from stageline.faults.flight_recorder import FlightRecorder, worth_writing
 from stageline.faults.monitor.verdict import Failure, Verdict
@@ -21,8 +24,11 @@ from stageline.transport.tcp.transport import SocketTransport
 class JobFailures:
     """The failures of one pipeline's ranks, as one process learns of them."""
 
+    latest: ClassVar[Callable[[], JobFailures | None]] = lambda: None
+    """Of several pipelines, the one that was made or began a step last: it writes the record when the job ends."""
+
     def __init__(self, groups: Groups, layout: Layout, transport: SocketTransport) -> None:
-        self.control = groups.watch
+        self.control = groups.monitor
         self.flight = FlightRecorder(transport.rank, transport.ranks, self.control.job)
         self.running: RankProgram | None = None
         """The program of the step that runs now."""
@@ -32,14 +38,10 @@ class JobFailures:
         self._left = False
         self.control.on_verdict(self.hear)
         self.control.on_end(self._last_words)
-        self.remember()
-
-    def remember(self) -> None:
-        """Of several pipelines, the one that was made or began a step last writes the record at the end."""
-        _last[:] = [weakref.ref(self)]
+        self.reference = JobFailures.latest = weakref.ref(self)
 
     def _last_words(self, verdict: Verdict | None) -> None:
-        if any(failures() is self for failures in _last):
+        if JobFailures.latest() is self:
             self.record(verdict)
 
     def named(self, verdict: Verdict) -> Verdict:
@@ -60,9 +62,8 @@ class JobFailures:
                 self.running.stopped = PeerFailed(f"rank {self.control.rank} stopped: {verdict}", verdict.culprit)
             self._transport.interrupt(verdict.culprit, str(verdict), final=verdict.final)
 
-    def check(self) -> None:
+    def check(self, verdict: Verdict | None) -> None:
         """Raise if the job lost a rank."""
-        verdict = self.control.verdict()
         if verdict is not None and verdict.final:
             raise self.over(self.named(verdict))
 
@@ -117,7 +118,3 @@ class JobFailures:
             return self.flight.write(verdict=verdict, doing=control.doing, waits=control.waits, lost=control.lost)
         except OSError:
             return None
-
-
-_last: list[weakref.ref[JobFailures]] = []
-"""The failures of the pipeline that was made or began a step last."""

@@ -26,7 +26,7 @@ REPLICAS = ("dp", "dp_replicate")
 
 @dataclass(frozen=True)
 class Layout:
-    """The processes of all replicas; by default those of a replica follow each other.
+    """The processes of all replicas; by default those of a replica are consecutive.
 
     >>> layout = Layout.even(ranks=2, replicas=3)
     >>> layout.rows
@@ -45,7 +45,7 @@ class Layout:
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh, processes: int) -> Layout:
-        """As a mesh says, whose dimensions are named "pp" and "dp", or either alone, in any order."""
+        """The layout of a mesh with dimensions named "pp" and "dp", or either alone, in any order."""
         names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
         shape = dict(zip(names, getattr(mesh, "shape", ()), strict=False))
         pp = next((name for name in names if name in RANKS), None)
@@ -64,21 +64,21 @@ class Layout:
         order = [names.index(name) for name in (dp, pp) if name is not None]
         rest = [index for index in range(len(names)) if index not in order]
         table = mesh.mesh.permute(*rest, *order).reshape(shape[dp] if dp else 1, shape[pp] if pp else 1).tolist()
-        found = sorted(process for row in table for process in row)
-        if found != list(range(processes)):
+        members = sorted(process for row in table for process in row)
+        if members != list(range(processes)):
             raise StagelineError(
-                f"the mesh holds the processes {found}, and {processes} were started: it must hold each of them once"
+                f"the mesh holds the processes {members}, and {processes} were started: it must hold each of them once"
             )
         return cls(tuple(tuple(map(int, row)) for row in table))
 
     @property
     def replicas(self) -> int:
-        """How many there are."""
+        """The number of replicas."""
         return len(self.rows)
 
     @property
     def ranks(self) -> int:
-        """How many ranks each replica has."""
+        """The number of ranks of each replica."""
         return len(self.rows[0])
 
     @cached_property
@@ -90,11 +90,11 @@ class Layout:
         return self._places[process]
 
     def replica_group(self, rank: int) -> tuple[int, ...]:
-        """The processes that are this rank of each replica: they hold the same stages."""
+        """The processes that are this rank of each replica, and so hold the same stages."""
         return tuple(row[rank] for row in self.rows)
 
     def name(self, process: int) -> str:
-        """A process as an error names it.
+        """The name of a process in an error.
 
         >>> Layout.even(ranks=2).name(1), Layout.even(ranks=2, replicas=2).name(3)
         ('rank 1', 'rank 3 (replica 1)')
@@ -103,7 +103,7 @@ class Layout:
 
 
 def ranks_of(mesh: DeviceMesh) -> int | None:
-    """How many ranks a mesh gives a pipeline; None where that is not said."""
+    """The number of ranks of a mesh; None where it has neither ranks nor replicas."""
     names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
     if any(name in RANKS for name in names):
         return int(mesh.shape[names.index(RANKS[0])])
@@ -111,7 +111,7 @@ def ranks_of(mesh: DeviceMesh) -> int | None:
 
 
 def find_layout(ranks: int, replicas: int | None, mesh: DeviceMesh | None, processes: int) -> Layout:
-    """The layout that was asked for, if so many processes fit it.
+    """The layout of ranks, replicas and mesh; refuses one that does not fit the number of processes.
 
     >>> find_layout(2, None, None, processes=6)
     Traceback (most recent call last):
@@ -122,13 +122,13 @@ def find_layout(ranks: int, replicas: int | None, mesh: DeviceMesh | None, proce
     if replicas is not None and (not isinstance(replicas, int) or replicas < 1):
         raise StagelineError(f"replicas is a number from 1 on, got {shorten(replicas)}")
     if mesh is not None:
-        found = Layout.of_mesh(mesh, processes)
-        if found.ranks != ranks or replicas not in (None, found.replicas):
+        layout = Layout.of_mesh(mesh, processes)
+        if layout.ranks != ranks or replicas not in (None, layout.replicas):
             raise StagelineError(
-                f"the mesh has {found.ranks} ranks and {found.replicas} replicas; the schedule has {ranks} ranks"
+                f"the mesh has {layout.ranks} ranks and {layout.replicas} replicas; the schedule has {ranks} ranks"
                 f"{'' if replicas is None else f' and replicas={replicas} was given'}: make them agree"
             )
-        return found
+        return layout
     if replicas is None and ranks == processes:
         return Layout.even(ranks)
     if processes == 1:

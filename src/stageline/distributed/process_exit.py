@@ -1,8 +1,8 @@
-"""The end of a process whose job lost a rank: Python ends as always, with the exit code of the script.
+"""The exit of a process whose job lost a rank: Python exits as usual, with the exit code of the script.
 
-Two things would get in its way. The destructor of a process group waits for its collectives, and one that waits for a
+Two things would prevent that. The destructor of a process group waits for its collectives, and one that waits for a
 frozen rank may take half an hour. And up to Python 3.13 a thread that returns from native code while the interpreter
-ends aborts the process. So the groups are never destroyed, and such threads never return.
+exits aborts the process. So the groups are never destroyed, and such threads never return.
 """
 
 from __future__ import annotations
@@ -17,34 +17,36 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
+from stageline.distributed._torch_private import default_store, known_groups
+
 _lost: list[object] = []
-"""Groups and stores that may have a collective on the way which never ends."""
+"""Groups and stores that may have a collective that never ends."""
 _stuck: list[threading.Thread] = []
-"""Threads that wait in native code for a rank which is lost."""
+"""Threads that wait in native code for a lost rank."""
 _closers: list[Callable[[], object]] = []
-"""What ends the threads that can be ended."""
+"""Functions that end the threads that can be ended."""
 
 
 def keep_groups() -> None:
-    """Keep the process groups of this moment for good, so that nothing waits for their collectives."""
+    """Keep the current process groups for good, so that nothing waits for their collectives."""
     if dist.is_initialized():
-        _lost.extend(group for group in dist.distributed_c10d._world.pg_map if group not in _lost)
-        _lost.append(dist.distributed_c10d._get_default_store())
+        _lost.extend(group for group in known_groups() if group not in _lost)
+        _lost.append(default_store())
 
 
 def leave_stuck(thread: threading.Thread) -> None:
-    """Leave a thread alone that waits in native code for a rank which is lost."""
+    """Never wait for a thread that waits in native code for a lost rank."""
     _stuck.append(thread)
 
 
 def close_at_exit(close: Callable[[], object]) -> None:
-    """Call this before Python ends: it ends threads of a transport that lost a rank."""
+    """Call a function before Python exits; it ends the threads of a transport that lost a rank."""
     _closers.append(close)
 
 
 @atexit.register
 def _prepare() -> None:
-    """Prepare the end of Python itself. Registered on import, so that what a script registers later runs before."""
+    """Prepare the exit of Python. Registered on import, so that functions that a script registers later run before."""
     for close in _closers:
         close()
     for thread in _stuck:
@@ -52,22 +54,22 @@ def _prepare() -> None:
     waiting = [thread for thread in _stuck if thread.is_alive()]
     if not (_closers or _lost or waiting):
         return
-    keep_groups()  # those of NCCL wait for a store that may be frozen, also where nothing is on the way
-    gc.freeze()  # collecting what torch keeps takes a second of computing, and whoever restarts the job waits for it
+    keep_groups()  # those of NCCL wait for a store that may be frozen, even if no collective is pending
+    gc.freeze()  # collecting torch's objects takes a second, and the restart of the job waits for it
     for thread in waiting:
         _park(thread)
     for kept in _lost:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-    with suppress(AttributeError):  # glibc has on_exit; elsewhere C++ destroys its globals as in any process
+    with suppress(AttributeError):  # only glibc has on_exit; elsewhere C++ destroys its globals as usual
         libc = ctypes.CDLL(None)
         libc.fflush(None)
-        # As the first thing that exit() does, given the exit code: C++ threads of the groups still run, and what they
-        # use would be destroyed under them.
+        # The first thing that exit() calls, with the exit code: C++ threads of the groups still run, and their globals
+        # would be destroyed under them.
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
 
 
 def _park(thread: threading.Thread) -> None:
-    """Let a thread sleep inside a signal handler for the rest of this process's life."""
+    """Let a thread sleep in a signal handler for the rest of the process."""
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal.restype = ctypes.c_void_p

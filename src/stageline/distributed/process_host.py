@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from stageline.common.errors import PeerFailed, PipelineError, StagelineError, TransportError
+from stageline.distributed.bootstrap import several_processes
 from stageline.distributed.collectives import ProcessCollectives
 from stageline.distributed.failures import (
     GRADIENTS,
@@ -26,8 +27,8 @@ from stageline.distributed.failures import (
     note_missing_value,
     note_record,
 )
+from stageline.distributed.job_failures import JobFailures
 from stageline.distributed.layout import Layout, find_layout
-from stageline.distributed.process_groups import several_processes
 from stageline.distributed.rank_host import Floats, HostedStep, RankProgram, World
 from stageline.distributed.thread_host import ThreadWorld
 from stageline.faults.flight_recorder import FlightRecorder
@@ -72,7 +73,8 @@ class ProcessWorld(ProcessCollectives):
         super().__init__(deadline, layout)
         self._within = self._transport.exchange(layout.rows[self.replica])
         self.clocks: Alignment | None = None
-        self._clocks_are_stale, self._align_after = False, ALIGN_EVERY
+        self._clocks_drift = self._clocks_are_stale = False
+        self._align_after, self._ranks = ALIGN_EVERY, layout.ranks
         self._traffic: tuple[Schedule, dict[tuple[int, Traffic], int], dict[tuple[int, Traffic], int]] | None = None
 
     def transport(self, rank: int) -> Transport:
@@ -89,9 +91,11 @@ class ProcessWorld(ProcessCollectives):
 
     def begin(self) -> None:
         """Begin a step; raise if the job lost a rank."""
-        self._failures.remember()
+        JobFailures.latest = self._failures.reference
         self._control.begin()
-        self._failures.check()
+        verdict = self._control.verdict()
+        if verdict is not None:
+            self._failures.check(verdict)
         if self._clocks_are_stale:
             self._align()
 
@@ -105,6 +109,7 @@ class ProcessWorld(ProcessCollectives):
         began = time.perf_counter()
         self._clocks_are_stale = False
         self.clocks = self.align(self._within)
+        self._clocks_drift = not self.clocks.exact
         self._align_after = max(ALIGN_EVERY, 1e3 * (time.perf_counter() - began))
 
     def end(self) -> None:
@@ -192,9 +197,8 @@ class ProcessWorld(ProcessCollectives):
         flags = np.zeros(3)
         if failed is not None:
             flags[int(isinstance(failed.error, PeerFailed))] = failed.time
-        clocks = self.clocks
-        if self.here[0] == 0 and clocks is not None and not clocks.exact:  # so that all ranks align in the same step
-            flags[2] = time.perf_counter() - clocks.moment > self._align_after
+        if self._clocks_drift and self.clocks is not None and self.here[0] == 0:  # so all ranks align in the same step
+            flags[2] = time.perf_counter() - self.clocks.moment > self._align_after
         origin, totals = self._gather_sums(flags, own)
         if origin is None:
             return totals
@@ -252,7 +256,7 @@ class ProcessWorld(ProcessCollectives):
 
     def _gather_sums(self, flags: Floats, own: Floats) -> tuple[int | None, Floats]:
         """Which process was the first to fail, if one did; and the sums of the summaries of this replica."""
-        small = own.size * self.layout.ranks <= SMALL
+        small = own.size * self._ranks <= SMALL
         rows = self.gather(self._within, np.concatenate([flags, own]) if small else flags)
         self._clocks_are_stale = bool(rows[:, 2].any())
         # When each kind of failure came first, and on which process: causes, and what follows from another's.

@@ -1,8 +1,8 @@
-"""A name that the ranks of one rendezvous agree on, whatever their store holds from an earlier one.
+"""A unique name for one rendezvous, on which its ranks agree through a store that may hold keys of an earlier one.
 
 torchrun's store outlives a restart, and the store of a script may outlive a process group. Their keys then hold the
-addresses of processes that are gone. So every rank says hello with a number that it has just drawn, and rank 0 answers
-it with the name of this rendezvous, under which everything else is kept.
+addresses of processes that are gone. So every rank writes a fresh random number, and rank 0 answers it with the name of
+this rendezvous, which is the prefix of all other keys.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Protocol
 
 
 class Store(Protocol):
-    """What is needed of a torch.distributed store."""
+    """The methods of a torch.distributed store that are used here."""
 
     def set(self, key: str, value: str, /) -> object:
-        """Keep a value."""
+        """Set a value."""
 
     def get(self, key: str, /) -> bytes:
         """Wait for a value."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
+        """Whether all keys exist."""
 
 
 class Meeting:
-    """One rank's part: rank 0 chooses the name and then answers the others, who ask for it.
+    """One rank's part: rank 0 chooses the name and answers the others, who ask for it.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> from torch.distributed import HashStore
@@ -43,7 +43,7 @@ class Meeting:
     """
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
-        """Choose the name, or wait until rank 0 tells it."""
+        """Choose the name, or wait until rank 0 answers with it."""
         self._store, self._ranks = store, ranks
         if rank == 0:
             self.name = secrets.token_hex(8)
@@ -54,14 +54,14 @@ class Meeting:
         store.set(_heard(self.name, rank), "1")
 
     def answer(self, over: Callable[[], bool]) -> Sequence[int]:
-        """On rank 0: answer the others until all have heard it, or it is over; gives the ranks that have not."""
+        """On rank 0: answer the others until all know the name, or `over()`; returns the ranks that do not."""
         answered: set[str] = set()
         missing = list(range(1, self._ranks))
         while missing and not over():
             for rank in missing:
                 if self._store.check([_hello(rank)]):
                     drawn = self._store.get(_hello(rank)).decode()
-                    if drawn not in answered:  # one of an earlier rendezvous, perhaps, whom the answer does not harm
+                    if drawn not in answered:  # perhaps of an earlier rendezvous, where the answer does no harm
                         self._store.set(_answer(drawn), self.name)
                         answered.add(drawn)
             missing = [rank for rank in missing if not self._store.check([_heard(self.name, rank)])]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "foreach_mul_",
     "has_accumulate_hooks",
     "has_gradient_hooks",
+    "mark_stepped",
+    "optimizer_hooks",
     "pytree",
     "share_gradient_hooks",
     "sparse_values",
@@ -70,6 +73,16 @@ flatten_dense: Callable[[Sequence[Tensor]], Tensor] = _flatten_dense_tensors
 def buffer_named(module: nn.Module, name: str) -> Tensor | None:
     """A buffer of this very module, which may be None."""
     return module._buffers[name]
+
+
+def optimizer_hooks(optimizer: Optimizer) -> list[Any]:
+    """The functions that an optimizer calls before and after it steps."""
+    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+
+
+def mark_stepped(optimizer: Optimizer) -> None:
+    """Let learning-rate schedulers see that an optimizer has stepped."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def composable_wrappers(module: nn.Module) -> set[str]:

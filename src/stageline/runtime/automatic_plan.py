@@ -1,26 +1,27 @@
-"""A pipeline that plans itself: rank 0 measures the model and plans, and all ranks do as it says."""
+"""`schedule="auto"`: rank 0 measures the model and plans, and all ranks follow its plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from stageline.autograd.recompute import Choice, understand
 from stageline.common.errors import StagelineError, shorten
+from stageline.distributed.bootstrap import several_processes
 from stageline.distributed.decision import decide
-from stageline.distributed.process_groups import several_processes
 from stageline.distributed.process_host import find_world
 from stageline.distributed.rank_host import World
 from stageline.model.build.build import Description, build
 from stageline.model.split import split
 from stageline.model.staged import Staged
 from stageline.model.units import NoStack, find_units
+from stageline.runtime._torch_private import pytree
+from stageline.runtime.options import PipelineOptions
 from stageline.tensors.pytree import batch_size
 
 if TYPE_CHECKING:
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from stageline.planning.plan import Plan
 
 TIME_LIMIT = 2.0
-"""Seconds that the search may take."""
+"""Time limit of the search, in seconds."""
 
 
 def ranks_for(ranks: int | None, replicas: int | None, deadline: float) -> int:
-    """The ranks that were asked for, or as many as there are processes."""
+    """The number of ranks: the option, or as many as there are processes."""
     if ranks is not None:
         return ranks
     if several_processes(deadline):
@@ -43,7 +44,7 @@ def ranks_for(ranks: int | None, replicas: int | None, deadline: float) -> int:
 
 @dataclass(frozen=True)
 class Automatic:
-    """What a pipeline is made of once it has been planned."""
+    """A planned pipeline."""
 
     world: World
     plan: Plan
@@ -53,76 +54,69 @@ class Automatic:
 
 def automatic(
     stages: Any,
-    given: Any,
+    source: Any,
     recipe: Description[Any] | None,
+    options: PipelineOptions,
     *,
     ranks: int | None,
     replicas: int | None,
     mesh: DeviceMesh | None,
-    deadline: float,
     microbatches: int | None,
-    example: Any,
-    recompute: Choice,
-    device: torch.device | str,
-    options: Mapping[str, Any],
+    chunks: Any,
 ) -> Automatic:
     """Plan together with all ranks, and cut the model as planned."""
-    ranks = ranks_for(ranks, replicas, deadline)
-    world = find_world(ranks, deadline, replicas, mesh)
-    found = plan_together(
-        world,
-        given,
-        None if recipe is None else factory_of(stages),
-        ranks=ranks,
-        microbatches=microbatches,
-        example=example,
-        recompute=recompute,
-        device=device,
-        options=options,
-    )
-    chosen = found.recompute if isinstance(recompute, str) and recompute == "auto" else recompute
-    return Automatic(world, found, staged_as(found, given, recipe, example), chosen)
+    if options.chunk_specs:
+        raise StagelineError(
+            "schedule='auto' measures microbatches that are cut along the first dimension, and chunk specs are "
+            "given; name a schedule, or plan with sl.plan and give its schedule"
+        )
+    ranks = ranks_for(ranks, replicas, options.seconds)
+    world = find_world(ranks, options.seconds, replicas, mesh)
+    factory = None if recipe is None else factory_of(stages)
+    plan = plan_together(world, source, factory, options, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    by_plan = isinstance(options.recompute, str) and options.recompute == "auto"
+    recompute = plan.recompute if by_plan else options.recompute
+    return Automatic(world, plan, staged_as(plan, source, recipe, options.example), recompute)
 
 
 def factory_of(stages: Any) -> Callable[[], nn.Module] | None:
-    """What builds the model, where a function or functions of its layers were given."""
+    """The function that builds the model, if the user gave one, or functions that build its layers."""
     if isinstance(stages, nn.Module | Staged):
         return None
     if callable(stages):
-        made: Callable[[], nn.Module] = stages
-        return made
-    if isinstance(stages, Sequence) and stages and all(callable(each) for each in stages):
+        factory: Callable[[], nn.Module] = stages
+        return factory
+    if isinstance(stages, Sequence) and stages and all(map(callable, stages)):
         return lambda: nn.Sequential(*(make() for make in stages))
     return None
 
 
 def plan_together(
     world: World,
-    given: Any,
+    source: Any,
     factory: Callable[[], nn.Module] | None,
+    options: PipelineOptions,
     *,
     ranks: int,
     microbatches: int | None,
-    example: Any,
-    recompute: Choice,
-    device: torch.device | str,
-    options: Mapping[str, Any],
+    chunks: Any,
 ) -> Plan:
-    """The plan of rank 0, known to all; what is wrong there is wrong everywhere."""
+    """The plan of rank 0, on all processes; if it fails there, it fails everywhere."""
     from stageline.planning.io import parse_plan, to_text
 
-    _check(given, example)
+    example, recompute = options.example, options.recompute
+    _check(source, example)
 
     def choose() -> str:
-        model = given if factory is None else build(factory, device=device, otherwise="construct")
+        model = source if factory is None else build(factory, device=options.device, otherwise="construct")
         sharing = len(world.here)  # ranks that are threads of one process share its GPU
-        return to_text(_plan(model, ranks, microbatches, example, recompute, sharing, options.get("chunks")))
+        return to_text(_plan(model, ranks, microbatches, example, recompute, sharing, chunks))
 
     return parse_plan(decide(world, choose), "the plan of rank 0")
 
 
-def _check(given: Any, example: Any) -> None:
-    if not isinstance(given, nn.Module):
+def _check(source: Any, example: Any) -> None:
+    if not isinstance(source, nn.Module):
         raise StagelineError(
             "schedule='auto' cuts the model itself: give the model, or a function that builds it, not its stages; or "
             "name a schedule"
@@ -137,7 +131,7 @@ def _check(given: Any, example: Any) -> None:
 def _plan(
     model: nn.Module, ranks: int, microbatches: int | None, example: Any, recompute: Choice, shared: int, chunks: Any
 ) -> Plan:
-    """Measure a part of the batch, as large as a microbatch, and plan."""
+    """Profile the model on a part of the batch that is as large as a microbatch, and plan."""
     from stageline.planning.plan import plan
     from stageline.planning.request import device_memory
     from stageline.tensors.pytree import first_samples
@@ -161,13 +155,13 @@ def _plan(
 
 
 def _beside(example: Any, model: nn.Module) -> Any:
-    """The example where the model is."""
+    """The example on the device of the model."""
     here = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return pytree.tree_map(lambda leaf: leaf.to(here) if isinstance(leaf, Tensor) else leaf, example)
 
 
 def _units(model: nn.Module, recompute: Choice) -> Any:
-    """What is computed once more, as a plan knows it: units as a whole."""
+    """What is recomputed, as a plan knows it: whole units."""
     if isinstance(recompute, str) and recompute in ("auto", "none", "stage"):
         return recompute
     chosen = understand(recompute, None).chosen
@@ -178,11 +172,11 @@ def _units(model: nn.Module, recompute: Choice) -> Any:
     return tuple(unit.name for unit in units if chosen is not None and chosen(unit.name, unit.module)) or "none"
 
 
-def staged_as(found: Plan, model: nn.Module, recipe: Description[Any] | None, example: Any) -> Staged:
-    """The model cut as planned; one without memory cannot always be run on the example."""
+def staged_as(plan: Plan, model: nn.Module, recipe: Description[Any] | None, example: Any) -> Staged:
+    """The model cut as planned; a model without memory cannot always run on the example."""
     for shown in (example, None) if recipe is not None else (example,):
         try:
-            staged = found.split(model, shown)
+            staged = plan.split(model, shown)
         except StagelineError:
             if shown is None or recipe is None:
                 raise

@@ -16,6 +16,7 @@ from stageline.model.compiled_models import unwrapped
 from stageline.model.huggingface import own_loss
 from stageline.model.split import check_positive
 from stageline.runtime._torch_private import pytree
+from stageline.runtime.batch import Batch
 from stageline.runtime.batches.chunk_specs import ChunkSpecs
 from stageline.runtime.pipeline import Pipeline
 from stageline.runtime.reference import (
@@ -31,7 +32,6 @@ from stageline.runtime.reference import (
     within,
 )
 from stageline.runtime.stage import Stage
-from stageline.runtime.step import Batch
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.subclasses import detached
 
@@ -150,19 +150,20 @@ def check(
     pipe = Pipeline(
         piped, loss_fn=loss, schedule=schedule, ranks=ranks, microbatches=parts, example=example, seed=0, **options
     )
-    if len(pipe._world.here) != pipe.schedule.ranks:
+    if not pipe.runner.world.single_process:
         raise StagelineError("check compares in one process; call it without torchrun")
-    if pipe._waits:
-        pipe._see(Batch(inputs, targets))
+    if pipe.runner.stages.awaits_batch:
+        pipe.runner.show(Batch(inputs, targets))
     sent = _watch_cuts(pipe, min(parts, samples))
     # A model may change its inputs in place, so both runs get copies.
     pipe_loss = pipe.step(*copy_batch((inputs, targets))).loss
-    alone = OneProcess(model, inputs, targets, example=example, parts=parts, specs=pipe._specs, penalty=pipe.penalty)
+    specs = pipe.options.chunk_specs
+    alone = OneProcess(model, inputs, targets, example=example, parts=parts, specs=specs, penalty=pipe.penalty)
     total, plain, reference = alone.run(loss)
     mine, other = _state(piped), _state(plain)
     differing = tuple(sorted(differences(mine, other), key=lambda tensor: -tensor.largest))
     reasons = _reorder_reasons(pipe, sent)
-    tied = {id(parameter) for parameter in pipe._placed.uses}
+    tied = {id(parameter) for parameter in pipe.runner.stages.placed.uses}
     return Report(
         schedule=pipe.schedule,
         loss=pipe_loss,
@@ -189,7 +190,7 @@ def _watch_cuts(pipe: Pipeline, filled: int) -> dict[int, int]:
 
         return count
 
-    for executor in pipe._crew(filled, training=True).executors:
+    for executor in pipe.runner.executors_for(filled, True).executors:
         for stage in executor.stages.values():
             stage.forward = watched(stage)  # type: ignore[method-assign]
     return sent
@@ -199,7 +200,7 @@ def _reorder_reasons(pipe: Pipeline, sent: Mapping[int, int]) -> Reasons:
     """Which gradients a pipeline sums in another order than one process, and why."""
     names = {parameter: name for name, parameter in pipe.model.named_parameters()}
     stages: dict[str, list[int]] = {}
-    for stage, part in enumerate(pipe._parts):
+    for stage, part in enumerate(pipe.runner.stages.parts):
         for parameter in part.parameters():
             stages.setdefault(names[parameter], []).append(stage)
     sums: dict[str, str] = {}

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from stageline.common.errors import PeerFailed, StagelineError
 from stageline.distributed.failures import Change
-from stageline.distributed.rank_host import RankExecutors
 from stageline.faults.flight_recorder import FlightRecorder, worth_writing
 from stageline.faults.monitor.verdict import Verdict, describe
 from stageline.faults.progress import Progress, ThreadProgress
@@ -479,10 +478,6 @@ class Executor:
         self._parked.clear()
         for stage in self.stages.values():
             stage.forget()
-
-
-Executors: TypeAlias = RankExecutors[Executor]
-"""A schedule, and the executors of the ranks of this process."""
 
 
 def device_of(stages: Iterable[Stage]) -> int | None:

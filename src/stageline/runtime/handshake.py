@@ -1,12 +1,12 @@
-"""What all ranks must have in common before they start."""
+"""What must be the same on all processes before the first step."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import inspect
-import os
 import sys
+from itertools import starmap
 from types import CodeType
 from typing import Any
 
@@ -23,7 +23,7 @@ from stageline.schedules.schedule import Schedule
 
 
 def facts_of(model: nn.Module, schedule: Schedule) -> dict[str, str]:
-    """What is compared between the processes, whatever was asked for.
+    """The model and the schedule as facts that are compared between processes.
 
     >>> import stageline as sl
     >>> facts = facts_of(nn.Linear(2, 1), sl.schedule("gpipe", ranks=1, microbatches=1))
@@ -41,7 +41,7 @@ def facts_of(model: nn.Module, schedule: Schedule) -> dict[str, str]:
         "the schedule": f"{schedule!r} {order}",
         "the names and shapes of the model": "\n".join(shapes),
         "the types of the parameters and buffers": "\n".join(types),
-        "the modules of the model": "\n".join(_described(*each) for each in model.named_modules()),
+        "the modules of the model": "\n".join(starmap(_described, model.named_modules())),
         "requires_grad of the parameters": "\n".join(frozen),
         "the modes of the modules (train or eval)": "\n".join(modes),
         "the number of threads (torch.get_num_threads)": str(torch.get_num_threads()),
@@ -55,15 +55,15 @@ def _shape(parameter: nn.Parameter) -> str:
 
 
 def _described(name: str, module: nn.Module) -> str:
-    """A module's name, class and, for those of torch, settings; those of others may tell of the rank they are on."""
+    """A module's name and class, and the settings of torch's own modules; those of others may depend on the rank."""
     kind = type(module)
-    said = f"({module.extra_repr()})" if kind.__module__.startswith("torch.nn.") else ""
+    settings = f"({module.extra_repr()})" if kind.__module__.startswith("torch.nn.") else ""
     where = kind.__module__.replace("__mp_main__", "__main__")
-    return f"{name or 'the model itself'}: {where}.{kind.__qualname__}{said}"
+    return f"{name or 'the model itself'}: {where}.{kind.__qualname__}{settings}"
 
 
 def function_fact(function: Any) -> str:
-    """What tells one function from another: its qualified name, and a digest of its code.
+    """A function as a fact: its qualified name, and a digest of its code.
 
     >>> function_fact(lambda output, target: 1) == function_fact(lambda output, target: 2)
     False
@@ -73,56 +73,47 @@ def function_fact(function: Any) -> str:
     if function is None:
         return "None"
     if isinstance(function, functools.partial):
-        given = [*map(_plain, function.args), *(f"{name}={_plain(value)}" for name, value in function.keywords.items())]
-        return f"partial({function_fact(function.func)}, {', '.join(given)})"
+        keywords = (f"{name}={_plain(value)}" for name, value in function.keywords.items())
+        return f"partial({function_fact(function.func)}, {', '.join([*map(_plain, function.args), *keywords])})"
     if isinstance(function, nn.Module):
-        return "\n".join(_described(*each) for each in function.named_modules())
+        return "\n".join(starmap(_described, function.named_modules()))
     called = getattr(function, "__func__", function)
     code = getattr(inspect.unwrap(called), "__code__", None)
     module = getattr(called, "__module__", None)
     name = getattr(called, "__qualname__", None)
-    if name is None:  # an object that can be called
+    if name is None:  # a callable object
         module, name = type(function).__module__, type(function).__qualname__
         code = getattr(type(function).__call__, "__code__", None)
-    said = f"{module}.{name}".replace("__mp_main__", "__main__") if module else str(name)
+    qualified = f"{module}.{name}".replace("__mp_main__", "__main__") if module else str(name)
     if code is None:
-        return said
-    found = hashlib.blake2b(repr(_code(code)).encode(), digest_size=4).hexdigest()
+        return qualified
+    digest_of_code = hashlib.blake2b(repr(_code(code)).encode(), digest_size=4).hexdigest()
     defaults = [_plain(value) for value in getattr(called, "__defaults__", None) or ()]
     more = f", defaults {', '.join(defaults)}" if defaults else ""
-    return f"{said}, code {found} of Python {sys.version_info[0]}.{sys.version_info[1]}{more}"
+    return f"{qualified}, code {digest_of_code} of Python {sys.version_info[0]}.{sys.version_info[1]}{more}"
 
 
 def _code(code: CodeType) -> tuple[Any, ...]:
-    """What a function does, without where it stands."""
+    """What a function does, without its place in a file."""
     constants = tuple(
-        _code(each) if isinstance(each, CodeType) else sorted(map(repr, each)) if isinstance(each, frozenset) else each
-        for each in code.co_consts
+        _code(constant)
+        if isinstance(constant, CodeType)
+        else sorted(map(repr, constant))
+        if isinstance(constant, frozenset)
+        else constant
+        for constant in code.co_consts
     )
     return code.co_code, code.co_names, code.co_varnames, constants
 
 
 def _plain(value: Any) -> str:
-    """A value that is the same on all ranks as text; only the class of what is not a plain one."""
+    """A value as text that is the same on all ranks: only the class of one that is not plain."""
     return repr(value) if value is None or isinstance(value, int | float | str | bool) else type(value).__name__
 
 
 def common_seed(world: World, seed: int | None) -> int:
-    """The seed of the first process, known to all; it must be exact in a float, so its last 52 bits count."""
+    """The seed of the first process, on all processes: its last 52 bits, which are exact in a float."""
     if seed is not None and not isinstance(seed, int):
         raise StagelineError(f"seed is a whole number, got {shorten(seed)}")
     mine = (torch.initial_seed() if seed is None else seed) & (2**52 - 1)
     return int(world.all_gather(np.array([float(mine)]))[0, 0, 0])
-
-
-def find_deadline(given: float | None) -> float:
-    """The deadline asked for, that of the environment, or a minute."""
-    text = os.environ.get("STAGELINE_DEADLINE", "")
-    try:
-        found = float(given if given is not None else text or 60.0)
-    except (TypeError, ValueError):
-        found = 0.0
-    if not 0 < found < float("inf"):
-        name = "deadline" if given is not None else "STAGELINE_DEADLINE"
-        raise StagelineError(f"{name} is a number of seconds above 0, got {given if given is not None else text!r}")
-    return found

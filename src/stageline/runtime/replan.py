@@ -1,10 +1,10 @@
-"""Closing the loop: measured steps against the plan, and another order where stages drift from it."""
+"""Replanning: compare measured steps with the plan, and take another order where stages drift from it."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +21,7 @@ from stageline.timeline.costs import Costs, Floats
 from stageline.timeline.drift import Drift, deviations, drift_of, typical_of
 from stageline.timeline.explain import typical_costs
 from stageline.timeline.simulate import simulate
+from stageline.timeline.stragglers import Straggler, Stragglers
 from stageline.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -30,15 +31,15 @@ if TYPE_CHECKING:
 Replan = Literal["off", "warn", "auto"]
 MODES = ("off", "warn", "auto")
 WINDOW = 3
-"""Of how many steps, the last of every period, the median counts."""
+"""How many steps at the end of every period count; their median does."""
 TIME_LIMIT = 1.0
-"""Seconds that the search for another order may take; all ranks wait for it."""
+"""Time limit of the search for another order, in seconds; all ranks wait for it."""
 logger = logging.getLogger("stageline")
 
 
 @dataclass(frozen=True)
 class Replanned:
-    """An order that was changed: after which step, why, and what a step was expected to take before and after."""
+    """A change of the order: after which step, why, and the expected length of a step before and after."""
 
     step: int
     drift: Drift
@@ -48,11 +49,10 @@ class Replanned:
 
     @property
     def timeline(self) -> Timeline:
-        """The step that is expected from now on."""
+        """The expected step from now on."""
         return simulate(self.schedule, self.drift.costs)
 
     def __str__(self) -> str:
-        """Say what was done."""
         return (
             f"after step {self.step}, {self.drift}; re-planned: the step should take "
             f"{1 - self.after / self.before:.1%} less"
@@ -60,7 +60,7 @@ class Replanned:
 
 
 def check_replan(mode: Any, every: Any) -> None:
-    """Refuse what is no way to re-plan."""
+    """Refuse invalid options."""
     if mode not in MODES:
         raise StagelineError(f"replan is 'off', 'warn' or 'auto', got {shorten(mode)}{nearest(str(mode), MODES)}")
     if not isinstance(every, int) or isinstance(every, bool) or every < 2:
@@ -68,32 +68,32 @@ def check_replan(mode: Any, every: Any) -> None:
 
 
 class Watch:
-    """Looks at the last steps of every period, and says at its end which stages drift and what to do about it.
+    """Compares the last steps of every period with the plan, and takes a better order where there is one.
 
-    All ranks have measured the same times; what is decided from them is decided by the first process and told to all.
+    All ranks have measured the same times; the first process decides, and broadcasts its decision.
     """
 
     def __init__(self, mode: Replan, every: int, planned: Costs | None, room: Sequence[float] | None) -> None:
-        """`planned` is what stages should take: what the first period measures unless given. `room` is what ranks may
-        hold of activations."""
+        """`planned` are the costs of the stages, by default those of the first period; `room` is the memory of each
+        rank for activations."""
         self.mode, self._every, self._planned, self._room = mode, every, planned, room
         self._knows_halves = planned is not None
         self._count = 0
         self._seen: list[Costs] = []
         self._noise: deque[Floats] = deque(maxlen=20 * WINDOW)
         self.drift: Drift | None = None
-        """What the last period showed; None before it ended."""
+        """The result of the last period; None before its end."""
 
     def wants(self) -> bool:
-        """Whether the step that was just made is to be looked at."""
+        """Whether the last step counts."""
         position = self._count % self._every
         return self._count > 0 and position >= self._every - min(WINDOW, self._every - 1)
 
     def after(self, step: int, measured: Timeline | None, schedule: Schedule, world: World) -> Replanned | None:
-        """Take note of a step; at the end of a period, compare with the plan, and give back a better order, if any.
+        """Add a step; at the end of a period, compare with the plan, and return a better order, if any.
 
-        `measured` is None where the step is not to be looked at, or had fewer microbatches than the schedule. One whose
-        ranks' clocks were not aligned is left out: what its transfers took is not known.
+        `measured` is None where the step does not count, or had fewer microbatches than the schedule. A step whose
+        clocks were not aligned is left out: the length of its transfers is unknown.
         """
         if measured is not None and measured.is_aligned:
             self._seen.append(typical_costs(measured))
@@ -101,7 +101,7 @@ class Watch:
         if self._count % self._every or not self._seen:
             return None
         costs = self._over_replicas(typical_of(self._seen), schedule, world)
-        steps = self._seen if world.layout.replicas == 1 else []  # the costs of others are known only in all
+        steps = self._seen if world.layout.replicas == 1 else []  # of other replicas, only the totals are known
         self._seen = []
         if self._planned is None:
             self._planned = costs
@@ -109,13 +109,13 @@ class Watch:
         self.drift = drift_of(schedule, self._planned, costs, steps=steps, noise=noise)
         changed = self._decide(step, schedule, world)
         if self.drift.stages:
-            self._planned = self.drift.costs  # it is said once, and again only if it changes once more
+            self._planned = self.drift.costs  # warn once, and again only after another change
         return changed
 
     def _note_noise(self, schedule: Schedule, steps: Sequence[Costs], costs: Costs) -> Floats:
-        """How much every stage varies from step to step by itself, in the periods so far."""
+        """The noise of every stage from step to step, in the periods so far."""
         rows = [np.log(np.maximum(deviations(schedule, costs, step), 1e-9)) for step in steps]
-        # Differences of neighbours: the middle of three steps is no measure for the other two.
+        # Differences of neighbours: the median of three steps says little about the other two.
         self._noise.extend(later - earlier for earlier, later in pairwise(rows))
         if not self._noise:
             return np.zeros(schedule.stages)
@@ -123,15 +123,13 @@ class Watch:
         return spread
 
     def _over_replicas(self, costs: Costs, schedule: Schedule, world: World) -> Costs:
-        """What stages take in the slowest replica, which the others wait for."""
+        """The costs of the slowest replica, for which the others wait."""
         if world.layout.replicas == 1:
             return costs
-        row = np.concatenate(
-            [np.asarray(each) for each in costs.times(schedule.stages)] + [[float(np.max(costs.transfer))]]
-        )
+        row = np.concatenate([*map(np.asarray, costs.times(schedule.stages)), [float(np.max(costs.transfer))]])
         known: Floats = world.all_gather(row).max(axis=(0, 1))
-        *times, transfer = np.split(known, [schedule.stages * (each + 1) for each in range(4)])
-        forward, backward, first, second = (each.tolist() for each in times)
+        *times, transfer = np.split(known, [schedule.stages * (kind + 1) for kind in range(4)])
+        forward, backward, first, second = (seconds.tolist() for seconds in times)
         return Costs(
             forward=forward,
             backward=backward,
@@ -141,7 +139,7 @@ class Watch:
         )
 
     def _decide(self, step: int, schedule: Schedule, world: World) -> Replanned | None:
-        """The first process says what drifts; with "auto" it looks for another order, and all take that."""
+        """The first process warns of drift; with "auto" it searches for another order, which all processes take."""
         assert self.drift is not None
         first = world.replica == 0 and 0 in world.here
         if self.mode == "warn":
@@ -171,11 +169,40 @@ class Watch:
         return changed
 
 
+class StepWatch:
+    """Looks at every training step: for stages that become slower, and for stages that drift from the plan."""
+
+    def __init__(self, stragglers: Stragglers | None, plan: Watch | None) -> None:
+        """Both are None where they are switched off."""
+        self.stragglers, self.plan = stragglers, plan
+        self.replans: list[Replanned] = []
+        """The changes of the order so far."""
+
+    def log_stragglers(self, step: int, stragglers: Sequence[Straggler], world: World) -> None:
+        """Log the stages that became slower and stay so."""
+        first, *others = stragglers
+        more = f" (and {len(others)} more)" if others else ""
+        where = f"replica {world.replica}, " if world.layout.replicas > 1 else ""
+        logger.warning("%s", f"after step {step}, {where}{first}{more}; stragglers=False is silent")
+
+    def compare(
+        self, step: int, measured: Callable[[], Timeline] | None, schedule: Schedule, world: World
+    ) -> Schedule | None:
+        """Compare the step with the plan; the order to take from now on, where that is better."""
+        if self.plan is None:
+            return None
+        timeline = measured() if measured is not None and self.plan.wants() else None
+        changed = self.plan.after(step, timeline, schedule, world)
+        if changed is None:
+            return None
+        self.replans.append(changed)
+        return changed.schedule
+
+
 def watch_for(
     mode: Replan, every: int, planned: Costs | Plan | None, plan: Plan | None, schedule: Schedule
 ) -> Watch | None:
-    """What watches a pipeline; None where nothing is to be done."""
-    check_replan(mode, every)
+    """What compares the steps of a pipeline with their plan; None where nothing is to be done."""
     known = plan if planned is None else planned
     costs = known if known is None or isinstance(known, Costs) else getattr(known, "costs", None)
     if known is not None and not isinstance(costs, Costs):

@@ -16,7 +16,9 @@ from stageline.distributed.collectives import ReplicaGroup
 from stageline.distributed.rank_host import Floats, World
 from stageline.runtime._torch_private import buffer_named
 from stageline.runtime.grad_reduce import Reducer
+from stageline.runtime.guards.initial_weights import compare_weights, held_by_several
 from stageline.runtime.microbatches import NAMES, SCALE, Given, disagreement
+from stageline.runtime.options import PipelineOptions
 from stageline.runtime.shared_parameters import Placed
 from stageline.runtime.step_report import Outcome
 from stageline.schedules import action as kinds
@@ -158,7 +160,7 @@ class Replicas:
         and for each replica whether its loss and gradients are finite.
         """
         sizes = (size for _, size in self._sizes(before))
-        rows = self.group.all_gather(np.array([sum(outcome.losses), float(outcome.described), float(good), *sizes]))
+        rows = self.group.all_gather(np.array([sum(outcome.losses), float(outcome.has_metrics), float(good), *sizes]))
         return rows[:, 0].tolist(), bool(rows[:, 1].any()), rows[:, 3:], (rows[:, 2] > 0).tolist()
 
     def _sizes(self, before: Taken) -> Iterator[tuple[tuple[nn.Module, str], float]]:
@@ -198,3 +200,30 @@ class Replicas:
             for name, value in json.loads(self.group.broadcast(json.dumps(own), replica)).items():
                 total[name] = total.get(name, 0.0) + value
         return total
+
+
+def join_replicas(
+    world: World,
+    schedule: Schedule,
+    parts: Sequence[nn.Sequential],
+    placed: Placed,
+    model: nn.Module,
+    options: PipelineOptions,
+) -> Replicas | None:
+    """Join this process to the other replicas, which must begin with the same weights; None where there is one."""
+    if world.replica_group is None:
+        return None
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    replicas = Replicas(
+        world,
+        world.replica_group,
+        schedule,
+        parts,
+        placed,
+        names,
+        bucket_mb=options.bucket_mb,
+        dtype=options.reduce_dtype,
+    )
+    if options.compare_weights:
+        compare_weights(world, held_by_several(model, parts, schedule.placement, world.layout.replicas))
+    return replicas

@@ -54,7 +54,7 @@ def refuse_odd_tensors(model: nn.Module) -> None:
     Traceback (most recent call last):
     ...
     stageline.StagelineError: the parameter 0.weight has no shape yet, as in all lazy modules before their first
-    batch; run one through the model (model(inputs)) on every process, and then make the Pipeline
+    batch; run one through the model (model(inputs)) on every process, and then create the Pipeline
     """
     refuse_lazy(model)
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]

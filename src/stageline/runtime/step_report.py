@@ -1,10 +1,11 @@
-"""What a step's ranks found out, as numbers that are added up over all of them, and read again by each."""
+"""The numbers that the ranks of a step report and add up, the timeline of a step, and its outputs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from stageline.distributed.rank_host import Floats
 from stageline.runtime.batches.chunk_specs import merge
-from stageline.runtime.executor import Executors, RankResult
+from stageline.runtime.executor import Executor, RankResult
 from stageline.runtime.guards.non_finite import WIDTH, Event, FiniteWatch, read_events, write_events
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.pytree import join_batch
@@ -28,138 +29,138 @@ class Outcome:
     """Each microbatch's part of the loss."""
     unsplit: float
     """The share of parameters whose gradients came with I."""
-    described: bool
-    """Whether there are metrics."""
+    has_metrics: bool
     bad: tuple[int, ...]
     """The stages whose gradients are not finite."""
     events: tuple[Event, ...]
-    """What was not finite on any rank."""
+    """The values on all ranks that were not finite."""
     penalties: Floats
     """The penalty of each parameter of the model; empty where there is no penalty."""
+    penalty: float
+    """The sum of all penalties, in the order of the model."""
     times: Floats | None = None
-    """Start, end and arrival of every action, where all ranks could tell them."""
+    """Start, end and arrival of every action, where all ranks reported them."""
 
-    @property
-    def penalty(self) -> float:
-        """The whole penalty, added in the order of the model."""
-        return float(sum(self.penalties.tolist()))
 
-    @staticmethod
-    def size(schedule: Schedule, penalties: int = 0, with_times: bool = False) -> int:
-        """How many numbers it takes."""
-        own = schedule.microbatches + 3 + schedule.stages + 2 * WIDTH * schedule.ranks
-        return own + penalties + (3 * schedule.num_actions + 1 if with_times else 0)
+class SummaryLayout:
+    """Where each number stands in a rank's summary of a step, computed once for a schedule.
 
-    @classmethod
-    def read(cls, totals: Floats, schedule: Schedule, penalties: int = 0) -> Outcome:
-        """Read what `sums` wrote, and the times of all actions if every rank told them, added up over all ranks."""
-        size, count = cls.size(schedule, penalties), schedule.microbatches
-        total, unsplit, described = totals[count : count + 3].tolist()
-        flags, events = np.split(totals[count + 3 : size - penalties], [schedule.stages])
-        times = totals[size:-1] if len(totals) > size and totals[-1] == schedule.ranks else None
-        return cls(
-            losses=tuple(totals[:count].tolist()),
-            unsplit=unsplit / total if total else 0.0,
-            described=described > 0,
-            bad=tuple(np.flatnonzero(flags).tolist()),
-            events=tuple(read_events(events)),
-            penalties=totals[size - penalties : size],
-            times=times,
+    losses of microbatches │ counts │ bad stages │ events of ranks │ penalties │ times of actions, and whether known
+    """
+
+    def __init__(self, schedule: Schedule, *, penalties: int = 0, with_times: bool = False) -> None:
+        self.microbatches, self.ranks, self.actions = schedule.microbatches, schedule.ranks, schedule.num_actions
+        self.bounds: list[int] = schedule.bounds.tolist()
+        self.with_times = with_times
+        self._ends = np.cumsum([self.microbatches, 3, schedule.stages, 2 * WIDTH * self.ranks, penalties]).tolist()
+        self.size: int = self._ends[-1] + (3 * self.actions + 1 if with_times else 0)
+
+    def write(self, results: Sequence[RankResult]) -> Floats:
+        """The numbers of the ranks of this process, without penalties and times."""
+        row = np.zeros(self._ends[3])
+        losses, counts, bad, events, _ = np.split(row, self._ends[:4])  # views of one array
+        for result in results:
+            if result.losses:
+                order = sorted(result.losses)
+                # In one piece: on a GPU, every single number would be waited for.
+                values = torch.stack([result.losses[microbatch].reshape(()).double() for microbatch in order])
+                losses[order] = values.cpu().numpy()
+            counts[:2] += result.split
+            counts[2] += any(result.metrics.values())
+            if result.watch is not None:
+                own = slice(2 * WIDTH * result.rank, 2 * WIDTH * (result.rank + 1))
+                _write_not_finite(result.watch, bool(np.isfinite(losses).all()), bad, events[own])
+        return row
+
+    def read(self, totals: Floats) -> Outcome:
+        """What the summaries of all ranks say, added up."""
+        losses, counts, bad, events, penalties, times = np.split(totals, self._ends)
+        elements, unsplit, metrics = counts.tolist()
+        return Outcome(
+            losses=tuple(losses.tolist()),
+            unsplit=unsplit / elements if elements else 0.0,
+            has_metrics=metrics > 0,
+            bad=tuple(np.flatnonzero(bad).tolist()),
+            events=tuple(read_events(events)) if events.any() else (),
+            penalties=penalties,
+            penalty=float(sum(penalties.tolist())),
+            times=times[:-1] if len(times) and times[-1] == self.ranks else None,
         )
 
+    def times(self, executors: Sequence[Executor], results: Sequence[RankResult], clocks: Alignment | None) -> Floats:
+        """Start, end and arrival of every action of the ranks of this process, on the clock of the first rank; 0 for
+        those of others."""
+        times = np.zeros((3, self.actions))
+        for executor, result in zip(executors, results, strict=True):
+            own = slice(self.bounds[executor.rank], self.bounds[executor.rank + 1])
+            offset = 0.0 if clocks is None else clocks.offsets[executor.rank]
+            start, end = result.times()
+            times[0, own], times[1, own] = start + offset, end + offset
+            if result.arrived:
+                times[2, list(result.arrived)] = np.array(list(result.arrived.values())) + offset
+        return times.reshape(-1)
 
-def sums(schedule: Schedule, results: Sequence[RankResult]) -> Floats:
-    """The numbers of the ranks that are here; penalties come after them."""
-    found = np.zeros(Outcome.size(schedule))
-    losses, counts, flags, events = np.split(
-        found, np.cumsum([schedule.microbatches, 3, schedule.stages])
-    )  # parts of one array
-    for result in results:
-        if result.losses:
-            order = sorted(result.losses)
-            # In one piece: on a GPU, every single number would be waited for.
-            losses[order] = torch.stack([result.losses[each].reshape(()).double() for each in order]).cpu().numpy()
-        counts[:2] += result.split
-        counts[2] += any(result.metrics.values())
-        if result.watch is not None:
-            own = slice(2 * WIDTH * result.rank, 2 * WIDTH * (result.rank + 1))
-            _tell_not_finite(result.watch, bool(np.isfinite(losses).all()), flags, events[own])
-    return found
+    def lengths(self, executors: Sequence[Executor], results: Sequence[RankResult]) -> Floats:
+        """The length of every action, by the clocks of the ranks, which are all in this process."""
+        lengths = np.zeros(self.actions)
+        for executor, result in zip(executors, results, strict=True):
+            start, end = result.times()
+            lengths[self.bounds[executor.rank] : self.bounds[executor.rank + 1]] = end - start
+        return lengths
 
 
-def _tell_not_finite(watch: FiniteWatch, good_losses: bool, flags: Floats, events: Floats) -> None:
-    """Write down which gradients of a rank are not finite, and what it saw before that."""
+def _write_not_finite(watch: FiniteWatch, finite_losses: bool, flags: Floats, events: Floats) -> None:
+    """Write which gradients of a rank are not finite, and the events that it saw before that."""
     bad = watch.bad()
     flags[sorted(bad)] = 1.0
-    if bad or watch.known or not good_losses:
+    if bad or watch.known or not finite_losses:
         events[:] = write_events(watch.events())
 
 
 def metrics_of(results: Sequence[RankResult], weights: Sequence[float]) -> dict[str, float]:
-    """The metrics of the ranks that are here, weighed and added as the loss is."""
-    found: dict[str, float] = {}
+    """The metrics of the ranks of this process, weighted and added up as the loss is."""
+    totals: dict[str, float] = {}
     for result in results:
         for microbatch in sorted(result.metrics):
             for name, value in result.metrics[microbatch].items():
-                found[name] = found.get(name, 0.0) + float(value) * weights[microbatch]
-    return found
+                totals[name] = totals.get(name, 0.0) + float(value) * weights[microbatch]
+    return totals
 
 
 def joined(results: Sequence[RankResult], spec: Any = None) -> Any:
     """The outputs of the whole batch, where the last stage is; None elsewhere."""
-    found = {microbatch: output for result in results for microbatch, output in result.outputs.items()}
-    return merge([found[microbatch] for microbatch in sorted(found)], spec, join_batch) if found else None
+    outputs = {microbatch: output for result in results for microbatch, output in result.outputs.items()}
+    return merge([outputs[microbatch] for microbatch in sorted(outputs)], spec, join_batch) if outputs else None
 
 
-def times_of(crew: Executors, results: Sequence[RankResult], clocks: Alignment | None) -> Floats:
-    """Start, end and arrival of every action of the ranks that are here, by the clock of the first rank; 0 for those of
-    others."""
-    schedule = crew.schedule
-    times = np.zeros((3, schedule.num_actions))
-    for executor, result in zip(crew.executors, results, strict=True):
-        mine = slice(int(schedule.bounds[executor.rank]), int(schedule.bounds[executor.rank + 1]))
-        offset = 0.0 if clocks is None else clocks.offsets[executor.rank]
-        start, end = result.times()
-        times[0, mine], times[1, mine] = start + offset, end + offset
-        for index, moment in result.arrived.items():
-            times[2, index] = moment + offset
-    return times
-
-
-def lengths_of(crew: Executors, results: Sequence[RankResult], times: Floats | None = None) -> Floats:
-    """How long every action took, by the times of all of them, or by the clocks of the ranks, which are all here."""
-    if times is not None:
-        start, end, _ = times.reshape(3, -1)
-        return end - start
-    lengths = np.zeros(crew.schedule.num_actions)
-    for executor, result in zip(crew.executors, results, strict=True):
-        start, end = result.times()
-        lengths[crew.schedule.bounds[executor.rank] : crew.schedule.bounds[executor.rank + 1]] = end - start
-    return lengths
+def lengths_of(times: Floats) -> Floats:
+    """The length of every action, by the times of all of them."""
+    start, end, _ = times.reshape(3, -1)
+    return end - start
 
 
 class Measured:
-    """The timeline of a step, built when someone asks for it."""
+    """The timeline of a step, built when it is first asked for."""
 
     def __init__(self, schedule: Schedule, times: Callable[[], Floats], clocks: Alignment | None) -> None:
-        """`times` gives those of all ranks, waiting for them if they are still on their way; `clocks` is what they were
-        aligned by just now."""
-        self._schedule, self._times = schedule, times
-        self._uncertainty = None if clocks is None else clocks.uncertainty(time.perf_counter())
+        """`times` returns those of all ranks, and waits for them if needed; `clocks` is what they were aligned by."""
+        self._schedule, self._times, self._clocks = schedule, times, clocks
+        self._moment = time.perf_counter()
         self._timeline: Timeline | None = None
 
     def timeline(self) -> Timeline:
-        """Build it, once."""
+        """The timeline."""
         if self._timeline is None:
-            self._timeline = timeline_of(self._schedule, self._times().reshape(3, -1), self._uncertainty)
-            self._times = lambda: np.zeros(0)  # let go of what they were read from
+            uncertainty = None if self._clocks is None else self._clocks.uncertainty(self._moment)
+            self._timeline = timeline_of(self._schedule, self._times().reshape(3, -1), uncertainty)
+            self._times = lambda: np.zeros(0)  # release what they were read from
         return self._timeline
 
 
 def timeline_of(schedule: Schedule, times: Floats, uncertainty: float | None) -> Timeline:
-    """A measured timeline from starts, ends and arrivals, and how far the clocks of ranks may be apart."""
+    """A measured timeline from starts, ends and arrivals, and the uncertainty of the clocks."""
     start, end, came = times - times[0].min()
-    pairs = schedule.pairs  # a pair is one entry: its halves have the same times
+    pairs = schedule.pairs  # a pair is one entry: both halves have the same times
     start[pairs + 1] = start[pairs] = np.minimum(start[pairs], start[pairs + 1])
     end[pairs] = end[pairs + 1] = np.maximum(end[pairs], end[pairs + 1])
     graph = schedule.graph
@@ -168,3 +169,49 @@ def timeline_of(schedule: Schedule, times: Floats, uncertainty: float | None) ->
     arrived = np.maximum(np.minimum(came[receivers], start[receivers]), sent)
     moved = Transfers(receivers, sent, arrived)
     return Timeline(schedule=schedule, start=start, end=end, transfers=moved, uncertainty=uncertainty)
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """The figures of one step."""
+
+    loss: float
+    """The loss of the step: the sum over microbatches of loss × weight, in their order; then over replicas; and the
+    penalty, where there is one."""
+    losses: tuple[float, ...]
+    """Each microbatch's part of it, in this replica."""
+    metrics: dict[str, float]
+    """What `loss_fn` returned beside the loss, weighed and added as the loss is."""
+    seconds: float
+    """How long the step took; in a run, how long after the one before it was over."""
+    samples: int
+    """How many samples it trained on, in all replicas."""
+    microbatches: int
+    """How many microbatches ran in this replica; fewer than asked for where the batch has fewer samples."""
+    unsplit: float
+    """The share of the parameters' elements whose gradients could not be split off and came with I, not with W."""
+    measured: Callable[[], Timeline] = field(repr=False, compare=False)
+    """Gives the measured timeline of the step."""
+    penalty: float = 0.0
+    """The sum of what `penalty=` gave for all parameters."""
+    norm: float | None = None
+    """In a run: the norm of all gradients before they were clipped; None where nothing asked for it."""
+
+    @cached_property
+    def bubble(self) -> float | None:
+        """The share of the step's makespan that its busiest rank did not compute, measured.
+
+        None where the clocks of the ranks were not aligned.
+        """
+        return self.measured().bubble
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a batch gives without training on it."""
+
+    loss: float | None
+    losses: tuple[float, ...]
+    metrics: dict[str, float]
+    outputs: Any
+    seconds: float

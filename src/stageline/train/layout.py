@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from stageline.common.errors import StagelineError
-from stageline.distributed.process_groups import check_environment
+from stageline.distributed.bootstrap import check_environment
 from stageline.train.config.config import Config
 
 

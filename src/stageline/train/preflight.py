@@ -12,7 +12,7 @@ from torch import nn
 
 from stageline.autograd.recompute import understand
 from stageline.common.errors import StagelineError
-from stageline.distributed.process_groups import check_environment
+from stageline.distributed.bootstrap import check_environment
 from stageline.model.build.build import describe
 from stageline.model.split import split
 from stageline.train.checkpoint.reader import at_step

@@ -11,7 +11,7 @@ import torch
 from stageline.common.errors import StagelineError
 from stageline.runtime.optimizer_step import GradientRules, not_finite_text, step_optimizer
 from stageline.runtime.pipeline import Pipeline
-from stageline.runtime.step_stats import StepStats
+from stageline.runtime.step_report import StepStats
 from stageline.train.optimizers import Optimizer
 from stageline.train.precision import LossScale, autocast
 from stageline.train.task import Task, count_targets, evaluating

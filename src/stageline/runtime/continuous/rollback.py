@@ -1,4 +1,4 @@
-"""A rank's own part of an optimizer, and the way back: what a step of it changed, as it was before."""
+"""The part of an optimizer that steps one rank's parameters, and the rollback of its steps."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from stageline.common.errors import StagelineError, shorten
+from stageline.runtime._torch_private import mark_stepped, pytree, version_of
 from stageline.runtime.optimizer_step import scale_gradients
 
 Options: TypeAlias = list[dict[str, Any]]
-"""What the groups of an optimizer say beside their parameters: rates, momenta, decays."""
+"""The options of the groups of an optimizer: learning rates, momenta, weight decays."""
 Make: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 def find_optimizer(given: Optimizer | Make, parameters: Sequence[nn.Parameter]) -> Optimizer:
-    """The optimizer that was given, or what the function gives that was given; of these parameters alone.
+    """The optimizer that was given, or the one that the given function returns; of these parameters alone.
 
     >>> linear = nn.Linear(2, 2)
     >>> type(find_optimizer(torch.optim.SGD, list(linear.parameters()))).__name__
     'SGD'
     """
-    made = given if isinstance(given, Optimizer) else given(parameters) if callable(given) else None
-    if not isinstance(made, Optimizer):
+    optimizer = given if isinstance(given, Optimizer) else given(parameters) if callable(given) else None
+    if not isinstance(optimizer, Optimizer):
         raise StagelineError(
             f"optimizer= is an optimizer of torch, or a function from parameters to one; got "
-            f"{shorten(given) if made is None else f'a function that gives {shorten(made)}'}"
+            f"{shorten(given) if optimizer is None else f'a function that gives {shorten(optimizer)}'}"
         )
-    known = set(parameters)
-    strange = [each for group in made.param_groups for each in group["params"] if each not in known]
-    if strange:
+    own = set(parameters)
+    foreign = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter not in own]
+    if foreign:
         raise StagelineError(
-            f"the optimizer has {len(strange)} parameters that are not of this pipeline, the first of shape "
-            f"{tuple(strange[0].shape)}; give it those of pipe.parameters()"
+            f"the optimizer has {len(foreign)} parameters that are not of this pipeline, the first of shape "
+            f"{tuple(foreign[0].shape)}; give it those of pipe.parameters()"
         )
-    return made
+    return optimizer
 
 
 def options_of(optimizer: Optimizer) -> Options:
-    """What its groups say now."""
+    """A copy of the options of its groups."""
     return [
         {
             name: value.clone() if isinstance(value, Tensor) else value
@@ -54,12 +54,12 @@ def options_of(optimizer: Optimizer) -> Options:
     ]
 
 
-class Part:
-    """The part of an optimizer that steps the parameters of one rank; state and options are the optimizer's own.
+class OptimizerPart:
+    """Steps the parameters of one rank with the state and the options of the whole optimizer.
 
     >>> first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> whole = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.5, momentum=0.9)
-    >>> part = Part(whole, list(first.parameters()))
+    >>> part = OptimizerPart(whole, list(first.parameters()))
     >>> first(torch.ones(1, 2)).sum().backward()
     >>> part.step()
     >>> len(whole.state)
@@ -67,9 +67,9 @@ class Part:
     """
 
     def __init__(self, whole: Optimizer, mine: Sequence[nn.Parameter]) -> None:
-        """Of the optimizer of all parameters, those that are mine."""
+        """`mine` are the parameters of the rank."""
         own = set(mine)
-        groups = [[each for each in group["params"] if each in own] for group in whole.param_groups]
+        groups = [[parameter for parameter in group["params"] if parameter in own] for group in whole.param_groups]
         self._numbers = [number for number, group in enumerate(groups) if group]
         self.parameters = [parameter for group in groups for parameter in group]
         self._whole = len(self.parameters) == sum(len(group["params"]) for group in whole.param_groups)
@@ -77,14 +77,14 @@ class Part:
         self.optimizer = whole if self._whole else self._restricted(whole, groups)
 
     def _restricted(self, whole: Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
-        # A schedule of rates puts a method of its own over `step`, which would step the whole.
-        made: Optimizer = object.__new__(type(whole))
-        made.__dict__.update({name: value for name, value in whole.__dict__.items() if name != "step"})
-        made.param_groups = [{**whole.param_groups[number], "params": groups[number]} for number in self._numbers]
-        return made
+        # A learning-rate scheduler replaces `step` by a method that would step the whole optimizer.
+        part: Optimizer = object.__new__(type(whole))
+        part.__dict__.update({name: value for name, value in whole.__dict__.items() if name != "step"})
+        part.param_groups = [{**whole.param_groups[number], "params": groups[number]} for number in self._numbers]
+        return part
 
     def step(self) -> None:
-        """Step the parameters of this rank, by the options that the whole optimizer has now."""
+        """Step the parameters of this rank, with the current options of the whole optimizer."""
         if self._whole:
             self.optimizer.step()
             return
@@ -93,7 +93,7 @@ class Part:
             group.update(values)
         if mine:
             self.optimizer.step()
-        self._all._opt_called = True  # type: ignore[attr-defined]  # what schedules of rates look for
+        mark_stepped(self._all)
         for group, values in zip(self.optimizer.param_groups, mine, strict=True):
             changed = next((name for name, value in values.items() if group[name] is not value), None)
             if changed is not None:
@@ -104,10 +104,10 @@ class Part:
 
 
 class Snapshot:
-    """Parameters and optimizer state as they were when it was taken; the memory is used again for the next one.
+    """A copy of the parameters and the optimizer state; the next `take` reuses its memory.
 
     >>> linear = nn.Linear(2, 2)
-    >>> part = Part(torch.optim.Adam(linear.parameters()), list(linear.parameters()))
+    >>> part = OptimizerPart(torch.optim.Adam(linear.parameters()), list(linear.parameters()))
     >>> snapshot, before = Snapshot(part), linear.weight.detach().clone()
     >>> snapshot.take()
     >>> linear(torch.ones(1, 2)).sum().backward()
@@ -117,11 +117,10 @@ class Snapshot:
     (True, 0, 24)
     """
 
-    def __init__(self, part: Part) -> None:
-        """Of nothing yet."""
+    def __init__(self, part: OptimizerPart) -> None:
         self._part = part
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        """By the id of a tensor: it, and what it was."""
+        """By the id of a tensor: the tensor, and its copy."""
         self._states: dict[nn.Parameter, tuple[list[Any], Any]] = {}
         self._options: Options = []
 
@@ -150,9 +149,9 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make everything what it was, as often as wanted."""
-        for tensor, was in self._copies.values():
-            tensor.copy_(was)
+        """Restore everything; may be called again."""
+        for tensor, saved in self._copies.values():
+            tensor.copy_(saved)
         state: Any = self._part.optimizer.state
         for parameter in self._part.parameters:
             if parameter in self._states:
@@ -167,32 +166,31 @@ class Snapshot:
 
     @property
     def bytes(self) -> int:
-        """How much memory the copies take."""
-        return sum(was.nbytes for _, was in self._copies.values())
+        """The memory of the copies."""
+        return sum(saved.nbytes for _, saved in self._copies.values())
 
 
 class Gradients:
-    """The gradients of a step that may have to be made once more, set aside from the parameters."""
+    """The gradients of a step whose update may have to be repeated, kept apart from the parameters."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Of these parameters."""
         self._parameters = parameters
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
         self._versions: list[int] = []
         self._copied = True
-        """Whether copies are kept, because the optimizer changes gradients as it steps; at first it is not known."""
+        """Whether copies are kept, because the optimizer may change gradients as it steps."""
 
     def before(self) -> None:
         """Keep them, before the optimizer steps."""
         own = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
-        self._versions = [grad._version for _, grad in own]
+        self._versions = [version_of(grad) for _, grad in own]
         self._kept = [(parameter, grad.clone() if self._copied else grad) for parameter, grad in own]
 
     def after(self) -> None:
-        """Take them from the parameters, after it has."""
-        found = [parameter.grad for parameter, _ in self._kept]
+        """Take them from the parameters, after the optimizer has stepped."""
+        now = [parameter.grad for parameter, _ in self._kept]
         changed = any(
-            grad is None or grad._version != version for grad, version in zip(found, self._versions, strict=True)
+            grad is None or version_of(grad) != version for grad, version in zip(now, self._versions, strict=True)
         )
         if changed and not self._copied:
             raise StagelineError(
@@ -204,16 +202,16 @@ class Gradients:
             parameter.grad = None
 
     def put_back(self, factor: Tensor) -> None:
-        """Give them back to the parameters, multiplied as clipping does."""
+        """Return them to the parameters, clipped by a factor."""
         scale_gradients([grad for _, grad in self._kept], factor)
         for parameter, grad in self._kept:
             parameter.grad = grad
 
     def forget(self) -> None:
-        """Let go of them."""
+        """Release them."""
         self._kept = []
 
     @property
     def bytes(self) -> int:
-        """How much memory they take."""
+        """The memory of the gradients."""
         return sum(grad.nbytes for _, grad in self._kept)

@@ -1,4 +1,4 @@
-"""What a rank tells of a step at its end, as one row of numbers that is added up over all ranks."""
+"""A rank's record of a step: one row of numbers that is added up over all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from stageline.common.errors import StagelineError
 from stageline.distributed.rank_host import Floats
-from stageline.runtime.step_report import Outcome
+from stageline.runtime.step_report import Outcome, SummaryLayout
 from stageline.schedules.schedule import Schedule
 
 TEXT, BYTES = 256, 6
@@ -18,7 +18,7 @@ TEXT, BYTES = 256, 6
 
 
 def write_text(text: str) -> Floats:
-    """A text as numbers that stay what they are when zeros are added.
+    """A text as numbers that adding zeros does not change.
 
     >>> read_text(write_text("über") + write_text(""))
     'über'
@@ -29,61 +29,60 @@ def write_text(text: str) -> Floats:
             f"the metrics of a microbatch take {len(data)} bytes as JSON, and in a run there is room for "
             f"{(TEXT - 1) * BYTES}; return fewer of them, or use pipe.step"
         )
-    found = np.zeros(TEXT)
-    found[0] = len(data)
+    row = np.zeros(TEXT)
+    row[0] = len(data)
     for place in range(0, len(data), BYTES):
-        found[1 + place // BYTES] = int.from_bytes(data[place : place + BYTES].ljust(BYTES, b"\0"), "big")
-    return found
+        row[1 + place // BYTES] = int.from_bytes(data[place : place + BYTES].ljust(BYTES, b"\0"), "big")
+    return row
 
 
 def read_text(row: Floats) -> str:
-    """The text again."""
+    """The text of a row."""
     data = b"".join(int(number).to_bytes(BYTES, "big") for number in row[1:].tolist())
     return data[: int(row[0])].decode()
 
 
 @dataclass(frozen=True)
-class Told:
-    """What all ranks told of a step."""
+class StepRecord:
+    """The records of all ranks of a step, added up."""
 
     failed: Floats
-    """For each rank: when it failed by itself, and when because of another; 0 where it did not."""
+    """For each rank: when it failed by itself, and when because of another rank; 0 where it did not."""
     outcome: Outcome
     norms: Floats
-    """Of the gradient of each parameter of the model."""
+    """The norm of the gradient of each parameter of the model."""
     metrics: dict[str, float]
 
     @property
     def culprit(self) -> int | None:
-        """The rank that failed first; causes before what follows from them."""
+        """The rank that failed first; causes come before their effects."""
         for times in self.failed.T:
             if times.any():
                 return int(np.argmin(np.where(times > 0, times, np.inf)))
         return None
 
 
-@dataclass(frozen=True)
-class Sheet:
-    """How the row is laid out: failures, outcome, metrics, norms.
+class RecordLayout:
+    """The layout of a record: failures, summary, metrics, norms.
 
     >>> import stageline as sl
-    >>> sheet = Sheet(sl.schedule("1f1b", ranks=2, microbatches=2), 3)
-    >>> first = sheet.write(0, norms=np.array([1.0, 2.0, 0.0]))
-    >>> outcome = np.zeros(Outcome.size(sheet.schedule))
-    >>> outcome[:5] = 0.5, 0.25, 0.0, 0.0, 1.0
-    >>> second = sheet.write(1, outcome=outcome, metrics={"right": 3})
-    >>> told = sheet.read(first + second)
-    >>> told.culprit, told.outcome.losses, told.norms.tolist(), told.metrics
+    >>> layout = RecordLayout(sl.schedule("1f1b", ranks=2, microbatches=2), 3)
+    >>> first = layout.write(0, norms=np.array([1.0, 2.0, 0.0]))
+    >>> summary = np.zeros(layout.summary.size)
+    >>> summary[:5] = 0.5, 0.25, 0.0, 0.0, 1.0
+    >>> second = layout.write(1, outcome=summary, metrics={"right": 3})
+    >>> record = layout.read(first + second)
+    >>> record.culprit, record.outcome.losses, record.norms.tolist(), record.metrics
     (None, (0.5, 0.25), [1.0, 2.0, 0.0], {'right': 3})
-    >>> sheet.read(sheet.write(0, failed=(0.0, 7.0)) + sheet.write(1, failed=(8.0, 0.0))).culprit
+    >>> layout.read(layout.write(0, failed=(0.0, 7.0)) + layout.write(1, failed=(8.0, 0.0))).culprit
     1
     """
 
-    schedule: Schedule
-    names: int
-    """How many parameters the model has."""
-    penalties: int = 0
-    """As many where there is a penalty on them, and else 0."""
+    def __init__(self, schedule: Schedule, parameters: int, penalties: int = 0) -> None:
+        """`parameters` is how many the model has, `penalties` as many where there is a penalty on them, and else 0."""
+        self.summary = SummaryLayout(schedule, penalties=penalties)
+        self._ranks, self._parameters = schedule.ranks, parameters
+        self._ends = np.cumsum([2 * schedule.ranks, self.summary.size, TEXT]).tolist()
 
     def write(
         self,
@@ -94,25 +93,21 @@ class Sheet:
         norms: Floats | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Floats:
-        """The row of a rank."""
-        flags = np.zeros((self.schedule.ranks, 2))
+        """The record of a rank."""
+        flags = np.zeros((self._ranks, 2))
         flags[rank] = failed
         parts = [
             flags.reshape(-1),
-            np.zeros(Outcome.size(self.schedule, self.penalties)) if outcome is None else outcome,
+            np.zeros(self.summary.size) if outcome is None else outcome,
             write_text(json.dumps(metrics) if metrics else ""),
-            np.zeros(self.names) if norms is None else norms,
+            np.zeros(self._parameters) if norms is None else norms,
         ]
         return np.concatenate(parts)
 
-    def read(self, row: Floats) -> Told:
-        """What the rows of all ranks say, added up."""
-        flags, size = 2 * self.schedule.ranks, Outcome.size(self.schedule, self.penalties)
-        failed, outcome, text, norms = np.split(row, np.cumsum([flags, size, TEXT]))
-        said = read_text(text)
-        return Told(
-            failed.reshape(-1, 2),
-            Outcome.read(outcome, self.schedule, self.penalties),
-            norms,
-            json.loads(said) if said else {},
+    def read(self, row: Floats) -> StepRecord:
+        """The records of all ranks, added up."""
+        failed, outcome, text, norms = np.split(row, self._ends)
+        metrics = read_text(text)
+        return StepRecord(
+            failed.reshape(-1, 2), self.summary.read(outcome), norms, json.loads(metrics) if metrics else {}
         )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from stageline._version import __version__
 from stageline.common.errors import CheckpointError, JsonError, shorten
-from stageline.distributed.process_groups import lost_rank
+from stageline.distributed.bootstrap import lost_rank
 from stageline.train.checkpoint.disk import make_folder, reason, remove_tree, replace_file, side_by_side, write_file
 from stageline.train.checkpoint.folder import (
     LATEST,

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stageline.common.errors import StagelineError, shorten
-from stageline.distributed.process_groups import lost_rank
+from stageline.distributed.bootstrap import lost_rank
 from stageline.train.data.collate import Batch
 from stageline.train.data.source import Indexed, check_same
 from stageline.train.data.stream import Stream

@@ -1,0 +1,260 @@
+"""Joining a job: the environment, the other ranks, the control channel, and what all ranks do at the start."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from stageline.common.errors import ControlError, PipelineError, StagelineError
+from stageline.distributed._torch_private import TCPStore, default_store
+from stageline.distributed.failures import note_record
+from stageline.distributed.process_exit import keep_groups, leave_stuck
+from stageline.distributed.rendezvous import Meeting
+from stageline.faults.flight_recorder import FlightRecorder
+from stageline.faults.monitor.blame import EVERYONE
+from stageline.faults.monitor.client import MonitorClient
+from stageline.faults.monitor.launch import share_by_store
+from stageline.faults.monitor.verdict import Verdict
+
+BLAME = 2.0
+"""Seconds that a rank which failed waits to learn who failed first."""
+
+
+class JobChannel:
+    """The control channel of one rendezvous, and the name under which its ranks use the store."""
+
+    def __init__(self, store: Any, rank: int, ranks: int, deadline: float) -> None:
+        """Open the channel; rank 0 starts the failure monitor, and puts its address into the store."""
+        try:
+            meeting = Meeting(store, rank, ranks)
+        except Exception as error:
+            raise ControlError(
+                f"rank {rank} was not told where the control channel is, so rank 0 did not start or has ended: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        self.name = meeting.name
+        self.group: Callable[[], Any] = lambda: None
+        """The default group of this rendezvous, while it exists."""
+        self._prefixes = 0
+        share = share_by_store(PrefixStore(self.name, store), rank, str(ranks), ranks)
+        self.control = control = MonitorClient.start(rank, ranks, share, deadline)
+        end = time.monotonic() + 2 * deadline + 10
+        if rank == 0:
+            meeting.answer(lambda: control.verdict() is not None or time.monotonic() > end)
+
+    def next_prefix(self) -> str:
+        """A prefix in the store for one more set of groups; all processes make them in the same order."""
+        self._prefixes += 1
+        return f"stageline/{self.name}/{self._prefixes}"
+
+
+_channel: list[JobChannel] = []
+"""The last one of this process."""
+
+
+def open_channel(store: Any, rank: int, ranks: int, deadline: float) -> JobChannel:
+    """Open the control channel of a new rendezvous, and close that of an earlier one."""
+    while _channel:
+        _channel.pop().control.close()
+    _channel.append(JobChannel(store, rank, ranks, deadline))
+    return _channel[0]
+
+
+def default_channel(deadline: float) -> JobChannel:
+    """The control channel of the current default group."""
+    default = dist.group.WORLD
+    assert default is not None
+    if not _channel or _channel[0].group() is not default:
+        store = default_store()
+        open_channel(store, dist.get_rank(), dist.get_world_size(), deadline).group = weakref.ref(default)
+    return _channel[0]
+
+
+def lost_rank() -> str:
+    """The rank that this job lost; empty while it has lost none. Does not wait, so that every wait may call it.
+
+    >>> lost_rank()
+    ''
+    """
+    verdict = _channel[0].control.final if _channel else None
+    return "" if verdict is None else str(verdict)
+
+
+def own_host(environment: Mapping[str, str], reached: str) -> str:
+    """The address at which other ranks reach this machine: STAGELINE_HOST, or that of the control channel.
+
+    Without a control channel, it is loopback if all ranks are on this machine, and else the address of the interface
+    that leads to rank 0.
+
+    >>> own_host({"STAGELINE_HOST": "10.0.0.7"}, "127.0.0.1"), own_host({}, "10.0.0.5"), own_host({}, "")
+    ('10.0.0.7', '10.0.0.5', '127.0.0.1')
+    """
+    host = environment.get("STAGELINE_HOST", "") or reached
+    if host or environment.get("LOCAL_WORLD_SIZE", "") == environment.get("WORLD_SIZE", ""):
+        return host or "127.0.0.1"
+    with suppress(OSError):
+        family, *_, address = socket.getaddrinfo(environment.get("MASTER_ADDR", ""), 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def has_own_gpu(environment: Mapping[str, str]) -> bool:
+    """Whether this machine has as many GPUs as processes of the job, so that NCCL can serve them."""
+    if not (dist.is_nccl_available() and torch.cuda.is_available()):
+        return False
+    here = environment.get("LOCAL_WORLD_SIZE") or str(dist.get_world_size() if dist.is_initialized() else 1)
+    return torch.cuda.device_count() >= int(here)
+
+
+def several_processes(deadline: float) -> bool:
+    """Whether this process is one of several; joins the others if the environment says so."""
+    if not dist.is_available():
+        return False
+    if not dist.is_initialized():
+        if check_environment(os.environ) == 1:
+            return False
+        _join(deadline)
+    return dist.get_world_size() > 1
+
+
+def _join(deadline: float) -> None:
+    """Meet the other ranks. The control channel, which needs only rank 0, names a rank that does not start."""
+    store, rank, ranks = _find_store(deadline)
+    channel = open_channel(PrefixStore("stageline", store), rank, ranks, deadline)
+    verdict = channel.control.everyone(timeout=2 * deadline + 10)
+    if verdict is not None:
+        raise _not_started(channel.control, verdict)
+    backend = "cpu:gloo,cuda:nccl" if has_own_gpu(os.environ) else "gloo"
+    ours = PrefixStore(f"default/{channel.name}", store)
+    start_together(channel.control, lambda: dist.init_process_group(backend, store=ours, rank=rank, world_size=ranks))
+    channel.group = weakref.ref(dist.group.WORLD)
+
+
+def _find_store(deadline: float) -> tuple[Any, int, int]:
+    """The store at the environment's address, this rank, and the number of ranks.
+
+    torchrun keeps a store; without it rank 0 does, and does not wait for the others.
+    """
+    environment, timeout = os.environ, datetime.timedelta(seconds=max(deadline, 1.0))
+    rank, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    try:
+        if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
+            return store, rank, ranks
+        if rank and not _answers(host, port, deadline):  # the store itself would try for twice as long
+            raise TimeoutError(f"no connection within {deadline:g} s")
+        store = TCPStore(host, port, ranks, rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
+    except (RuntimeError, OSError) as error:
+        if rank == 0:
+            raise StagelineError(f"rank 0 cannot listen at MASTER_ADDR={host}, MASTER_PORT={port}: {error}") from error
+        raise PipelineError(
+            f"rank 0 never started: nothing answers at MASTER_ADDR={host}, MASTER_PORT={port} within {deadline:g} s; "
+            "start the job again with all ranks"
+        ) from error
+    return store, rank, ranks
+
+
+def _answers(host: str, port: int, patience: float) -> bool:
+    """Whether a process listens there within so many seconds."""
+    end = time.monotonic() + patience
+    while True:
+        with suppress(OSError), socket.create_connection((host, port), timeout=min(1.0, patience)):
+            return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+
+
+def start_together(control: MonitorClient, start: Callable[[], object]) -> None:
+    """Call what all ranks call together at the start, on a thread: nothing else ends its wait for a lost rank."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            start()
+        except BaseException as error:
+            failed.append(error)
+
+    before, control.doing, control.waits = (control.doing, control.waits), "starting", EVERYONE
+    thread = threading.Thread(target=run, name="stageline start", daemon=True)
+    thread.start()
+    try:
+        verdict = None
+        while thread.is_alive() and (verdict is None or not verdict.final):
+            thread.join(0.05)
+            verdict = control.verdict()
+        if failed:
+            verdict = control.blame(BLAME)
+        if verdict is not None and verdict.final:
+            leave_stuck(thread)
+            keep_groups()
+            raise _not_started(control, verdict) from (failed[0] if failed else None)
+        if failed:
+            raise failed[0]
+    finally:
+        control.doing, control.waits = before
+
+
+def _not_started(control: MonitorClient, verdict: Verdict) -> PipelineError:
+    error = PipelineError(f"{verdict}; start the job again with all ranks")
+    with suppress(OSError):
+        flight = FlightRecorder(control.rank, control.ranks, control.job)
+        note_record(error, [flight.write(verdict=verdict, doing="starting", lost=control.lost)])
+    return error
+
+
+def check_environment(environment: Mapping[str, str]) -> int:
+    """The number of processes, by the environment as torchrun sets it; refuse one that contradicts itself.
+
+    >>> check_environment({})
+    1
+    >>> check_environment({"WORLD_SIZE": "4", "RANK": "4", "MASTER_ADDR": "host", "MASTER_PORT": "29500"})
+    Traceback (most recent call last):
+        ...
+    stageline.StagelineError: the environment says RANK=4 and WORLD_SIZE=4: the rank must be at least 0 and
+    below 4; start the processes with torchrun, or unset WORLD_SIZE to run in one process
+    """
+    cure = "start the processes with torchrun, or unset WORLD_SIZE to run in one process"
+    size = _number(environment, "WORLD_SIZE", cure)
+    size = 1 if size is None else size
+    if size < 1:
+        raise StagelineError(f"the environment says WORLD_SIZE={size}, and at least 1 process is needed; {cure}")
+    if size == 1:
+        return 1
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    if missing:
+        raise StagelineError(f"the environment says WORLD_SIZE={size} and has no {' and no '.join(missing)}; {cure}")
+    for inner, outer in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        rank, limit = _number(environment, inner, cure), _number(environment, outer, cure)
+        if rank is not None and limit is not None and not 0 <= rank < limit:
+            raise StagelineError(
+                f"the environment says {inner}={rank} and {outer}={limit}: the rank must be at least 0 and below "
+                f"{limit}; {cure}"
+            )
+    local = _number(environment, "LOCAL_WORLD_SIZE", cure)
+    if local is not None and local > size:
+        raise StagelineError(f"the environment says LOCAL_WORLD_SIZE={local} and only WORLD_SIZE={size}; {cure}")
+    return size
+
+
+def _number(environment: Mapping[str, str], name: str, cure: str) -> int | None:
+    text = environment.get(name, "").strip()
+    try:
+        return int(text) if text else None
+    except ValueError:
+        raise StagelineError(f"the environment says {name}={text!r}, which is not a whole number; {cure}") from None

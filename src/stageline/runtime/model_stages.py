@@ -1,0 +1,163 @@
+"""A model in stages: the layers of each stage, the stages of this process, and the owner of every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stageline.distributed.rank_host import World
+from stageline.model.build.build import Description
+from stageline.model.compiled_models import any_compiled
+from stageline.model.stage_module.shared_state import SharedState
+from stageline.model.staged import Staged
+from stageline.runtime.compile import Compile, compile_units
+from stageline.runtime.grad_norm import owners_of
+from stageline.runtime.guards.foreign_reads import holders_of, readers
+from stageline.runtime.shared_parameters import Placed, place
+from stageline.runtime.stage import watched_layers
+from stageline.runtime.stages import cut_by_batch, cut_or_wait
+from stageline.schedules.placement import Placement
+
+
+class ModelStages:
+    """The stages of a model, by the placement of a schedule.
+
+    A model whose forward shows its order of calls only in a batch is cut by the first one: `awaits_batch` until then.
+    """
+
+    shared_state: SharedState
+    """The state that several stages share."""
+    readers: frozenset[int]
+    """The stages that can reach parameters of others through plain references."""
+    placed: Placed
+    """The modules of the ranks of this process."""
+    plain: bool
+    """Whether every stage runs once, on its own module: no parameter has two uses."""
+
+    def __init__(self, source: Any, model: nn.Module, stages: int, example: Any) -> None:
+        """Cut the model, or keep the reason why only an example can tell where to cut."""
+        self.model = model
+        self.exact = not isinstance(source, nn.Module | Staged)
+        """Whether the user gave the stages, and not a model to cut."""
+        self._source, self._count, self._example = source, stages, example
+        own_forward = isinstance(source, nn.Module) and not isinstance(source, nn.Sequential)
+        self.awaits_batch = example is None and own_forward
+        self._cut, self.parts, self._not_cut = cut_or_wait(source, model, stages, example)
+        self._defined: list[nn.Sequential] = []
+        """The stages by the order of definitions, once the first batch showed others."""
+
+    def join(self, world: World, placement: Placement) -> None:
+        """Find the stages of this process. Processes must know at once which parameters are theirs."""
+        self.here, self._placement = world.here, placement
+        self.awaits_batch = self.awaits_batch and world.single_process
+        if self._not_cut is not None and not self.awaits_batch:
+            raise self._not_cut
+
+    def build(self, recipe: Description[Any] | None, seed: int, device: torch.device | str) -> None:
+        """Give memory and weights to the tensors of this process's stages, of a model that was described without."""
+        if recipe is not None:
+            recipe.materialise(self._local_names().__contains__, seed=seed, device=device)
+            _, self.parts, _ = cut_or_wait(self._cut, self.model, self._count, self._example)
+
+    def place(self, compile_: Compile) -> None:
+        """Compile the stages of this process, and give each of its ranks the modules of its stages."""
+        self._compile = compile_
+        if not self.awaits_batch:
+            compile_units((part for stage, part in enumerate(self.parts) if self.holds(stage)), compile_)
+        self.compiled = compile_ is not False or any_compiled(self.parts)
+        layers = [watched_layers(part) for part in self.parts]
+        self.shared_state = SharedState.of(layers)
+        self.readers = readers(self.parts, layers, [stage for stage in range(len(layers)) if self.holds(stage)])
+        holders = [*self.shared_state.holders(), *(holders_of(self.parts) if self.readers else ())]
+        self.placed = (
+            place(self.parts, self._placement, self.here, holders)
+            if self.parts
+            else Placed({rank: {} for rank in self.here}, {}, [])
+        )
+        modules = (item for by_stage in self.placed.modules.values() for item in by_stage.items())
+        self.plain = not self.placed.uses and all(module is self.parts[stage] for stage, module in modules)
+        for name in ("local", "owners"):
+            self.__dict__.pop(name, None)
+
+    # The first batch.
+
+    def cut_by(self, microbatch: Any) -> None:
+        """Cut the model by the first microbatch, which shows the order of the model's calls."""
+        defined = self.parts
+        self._cut_again(cut_by_batch(self._source, self.model, self._count, microbatch, defined), awaits_batch=False)
+        self._defined = defined
+
+    def forget_batch(self) -> None:
+        """Wait for the first batch again, as the one that the model was cut by failed."""
+        self._cut_again(self._defined, awaits_batch=True)
+
+    def _cut_again(self, parts: list[nn.Sequential], *, awaits_batch: bool) -> None:
+        compiled = getattr(self, "compiled", False)
+        self.parts, self.awaits_batch = parts, awaits_batch
+        self.place(self._compile)
+        self.compiled = self.compiled or compiled
+
+    def refuse_to_train(self) -> None:
+        """Refuse running statistics that two stages would update."""
+        if not self.awaits_batch and self.shared_state.norms:
+            self.shared_state.refuse_norms()
+
+    # What is here, and whose it is.
+
+    def holds(self, stage: int) -> bool:
+        """Whether a rank of this process runs the stage."""
+        return bool(set(self._placement.table[:, stage].tolist()) & set(self.here))
+
+    @cached_property
+    def local(self) -> set[int]:
+        """The stages whose weights are in this process."""
+        return {stage for stages in self.placed.modules.values() for stage in stages}
+
+    def local_parts(self) -> Iterator[nn.Module]:
+        """The stages of this process; the whole model while it awaits its first batch uncut."""
+        if not self.parts:
+            return iter([self.model])
+        return (part for stage, part in enumerate(self.parts) if stage in self.local)
+
+    def _local_names(self) -> set[str]:
+        parts: list[nn.Module] = [part for stage, part in enumerate(self.parts) if self.holds(stage)]
+        return {name for part in parts or [self.model] for name, _ in named_tensors(part)}
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this process's stages, by their names in the whole model."""
+        local = {parameter for part in self.local_parts() for parameter in part.parameters()}
+        return ((name, parameter) for name, parameter in self.model.named_parameters() if parameter in local)
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of this process's stages, by their names in the whole model."""
+        local = {name: buffer for part in self.local_parts() for name, buffer in part.named_buffers()}
+        order = (name for name, _ in self.model.named_buffers())
+        return iter({name: local[name] for name in (*order, *local) if name in local}.items())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this process's stages, in the order of the whole model."""
+        local = {name: value for part in self.local_parts() for name, value in part.state_dict().items()}
+        return {name: local[name] for name in (*self.model.state_dict(), *local) if name in local}
+
+    @cached_property
+    def owners(self) -> dict[str, int]:
+        """The rank that each parameter and buffer belongs to: the first that uses it."""
+        return owners_of(self.model, self.parts, self._placement, self.placed)
+
+    def owns(self, name: str) -> bool:
+        """Whether a parameter or buffer belongs to a rank of this process."""
+        return not self.parts or self.owners.get(name) in self.here
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """The name of a parameter in the whole model."""
+        return next((name for name, own in self.model.named_parameters() if own is parameter), "without a name")
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """All parameters and buffers of a model, tied ones by each of their names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return [*parameters, *model.named_buffers(remove_duplicate=False)]

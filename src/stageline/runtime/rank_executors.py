@@ -1,0 +1,142 @@
+"""The executors of the ranks of this process: one set for every number of microbatches, made once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from stageline.distributed.rank_host import RankExecutors, World
+from stageline.model.stage_module.stage_module import StagePart
+from stageline.runtime.executor import Executor
+from stageline.runtime.guards.foreign_reads import ForeignReads, holders_of
+from stageline.runtime.guards.loss_reads import LossReads, Tensors
+from stageline.runtime.model_stages import ModelStages
+from stageline.runtime.stage import Stage, StageOptions
+from stageline.runtime.stages import forwards_of, only_microbatches
+from stageline.runtime.step_report import SummaryLayout
+from stageline.schedules.schedule import Schedule
+from stageline.tensors.host_memory import keep_memory
+
+MOST_TIMES = 1 << 16
+"""How many numbers about the times of actions all ranks together may send with everything else at the end of a step."""
+
+
+@dataclass(frozen=True)
+class ExecutorSet(RankExecutors[Executor]):
+    """The executors of this process's ranks for one schedule."""
+
+    summary: SummaryLayout
+    """Of a step; it includes the times of all actions where they are few, and where other processes need them."""
+    devices: frozenset[int]
+    """The GPUs that they run on."""
+
+    def check_random_layers(self) -> None:
+        """Look again, in the next step, for layers that draw random numbers."""
+        for executor in self.executors:
+            for stage in executor.stages.values():
+                stage.watch_again()
+
+    def finish_compiling(self) -> None:
+        """Let ranks run at the same time: after a step, everything is compiled."""
+        for executor in self.executors:
+            executor.turns = nullcontext()
+
+
+class ExecutorCache:
+    """Makes executors, and keeps them."""
+
+    def __init__(
+        self, world: World, stages: ModelStages, options: StageOptions, watched: Tensors, penalties: int
+    ) -> None:
+        """`watched` are the tensors that loss_fn may not read, except those of the last stage."""
+        self._world, self._stages, self._options = world, stages, options
+        self._watched, self._penalties = watched, penalties
+        self.sets: dict[tuple[int, bool], ExecutorSet] = {}
+        """By the number of microbatches, and whether they train."""
+
+    def find(self, schedule: Schedule, microbatches: int, *, training: bool) -> ExecutorSet:
+        """The executors for so many microbatches of the schedule."""
+        key = (microbatches, training)
+        if key not in self.sets:
+            order = only_microbatches(schedule if training else forwards_of(schedule), microbatches)
+            placed = self._stages.placed.modules
+            stages = {
+                rank: {stage: self._stage(stage, module, schedule) for stage, module in placed[rank].items()}
+                for rank in self._world.here
+            }
+            self.sets[key] = self._make(order, stages)
+        return self.sets[key]
+
+    def reorder(self, schedule: Schedule) -> None:
+        """Train in another order from the next step on; the stages stay, with all they have learned."""
+        for (microbatches, training), executors in list(self.sets.items()):
+            if training:
+                stages = {executor.rank: executor.stages for executor in executors.executors}
+                self.sets[(microbatches, training)] = self._make(only_microbatches(schedule, microbatches), stages)
+
+    def set_deadline(self, seconds: float) -> None:
+        """Wait so long from now on."""
+        for executors in self.sets.values():
+            for executor in executors.executors:
+                executor.deadline = seconds
+
+    def _make(self, schedule: Schedule, stages: Mapping[int, Mapping[int, Stage]]) -> ExecutorSet:
+        world = self._world
+        executors = [
+            Executor(
+                schedule,
+                rank,
+                stages[rank],
+                world.transport(rank),
+                names=world.layout.rows[world.replica],
+                own_stream=len(world.here) > 1,
+                progress=world.progress(rank),
+                flight=world.flight(rank),
+                deadline=world.deadline,
+            )
+            for rank in world.here
+        ]
+        devices = frozenset(executor.device for executor in executors if executor.device is not None)
+        if any(executor.device is None for executor in executors):
+            keep_memory()
+        if self._stages.compiled and len(executors) > 1:
+            lock = threading.Lock()  # while torch compiles, it wants to be alone
+            for executor in executors:
+                executor.turns = lock
+        with_times = not world.single_process and 3 * schedule.num_actions * schedule.ranks <= MOST_TIMES
+        summary = SummaryLayout(schedule, penalties=self._penalties, with_times=with_times)
+        return ExecutorSet(schedule, executors, summary, devices)
+
+    def _stage(self, stage: int, module: nn.Sequential, schedule: Schedule) -> Stage:
+        stages = self._stages
+        copies = module.copies() if isinstance(module, StagePart) else {}
+        twins: dict[int, Any] = {**stages.placed.twins.get(module, {}), **copies}
+        return Stage(
+            stage,
+            module,
+            self._options,
+            spread=stages.exact,
+            loss_reads=self._loss_reads(module, schedule) if stage == schedule.stages - 1 else None,
+            watch=stages.shared_state.watch(stage, twins),
+            foreign=self._foreign_reads(stage, module) if stage in stages.readers else None,
+        )
+
+    def _loss_reads(self, module: nn.Module, schedule: Schedule) -> LossReads:
+        """What calls loss_fn on the last stage; it may read the tensors that this stage alone uses."""
+        uses = self._stages.placed.uses
+        shared = {id(parameter) for parameter in uses} | {id(use.own) for each in uses.values() for use in each}
+        own = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in shared]
+        alone = self._world.single_process and schedule.placement.directions == 1
+        return LossReads(self._options.loss_fn, self._watched, own, alone=alone)
+
+    def _foreign_reads(self, stage: int, module: nn.Module) -> ForeignReads:
+        """What calls the layers of a stage that can reach parameters of other stages."""
+        stages = self._stages
+        twins = stages.placed.twins.get(module, {})
+        alone = self._world.single_process
+        return ForeignReads(stage, module, holders_of(stages.parts), twins, alone=alone, functions=not stages.compiled)
