@@ -1,10 +1,9 @@
-"""How much memory a rank takes while it builds its share of a Llama, against the share itself.
+"""Peak memory of a rank that builds its share of a Llama, compared with the size of the share.
 
 python benchmarks/building.py [--ranks 4] [--layers 40] [--width 2048] [--dtype bfloat16]
 
-Every rank is a process of its own and builds a contiguous group of layers; the embedding goes with the first, the norm
-and the head with the last. The peak is the kernel's high-water mark of the process, which is reset before. Needs
-transformers.
+Every rank is a process and builds a contiguous group of layers; the first also holds the embedding, the last the norm
+and the head. The peak is the kernel's high-water mark of the process, reset before the build. Needs transformers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What checkpoints take away from training: the built-in job with one every 50 steps, against the same job with none.
+"""The cost of checkpoints: the built-in job with one every 50 steps, compared with the same job without.
 
 python benchmarks/checkpoint_cost.py [--rounds 5] [--every 50] [--dim 128] [--where threads processes] [--json]
 
-Both jobs are there together and train in turns of as many steps as lie between two checkpoints, so that each turn of
-the one has just one, in its middle, written and published while it trains on. The cost is the median over the rounds of
-two turns that were close in time, with the lower and the upper quartile beside it; by CPU is the same for the CPU that
-all threads used, which the load of the machine changes less. Blocked is for how long training itself stood still, as
-the job's events say.
+Both jobs run at the same time and train in turns. A turn has as many steps as lie between two checkpoints, so every
+turn of the first job writes and publishes exactly one, in its middle, while it trains. The cost is the median over the
+rounds of two neighbouring turns, with the lower and upper quartile; "by CPU" is the same for the CPU time of all
+threads, which depends less on the load of the machine. "blocked" is how long training itself waited, from the job's
+events.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""How fast a checkpoint is written, and for how long that stops training.
+"""How fast a checkpoint is written, and for how long it blocks training.
 
 python benchmarks/checkpointing.py [--megabytes 512] [--repeats 5] [--folder FOLDER] [--device cpu] [--json]
 
-The same tensors, a model and two slots of an optimizer for each parameter, in turns: written by safetensors' own
-save_file, by save_file with its file then synced to the disk, and as a checkpoint, which is synced, summed and
-published whole. A plain copy into fresh memory and one into memory that was used before stand beside the time that
-`save` blocks its caller.
+The same tensors (a model and two optimizer slots for each parameter) are written in turn with safetensors' own
+save_file, with save_file and a sync, and as a checkpoint, which is synced, checksummed and published atomically. A
+plain copy into fresh memory and one into reused memory are shown for comparison with the time that `save` blocks.
 """
 
 from __future__ import annotations

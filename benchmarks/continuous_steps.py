@@ -1,15 +1,15 @@
-"""Steps that interlock against steps one after the other: `pipe.run` against `pipe.step` and `optimizer.step()`.
+"""Continuous steps compared with single steps: `pipe.run` and `pipe.step` with `optimizer.step()`.
 
 python benchmarks/continuous_steps.py [--ranks 4] [--microbatches 8 16] [--families 1f1b zb-h2 zb-v] [--steps 8]
                                   [--repeats 3] [--max-norm 1e9] [--quick] [--markdown]
 
-Every rank sleeps 10 ms in F, in I and in W of every microbatch; where it holds V chunks, each sleeps a V-th of that. A
-turn is so many steps by the loop and then as many by `pipe.run`, with AdamW, on the same pipeline; figures are medians
-over the turns, of steps a second and of their ratio, the gain. The limits: what `sl.simulate` gives for the order and
-the nominal sleeps: "for ever" is the makespan, which a step costs when all ranks wait for its end, over the span,
-which it costs at best when they do not; "limit" is that for a turn, whose last step is waited for either way. What the
-loop does between steps, and a run beside them, is in the gain and not in the limits.
-With --max-norm below the norms every step is clipped after the fact, and so is computed twice: what that costs.
+Every rank sleeps 10 ms in F, I and W of every microbatch; with V chunks per rank, each chunk sleeps a V-th of that. A
+turn is a number of steps with the loop and then the same number with `pipe.run`, with AdamW, on the same pipeline.
+Figures are medians over the turns: steps per second, and their ratio, the gain. The limits come from `sl.simulate` with
+the nominal sleeps. "for ever" is makespan over span: a step costs the makespan when all ranks wait for its end, and at
+best the span when they do not. "limit" is the same for one turn, whose last step is waited for either way. The work
+between steps is part of the gain, not of the limits.
+With --max-norm below the norms, every step is clipped after the fact and computed twice: this measures that cost.
 """
 
 from __future__ import annotations

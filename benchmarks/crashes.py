@@ -1,12 +1,12 @@
-"""Crashes planted in a training job at random moments: nothing that was reported as saved may be lost.
+"""Crashes of a training job at random moments: nothing that was reported as saved may be lost.
 
 python benchmarks/crashes.py [--crashes 50] [--ranks 2] [--steps 200] [--seed 0] [--json]
 
-A job saves a checkpoint every other step. One rank, or all of them, are killed (SIGKILL) while the job starts, at any
-moment of its steps, or while a checkpoint is being written; then the same job is started again, and so on. After every
-crash, each checkpoint that the job ever reported as saved must be whole, byte by byte, and must hold the same weights,
-optimizer and state as that of a job which was never killed. So must the losses of all steps, across all resumes. Where
-one rank is killed, the others must end by themselves and name it.
+A job saves a checkpoint every other step. One rank, or all of them, are killed (SIGKILL) while the job starts, during a
+step, or while a checkpoint is being written. Then the same job is started again, and so on. After every crash, each
+checkpoint that was ever reported as saved must be valid, byte by byte, and must hold the same weights, optimizer and
+state as that of an uninterrupted job. The losses of all steps must be the same too, across all resumes. If one rank is
+killed, the others must exit on their own and name it.
 """
 
 from __future__ import annotations

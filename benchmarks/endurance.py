@@ -1,8 +1,8 @@
-"""Many steps: does anything grow? Memory, open files, threads and the time of a step, on threads and on processes.
+"""Many steps: does anything grow? Memory, open files, threads and step time, with threads and with processes.
 
 python benchmarks/endurance.py [--steps 500] [--schedule zb-h1] [--json]
 
-Each figure is taken after a fifth of the steps and at the end; the time of a step is the median of that fifth.
+Each figure is taken after a fifth of the steps and at the end; the step time is the median of that fifth.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Every fault, planted for real: how long until the last rank left, and what it said; torch.distributed.pipelining too.
+"""Real faults: how long until the last rank raised, and its message; also for torch.distributed.pipelining.
 
 python benchmarks/faults.py [--stages 0 1 2] [--worlds threads processes torch] [--only killed] [--markdown | --json]
 
-Three ranks train for a step, and in the next one a fault is planted in a stage, which notes the moment. Seconds are
-from then until the last rank that lives has raised (or ended), over all places where the fault was planted. Ours have
-a deadline of 5 s; torch runs Schedule1F1B over gloo with a timeout of the process group of 20 s, after which it gives
-up; what is not over 40 s after the planting is killed and counts as a hang.
+Three ranks train for one step. In the next step a stage injects a fault and records the moment. Seconds are from then
+until the last living rank has raised or exited, the maximum over all places of the fault. Ours have a deadline of 5 s.
+torch runs Schedule1F1B over gloo with a process group timeout of 20 s. A job that is not over 40 s after the fault is
+killed and counts as a hang.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Ctrl-C at random moments of the first seconds: no traceback, and the process ends soon.
+"""Ctrl-C at random moments of the first seconds: no traceback, and the process exits soon.
 
 python benchmarks/interrupts.py [--trials 20] [--within 10] [--limit 2] [--seed 0] [--json] [-- WORDS OF THE COMMAND]
 
-Every trial starts the command in an empty folder (`stageline train`, unless other words are given), sends it SIGINT at
-a random moment, and measures the time until the process has ended. Until the first step is finished, it ends at once
-with exit code 130 and one line; later, it finishes the step, saves it, and ends with 0. The first tenth of a second is
-left out: Python itself starts then, and has its own way with interrupts.
+Every trial starts the command in an empty folder (`stageline train` by default), sends it SIGINT at a random moment,
+and measures the time until the process has exited. Before the first step is finished it exits at once with code 130 and
+one line; later it finishes the step, saves, and exits with 0. The first tenth of a second is excluded, because Python
+itself handles interrupts while it starts.
 """
 
 from __future__ import annotations

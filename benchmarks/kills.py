@@ -1,10 +1,10 @@
-"""Kills in a row: a rank of a running job is killed at a random moment, and every survivor must name just that rank.
+"""Repeated kills: a rank of a running job is killed at a random moment, and every survivor must name that rank.
 
 python benchmarks/kills.py [--kills 100] [--ranks 4] [--jobs 2] [--seed 0] [--json]
 
-Every kill has a job of its own: `ranks` processes that train without an end, until one of them, chosen at random, is
-sent SIGKILL at a random moment, in a step or between two. What is measured is the time from the kill until the last
-survivor has raised, and what each of them said.
+Every kill has its own job: `ranks` processes train without end until a random one receives SIGKILL at a random moment,
+in a step or between two. The benchmark measures the time from the kill until the last survivor has raised, and checks
+the message of each.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A GPT on one GPU: the plain loop over microbatches against pipelines of four stages on that GPU, and torch's.
+"""A GPT on one GPU: a plain loop over microbatches, pipelines of four stages on that GPU, and torch's.
 
 python benchmarks/one_gpu.py [--repeats 5] [--samples 2] [--blocks 16] [--width 2048] [--profile] [--json]
 
-bfloat16, 16 microbatches of so many samples of 1024 tokens. Every number is a median of this run, measured in turns;
-memory is the peak of what was allocated, less parameters and gradients. Ranks are threads of this process; torch's
-schedules run their four stages on one rank. "by certificate" is the peak that the schedule's order gives when every
-stage holds, per microbatch, what it was measured to hold after its forward, and between I and W.
+bfloat16, 16 microbatches with the given number of samples of 1024 tokens. Every number is a median of this run,
+measured in turns. Memory is the peak allocation without parameters and gradients. Ranks are threads of this process;
+torch's schedules run their four stages on one rank. "by certificate" is the peak that follows from the schedule's order
+and the measured memory of every stage per microbatch, after its forward and between I and W.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How long cutting layers takes, and what it gains over equal counts and over a greedy cut, on random layers.
+"""How long partitioning takes, and its gain over equal counts and over a greedy cut, on random layers.
 
 python benchmarks/partition_speed.py [--seeds 3] [--caps] [--json]
 
-The greedy cut fills a stage until it has its share of all work, in the order of the layers. Ratios are of the slowest
-rank of the other cut to ours, the median over seeds: 1.10 is a tenth slower. "to ideal" is our slowest rank over the
-work of all layers spread evenly, which no cut may reach; the bound is what was proven.
+The greedy cut fills a stage until it has its share of the work, in the order of the layers. Ratios are the slowest rank
+of the other cut over ours, the median over seeds: 1.10 means 10% slower. "to ideal" is our slowest rank over the work
+of all layers spread evenly, which a cut may not be able to reach; "bound" is the proven gap.
 """
 
 from __future__ import annotations

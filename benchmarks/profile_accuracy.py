@@ -1,13 +1,13 @@
-"""A small GPT on two processes of one thread each: the step that a profile promises against the step that is measured.
+"""A small GPT on two single-threaded processes: the step that a profile predicts and the measured step.
 
 python benchmarks/profile_accuracy.py [--rounds 30] [--microbatches 8] [--families 1f1b zb-h1] [--json]
 
-The layers are profiled on both processes at once, so that each core is as slow beside the other as it is in a step. A
-transfer is half of a ping-pong between the two through the same transport. With both, `sl.simulate` says how long a
-step takes, and it is compared with a step of `sl.Pipeline`. Profiles and steps run in turns, all in one run: a ratio is
-the median, over the turns, of a step over what the profile of the same turn promised. "measured" is a call of `step` as
-a user sees it, "makespan" the time from its first action to its last one, and the last columns say how many times as
-long as in the profile its actions took, by kind.
+Both processes profile the layers at the same time, so that each core is slowed down by the other as in a step. A
+transfer is half of a ping-pong between the two through the same transport. `sl.simulate` predicts a step from both, and
+the prediction is compared with a step of `sl.Pipeline`. Profiles and steps alternate in one run: a ratio is the median
+over the turns of the measured step over the prediction of the same turn. "measured" is a call of `step` as a user sees
+it, "makespan" the time from its first to its last action, and the last columns are the ratios of action times to the
+profile, by kind.
 """
 
 from __future__ import annotations

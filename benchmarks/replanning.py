@@ -1,14 +1,13 @@
-"""A stage that becomes half as slow again in mid-run: what re-planning the order gives, against before and the best.
+"""A stage that becomes 1.5 times slower during a run: what replanning the order gains, and the best possible.
 
 python benchmarks/replanning.py [--ranks 4] [--microbatches 8] [--schedules 1f1b zb-h1 auto] [--slow 2] [--steps 12]
 
-Every rank is a thread whose stage sleeps 10 ms in F, in I and in W of every microbatch. After some steps one stage
-sleeps 15 ms in each. A pipeline with `replan="auto"` finds that out and takes another order; one with "off" goes on as
-it was. Rows show medians of measured steps: before the slowdown, after it, and after re-planning; and the makespan,
-simulated with the sleeps as they are then, of the order that ran, of the new one, and of the best order that
-`sl.synthesize` finds for these costs without a cap on memory, and with as much memory on every rank as the first order
-had. "auto" begins with the order that is synthesized for the costs before the slowdown, under the memory of 1f1b. Where
-no order was found that is 1% better, the row says so, and its gain is the noise of the machine.
+Every rank is a thread whose stage sleeps 10 ms in F, I and W of every microbatch. After some steps, one stage sleeps
+15 ms instead. A pipeline with `replan="auto"` detects that and changes the order; one with "off" does not. Rows show
+medians of measured steps: before the slowdown, after it, and after replanning. They also show simulated makespans with
+the new sleeps: of the original order, of the new one, and of the best order that `sl.synthesize` finds for these costs,
+without a memory cap and with the memory of the original order. "auto" starts with the order synthesized for the costs
+before the slowdown with the memory of 1f1b. If no order is 1% better, the row says so, and its gain is noise.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Adding up gradients over replicas while the pipeline drains, against adding them up after it.
+"""Reducing gradients over replicas while the pipeline drains, compared with reducing them afterwards.
 
 python benchmarks/replicas.py [--families 1f1b zb-v] [--megabytes 24] [--microbatches 8] [--repeats 15] [--quick]
 
-Two replicas of two ranks, each rank a process. A stage sleeps in F, I and W, so that the cores are free for what is
-measured, and has a weight of so many MB beside, with a gradient that costs nothing to compute. The same pipeline
-runs both ways in turns, and a third way: without adding gradients up at all (sync=False). A time is that of the slowest
-rank, in the fastest of the repeats, as others use the machine too. "hidden" is the share of the time for adding up
-that the step does not take longer when it is overlapped. Where a rank has several stages (4 in interleaved and
-looped-bfs, 2 in zb-v), those that are done early have the most time to be added up.
+Two replicas of two ranks, each rank a process. A stage sleeps in F, I and W, so that the cores are free for the
+reduction, and has a weight of the given size with a gradient that costs nothing to compute. The same pipeline runs both
+ways in turns, and a third time without reduction (sync=False). A time is that of the slowest rank in the fastest
+repeat, because the machine is shared. "hidden" is the share of the reduction time that the overlap saves. If a rank has
+several stages (4 in interleaved and looped-bfs, 2 in zb-v), the stages that finish early have the most time to overlap.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 python benchmarks/restarts.py [--kills 20] [--ranks 4] [--job train|script|group] [--busy 0] [--seed 0] [--json]
 
-One job trains; at a random moment after a step, one of its ranks, drawn at random, is killed (SIGKILL). torchrun ends
-the others and starts all of them again, and the job has recovered when every rank has made a step. The time is that
-from the kill until then; its parts are those of the first rank. `train` is `stageline train`, which resumes from its
-checkpoint; `script` makes a `Pipeline` and leaves the rest to it; `group` makes the default group first, in a part of
-the store that is of this attempt (else torch itself calls ranks that are gone). `--busy` runs so many busy loops.
+At a random moment after a step, a random rank of a training job is killed (SIGKILL). torchrun ends the others and
+starts all of them again; the job has recovered when every rank has finished a step. The time is from the kill until
+then, with its parts on the first rank. `train` is `stageline train`, which resumes from its checkpoint; `script`
+creates a `Pipeline` that sets up everything else; `group` first creates the default group, in a part of the store for
+this attempt (otherwise torch itself contacts ranks that are gone). `--busy` runs that many busy loops.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 python benchmarks/resume.py [--kills 5] [--where threads processes] [--seed 0] [--json]
 
-All processes of the job are killed at once, at a random moment, and the same command is started again at once. The time
-is that from the kill to the end of the first step that follows, as the job's own events say; its parts are measured in
-the process of the first rank. The first start, which has to profile the model and choose a schedule, stands beside it,
-and a bare script: python, import torch, one step of AdamW on one number (for which torch imports its compiler; here
-that is part of "pipeline"). Medians.
+All processes of the job are killed at a random moment, and the same command is started again at once. The time is from
+the kill to the end of the first step, from the job's own events; its parts are measured in the process of the first
+rank. For comparison: the first start, which profiles the model and chooses a schedule, and a bare script (python,
+import torch, one AdamW step on one number, for which torch imports its compiler; here that is part of "pipeline").
+Medians.
 """
 
 from __future__ import annotations

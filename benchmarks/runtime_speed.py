@@ -1,12 +1,12 @@
-"""A small GPT on two processes of one thread each: steps of this runtime against torch.distributed.pipelining's.
+"""A small GPT on two single-threaded processes: steps of this runtime and of torch.distributed.pipelining.
 
 python benchmarks/runtime_speed.py [--sizes small middle large] [--repeats 15] [--microbatches 8] [--json]
 
-Both run the same stages on the same batch in the same processes, in turns; every number is a median of this run. What
-a runtime adds costs the same whatever the size of the tensors, so there are several sizes: the larger, the less is left
-to be gained beside the arithmetic.
-Throughput is tokens a second. The limit is what two processes would do that run plain loops side by side, less the
-bubble of the family's schedule. The last column is how many times torch's throughput ours is.
+Both run the same stages on the same batch in the same processes, in turns; every number is a median of this run. The
+overhead of a runtime does not depend on the size of the tensors, so there are several sizes: the larger, the smaller
+its share.
+Throughput is in tokens per second. The limit is the throughput of two processes that run plain loops side by side, less
+the bubble of the schedule. The last column is our throughput over torch's.
 """
 
 from __future__ import annotations

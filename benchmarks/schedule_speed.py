@@ -1,9 +1,9 @@
-"""How fast schedules are made, verified and simulated: against torch in the same run, and how it grows.
+"""How fast schedules are built, verified and simulated: compared with torch in the same run, and by size.
 
     python benchmarks/schedule_speed.py [--quick] [--json]
 
-Every number printed is measured in that run. Every measurement has a fresh process of its own, so that none
-sees memory that another one left. Seconds are wall-clock time; run it on a quiet machine.
+Every number is measured in this run, in a fresh process, so that no measurement sees memory that another one left.
+Seconds are wall-clock time; run it on a quiet machine.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Stages that only sleep: how much longer a step takes than its schedule says, and torch.distributed.pipelining's.
+"""Stages that only sleep: how much longer a step takes than its schedule predicts, here and in torch.
 
 python benchmarks/sleep_stages.py [--ranks 4 8] [--microbatches 16] [--families 1f1b zb-v] [--repeats 5] [--quick]
 
-Every rank sleeps 10 ms in F, in I and in W of every microbatch; where it holds V chunks, each sleeps a V-th of that.
-A ratio is the median of the measured steps over the makespan that `sl.simulate` gives for the same order, with what
-F, I and W of a stage really take and what a message takes through the same transport between two ranks that sleep in
-turns, all measured in the same run. The first ratio takes for F, I and W what a stage needs when plain autograd runs it
-alone in a loop, its few tensors beside the sleep included; the second one the sleeps alone; the third, "nominal",
-10 ms, and transfers that take nothing. torch runs the same stages in the same processes, in turns; its ratio is over
-the makespan of its own order, which is the same as ours where the column says so.
-Where our excess went is said by `sl.explain`, in milliseconds, on average over the ranks; "transfer" is what it took
-beyond the plan, and "outside" is rank 0's time before the first action and after the last one of the step.
+Every rank sleeps 10 ms in F, I and W of every microbatch; with V chunks per rank, each chunk sleeps a V-th of that. A
+ratio is the median of the measured steps over the makespan that `sl.simulate` predicts for the same order. Its costs,
+measured in the same run, are the times of F, I and W of a stage, and of a message through the same transport between
+two ranks that sleep in turns. The first ratio uses the times of a stage that plain autograd runs alone in a loop,
+including its few tensors; the second uses only the sleeps; the third, "nominal", uses 10 ms and free transfers. torch
+runs the same stages in the same processes, in turns; its ratio uses the makespan of its own order, which equals ours if
+the column says so.
+`sl.explain` attributes our excess, in milliseconds, averaged over the ranks; "transfer" is the excess over the plan,
+and "outside" is rank 0's time before the first and after the last action of the step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long a user waits for `import stageline` and for each command, against importing numpy and torch alone.
+"""The time of `import stageline` and of each command, compared with importing numpy and torch alone.
 
 python benchmarks/startup.py [--repeats 7]
 

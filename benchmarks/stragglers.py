@@ -1,10 +1,10 @@
-"""Stages that become slower: is a planted one named, and is nobody named for noise?
+"""Stages that become slower: is such a stage reported, and is nothing reported because of noise?
 
 python benchmarks/stragglers.py [--trials 20] [--steps 1000] [--processes] [--seed 0] [--json]
 
-Every trial trains a pipeline until a random step, and then makes a random stage twice as slow by a sleep in its forward
-that takes as long as its forward and backward did. Counted is how often the one line that is logged names this stage
-within 10 steps. Then, with one busy loop per core, as many quiet steps are made, in which no line should be logged.
+Every trial trains a pipeline until a random step and then makes a random stage twice as slow, with a sleep in its
+forward that lasts as long as its forward and backward did. The benchmark counts how often the one logged line names
+this stage within 10 steps. Then it runs normal steps with one busy loop per core, in which no line should be logged.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How good synthesized schedules are: against proven bounds, the named families, and the zero-bubble heuristic.
+"""How good synthesized schedules are, compared with proven bounds, the families and the zero-bubble heuristic.
 
     python benchmarks/synthesis.py [--quick] [--time-limit SECONDS] [--json]
 
-Costs are like measured ones (F = 10, I = 10.5, W = 8, a transfer 0.5), with equal stages and with stages that
-differ by up to 30%. Every gap is proven in that run; nothing here depends on the speed of the machine but the seconds,
-and how far a search gets within its time limit.
+Costs resemble measured ones (F = 10, I = 10.5, W = 8, a transfer 0.5), with equal stages and with stages that differ by
+up to 30%. Every gap is proven in this run. Only the seconds, and the progress of a search within its time limit, depend
+on the speed of the machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the measured timeline and the flight record cost: steps with them, and with both taken out, in turns.
+"""The cost of the measured timeline and the flight record: steps with and without both, in turns.
 
 python benchmarks/tracing.py [--repeats 200] [--json]
 """

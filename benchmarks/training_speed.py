@@ -1,19 +1,19 @@
-"""The training job on two processes of one thread each, against torch.distributed.pipelining and DeepSpeed.
+"""The training job on two single-threaded processes, compared with torch.distributed.pipelining and DeepSpeed.
 
 python benchmarks/training_speed.py [--deepspeed PYTHON_OR_FOLDER] [--rounds 9] [--steps 4] [--json]
 
 All train the built-in GPT with the same weights, data, microbatches, cut, fused AdamW and clipping by the norm over all
-stages. The jobs are there together and train in turns, a few steps each, in another order every round; one that waits
-for its turn computes nothing. Tokens a second are medians; a ratio is the median over the rounds of two turns that were
-close in time. CPU is what both processes used for a step, which the load of the machine changes less. The loss at the
-end has to be the same for all, or there is no result.
+stages. The jobs run at the same time and train in turns, a few steps each, in another order every round; a job that
+waits for its turn computes nothing. Tokens per second are medians; a ratio is the median over the rounds of two
+neighbouring turns. CPU is the time of both processes per step, which depends less on the load of the machine. The final
+loss must be the same for all, or there is no result.
 
-What is measured of this job is all that it does in a step: batches from a file, clipping, events into a file, agreeing
-on whether to stop. The others have their batches in memory and write nothing; torch has no norm over stages, so its
-ranks add up theirs by hand. The job's own choice of a schedule ("auto") is measured too.
+Our steps include everything that the job does: batches from a file, clipping, events to a file, and the agreement on
+whether to stop. The others have their batches in memory and write nothing; torch has no norm over stages, so its ranks
+sum theirs by hand. The job's own choice of a schedule ("auto") is measured too.
 
-DeepSpeed is run from a virtual environment of its own: give its python, or a folder, in which one is made with pip if
-it is not there yet. Without that option it is left out.
+DeepSpeed runs in a separate virtual environment: pass its python, or a folder in which one is created with pip if it
+does not exist yet. Without that option it is skipped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Jobs that are there together and work in turns, so that a machine that gets slower gets slower for all of them.
+"""Jobs that run at the same time and work in turns, so that a change of the machine's load affects all of them.
 
-Used by other benchmarks. A job is some processes of a script, each with a `Turns` that it asks before every step; who
-measures has a `Job` for each and gives them their turns. A job that waits for its turn computes nothing.
+Used by other benchmarks. A job is one or more processes of a script, each with a `Turns` that it asks before every
+step. The benchmark has a `Job` for each and gives them their turns. A job that waits for its turn computes nothing.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 
 
 class Turn(NamedTuple):
-    """What a turn took."""
+    """The cost of a turn."""
 
     seconds: float
     cpu: float
-    """Seconds of CPU of all processes and their threads."""
+    """CPU seconds of all processes and their threads."""
     loss: float | None
 
 
 class Turns:
-    """Waits for a job's turn before every few steps, and says when they are done; the first turn is the warm-up."""
+    """Waits for a job's turn before every few steps, and reports when they are done; the first turn is the warm-up."""
 
     def __init__(self, warmup: int, steps: int, tell: int) -> None:
         """`tell` is the file to say it to."""

@@ -1,10 +1,10 @@
-"""The memory-capped heuristic of the zero-bubble paper, written from its description, as the one to beat.
+"""The memory-capped heuristic of the zero-bubble paper, written from its description, as a baseline.
 
-Each rank runs as many F as its memory allows before its first I could be there, then F and I in turns. W fill gaps that
-are longer than a W; shorter ones too where the rank would otherwise become the one with the largest bubble; and they
-make room where memory is short. Rank r is always at least one F ahead of rank r+1. What is open in this is tried both
-ways: whether to run one F more before the first I, whether to leave an F out where the next rank has enough, whether an
-I that is there goes first, and, to give it every chance, whether to run no more F ahead than 1f1b does.
+Each rank runs as many F as its memory allows before its first I can arrive, then F and I in turns. W fill gaps that are
+longer than a W, and shorter ones if the rank would otherwise have the largest bubble; they also free memory when it is
+short. Rank r is always at least one F ahead of rank r+1. Where the description is open, both ways are tried: whether to
+run one more F before the first I, whether to skip an F if the next rank has enough, whether an I that has arrived goes
+first, and, to give the heuristic every chance, whether to run no more F ahead than 1f1b does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import stageline as sl
 
 
 class _State:
-    """Where every rank stands."""
+    """The progress of every rank."""
 
     def __init__(self, costs: sl.Costs, ranks: int, microbatches: int, caps: Sequence[float]) -> None:
         self.ranks, self.microbatches, self.caps = ranks, microbatches, caps
