@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stageline.testing import Nursery
-from support.jobs import SCRIPT, TINY, ended, losses, said, start, validations, wait_for, wait_until, weights
+from support.jobs import SCRIPT, TINY, exit_codes, log_of, losses, start, validations, wait_for, wait_until, weights
 
 PATIENCE = 240.0
 
@@ -82,9 +82,9 @@ def test_before_the_first_step_is_finished_the_command_ends_at_once_and_can_be_s
     wait_until(child, lambda: (folder / "inside").exists())
     child.signal(signal.SIGINT)
     assert child.wait(PATIENCE) == 130
-    assert said(tokens, "run").count("stageline: interrupted\n") == 1
-    assert "Traceback" not in said(tokens, "run")
-    assert ended(start(nursery, tokens, "run", *PLAIN)) == [0]
+    assert log_of(tokens, "run").count("stageline: interrupted\n") == 1
+    assert "Traceback" not in log_of(tokens, "run")
+    assert exit_codes(start(nursery, tokens, "run", *PLAIN)) == [0]
     assert not [path.name for path in (folder / "run").iterdir() if path.name.startswith(".")]
 
 
@@ -98,20 +98,20 @@ def test_an_interrupt_while_a_sample_is_drawn_leaves_it_out(nursery: Nursery, to
     children = start(nursery, tokens, "run", *PLAIN, *more, "--sample.tokens=1000000", processes=2)
     wait_until(children[0], lambda: (tokens.parent / "run/checkpoint/step-00000016/manifest.json").is_file())
     children[1].signal(signal.SIGINT)  # one rank alone; the ranks agree
-    assert ended(children) == [0, 0], said(tokens, "run")
-    assert "sample    none: stopped by a signal\n" in said(tokens, "run")
+    assert exit_codes(children) == [0, 0], log_of(tokens, "run")
+    assert "sample    none: stopped by a signal\n" in log_of(tokens, "run")
 
 
 def test_an_interrupted_validation_is_made_up_for_by_the_next_start(nursery: Nursery, tokens: Path) -> None:
     more = (*PLAIN, "--validation.steps=2", "--validation.freq=4", "--validation.patience=3")
-    assert ended(start(nursery, tokens, "whole", *more)) == [0], said(tokens, "whole")
+    assert exit_codes(start(nursery, tokens, "whole", *more)) == [0], log_of(tokens, "whole")
     children = start(nursery, tokens, "parts", *more, processes=2, function="slow_validation")
     wait_for(tokens, "parts", 4)
     wait_until(children[1], lambda: (tokens.parent / "validating").exists())
     children[1].signal(signal.SIGINT)
-    assert ended(children) == [0, 0], said(tokens, "parts")
+    assert exit_codes(children) == [0, 0], log_of(tokens, "parts")
     assert validations(tokens, "parts") == []
-    assert ended(start(nursery, tokens, "parts", *more)) == [0], said(tokens, "parts")
+    assert exit_codes(start(nursery, tokens, "parts", *more)) == [0], log_of(tokens, "parts")
     assert [(row["step"], row["loss"]) for row in validations(tokens, "parts")] == [
         (row["step"], row["loss"]) for row in validations(tokens, "whole")
     ]

@@ -51,10 +51,10 @@ def test_ctrl_c_while_the_caller_waits_for_its_ranks(monkeypatch: pytest.MonkeyP
         def forward(self, x: Tensor) -> Tensor:
             Slow.runs += 1
             if Slow.runs == 2:
-                assert told.wait(60)
+                assert stopped.wait(60)
             return super().forward(x)
 
-    told = threading.Event()
+    stopped = threading.Event()
     join = threading.Thread.join
     calls: list[int] = []
 
@@ -62,7 +62,7 @@ def test_ctrl_c_while_the_caller_waits_for_its_ranks(monkeypatch: pytest.MonkeyP
         calls.append(1)
         if len(calls) == 1:
             raise KeyboardInterrupt
-        told.set()  # the ranks have been told by now, and are waited for
+        stopped.set()  # the ranks know by now that they must stop
         join(self, timeout)
 
     pipe = sl.Pipeline(nn.Sequential(Slow(), Slow()), loss_fn=functional.mse_loss, ranks=2, microbatches=8)

@@ -54,8 +54,8 @@ class Centred(nn.Module):
 def layers(count: int = 8) -> nn.Sequential:
     """With dropout, which must draw the same, and running means, which must be put back."""
     torch.manual_seed(1)
-    made = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), Centred(), nn.Tanh()) for _ in range(count)]
-    return nn.Sequential(*made)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), Centred(), nn.Tanh()) for _ in range(count)]
+    return nn.Sequential(*blocks)
 
 
 def batches(count: int = 6, samples: int = 12) -> list[tuple[Tensor, Tensor]]:
@@ -80,16 +80,16 @@ def pipeline(model: Any, family: str = "zb-h2", ranks: int = 2, microbatches: in
     )
 
 
-def plain(pipe: sl.Pipeline, optimizer: Any, given: Any, max_norm: float | None = MAX_NORM) -> list[Any]:
+def plain(pipe: sl.Pipeline, optimizer: Any, data: Any, max_norm: float | None = MAX_NORM) -> list[Any]:
     """The loop that a run stands for."""
-    found = []
-    for inputs, targets in given:
+    steps = []
+    for inputs, targets in data:
         stats = pipe.step(inputs, targets)
         norm = None if max_norm is None else float(pipe.clip_grad_norm_(max_norm))
         optimizer.step()
         pipe.zero_grad()
-        found.append((stats.loss, stats.losses, stats.metrics, norm))
-    return found
+        steps.append((stats.loss, stats.losses, stats.metrics, norm))
+    return steps
 
 
 def figures(all_stats: Any) -> list[Any]:
@@ -98,26 +98,26 @@ def figures(all_stats: Any) -> list[Any]:
 
 def state_of(pipe: sl.Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | None]:
     """Weights, buffers and everything that the optimizer knows."""
-    found: dict[str, Tensor | None] = {name: value.clone() for name, value in pipe.state_dict().items()}
+    state: dict[str, Tensor | None] = {name: value.clone() for name, value in pipe.state_dict().items()}
     for name, parameter in pipe.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                found[f"{name} {key}"] = value.clone()
-    return found
+                state[f"{name} {key}"] = value.clone()
+    return state
 
 
 def assert_as_the_loop(family: str, make: Make, ranks: int = 2, microbatches: int = 4) -> None:
-    given = batches()
+    data = batches()
     loop, run = pipeline(layers(), family, ranks, microbatches), pipeline(layers(), family, ranks, microbatches)
     first, second = make(loop.parameters()), make(run.parameters())
-    expected = plain(loop, first, given)
-    found = run.run(given, optimizer=second, max_norm=MAX_NORM)
-    assert found.interlocks
-    assert figures(found) == expected
+    expected = plain(loop, first, data)
+    steps = run.run(data, optimizer=second, max_norm=MAX_NORM)
+    assert steps.interlocks
+    assert figures(steps) == expected
     norms = [norm for *_, norm in expected]
     assert min(norms) < MAX_NORM < max(norms)
     assert_same_bits(state_of(loop, first), state_of(run, second))
-    assert run.steps == loop.steps == len(given)
+    assert run.steps == loop.steps == len(data)
     assert all(parameter.grad is None for parameter in run.parameters())
 
 
@@ -137,16 +137,16 @@ def test_a_run_gives_the_bits_of_the_loop_whether_steps_are_clipped_or_not(famil
 def test_a_run_gives_the_bits_of_the_loop_for_all_families_and_sizes(
     family: str, ranks: int, microbatches: int, samples: list[int]
 ) -> None:
-    given = [(x[:size], y[:size]) for size, (x, y) in zip(samples, itertools.cycle(batches(3)), strict=False)]
+    data = [(x[:size], y[:size]) for size, (x, y) in zip(samples, itertools.cycle(batches(3)), strict=False)]
     loop, run = pipeline(layers(), family, ranks, microbatches), pipeline(layers(), family, ranks, microbatches)
     first, second = OPTIMIZERS["AdamW"](loop.parameters()), OPTIMIZERS["AdamW"](run.parameters())
-    assert plain(loop, first, given) == figures(run.run(given, optimizer=second, max_norm=MAX_NORM))
+    assert plain(loop, first, data) == figures(run.run(data, optimizer=second, max_norm=MAX_NORM))
     assert_same_bits(state_of(loop, first), state_of(run, second))
 
 
 def test_a_rank_begins_the_next_step_while_another_is_in_the_last_one() -> None:
     began = threading.Event()
-    told: list[bool] = []
+    overlapped: list[bool] = []
 
     class Waits(SleepStage):
         """The first stage says that its second step begins; the last one ends its first step only then."""
@@ -161,12 +161,12 @@ def test_a_rank_begins_the_next_step_while_another_is_in_the_last_one() -> None:
             if (self.number, kind, self.count[kind]) == (0, "F", 5):
                 began.set()
             if (self.number, kind, self.count[kind]) == (3, "W", 4):
-                told.append(began.wait(100.0))
+                overlapped.append(began.wait(100.0))
 
     pipe = pipeline([Waits(number) for number in range(4)], "zb-h2", ranks=4)
     run = pipe.run(batches(3, samples=4), optimizer=torch.optim.SGD)
     assert len(list(run)) == 3
-    assert told == [True]
+    assert overlapped == [True]
 
 
 def test_in_the_body_of_the_loop_parameters_and_optimizer_are_those_after_the_step_it_is_told_of() -> None:
@@ -207,9 +207,9 @@ def test_leaving_the_loop_leaves_the_parameters_after_the_step_it_was_left_in(st
     assert_stopped_after(steps, run, optimizer, OPTIMIZERS["SGD"], layers())
 
 
-def collect(run: Iterator[sl.StepStats], told: list[sl.StepStats]) -> None:
+def collect(run: Iterator[sl.StepStats], finished: list[sl.StepStats]) -> None:
     for stats in run:
-        told.append(stats)  # one by one: what was told before an error counts
+        finished.append(stats)  # one by one: those before an error count
 
 
 def broken(count: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -221,10 +221,10 @@ def broken(count: int) -> Iterator[tuple[Tensor, Tensor]]:
 def test_batches_that_fail_end_the_run_after_the_steps_before(steps: int) -> None:
     run = pipeline(layers())
     optimizer = OPTIMIZERS["AdamW"](run.parameters())
-    told: list[sl.StepStats] = []
+    finished: list[sl.StepStats] = []
     with pytest.raises(LookupError, match="no more of these"):
-        collect(run.run(broken(steps), optimizer=optimizer, max_norm=MAX_NORM), told)
-    assert len(told) == steps
+        collect(run.run(broken(steps), optimizer=optimizer, max_norm=MAX_NORM), finished)
+    assert len(finished) == steps
     assert_stopped_after(steps, run, optimizer, OPTIMIZERS["AdamW"], layers())
 
 
@@ -243,12 +243,12 @@ def test_a_step_that_fails_leaves_the_parameters_after_the_step_before(action: A
     run = pipeline(stages, "zb-h2", 4)
     optimizer = OPTIMIZERS["AdamW"](run.parameters())
     stages[stage].plant(fail, action, microbatch=3 * 4 + 1)
-    told: list[sl.StepStats] = []
+    finished: list[sl.StepStats] = []
     with pytest.raises(sl.PipelineError, match=rf"rank {stage} failed in [FI] of stage {stage}.*planted") as caught:
-        collect(run.run(batches(), optimizer=optimizer, max_norm=1e9), told)
+        collect(run.run(batches(), optimizer=optimizer, max_norm=1e9), finished)
     assert "the parameters are those before this step" in str(caught.value)
     assert isinstance(caught.value.__cause__, ArithmeticError)
-    assert len(told) == 3
+    assert len(finished) == 3
     loop = pipeline(faulty(), "zb-h2", 4)
     first = OPTIMIZERS["AdamW"](loop.parameters())
     plain(loop, first, batches()[:3], 1e9)
@@ -290,12 +290,12 @@ def test_an_optimizer_that_fails_fails_the_step(calls: int) -> None:
     run, loop = pipeline(layers()), pipeline(layers())
     optimizer, first = Stubborn(run.parameters(), lr=0.1), torch.optim.SGD(loop.parameters(), lr=0.1)
     Stubborn.left = calls
-    told: list[sl.StepStats] = []
+    finished: list[sl.StepStats] = []
     with pytest.raises(sl.PipelineError, match=r"rank \d failed in the step of its optimizer: .*will not"):
-        collect(run.run(batches(), optimizer=optimizer, max_norm=1e9), told)
-    plain(loop, first, batches()[: len(told)], 1e9)
+        collect(run.run(batches(), optimizer=optimizer, max_norm=1e9), finished)
+    plain(loop, first, batches()[: len(finished)], 1e9)
     assert_same_bits(state_of(loop, first), state_of(run, optimizer))
-    rest = batches()[len(told) :]
+    rest = batches()[len(finished) :]
     assert figures(run.run(rest, optimizer=optimizer, max_norm=1e9)) == plain(loop, first, rest, 1e9)
 
 
@@ -307,11 +307,11 @@ def interrupted() -> Iterator[tuple[Tensor, Tensor]]:
 def test_an_interruption_leaves_the_parameters_after_a_whole_step() -> None:
     run, loop = pipeline(layers()), pipeline(layers())
     optimizer, first = OPTIMIZERS["SGD"](run.parameters()), OPTIMIZERS["SGD"](loop.parameters())
-    told: list[sl.StepStats] = []
+    finished: list[sl.StepStats] = []
     with pytest.raises(KeyboardInterrupt):
-        collect(run.run(interrupted(), optimizer=optimizer, max_norm=MAX_NORM), told)
-    assert run.steps == len(told)
-    plain(loop, first, batches()[: len(told)])
+        collect(run.run(interrupted(), optimizer=optimizer, max_norm=MAX_NORM), finished)
+    assert run.steps == len(finished)
+    plain(loop, first, batches()[: len(finished)])
     assert_same_bits(state_of(loop, first), state_of(run, optimizer))
 
 
@@ -335,10 +335,10 @@ def test_an_interrupt_in_a_stage_is_raised_as_one_though_the_step_before_is_take
     run, loop = pipeline(nn.Sequential(*layers(7), stage), "zb-v"), pipeline(nn.Sequential(*layers(7)), "gpipe", 1)
     optimizer, first = OPTIMIZERS["AdamW"](run.parameters()), OPTIMIZERS["AdamW"](loop.parameters())
     stage.at = at
-    told: list[sl.StepStats] = []
+    finished: list[sl.StepStats] = []
     with pytest.raises(KeyboardInterrupt):
-        collect(run.run(batches(), optimizer=optimizer, max_norm=0.01), told)
-    plain(loop, first, batches()[: len(told)], 0.01)
+        collect(run.run(batches(), optimizer=optimizer, max_norm=0.01), finished)
+    plain(loop, first, batches()[: len(finished)], 0.01)
     assert_same_bits(state_of(loop, first), state_of(run, optimizer))
 
 
@@ -353,10 +353,11 @@ def test_gradients_that_are_not_finite_fail_the_step_or_leave_it_out() -> None:
         optimizer = OPTIMIZERS["SGD"](run.parameters())
         stages[1].plant(infinite, "B", microbatch=2 * 4 + 1)
         steps = run.run(batches(5), optimizer=optimizer, skip_not_finite=skips)
-        told = [next(steps), next(steps)]
+        finished = [next(steps), next(steps)]
         if skips:
-            told += list(steps)
-            assert [stats.norm is not None and stats.norm < 1e9 for stats in told] == [True, True, False, True, True]
+            finished += list(steps)
+            finite = [stats.norm is not None and stats.norm < 1e9 for stats in finished]
+            assert finite == [True, True, False, True, True]
         else:
             with pytest.raises(sl.PipelineError, match=r"gradients of step 2 are not finite .*skip_not_finite=True"):
                 next(steps)
@@ -410,20 +411,20 @@ def test_rates_change_as_in_the_loop() -> None:
         pipe = pipeline(layers())
         optimizer = OPTIMIZERS["SGD"](pipe.parameters())
         schedule = None if how == "function" else torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        given: dict[str, Any] = {"function": factor, "scheduler": schedule, "body": None}
-        for _ in pipe.run(batches(4), optimizer=optimizer, max_norm=MAX_NORM, lr_schedule=given[how]):
+        schedules: dict[str, Any] = {"function": factor, "scheduler": schedule, "body": None}
+        for _ in pipe.run(batches(4), optimizer=optimizer, max_norm=MAX_NORM, lr_schedule=schedules[how]):
             if how == "body" and schedule is not None:
                 schedule.step()
         return state_of(pipe, optimizer), optimizer.param_groups[0]["lr"]
 
     expected, rate = loop()
     for how in ("function", "scheduler", "body"):
-        found, last = run(how)
+        state, last = run(how)
         assert last == rate
-        assert_same_bits(expected, found)
+        assert_same_bits(expected, state)
 
 
-def test_the_memory_of_the_way_back_is_told() -> None:
+def test_snapshot_bytes_are_reported() -> None:
     pipe = pipeline([nn.Linear(8, 8) for _ in range(2)])
     run = pipe.run(batches(3), optimizer=lambda parameters: torch.optim.SGD(parameters, momentum=0.9))
     assert run.snapshot_bytes == 0
@@ -451,7 +452,7 @@ def test_what_cannot_be_run_is_refused_and_nothing_is_lost() -> None:
     x, y = batches(1)[0]
     wrong: Any
     chosen: Any
-    for wrong, said in [
+    for wrong, message in [
         (3, "batches is an iterable of batches"),
         (["x"], "a batch is a pair of inputs and targets"),
         ([x], "the targets are None"),
@@ -460,15 +461,15 @@ def test_what_cannot_be_run_is_refused_and_nothing_is_lost() -> None:
         ([{"inputs": x, "target": y}], r"'target' \(did you mean 'targets'\?\)"),
         ([{"inputs": x, "targets": y, "count": 3}], "count=3 is for loss_reduction='count'"),
     ]:
-        with pytest.raises(sl.StagelineError, match=said):
+        with pytest.raises(sl.StagelineError, match=message):
             list(pipe.run(wrong, optimizer=optimizer))
-    for chosen, said in [
+    for chosen, message in [
         ({"max_norm": -1.0}, "max_norm is a number above 0"),
         ({"lr_schedule": 0.1}, "lr_schedule is a function"),
         ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "2 parameters that are not of this pipeline"),
         ({"optimizer": "AdamW"}, "optimizer= is an optimizer of torch"),
     ]:
-        with pytest.raises(sl.StagelineError, match=said):
+        with pytest.raises(sl.StagelineError, match=message):
             pipe.run(batches(1), **{"optimizer": optimizer, **chosen})
     assert_same_bits(dict(before), dict(pipe.state_dict()))
     (stats,) = pipe.run([{"inputs": x, "targets": y, "scale": 2.0}], optimizer=optimizer)
@@ -501,23 +502,23 @@ def test_a_run_gives_the_bits_of_the_loop_on_processes() -> None:
 
 def failing_on_processes(rank: int) -> list[str]:
     """One failure after the other on the same connections; every time all ranks are as the loop is, and go on."""
-    said = []
+    errors = []
     make = OPTIMIZERS["SGD"]
 
-    def attempt(steps: int, given: Any, plant: Callable[[list[FaultyStage]], None]) -> None:
+    def attempt(steps: int, data: Any, plant: Callable[[list[FaultyStage]], None]) -> None:
         stages, copies = faulty()[:3], faulty()[:3]
         run, loop = pipeline(stages, "zb-h2", 3), pipeline(copies, "zb-h2", 3)
         optimizer, first = make(run.parameters()), make(loop.parameters())
         plant(stages)
-        told = []
+        finished = []
         try:
-            for stats in run.run(given, optimizer=optimizer, max_norm=1e9):
-                told.append(stats)
-                if len(told) == 4:
+            for stats in run.run(data, optimizer=optimizer, max_norm=1e9):
+                finished.append(stats)
+                if len(finished) == 4:
                     break
         except (sl.StagelineError, LookupError) as error:
-            said.append(f"{type(error).__name__}: {error}")
-        assert len(told) == steps
+            errors.append(f"{type(error).__name__}: {error}")
+        assert len(finished) == steps
         plain(loop, first, batches()[:steps], 1e9)
         assert_same_bits(state_of(loop, first), state_of(run, optimizer))
         rest = batches()[steps:]
@@ -531,18 +532,19 @@ def failing_on_processes(rank: int) -> list[str]:
     attempt(4, batches(), lambda stages: None)
     attempt(3, broken(3) if rank == 1 else batches(), lambda stages: None)
     attempt(2, batches()[:2] if rank == 2 else batches(), lambda stages: None)
-    return said
+    return errors
 
 
 def test_failures_on_processes_are_told_alike_and_leave_the_parameters_after_the_step_before() -> None:
-    found = run_ranks(failing_on_processes, 3, timeout=500)
+    answers = run_ranks(failing_on_processes, 3, timeout=500)
     for number, (stage, kind) in enumerate([(0, "F"), (1, "I"), (2, "F")]):
-        for said in found:
-            assert f"PipelineError: rank {stage} failed in {kind} of stage {stage}, microbatch 3" in said[number]
-            assert "ArithmeticError: planted; the parameters are those before this step" in said[number]
-    for rank, said in enumerate(found):
-        assert "the gradients of step 1 are not finite" in said[3]
-        told = "LookupError: no more of these"
-        assert said[4] == (told if rank == 1 else f"PipelineError: the batches of rank 1 failed at step 3: {told}")
-        assert said[5] == "PipelineError: rank 2 has no batch for step 2, and rank 0 has one: give all as many"
-        assert len(said) == 6
+        for errors in answers:
+            assert f"PipelineError: rank {stage} failed in {kind} of stage {stage}, microbatch 3" in errors[number]
+            assert "ArithmeticError: planted; the parameters are those before this step" in errors[number]
+    for rank, errors in enumerate(answers):
+        assert "the gradients of step 1 are not finite" in errors[3]
+        lookup = "LookupError: no more of these"
+        elsewhere = f"PipelineError: the batches of rank 1 failed at step 3: {lookup}"
+        assert errors[4] == (lookup if rank == 1 else elsewhere)
+        assert errors[5] == "PipelineError: rank 2 has no batch for step 2, and rank 0 has one: give all as many"
+        assert len(errors) == 6

@@ -51,15 +51,15 @@ def exchanges(rank: int) -> int:
             header = Header(rank, other, traffic, 0, number, 0)
             for _ in range(4):
                 slow = torch.tanh(slow @ slow)
-            made = (slow.sum() * 0 + number).expand(size).contiguous() + torch.arange(size[-1], device=DEVICE)
-            leaves: list[Any] = [made.bfloat16(), None, made.cpu(), made.T if made.dim() == 2 else made, "text"]
+            value = (slow.sum() * 0 + number).expand(size).contiguous() + torch.arange(size[-1], device=DEVICE)
+            leaves: list[Any] = [value.bfloat16(), None, value.cpu(), value.T if value.dim() == 2 else value, "text"]
             transport.send(Message(header, leaves, "", [False] * len(leaves)))
-            del made, leaves
+            del value, leaves
     for number, size in enumerate(sizes):
         for traffic in ("backward", "forward"):
-            found = transport.receive(Header(other, rank, traffic, 0, number, 0), 60.0).leaves  # type: ignore[arg-type]
+            received = transport.receive(Header(other, rank, traffic, 0, number, 0), 60.0).leaves  # type: ignore[arg-type]
             expected = torch.full(size, float(number)) + torch.arange(size[-1])
-            first, nothing, second, third, text = found
+            first, nothing, second, third, text = received
             assert isinstance(first, Tensor)
             assert isinstance(second, Tensor)
             assert isinstance(third, Tensor)
@@ -89,9 +89,9 @@ def trains(rank: int, names: list[str], dtype: torch.dtype) -> int:
                 continue
             model, plain = blocks(8, 64).to(DEVICE, dtype), blocks(8, 64).to(DEVICE, dtype)
             x, y = (part.to(DEVICE, dtype) for part in batch(20, 64))
-            given: dict[str, Any] = {"schedule": name, "ranks": 2, "microbatches": microbatches}
-            pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, **given)
-            optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (pipe, plain)]
+            options: dict[str, Any] = {"schedule": name, "ranks": 2, "microbatches": microbatches}
+            pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, **options)
+            optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (pipe, plain)]
             directions = pipe.schedule.placement.direction.tolist()
             for _ in range(3):
                 loss = pipe.step(x, y).loss
@@ -155,5 +155,5 @@ def fails(rank: int) -> str:
 
 
 def test_a_fault_between_processes_with_a_gpu_is_named_and_overcome() -> None:
-    for said in run_ranks(fails, 2, timeout=120):
-        assert "[float32 of shape (3, 3, 8)], and got [float16 of shape (3, 3, 8)]" in said
+    for error in run_ranks(fails, 2, timeout=120):
+        assert "[float32 of shape (3, 3, 8)], and got [float16 of shape (3, 3, 8)]" in error

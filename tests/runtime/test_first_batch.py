@@ -93,8 +93,8 @@ class Translates(nn.Module):
 
 
 def square(output: Any, _: Any) -> Any:
-    found = output if isinstance(output, Tensor) else output[0]
-    return found.square().mean()
+    first = output if isinstance(output, Tensor) else output[0]
+    return first.square().mean()
 
 
 def pair() -> Any:
@@ -114,9 +114,9 @@ def loop(model: nn.Module, inputs: Any, loss_fn: Callable[[Any, Any], Any], part
     leaves, tree = pytree.tree_flatten(inputs)
     total = 0.0
     for part in range(parts):
-        given = pytree.tree_unflatten([leaf.tensor_split(parts)[part] for leaf in leaves], tree)
-        kwargs = given if isinstance(given, dict) else {}
-        args = () if kwargs else given if isinstance(given, tuple) else (given,)
+        piece = pytree.tree_unflatten([leaf.tensor_split(parts)[part] for leaf in leaves], tree)
+        kwargs = piece if isinstance(piece, dict) else {}
+        args = () if kwargs else piece if isinstance(piece, tuple) else (piece,)
         loss = loss_fn(model(*args, **kwargs), None) * (1 / parts)
         loss.backward()
         total += float(loss.detach())
@@ -268,18 +268,20 @@ def test_a_pipeline_waits_for_its_first_good_batch(schedule: str, how: str) -> N
         torch.autograd.backward(loss)
         expected += float(loss.detach())
     assert total == expected
-    assert_same_bits(dict(pipe.named_gradients()), {name: each.grad for name, each in plain.named_parameters()})
+    assert_same_bits(
+        dict(pipe.named_gradients()), {name: parameter.grad for name, parameter in plain.named_parameters()}
+    )
 
 
 def without_example(rank: int) -> list[str]:
-    said = []
+    errors = []
     torch.manual_seed(0)
     for make, inputs in ((HeadFirst, torch.randint(0, 11, (4, 6))), (Bare, torch.randn(4, 8))):
         torch.manual_seed(0)
         try:
             sl.Pipeline(make(), loss_fn=square, ranks=2, microbatches=2).step(inputs)
         except sl.StagelineError as error:
-            said.append(str(error))
+            errors.append(str(error))
         torch.manual_seed(0)
         model = make()
         plain = copy.deepcopy(model)
@@ -288,13 +290,13 @@ def without_example(rank: int) -> list[str]:
         loop(plain, inputs, square, 2)
         mine = dict(pipe.named_gradients())
         assert_same_bits(mine, {name: p.grad for name, p in plain.named_parameters() if name in mine})
-    return said
+    return errors
 
 
 def test_processes_ask_for_an_example_and_show_how() -> None:
     """Their parameters are known only when the cut is."""
-    for said in run_ranks(without_example, 2):
-        assert len(said) == 2
-        for words in said:
+    for errors in run_ranks(without_example, 2):
+        assert len(errors) == 2
+        for words in errors:
             assert "give example= to" in words
             assert "sl.Pipeline(model, …, example=inputs)" in words

@@ -39,9 +39,9 @@ def test_invalid_arguments_are_named() -> None:
 
     x, y = torch.randn(8, 4), torch.randn(8, 4)
 
-    def make(**given: Any) -> sl.Pipeline:
-        layers = given.pop("layers", [nn.Linear(4, 4), nn.Linear(4, 4)])
-        return sl.Pipeline(layers, **{"loss_fn": functional.mse_loss, "microbatches": 2, **given})
+    def make(**options: Any) -> sl.Pipeline:
+        layers = options.pop("layers", [nn.Linear(4, 4), nn.Linear(4, 4)])
+        return sl.Pipeline(layers, **{"loss_fn": functional.mse_loss, "microbatches": 2, **options})
 
     wrong: Any = [1]
     mistakes: list[tuple[Any, str]] = [
@@ -63,9 +63,9 @@ def test_invalid_arguments_are_named() -> None:
     for mistake, words in mistakes:
         with pytest.raises(sl.StagelineError, match=words):
             mistake()
-    for given in ({"microbatches": 0}, {"foo": 3}):
+    for wrong_option in ({"microbatches": 0}, {"foo": 3}):
         with pytest.raises(sl.ScheduleError) as caught:
-            make(**given)
+            make(**wrong_option)
         assert "on any number of ranks" not in str(caught.value)
     with torch.inference_mode(), pytest.raises(sl.StagelineError, match="inference_mode"):
         make().step(x, y)

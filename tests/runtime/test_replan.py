@@ -57,14 +57,14 @@ def trained(ranks: int, schedule: str, steps: int = 5, **more: Any) -> tuple[sl.
     )
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     torch.manual_seed(pipe.replica + 2)
-    found = []
+    history = []
     for _ in range(steps):
         x, y = torch.randn(12, 8), torch.randn(12, 8)
         pipe.zero_grad()
         pipe.step(x, y)
-        found.append(gradients(pipe))
+        history.append(gradients(pipe))
         optimizer.step()
-    return pipe, found
+    return pipe, history
 
 
 def same(first: list[list[Tensor]], second: list[list[Tensor]]) -> bool:
@@ -85,9 +85,9 @@ def test_another_order_changes_no_bit(
     stages = sl.schedule(schedule, ranks, 6).stages
     measured(slower(stages, slow))
     with caplog.at_level(logging.WARNING, "stageline"):
-        pipe, found = trained(ranks, schedule, replan="auto", replan_every=2, planned=PLANNED)
+        pipe, replanned = trained(ranks, schedule, replan="auto", replan_every=2, planned=PLANNED)
     plain, expected = trained(ranks, schedule)
-    assert same(found, expected)
+    assert same(replanned, expected)
     (changed,) = pipe.replans  # it is seen to once, after the second step
     assert changed.step == 1
     assert changed.after < changed.before
@@ -127,42 +127,42 @@ def ran(schedule: str, ranks: int, max_norm: float, **more: Any) -> tuple[sl.Pip
     torch.manual_seed(2)
     batches = [(torch.randn(12, 8), torch.randn(12, 8)) for _ in range(6)]
     run = pipe.run(batches, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.05), max_norm=max_norm)
-    found: list[Any] = [(stats.loss, stats.norm) for stats in run]
-    return pipe, run, [found, [parameter.detach().clone() for parameter in pipe.parameters()]]
+    figures = [(stats.loss, stats.norm) for stats in run]
+    return pipe, run, [figures, [parameter.detach().clone() for parameter in pipe.parameters()]]
 
 
-@pytest.mark.parametrize("max_norm", [0.05, 100.0])  # all steps are clipped, and made once more; or none is
+@pytest.mark.parametrize("max_norm", [0.05, 100.0])  # all steps are clipped, and schedule once more; or none is
 @pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 2), ("1f1b", 4), ("interleaved", 2)])
 def test_another_order_changes_no_bit_where_steps_interlock(
     schedule: str, ranks: int, max_norm: float, measured: Callable[[sl.Costs], None]
 ) -> None:
     measured(slower(sl.schedule(schedule, ranks, 6).stages, 1, 3.0))
-    pipe, run, found = ran(schedule, ranks, max_norm, replan="auto", replan_every=2, planned=PLANNED)
+    pipe, run, replanned = ran(schedule, ranks, max_norm, replan="auto", replan_every=2, planned=PLANNED)
     plain, _, expected = ran(schedule, ranks, max_norm)
     assert run.interlocks
-    assert found[0] == expected[0]
-    assert same([found[1]], [expected[1]])
+    assert replanned[0] == expected[0]
+    assert same([replanned[1]], [expected[1]])
     assert [changed.step for changed in pipe.replans] == [1]
     assert pipe.timeline.schedule == pipe.schedule != plain.schedule
 
 
 def run_on_a_process(rank: int) -> tuple[list[Any], list[Any], int]:
     vars(replan)["typical_costs"] = lambda timeline: slower(2, 1, 3.0)
-    pipe, run, found = ran("gpipe", 2, 0.05, replan="auto", replan_every=2, planned=PLANNED)
+    pipe, run, (figures, weights) = ran("gpipe", 2, 0.05, replan="auto", replan_every=2, planned=PLANNED)
     assert run.interlocks
-    return found[0], found[1], len(pipe.replans)
+    return figures, weights, len(pipe.replans)
 
 
 def test_processes_that_interlock_change_their_order_together() -> None:
     results = run_ranks(run_on_a_process, 2)
     _, _, (figures, weights) = ran("gpipe", 1, 0.05)
-    assert all(each[0] == figures and each[2] == 1 for each in results)
+    assert all(mine == figures and replans == 1 for mine, _, replans in results)
     assert same([[weight for _, mine, _ in results for weight in mine]], [weights])
 
 
 def on_a_process(rank: int, replicas: int) -> list[tuple[list[list[Tensor]], list[list[str]], int]]:
     vars(replan)["typical_costs"] = lambda timeline: slower(2, 1)
-    found = []
+    outcomes = []
     for mode in ("auto", "off"):
         pipe, grads = trained(
             2,
@@ -174,8 +174,8 @@ def on_a_process(rank: int, replicas: int) -> list[tuple[list[list[Tensor]], lis
             replicas=replicas if replicas > 1 else None,
         )
         programs = [[str(entry) for entry in program] for program in pipe.schedule.programs]
-        found.append((grads, programs, len(pipe.replans)))
-    return found
+        outcomes.append((grads, programs, len(pipe.replans)))
+    return outcomes
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -183,59 +183,60 @@ def test_processes_change_their_order_together(replicas: int) -> None:
     changed, plain = zip(*run_ranks(on_a_process, 2 * replicas, replicas), strict=True)
     for one, two in zip(changed, plain, strict=True):
         assert same(one[0], two[0])
-    assert all(each[1] == changed[0][1] for each in changed)
+    assert all(programs == changed[0][1] for _, programs, _ in changed)
     assert changed[0][1] != plain[0][1]
-    assert [each[2] for each in changed] == [1] * 2 * replicas
+    assert [replans for *_, replans in changed] == [1] * 2 * replicas
 
 
 def look(watch: Watch, schedule: sl.Schedule, costs: sl.Costs, steps: int) -> list[Any]:
-    """So many steps that are measured as these costs."""
-    world, found = ThreadWorld(schedule.ranks), []
+    """Watch so many steps that are measured as these costs."""
+    world, results = ThreadWorld(schedule.ranks), []
     for step in range(steps):
         seen = sl.simulate(schedule, costs) if watch.wants() else None
-        found.append(watch.after(step, seen, schedule, world))
-    return found
+        results.append(watch.after(step, seen, schedule, world))
+    return results
 
 
 def test_a_straggler_is_named_with_what_it_costs_and_only_once(caplog: pytest.LogCaptureFixture) -> None:
-    made = sl.schedule("zb-h1", 4, 8)
+    schedule = sl.schedule("zb-h1", 4, 8)
     watch = Watch("warn", 4, None, None)
     with caplog.at_level(logging.WARNING, "stageline"):
-        look(watch, made, sl.Costs(), 4)
+        look(watch, schedule, sl.Costs(), 4)
         assert watch.drift is not None
         assert watch.drift.stages == ()
         assert not caplog.records  # the first period is what the others are held to
-        assert look(watch, made, slower(4, 2), 4) == [None] * 4
-        (said,) = [record.message for record in caplog.records]
-        look(watch, made, slower(4, 2), 8)
+        assert look(watch, schedule, slower(4, 2), 4) == [None] * 4
+        (warning,) = [record.message for record in caplog.records]
+        look(watch, schedule, slower(4, 2), 8)
         assert len(caplog.records) == 1
-    assert "stage 2 on rank 2 takes 1.5 times what was planned (4.5 s instead of 3 s for a microbatch)" in said
-    before, after = (sl.simulate(made, costs).makespan for costs in (sl.Costs(), slower(4, 2)))
-    assert f"({after:.3g} s instead of {before:.3g} s)" in said
+    assert "stage 2 on rank 2 takes 1.5 times what was planned (4.5 s instead of 3 s for a microbatch)" in warning
+    before, after = (sl.simulate(schedule, costs).makespan for costs in (sl.Costs(), slower(4, 2)))
+    assert f"({after:.3g} s instead of {before:.3g} s)" in warning
 
 
 @given(st.floats(0.3, 5.0), st.sampled_from(["1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v"]))
 def test_what_is_slow_everywhere_is_no_drift(times: float, name: str) -> None:
-    made = sl.schedule(name, 2, 6)
-    row = [times] * made.stages
-    found = drift_of(made, sl.Costs(), sl.Costs(forward=row, backward_input=row, backward_weight=row))
-    assert found.stages == ()
-    assert found.planned == pytest.approx(found.measured)
+    schedule = sl.schedule(name, 2, 6)
+    row = [times] * schedule.stages
+    drift = drift_of(schedule, sl.Costs(), sl.Costs(forward=row, backward_input=row, backward_weight=row))
+    assert drift.stages == ()
+    assert drift.planned == pytest.approx(drift.measured)
 
 
 @settings(max_examples=15)
 @given(st.data(), st.sampled_from([("1f1b", 3), ("zb-h1", 3), ("zb-v", 2), ("interleaved", 2), ("gpipe", 2)]))
 def test_another_order_holds_no_more_on_any_rank_and_is_faster(data: st.DataObject, which: tuple[str, int]) -> None:
-    made = sl.schedule(which[0], which[1], 5)
-    rows = [data.draw(st.lists(st.floats(0.5, 4.0), min_size=made.stages, max_size=made.stages)) for _ in range(4)]
+    schedule = sl.schedule(which[0], which[1], 5)
+    row = st.lists(st.floats(0.5, 4.0), min_size=schedule.stages, max_size=schedule.stages)
+    rows = [data.draw(row) for _ in range(4)]
     costs = sl.Costs(forward=rows[0], backward_input=rows[1], backward_weight=rows[2], activation=rows[3], residue=0.5)
-    found = reorder(made, costs, time_limit=0.2)
-    if found is None:
+    reordered = reorder(schedule, costs, time_limit=0.2)
+    if reordered is None:
         return
-    assert sl.simulate(found.schedule, costs).makespan == pytest.approx(found.after)
-    assert found.after < found.before
-    assert sl.verify(found.schedule).in_order
-    for new, old in zip(peaks_of(found.schedule, costs), peaks_of(made, costs), strict=True):
+    assert sl.simulate(reordered.schedule, costs).makespan == pytest.approx(reordered.after)
+    assert reordered.after < reordered.before
+    assert sl.verify(reordered.schedule).in_order
+    for new, old in zip(peaks_of(reordered.schedule, costs), peaks_of(schedule, costs), strict=True):
         assert new <= old * (1 + 1e-9)
 
 
@@ -251,15 +252,16 @@ def test_an_interrupt_while_an_order_is_looked_for_is_not_lost(monkeypatch: pyte
 
 def test_halves_that_nobody_measured_are_not_guessed() -> None:
     """A schedule of whole backwards says nothing of I and W; without a plan its new order has whole ones too."""
-    made = sl.schedule("gpipe", 3, 6)
+    schedule = sl.schedule("gpipe", 3, 6)
     watch = Watch("auto", 3, None, None)
-    look(watch, made, sl.Costs(), 3)
-    found = [each for each in look(watch, made, slower(3, 0, 4.0), 3) if each is not None]
-    assert all("I" not in {action.kind for program in each.schedule.programs for action in program} for each in found)
+    look(watch, schedule, sl.Costs(), 3)
+    changes = [change for change in look(watch, schedule, slower(3, 0, 4.0), 3) if change is not None]
+    for change in changes:
+        assert "I" not in {action.kind for program in change.schedule.programs for action in program}
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"replan": "always"}, "replan is 'off', 'warn' or 'auto', got 'always'"),
         ({"replan": "atuo"}, r"did you mean 'auto'\?"),
@@ -268,16 +270,16 @@ def test_halves_that_nobody_measured_are_not_guessed() -> None:
         ({"replan": "warn", "planned": sl.Costs(forward=[1, 2, 3])}, "forward has 3 values and the schedule has 2"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(sl.StagelineError, match=said):
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(sl.StagelineError, match=message):
         sl.Pipeline(model(), loss_fn=functional.mse_loss, ranks=2, microbatches=2, **options)
 
 
 def test_a_job_takes_another_order_and_trains_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def other(made: sl.Schedule, costs: sl.Costs, **asked: Any) -> Reordered:
-        return Reordered(sl.schedule("1f1b", made.ranks, made.microbatches), 2.0, 1.5)
+    def other(schedule: sl.Schedule, costs: sl.Costs, **options: Any) -> Reordered:
+        return Reordered(sl.schedule("1f1b", schedule.ranks, schedule.microbatches), 2.0, 1.5)
 
     monkeypatch.setattr(replan, "typical_costs", lambda timeline: slower(2, 1, 1000.0))
     monkeypatch.setattr(replan, "reorder", other)
@@ -291,10 +293,10 @@ def test_a_job_takes_another_order_and_trains_as_before(
         )  # fmt: skip
         losses.append(sl.Trainer(config).run().loss)
     assert losses[0] == losses[1] is not None
-    (told,) = read_metrics(tmp_path / "auto" / "metrics.jsonl").of("replan")
-    assert (told["step"], told["before"], told["after"]) == (2, 2.0, 1.5)
-    assert "re-planned: the step should take 25.0% less" in told["said"]
-    assert told["said"] in caplog.text
+    (event,) = read_metrics(tmp_path / "auto" / "metrics.jsonl").of("replan")
+    assert (event["step"], event["before"], event["after"]) == (2, 2.0, 1.5)
+    assert "re-planned: the step should take 25.0% less" in event["said"]
+    assert event["said"] in caplog.text
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stageline as sl
-from support.instances import ONE_WAY, TWO_WAY, VARIANTS, allows, certified, examples, made
+from support.instances import ONE_WAY, TWO_WAY, VARIANTS, allows, cached_certificate, cached_schedule, examples
 
 UNIT = sl.Costs()
 """F = I = W = 1, and nothing for a hop."""
@@ -28,7 +28,7 @@ times = st.integers(1, 9)
 
 
 def simulated(name: str, ranks: int, microbatches: int, costs: sl.Costs = UNIT, **options: Any) -> sl.Timeline:
-    return sl.simulate(made(name, ranks, microbatches, **options), costs)
+    return sl.simulate(cached_schedule(name, ranks, microbatches, **options), costs)
 
 
 def priced(forward: float, backward_input: float, backward_weight: float, transfer: float = 0) -> sl.Costs:
@@ -151,7 +151,7 @@ PROGRAMS: dict[str, tuple[int, int, dict[str, int], str]] = {
 @pytest.mark.parametrize("which", PROGRAMS)
 def test_the_programs_of_families_with_several_stages_a_rank(which: str) -> None:
     ranks, microbatches, options, expected = PROGRAMS[which]
-    schedule = made(which.split(",")[0], ranks, microbatches, **options)
+    schedule = cached_schedule(which.split(",")[0], ranks, microbatches, **options)
 
     def text(entry: sl.Action | sl.Overlap) -> str:
         return f"[{entry.forward} {entry.backward}]" if isinstance(entry, sl.Overlap) else str(entry)
@@ -369,7 +369,7 @@ def test_no_family_beats_the_lower_bound(
 ) -> None:
     name, options = variant
     m = max(m, 2 * p) if name == "dualpipe-v" else m
-    schedule = made(name, p, m, **options)
+    schedule = cached_schedule(name, p, m, **options)
     c = 1 / 16
     timeline = sl.simulate(schedule, priced(f, i, w, c))
     assert timeline.makespan >= m * schedule.chunks * (f + i + w) + (p - 1) * (f + c)
@@ -381,20 +381,20 @@ def test_no_family_beats_the_lower_bound(
 @given(sizes, counts)
 @settings(max_examples=examples(40))
 def test_gpipe_and_looped_bfs_hold_every_microbatch(p: int, m: int) -> None:
-    assert certified("gpipe", p, m).peak_activations == (m,) * p
-    assert certified("looped-bfs", p, m, chunks=3).peak_activations == (3 * m,) * p
+    assert cached_certificate("gpipe", p, m).peak_activations == (m,) * p
+    assert cached_certificate("looped-bfs", p, m, chunks=3).peak_activations == (3 * m,) * p
 
 
 @given(sizes, counts)
 @settings(max_examples=examples(40))
 def test_1f1b_holds_one_microbatch_for_each_rank_behind_it(p: int, m: int) -> None:
-    assert certified("1f1b", p, m).peak_activations == tuple(min(p - r, m) for r in range(p))
+    assert cached_certificate("1f1b", p, m).peak_activations == tuple(min(p - r, m) for r in range(p))
 
 
 @given(sizes, counts)
 @settings(max_examples=examples(40))
 def test_eager_1f1b_holds_nearly_twice_what_1f1b_holds(p: int, m: int) -> None:
-    assert certified("eager-1f1b", p, m).peak_activations == tuple(min(2 * (p - r) - 1, m) for r in range(p))
+    assert cached_certificate("eager-1f1b", p, m).peak_activations == tuple(min(2 * (p - r) - 1, m) for r in range(p))
 
 
 @given(sizes, st.integers(0, 8), st.integers(1, 4), st.sampled_from(["interleaved", "interleaved-zb"]))
@@ -403,7 +403,7 @@ def test_interleaved_holds_its_warm_up_and_one_more(p: int, more: int, v: int, n
     m = 2 * p + more
     largest = p + m % p  # the last group takes in what is left over
     expected = tuple(2 * (p - 1 - r) + (v - 1) * largest + 1 for r in range(p))
-    assert certified(name, p, m, chunks=v).peak_activations == tuple(min(n, m * v) for n in expected)
+    assert cached_certificate(name, p, m, chunks=v).peak_activations == tuple(min(n, m * v) for n in expected)
 
 
 @given(st.sampled_from([1, 2]), sizes, st.integers(0, 6), st.sampled_from([0.0, 0.25, 1.0]))
@@ -446,7 +446,7 @@ def test_dualpipe_v_holds_one_half_more_than_stages(p: int, more: int) -> None:
 @pytest.mark.parametrize("p", [2, 4, 6, 8])
 def test_chimera_holds_between_half_and_all_of_a_unit(p: int) -> None:
     for units in (1, 2, 3):
-        held = certified("chimera", p, units * p).peak_activations
+        held = cached_certificate("chimera", p, units * p).peak_activations
         assert min(held) == p // 2 + 1
         assert max(held) == p
 
@@ -454,13 +454,13 @@ def test_chimera_holds_between_half_and_all_of_a_unit(p: int) -> None:
 @given(sizes, counts, st.integers(2, 3))
 @settings(max_examples=examples(30))
 def test_hanayo_holds_no_more_than_gpipe(p: int, m: int, waves: int) -> None:
-    assert max(certified("hanayo", p, m, waves=waves).peak_activations) <= 2 * waves * m
+    assert max(cached_certificate("hanayo", p, m, waves=waves).peak_activations) <= 2 * waves * m
 
 
 @given(sizes, counts)
 @settings(max_examples=examples(30))
 def test_one_wave_of_hanayo_holds_no_more_than_the_first_rank_of_1f1b(p: int, m: int) -> None:
-    assert max(certified("hanayo", p, m).peak_activations) <= 2 * min(p, m)
+    assert max(cached_certificate("hanayo", p, m).peak_activations) <= 2 * min(p, m)
 
 
 # ---- Every size that the definition allows ----
@@ -471,7 +471,7 @@ def test_one_wave_of_hanayo_holds_no_more_than_the_first_rank_of_1f1b(p: int, m:
 def test_every_allowed_size_verifies(name: str, options: dict[str, int], p: int) -> None:
     for m in MICROBATCHES:
         if allows(name, p, m):
-            certificate = certified(name, p, m, **options)
+            certificate = cached_certificate(name, p, m, **options)
             assert certificate.schedule.ranks == p
             assert certificate.schedule.microbatches == m
             assert certificate.in_order or name in TWO_WAY
@@ -486,7 +486,7 @@ def test_every_allowed_size_verifies(name: str, options: dict[str, int], p: int)
 )
 @settings(max_examples=examples(80))
 def test_every_group_from_the_least_on_verifies(name: str, p: int, m: int, v: int, more: int) -> None:
-    schedule = made(name, p, m, chunks=v, group=min(p, m) + more)
+    schedule = cached_schedule(name, p, m, chunks=v, group=min(p, m) + more)
     assert schedule.stages == p * v
     assert sl.verify(schedule).in_order
 
@@ -494,19 +494,19 @@ def test_every_group_from_the_least_on_verifies(name: str, p: int, m: int, v: in
 @given(sizes, counts, st.integers(1, 4))
 @settings(max_examples=examples(30))
 def test_every_number_of_waves_verifies(p: int, m: int, waves: int) -> None:
-    schedule = made("hanayo", p, m, waves=waves)
+    schedule = cached_schedule("hanayo", p, m, waves=waves)
     assert schedule.chunks == 2 * waves
     assert sl.verify(schedule).in_order
 
 
 @pytest.mark.parametrize("name", TWO_WAY)
 def test_two_directions_have_no_one_order_of_backwards(name: str) -> None:
-    assert not certified(name, 4, 8).in_order
+    assert not cached_certificate(name, 4, 8).in_order
 
 
 @pytest.mark.parametrize(("name", "p", "m"), [("dualpipe", 4, 8), ("chimera", 4, 8), ("chimera", 4, 7)])
 def test_two_directions_run_each_copy_of_a_stage_in_order(name: str, p: int, m: int) -> None:
-    for program in made(name, p, m).programs:
+    for program in cached_schedule(name, p, m).programs:
         actions = [a for e in program for a in ((e.forward, e.backward) if isinstance(e, sl.Overlap) else (e,))]
         for stage in range(p):
             for some in ("F", "BI", "W"):
@@ -516,7 +516,7 @@ def test_two_directions_run_each_copy_of_a_stage_in_order(name: str, p: int, m: 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"])
 def test_one_receive_posted_ahead_frees_what_would_deadlock(name: str) -> None:
-    assert certified(name, 4, 8).look_ahead == 1
+    assert cached_certificate(name, 4, 8).look_ahead == 1
 
 
 # ---- What a definition does not allow ----

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 import stageline as sl
 from support import oracle
-from support.instances import TRAINING, VARIANTS, allows, certified, examples, made, of_families, of_no_family
+from support.instances import (
+    TRAINING,
+    VARIANTS,
+    allows,
+    cached_certificate,
+    cached_schedule,
+    examples,
+    of_families,
+    of_no_family,
+)
 
 Programs = list[list[sl.Action | sl.Overlap]]
 Change = Callable[[sl.Action], sl.Action]
@@ -166,7 +175,7 @@ def test_every_swap_in_tiny_schedules_of_every_family() -> None:
     found: Counter[str | None] = Counter()
     for name, options in TRAINING:
         if options.get("chunks", 2) == 2 and options.get("waves", 1) == 1:
-            for tried in _all_swaps(made(name, 2, 4 if name.startswith("dualpipe") else 2, **options)):
+            for tried in _all_swaps(cached_schedule(name, 2, 4 if name.startswith("dualpipe") else 2, **options)):
                 reason = oracle.judge(tried)
                 assert rule_broken(tried) == reason, [list(map(str, program)) for program in tried.programs]
                 found[reason] += 1
@@ -184,7 +193,7 @@ def test_the_least_look_ahead_is_the_first_that_brute_force_finds_safe(name: str
     for ranks in range(1, 5):
         for microbatches in (*range(1, 7), 8):
             if allows(name, ranks, microbatches):
-                certificate = certified(name, ranks, microbatches, **options)
+                certificate = cached_certificate(name, ranks, microbatches, **options)
                 assert certificate.look_ahead == oracle.least_look_ahead(certificate.schedule)
 
 
@@ -309,7 +318,7 @@ def test_in_order_of_a_program_of_one_rank(program: str, expected: bool) -> None
 
 def test_verifying_twice_gives_the_same_and_forgets_nothing() -> None:
     """What is remembered about one schedule is not taken over by one made from it."""
-    schedule = made("1f1b", 3, 4)
+    schedule = cached_schedule("1f1b", 3, 4)
     first, again = sl.verify(schedule), sl.verify(schedule)
     assert first.to_json() == again.to_json()
     broken = replace(schedule, placement=sl.Placement.loop(3, microbatches=5))

@@ -23,10 +23,10 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 def plainly(model: nn.Module, loss_fn: Callable[..., Tensor], inputs: Any, targets: Any, parts: int) -> float:
-    """What a loop of one process does."""
+    """Accumulate gradients over microbatches in a plain loop; return the loss."""
     total = 0.0
-    for given, wanted in zip(pieces(inputs, parts), pieces(targets, parts), strict=True):
-        loss = loss_fn(call(model, given), wanted) * (len(wanted) / len(targets))
+    for inputs_part, targets_part in zip(pieces(inputs, parts), pieces(targets, parts), strict=True):
+        loss = loss_fn(call(model, inputs_part), targets_part) * (len(targets_part) / len(targets))
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.item()
     return total

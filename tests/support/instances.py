@@ -63,23 +63,23 @@ def allows(name: str, ranks: int, microbatches: int) -> bool:
 
 
 @cache
-def _made(name: str, ranks: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> sl.Schedule:
+def _schedule(name: str, ranks: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> sl.Schedule:
     return sl.schedule(name, ranks, microbatches, **dict(options))
 
 
 @cache
-def _certified(name: str, ranks: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> sl.Certificate:
-    return sl.verify(_made(name, ranks, microbatches, options))
+def _certificate(name: str, ranks: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> sl.Certificate:
+    return sl.verify(_schedule(name, ranks, microbatches, options))
 
 
-def made(name: str, ranks: int, microbatches: int, **options: Any) -> sl.Schedule:
+def cached_schedule(name: str, ranks: int, microbatches: int, **options: Any) -> sl.Schedule:
     """Make a schedule, once for all tests."""
-    return _made(name, ranks, microbatches, tuple(options.items()))
+    return _schedule(name, ranks, microbatches, tuple(options.items()))
 
 
-def certified(name: str, ranks: int, microbatches: int, **options: Any) -> sl.Certificate:
+def cached_certificate(name: str, ranks: int, microbatches: int, **options: Any) -> sl.Certificate:
     """Verify a schedule, once for all tests."""
-    return _certified(name, ranks, microbatches, tuple(options.items()))
+    return _certificate(name, ranks, microbatches, tuple(options.items()))
 
 
 @st.composite
@@ -95,7 +95,7 @@ def of_families(draw: st.DrawFn, ranks: int = 4, microbatches: int = 6, training
         m = 2 * p + 2 * (m % 2)
     if name == "dualpipe":
         m += m % 2
-    return made(name, p, m, **options)
+    return cached_schedule(name, p, m, **options)
 
 
 @st.composite
@@ -160,8 +160,8 @@ def _with_a_pair(
     pair = sl.Overlap(one, two) if one.kind == "F" else sl.Overlap(two, one)
     joined = [list(program) for program in programs]
     joined[rank][at : at + 2] = [pair]
-    tried = sl.Schedule.from_programs(joined, placement=placement, training=True)
-    return joined if oracle.judge(tried) is None else programs
+    paired = sl.Schedule.from_programs(joined, placement=placement, training=True)
+    return joined if oracle.judge(paired) is None else programs
 
 
 def examples(count: int) -> int:

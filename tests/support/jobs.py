@@ -69,11 +69,11 @@ def start(
     ]
 
 
-def ended(children: list[Child]) -> list[int]:
+def exit_codes(children: list[Child]) -> list[int]:
     return [child.wait(PATIENCE) for child in children]
 
 
-def said(tokens: Path, run: str, rank: int = 0) -> str:
+def log_of(tokens: Path, run: str, rank: int = 0) -> str:
     return (tokens.parent / f"{run}.{rank}.log").read_text()
 
 
@@ -88,7 +88,7 @@ def step_of(tokens: Path, run: str) -> int:
 def wait_for(tokens: Path, run: str, step: int) -> None:
     end = time.monotonic() + PATIENCE
     while step_of(tokens, run) < step:
-        assert time.monotonic() < end, said(tokens, run)
+        assert time.monotonic() < end, log_of(tokens, run)
         time.sleep(0.005)
 
 
@@ -112,7 +112,7 @@ def validations(tokens: Path, run: str) -> list[dict[str, Any]]:
 
 
 def weights(tokens: Path, run: str, step: int) -> dict[str, list[float]]:
-    with newest(tokens.parent / run / "checkpoint") as found:  # type: ignore[union-attr]
-        assert found is not None
-        assert found.step == step
-        return {name: value.flatten().tolist() for name, value in sorted(found.read_model().items())}
+    with newest(tokens.parent / run / "checkpoint") as checkpoint:  # type: ignore[union-attr]
+        assert checkpoint is not None
+        assert checkpoint.step == step
+        return {name: value.flatten().tolist() for name, value in sorted(checkpoint.read_model().items())}

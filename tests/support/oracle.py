@@ -53,13 +53,13 @@ class Plan:
 
     def needs(self, task: Task) -> list[Task]:
         """List all that must have been done before this task."""
-        found = []
+        needed = []
         if task.kind in "BI":
-            found.append(Task("F", task.stage, task.microbatch))
+            needed.append(Task("F", task.stage, task.microbatch))
         if task.kind == "W":
-            found.append(Task("I", task.stage, task.microbatch))
+            needed.append(Task("I", task.stage, task.microbatch))
         source = self.source(task)
-        return found if source is None else [*found, source]
+        return needed if source is None else [*needed, source]
 
     def home(self, task: Task) -> int:
         return self.rank_of(task.stage, task.microbatch)
@@ -116,8 +116,8 @@ def _exactly_once(plan: Plan) -> bool:
     allowed = ({"F": 1, "B": 1}, {"F": 1, "I": 1, "W": 1}) if plan.training else ({"F": 1},)
     for stage in range(plan.stages):
         for microbatch in range(plan.microbatches):
-            found = {k: n for k in "FBIW" if (n := count[Task(k, stage, microbatch)])}
-            if found not in allowed:
+            counts = {k: n for k in "FBIW" if (n := count[Task(k, stage, microbatch)])}
+            if counts not in allowed:
                 return False
     return True
 
@@ -173,19 +173,19 @@ def channel_orders(schedule: sl.Schedule) -> dict[Channel, list[Task]]:
 def taking_orders(schedule: sl.Schedule) -> dict[Channel, list[Task]]:
     """For each channel, the tasks whose outputs it carries, in the order of the receiver's program."""
     plan = Plan(schedule)
-    found: defaultdict[Channel, list[Task]] = defaultdict(list)
+    orders: defaultdict[Channel, list[Task]] = defaultdict(list)
     for task in plan.tasks:
         if (box := plan.inbox(task)) and (source := plan.source(task)):
-            found[box].append(source)
-    return dict(found)
+            orders[box].append(source)
+    return dict(orders)
 
 
 def _sending_orders(plan: Plan) -> dict[Channel, list[Task]]:
-    found: defaultdict[Channel, list[Task]] = defaultdict(list)
+    orders: defaultdict[Channel, list[Task]] = defaultdict(list)
     for task in plan.tasks:
         if box := plan.outbox(task):
-            found[box].append(task)
-    return dict(found)
+            orders[box].append(task)
+    return dict(orders)
 
 
 def least_look_ahead(schedule: sl.Schedule) -> int:
@@ -285,7 +285,7 @@ class Held(NamedTuple):
 
 def most_held(schedule: sl.Schedule) -> list[Held]:
     """Walk through each program, keeping sets of what is held while each entry runs."""
-    found = []
+    peaks = []
     for program in Plan(schedule).programs:
         activations: set[tuple[int, int]] = set()
         residues: set[tuple[int, int]] = set()
@@ -301,8 +301,8 @@ def most_held(schedule: sl.Schedule) -> list[Held]:
                     residues.add(task[1:])
                 if task.kind == "W":
                     residues.remove(task[1:])
-        found.append(peak)
-    return found
+        peaks.append(peak)
+    return peaks
 
 
 def in_order(schedule: sl.Schedule) -> bool:
@@ -431,22 +431,22 @@ def gaps(schedule: sl.Schedule, step: Step) -> list[Gap]:
     """Divide the idle time of each rank by what its next entry waited for last."""
     plan = Plan(schedule)
     finish = max(step.end.values())
-    found = []
+    gaps = []
     for program in plan.programs:
         if not program:
-            found.append(Gap(0.0, 0.0, 0.0, finish))
+            gaps.append(Gap(0.0, 0.0, 0.0, finish))
             continue
         transfer = peer = 0.0
         free = step.end[program[0][0]]
         for entry in program[1:]:
             inputs = [(step.arrival[task], step.end[source]) for task in entry if (source := plan.source(task))]
             if inputs:
-                arrival, made = max(inputs, key=lambda pair: pair[0])
-                peer += max(0.0, made - free)
-                transfer += max(0.0, arrival - max(made, free))
+                arrival, sent = max(inputs, key=lambda pair: pair[0])
+                peer += max(0.0, sent - free)
+                transfer += max(0.0, arrival - max(sent, free))
             free = step.end[entry[0]]
-        found.append(Gap(step.start[program[0][0]], transfer, peer, finish - free))
-    return found
+        gaps.append(Gap(step.start[program[0][0]], transfer, peer, finish - free))
+    return gaps
 
 
 @dataclass

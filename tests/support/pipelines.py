@@ -86,7 +86,7 @@ def plainly_trained(microbatches: int, directions: tuple[int, ...] | None, dtype
         grads.append({name: grad.clone() for name, grad in gradients(model).items() if grad is not None})
         optimizer.step()
         optimizer.zero_grad()
-    return Trained(losses, [dict(each) for each in grads], weights(model))
+    return Trained(losses, [dict(gradient) for gradient in grads], weights(model))
 
 
 def sizes(name: str, ranks: Sequence[int] = (1, 2, 3, 4)) -> Iterator[tuple[int, int]]:
@@ -121,12 +121,12 @@ def train_beside_the_loop(
             x if 0 in stages or everything else None, y if pipe.schedule.stages - 1 in stages or everything else None
         )
         assert stats.loss == expected.losses[step], what
-        found = dict(pipe.named_gradients())
-        assert_same_bits(found, {key: expected.gradients[step].get(key) for key in found}, f"gradients {what}")
+        mine = dict(pipe.named_gradients())
+        assert_same_bits(mine, {key: expected.gradients[step].get(key) for key in mine}, f"gradients {what}")
         optimizer.step()
         optimizer.zero_grad()
-    found = {key: value.detach() for key, value in pipe.named_parameters()}
-    assert_same_bits(found, {key: expected.weights[key] for key in found}, f"weights {what}")
+    trained: dict[str, Tensor | None] = {key: value.detach() for key, value in pipe.named_parameters()}
+    assert_same_bits(trained, {key: expected.weights[key] for key in trained}, f"weights {what}")
     assert pipe.timeline.schedule == pipe.schedule
 
 

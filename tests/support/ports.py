@@ -11,9 +11,9 @@ def free_port() -> int:
     draw = random.SystemRandom()
     while True:
         port = draw.randrange(12000, 32000)
-        with socket.socket() as found:
+        with socket.socket() as listener:
             try:
-                found.bind(("127.0.0.1", port))
+                listener.bind(("127.0.0.1", port))
             except OSError:
                 continue
             return port

@@ -19,9 +19,9 @@ def job(dataset: str = "text", path: str = "", *, seq_len: int = 4, **more: Any)
 
 
 def tokens_of(data: Data) -> list[int]:
-    """All tokens, of what is trained on and of what is held back."""
+    """All tokens of the training data."""
     assert isinstance(data.train, Tokens)
-    return [int(each) for each in data.train.array[:]]
+    return [int(token) for token in data.train.array[:]]
 
 
 def text_of(path: str, **more: Any) -> str:
@@ -33,10 +33,10 @@ def text_of(path: str, **more: Any) -> str:
 def train_tokenizer(path: str = "tokenizer.json", separator: str | None = "<|endoftext|>", words: str = "ab") -> File:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.train_from_iterator(
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
         [f"the stage of the {words} line"] * 4,
         trainers.BpeTrainer(
             vocab_size=300,
@@ -45,6 +45,6 @@ def train_tokenizer(path: str = "tokenizer.json", separator: str | None = "<|end
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         ),
     )
-    made.enable_truncation(8)
-    made.save(path)
+    tokenizer.enable_truncation(8)
+    tokenizer.save(path)
     return File(path)

@@ -12,7 +12,7 @@ def left_over(before: Collection[threading.Thread] = (), allowed: int = 0) -> li
     known = {*before, threading.current_thread()}
     end = time.monotonic() + 60
     while True:
-        found = [thread for thread in threading.enumerate() if thread not in known]
-        if len(found) <= allowed or time.monotonic() > end:
-            return [thread.name for thread in found]
+        remaining = [thread for thread in threading.enumerate() if thread not in known]
+        if len(remaining) <= allowed or time.monotonic() > end:
+            return [thread.name for thread in remaining]
         time.sleep(0.01)

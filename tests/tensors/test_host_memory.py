@@ -35,10 +35,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def in_child(**environment: str) -> tuple[bool, int]:
     """Whether a process keeps memory, and how many pages it paid for in twenty rounds after a first one."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    said = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", CHILD], capture_output=True, text=True, check=True, timeout=300, env=plain | environment
     )
-    kept, faults = said.stdout.split()
+    kept, faults = process.stdout.split()
     return kept == "True", int(faults)
 
 

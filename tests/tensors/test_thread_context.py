@@ -31,9 +31,9 @@ def test_mixed_precision_around_a_step_reaches_the_ranks(ranks: int) -> None:
 
     class Seen(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            found = super().forward(x)
-            seen.append(found.dtype)
-            return found
+            output = super().forward(x)
+            seen.append(output.dtype)
+            return output
 
     pipe = sl.Pipeline(
         nn.Sequential(Seen(4, 4), Seen(4, 4)),

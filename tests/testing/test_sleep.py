@@ -13,17 +13,17 @@ from stageline.testing import SleepStage, assert_same_bits, one_process_step
 
 def stages(count: int, width: int = 4) -> list[SleepStage]:
     torch.manual_seed(0)
-    made = [SleepStage(0.0, 0.0, 0.0, width=width) for _ in range(count)]
-    for stage in made:
+    sleeping = [SleepStage(0.0, 0.0, 0.0, width=width) for _ in range(count)]
+    for stage in sleeping:
         stage.weight.data.normal_()
-    return made
+    return sleeping
 
 
 def kinds(stage: SleepStage) -> str:
     """Every sleep so far, one letter each; forgets them."""
-    found = "".join(slept.kind for slept in stage.slept)
+    letters = "".join(slept.kind for slept in stage.slept)
     stage.slept.clear()
-    return found
+    return letters
 
 
 @pytest.mark.parametrize("family", ["1f1b", "interleaved", "zb-h1", "zb-v", "chimera"])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import stageline as sl
 from stageline.timeline.timeline import Transfers
 from support import oracle
-from support.instances import examples, made, of_families, of_no_family
+from support.instances import cached_schedule, examples, of_families, of_no_family
 
 # Whole numbers, halves and powers of two: no sum of them is ever rounded, so ties are ties on both sides.
 times = st.integers(0, 8).map(float)
@@ -150,7 +150,7 @@ def test_makespan_span_and_bubbles_are_what_their_definitions_say(case: Case) ->
 
 
 def test_a_pair_takes_what_both_take_unless_given_a_time_of_its_own() -> None:
-    schedule = made("dualpipe-v", 2, 4)
+    schedule = cached_schedule("dualpipe-v", 2, 4)
     pair = next(entry for entry in schedule.programs[0] if isinstance(entry, sl.Overlap))
 
     def length(costs: sl.Costs) -> float:
@@ -207,20 +207,22 @@ def test_idle_time_of_two_ranks_by_hand() -> None:
     rank 0  FFF..........BBBB
     rank 1  ...>>FFBBBB>>....      F takes 3 and 2, B takes 4, a hop 2
     """
-    timeline = sl.simulate(made("1f1b", 2, 1), sl.Costs(forward=[3, 2], backward=4, transfer=2))
+    timeline = sl.simulate(cached_schedule("1f1b", 2, 1), sl.Costs(forward=[3, 2], backward=4, transfer=2))
     assert timeline.idle[0]._asdict() == {"warmup": 0, "peer": 8, "transfer": 2, "host": 0, "drain": 0}
     assert timeline.idle[1]._asdict() == {"warmup": 5, "peer": 0, "transfer": 0, "host": 0, "drain": 6}
 
 
 def test_a_rank_that_dawdles_in_a_measured_step_is_idle_by_its_own_fault() -> None:
     nothing = Transfers(np.array([], dtype=np.int64), np.array([]), np.array([]))
-    measured = sl.Timeline(made("gpipe", 1, 2), np.array([0.0, 3.0, 4.0, 7.0]), np.array([1.0, 4.0, 6.0, 9.0]), nothing)
+    measured = sl.Timeline(
+        cached_schedule("gpipe", 1, 2), np.array([0.0, 3.0, 4.0, 7.0]), np.array([1.0, 4.0, 6.0, 9.0]), nothing
+    )
     assert measured.idle[0]._asdict() == {"warmup": 0, "peer": 0, "transfer": 0, "host": 3, "drain": 0}
 
 
 @pytest.mark.parametrize("zero", [-1000.0, 1000.0])
 def test_nothing_depends_on_when_the_clock_of_a_measured_step_was_set_to_zero(zero: float) -> None:
-    planned = sl.simulate(made("dualpipe-v", 2, 4), sl.Costs(transfer=0.5))
+    planned = sl.simulate(cached_schedule("dualpipe-v", 2, 4), sl.Costs(transfer=0.5))
     moved = planned.transfers
     measured = sl.Timeline(
         planned.schedule,
@@ -254,12 +256,12 @@ def test_the_critical_path_has_no_gap_from_the_start_to_the_end_of_the_step(case
 
 
 def test_the_critical_path_of_1f1b_goes_down_and_up_again() -> None:
-    path = sl.simulate(made("1f1b", 3, 1), sl.Costs(transfer=1)).critical_path
+    path = sl.simulate(cached_schedule("1f1b", 3, 1), sl.Costs(transfer=1)).critical_path
     assert [str(timed.action) for timed in path] == ["0F0", "1F0", "2F0", "2B0", "1B0", "0B0"]
 
 
 def test_the_critical_path_stays_on_a_rank_that_is_slower_than_all_others() -> None:
-    path = sl.simulate(made("1f1b", 3, 8), sl.Costs(forward=[1, 9, 1], backward=[1, 9, 1])).critical_path
+    path = sl.simulate(cached_schedule("1f1b", 3, 8), sl.Costs(forward=[1, 9, 1], backward=[1, 9, 1])).critical_path
     assert [timed.rank for timed in path] == [0] + [1] * 16 + [0]
 
 
@@ -287,7 +289,7 @@ def test_memory_over_time_rises_and_falls_with_the_entries(case: Case) -> None:
 
 
 def test_all_memory_is_given_back_at_the_end_of_a_training_step() -> None:
-    timeline = sl.simulate(made("zb-v", 3, 5), sl.Costs(activation=3, residue=5, transient=7))
+    timeline = sl.simulate(cached_schedule("zb-v", 3, 5), sl.Costs(activation=3, residue=5, transient=7))
     assert [timeline.memory(rank)[1][-1] for rank in range(3)] == [0, 0, 0]
 
 
@@ -299,7 +301,7 @@ def test_a_residue_above_the_activation_counts_from_the_end_of_its_i() -> None:
 
 @pytest.mark.parametrize(("kind", "peak"), [("F", 12), ("B", 12), ("W", 2)])
 def test_transient_memory_counts_while_its_action_runs(kind: str, peak: float) -> None:
-    timeline = sl.simulate(made("gpipe", 1, 2), sl.Costs(transient={kind: 10}))
+    timeline = sl.simulate(cached_schedule("gpipe", 1, 2), sl.Costs(transient={kind: 10}))
     assert timeline.peak_memory == (peak,)
 
 
@@ -307,7 +309,7 @@ def test_transient_memory_counts_while_its_action_runs(kind: str, peak: float) -
 
 
 def test_compare_says_how_much_later_and_longer_each_action_is() -> None:
-    schedule = made("1f1b", 2, 3)
+    schedule = cached_schedule("1f1b", 2, 3)
     first, second = sl.simulate(schedule), sl.simulate(schedule, sl.Costs(forward=[1, 3], transfer=1))
     difference = sl.compare(first, second)
     before, after = ({t.action: t for t in timeline.actions()} for timeline in (first, second))
@@ -320,7 +322,7 @@ def test_compare_says_how_much_later_and_longer_each_action_is() -> None:
 
 
 def test_compare_matches_actions_by_name_where_the_orders_differ() -> None:
-    first, second = (sl.simulate(made(name, 3, 5)) for name in ("gpipe", "1f1b"))
+    first, second = (sl.simulate(cached_schedule(name, 3, 5)) for name in ("gpipe", "1f1b"))
     difference = sl.compare(first, second)
     after = {timed.action: timed.start for timed in second.actions()}
     for timed, later in zip(first.actions(), difference.later.tolist(), strict=True):
@@ -328,7 +330,7 @@ def test_compare_matches_actions_by_name_where_the_orders_differ() -> None:
 
 
 def test_compare_names_the_actions_that_moved_most() -> None:
-    schedule = made("1f1b", 3, 4)
+    schedule = cached_schedule("1f1b", 3, 4)
     difference = sl.compare(sl.simulate(schedule), sl.simulate(schedule, sl.Costs(forward=[1, 1, 4])))
     most = difference.largest(5)
     moved = sorted(np.abs(difference.later).tolist(), reverse=True)
@@ -339,7 +341,7 @@ def test_compare_names_the_actions_that_moved_most() -> None:
 
 
 def test_a_comparison_goes_into_json() -> None:
-    schedule = made("gpipe", 1, 1)
+    schedule = cached_schedule("gpipe", 1, 1)
     difference = sl.compare(sl.simulate(schedule), sl.simulate(schedule, sl.Costs(forward=2)))
     assert json.loads(json.dumps(difference.to_json())) == {
         "makespan": 1,
@@ -363,11 +365,11 @@ def test_a_comparison_goes_into_json() -> None:
 )
 def test_timelines_of_different_work_are_not_compared(one: tuple[str, int, int], other: tuple[str, int, int]) -> None:
     with pytest.raises(sl.ScheduleError, match="do not run the same actions"):
-        sl.compare(sl.simulate(made(*one)), sl.simulate(made(*other)))
+        sl.compare(sl.simulate(cached_schedule(*one)), sl.simulate(cached_schedule(*other)))
 
 
 def test_a_timeline_goes_into_json() -> None:
-    timeline = sl.simulate(made("1f1b", 2, 1), sl.Costs(transfer=1))
+    timeline = sl.simulate(cached_schedule("1f1b", 2, 1), sl.Costs(transfer=1))
     data = json.loads(json.dumps(timeline.to_json()))
     assert data["makespan"] == timeline.makespan == 8
     assert data["actions"][1] == [
@@ -402,7 +404,7 @@ def test_a_backward_costs_what_is_given_or_its_two_halves(
 def test_costs_may_be_given_per_stage_in_any_sequence(values: Any) -> None:
     costs = sl.Costs(forward=values)
     assert (costs.of("F", 0), costs.of("F", 1)) == (10, 12)
-    assert sl.simulate(made("gpipe", 2, 1), costs).busy == (12, 14)
+    assert sl.simulate(cached_schedule("gpipe", 2, 1), costs).busy == (12, 14)
 
 
 @given(
@@ -424,8 +426,8 @@ def test_the_parts_of_a_refined_stage_cost_what_the_stage_costs(
             pieces = [cut.of(kind, stage * parts + part) for part in range(parts)]
             assert len(set(pieces)) == 1
             assert sum(pieces) == costs.of(kind, stage)
-    fine = sl.simulate(made("looped-bfs", 1, 3, chunks=2 * parts), cut)
-    whole = sl.simulate(made("looped-bfs", 1, 3, chunks=2), costs)
+    fine = sl.simulate(cached_schedule("looped-bfs", 1, 3, chunks=2 * parts), cut)
+    whole = sl.simulate(cached_schedule("looped-bfs", 1, 3, chunks=2), costs)
     assert fine.busy == whole.busy
     assert fine.memory(0)[1][-1] == 0
     assert max(fine.peak_memory) <= max(whole.peak_memory)
@@ -521,11 +523,11 @@ def test_costs_that_no_step_can_have_are_refused_by_name(given_costs: dict[str, 
 )
 def test_costs_that_do_not_fit_the_schedule_are_refused(given_costs: dict[str, Any], said: str) -> None:
     with pytest.raises(sl.CostError, match=said):
-        assert sl.simulate(made("1f1b", 2, 4), sl.Costs(**given_costs)).peak_memory
+        assert sl.simulate(cached_schedule("1f1b", 2, 4), sl.Costs(**given_costs)).peak_memory
 
 
 def test_without_bandwidth_the_size_of_a_message_does_not_count() -> None:
-    schedule = made("1f1b", 3, 4)
+    schedule = cached_schedule("1f1b", 3, 4)
     costs = sl.Costs(transfer=1, message=8)
     assert sl.simulate(schedule, costs).makespan == sl.simulate(schedule, sl.Costs(transfer=1)).makespan
     slower = replace(costs, bandwidth=8)
@@ -555,26 +557,29 @@ def test_a_stage_is_not_cut_into_nothing(parts: int) -> None:
 
 def test_half_a_backward_cannot_take_longer_than_the_whole() -> None:
     with pytest.raises(sl.CostError, match="backward_weight of stage 1 would be -2"):
-        sl.simulate(made("1f1b", 2, 2), sl.Costs(backward=5, backward_input=[4, 7]))
+        sl.simulate(cached_schedule("1f1b", 2, 2), sl.Costs(backward=5, backward_input=[4, 7]))
 
 
 def test_every_family_does_the_same_work_however_its_backward_is_given() -> None:
     costs = sl.Costs(forward=10, backward=28, backward_input=11)
-    assert sl.simulate(made("1f1b", 4, 8), costs).busy == sl.simulate(made("zb-h2", 4, 8), costs).busy
+    assert (
+        sl.simulate(cached_schedule("1f1b", 4, 8), costs).busy
+        == sl.simulate(cached_schedule("zb-h2", 4, 8), costs).busy
+    )
 
 
 @pytest.mark.parametrize("name", ["message", "overlap", "residue"])
 def test_a_list_of_the_wrong_length_is_refused_even_where_it_is_not_used(name: str) -> None:
     with pytest.raises(sl.CostError, match=f"{name} has 3 values and the schedule has 2 stages"):
-        sl.simulate(made("gpipe", 2, 2), sl.Costs.from_json({name: [1, 2, 3]}))
+        sl.simulate(cached_schedule("gpipe", 2, 2), sl.Costs.from_json({name: [1, 2, 3]}))
 
 
 def test_plain_mistakes_in_python_are_told_in_words() -> None:
-    timeline = sl.simulate(made("1f1b", 2, 2))
+    timeline = sl.simulate(cached_schedule("1f1b", 2, 2))
     mistakes: list[tuple[Any, type[Exception], str]] = [
         (lambda: sl.simulate("1f1b"), sl.ScheduleError, "expected a Schedule"),  # type: ignore[arg-type]
         (lambda: sl.verify([["0F0"]]), sl.ScheduleError, "expected a Schedule"),  # type: ignore[arg-type]
-        (lambda: sl.simulate(made("1f1b", 2, 2), {"forward": 1}), sl.CostError, "expected sl.Costs"),  # type: ignore[arg-type]
+        (lambda: sl.simulate(cached_schedule("1f1b", 2, 2), {"forward": 1}), sl.CostError, "expected sl.Costs"),  # type: ignore[arg-type]
         (lambda: timeline.memory(5), sl.ScheduleError, "rank 5 does not exist"),
         (lambda: timeline.memory(-1), sl.ScheduleError, "rank -1 does not exist"),
         (lambda: timeline.schedule.rank_of("0"), sl.ScheduleError, "stage '0' does not exist"),  # type: ignore[arg-type]

@@ -17,9 +17,9 @@ from support.jobs import (
     PATIENCE,
     SCRIPT,
     TINY,
-    ended,
+    exit_codes,
+    log_of,
     losses,
-    said,
     start,
     step_of,
     validations,
@@ -35,15 +35,15 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_killed_job_goes_on_as_if_nothing_had_been(nursery: Nursery, tokens: Path, processes: int) -> None:
     """Dropout and shuffling are on; the threads' whole run is the measure of all."""
-    assert ended(start(nursery, tokens, "whole")) == [0], said(tokens, "whole")
+    assert exit_codes(start(nursery, tokens, "whole")) == [0], log_of(tokens, "whole")
     draw = random.Random(processes)
     for _ in range(2):
         children = start(nursery, tokens, "parts", processes=processes)
         wait_for(tokens, "parts", min(step_of(tokens, "parts") + draw.randrange(1, 7), 15))
         for child in children:
             child.signal(signal.SIGKILL)
-        ended(children)
-    assert ended(start(nursery, tokens, "parts", processes=processes)) == [0] * processes, said(tokens, "parts")
+        exit_codes(children)
+    assert exit_codes(start(nursery, tokens, "parts", processes=processes)) == [0] * processes, log_of(tokens, "parts")
     assert losses(tokens, "parts") == losses(tokens, "whole")
     assert len(losses(tokens, "whole")) == 16
     assert weights(tokens, "parts", 16) == weights(tokens, "whole", 16)
@@ -56,10 +56,10 @@ def test_a_signal_ends_a_job_with_a_checkpoint_and_without_an_error(
     children = start(nursery, tokens, "run", "--training.steps=5000", processes=processes)
     wait_for(tokens, "run", 3)
     children[-1].signal(number)  # one rank alone; the ranks agree
-    assert ended(children) == [0] * processes, said(tokens, "run")
+    assert exit_codes(children) == [0] * processes, log_of(tokens, "run")
     last = step_of(tokens, "run")
     assert (tokens.parent / "run" / "checkpoint" / f"step-{last:08}" / "manifest.json").is_file()
-    assert f"stopped by {number.name}" in said(tokens, "run")
+    assert f"stopped by {number.name}" in log_of(tokens, "run")
 
 
 def test_a_second_interrupt_ends_at_once(nursery: Nursery, tokens: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_second_interrupt_ends_at_once(nursery: Nursery, tokens: Path) -> None
     wait_until(child, lambda: (folder / "heard-1").exists())
     child.signal(signal.SIGINT)
     assert child.wait(PATIENCE) == 130
-    assert "ended at once; the last published checkpoint is whole" in said(tokens, "run")
+    assert "ended at once; the last published checkpoint is whole" in log_of(tokens, "run")
 
 
 def test_a_rank_whose_peer_died_ends_with_an_error_and_saves_nothing(nursery: Nursery, tokens: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_rank_whose_peer_died_ends_with_an_error_and_saves_nothing(nursery: Nu
     children[1].signal(signal.SIGKILL)
     children[0].signal(signal.SIGTERM)
     assert children[0].wait(PATIENCE) != 0
-    assert "rank 1" in said(tokens, "run")
+    assert "rank 1" in log_of(tokens, "run")
     assert not list((tokens.parent / "run" / "checkpoint").glob("step-*"))
 
 
@@ -90,22 +90,22 @@ def test_a_checkpoint_that_one_rank_could_not_write_ends_all_of_them_with_its_er
 ) -> None:
     more = ("--checkpoint.interval=2", "--parallelism.pipeline_parallel_schedule=1f1b")
     children = start(nursery, tokens, "run", "--training.steps=5000", *more, processes=2, full=4)
-    assert ended(children) == [2, 2], said(tokens, "run")
+    assert exit_codes(children) == [2, 2], log_of(tokens, "run")
     last = tokens.parent / "run" / "checkpoint" / "step-00000002"
     for rank in range(2):
-        assert "error: the checkpoint of step 4 is not saved: " in said(tokens, "run", rank)
-        assert f"; the last good one is {last}\n" in said(tokens, "run", rank)
-    assert "error: the checkpoint of step 4 is not saved: No space left on device; " in said(tokens, "run")
+        assert "error: the checkpoint of step 4 is not saved: " in log_of(tokens, "run", rank)
+        assert f"; the last good one is {last}\n" in log_of(tokens, "run", rank)
+    assert "error: the checkpoint of step 4 is not saved: No space left on device; " in log_of(tokens, "run")
 
 
 def test_a_checkpoint_of_processes_goes_on_as_threads_and_back(nursery: Nursery, tokens: Path) -> None:
-    assert ended(start(nursery, tokens, "whole")) == [0]
+    assert exit_codes(start(nursery, tokens, "whole")) == [0]
     for processes, more in (
         (2, ["--training.time_limit=0.00001"]),
         (1, ["--training.time_limit=0.00001", "--parallelism.pipeline_parallel_degree=4"]),
         (2, ["--parallelism.pipeline_parallel_schedule=zb-v"]),
     ):
-        assert ended(start(nursery, tokens, "parts", *more, processes=processes)) == [0] * processes, said(
+        assert exit_codes(start(nursery, tokens, "parts", *more, processes=processes)) == [0] * processes, log_of(
             tokens, "parts"
         )
     assert losses(tokens, "parts") == losses(tokens, "whole")
@@ -113,8 +113,8 @@ def test_a_checkpoint_of_processes_goes_on_as_threads_and_back(nursery: Nursery,
 
 def test_more_ranks_than_processes_is_one_clear_error(nursery: Nursery, tokens: Path) -> None:
     children = start(nursery, tokens, "run", "--parallelism.pipeline_parallel_degree=4", processes=2)
-    assert ended(children) == [2, 2]
-    assert "need 4 processes, and 2 were started" in said(tokens, "run")
+    assert exit_codes(children) == [2, 2]
+    assert "need 4 processes, and 2 were started" in log_of(tokens, "run")
     assert not (tokens.parent / "run").exists()
 
 
@@ -135,26 +135,26 @@ def test_ranks_without_a_shared_folder_are_found(nursery: Nursery, tokens: Path)
             )  # fmt: skip
         finally:
             os.chdir(before)
-    assert ended(children) == [2, 2], said(tokens, "apart")
-    assert "rank 1 does not see the folder 'here' of rank 0" in said(tokens, "apart")
+    assert exit_codes(children) == [2, 2], log_of(tokens, "apart")
+    assert "rank 1 does not see the folder 'here' of rank 0" in log_of(tokens, "apart")
 
 
 def test_replicas_of_a_pipeline_train_go_on_and_load_elsewhere(nursery: Nursery, tokens: Path) -> None:
     """2 × 2 processes with a split backward: the same bits in every run of that layout, and nearly so in others."""
     spread = ["--training.local_batch_size=4", "--training.global_batch_size=16", "--model.dropout=0",
               "--parallelism.pipeline_parallel_schedule=zb-h1", "--validation.fraction=0.045"]  # fmt: skip
-    assert ended(start(nursery, tokens, "whole", *spread, processes=4)) == [0] * 4, said(tokens, "whole")
+    assert exit_codes(start(nursery, tokens, "whole", *spread, processes=4)) == [0] * 4, log_of(tokens, "whole")
     children = start(nursery, tokens, "parts", *spread, processes=4)
     wait_for(tokens, "parts", 13)
     for child in children:
         child.signal(signal.SIGKILL)
-    ended(children)
-    assert ended(start(nursery, tokens, "parts", *spread, processes=4)) == [0] * 4, said(tokens, "parts")
+    exit_codes(children)
+    assert exit_codes(start(nursery, tokens, "parts", *spread, processes=4)) == [0] * 4, log_of(tokens, "parts")
     assert losses(tokens, "parts") == losses(tokens, "whole")
     assert weights(tokens, "parts", 16) == weights(tokens, "whole", 16)
-    assert ended(start(nursery, tokens, "other", *spread, "--training.time_limit=0.00001", processes=4)) == [0] * 4
+    assert exit_codes(start(nursery, tokens, "other", *spread, "--training.time_limit=0.00001", processes=4)) == [0] * 4
     alone = [*spread, "--training.local_batch_size=16", "--parallelism.pipeline_parallel_degree=3"]
-    assert ended(start(nursery, tokens, "other", *alone)) == [0], said(tokens, "other")
+    assert exit_codes(start(nursery, tokens, "other", *alone)) == [0], log_of(tokens, "other")
     apart = [abs(losses(tokens, "other")[step][0] - losses(tokens, "whole")[step][0]) for step in range(1, 17)]
     assert max(apart) < 1e-4, apart
     (shared,), (whole,) = (validations(tokens, run) for run in ("whole", "other"))
@@ -188,8 +188,8 @@ def test_a_rank_killed_while_saving_is_named_at_once_and_the_folder_is_free(
         )
         for rank in range(ranks)
     ]
-    codes = ended(children)
-    logs = [said(tokens, "run", rank) for rank in range(ranks)]
+    codes = exit_codes(children)
+    logs = [log_of(tokens, "run", rank) for rank in range(ranks)]
     assert codes == [2, 2, -signal.SIGKILL], logs
     killed = float((folder / "killed").read_text())
     for rank in range(ranks - 1):

@@ -1,4 +1,4 @@
-"""What every transport must do: one suite for all of them. Run `exercise` on both of two ranks at the same time."""
+"""The conformance suite of transports, and a transport that fails on purpose."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from stageline.tensors.pytree import Leaf
 from stageline.transport.protocol import Header, Message, Traffic, Transport, kinds_of
 
 Counts = Mapping[tuple[int, Traffic], int]
-"""How many messages go over the channel with a rank, by traffic."""
+"""The number of messages by the rank at the other end, and by traffic."""
 
 Begin = Callable[[Counts, Counts], None]
-"""Called before a round with the messages that will come, and those that will go."""
+"""Called before a round with the number of messages to receive, and to send."""
 
 PAYLOADS: list[list[Leaf]] = [
     [torch.arange(6, dtype=torch.float32).reshape(2, 3)],
@@ -34,14 +34,15 @@ PAYLOADS: list[list[Leaf]] = [
     [torch.ones(100_000, dtype=torch.float64)],
     [torch.ones(100_000, dtype=torch.float64) * 2],
 ]
-"""All that a message may hold: shapes and types that change from one to the next, layouts, nothing, and much."""
+"""Everything a message may hold: changing shapes and types, layouts, no tensors, and large ones."""
 
 
 def exercise(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
-    """Run one rank's side of the suite between ranks 0 and 1; raises AssertionError where the transport falls short.
+    """Run one rank's side of the suite between ranks 0 and 1; raise AssertionError if the transport does not conform.
 
-    `begin` is called before a round with the number of messages each channel will bring and carry, `finish` after it.
-    After the last round the transport is not used again: one of its ranks has failed.
+    Run it on both ranks at the same time. `begin` is called before each round with the number of messages that each
+    channel will receive and send, and `finish` after it. The transport cannot be used after the last round, in which
+    one of its ranks fails.
 
     >>> import threading
     >>> from stageline.transport.threads import ThreadHub
@@ -59,11 +60,11 @@ def exercise(transport: Transport, begin: Begin, finish: Callable[[], None]) -> 
         _keeps_order_and_content,
         _keeps_traffic_apart,
         _refuses_the_wrong_header,
-        _refuses_what_was_not_announced,
-        _waits_no_longer_than_its_deadline,
+        _refuses_tensors_that_were_not_announced,
+        _respects_the_deadline,
         _does_not_wait_for_the_receiver,
-        _takes_much_both_ways_at_once,
-        _wakes_who_waits_for_a_rank_that_fails,
+        _carries_large_messages_both_ways,
+        _wakes_a_rank_that_waits_for_a_failed_one,
     ):
         check(transport, begin, finish)
 
@@ -81,12 +82,14 @@ def _keeps_order_and_content(transport: Transport, begin: Begin, finish: Callabl
         wants = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
         transport.send(Message(_header(transport, "forward", number, 0, True), leaves, f"tree {number}", wants))
     for number, leaves in enumerate(PAYLOADS):
-        found = transport.receive(_header(transport, "forward", number, 0, False), 30.0)
-        assert found.tree == f"tree {number}"
-        assert len(found.leaves) == len(leaves)
-        for mine, theirs in zip(leaves, found.leaves, strict=True):
+        message = transport.receive(_header(transport, "forward", number, 0, False), 30.0)
+        assert message.tree == f"tree {number}"
+        assert len(message.leaves) == len(leaves)
+        for mine, theirs in zip(leaves, message.leaves, strict=True):
             _assert_same(mine, theirs)
-        assert list(found.wants_gradient) == [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
+        assert list(message.wants_gradient) == [
+            isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves
+        ]
     finish()
 
 
@@ -103,7 +106,7 @@ def _assert_same(mine: Any, theirs: Any) -> None:
 
 
 def _keeps_traffic_apart(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
-    """Backward messages can be taken before forward ones that were sent earlier."""
+    """Backward messages can be received before forward ones that were sent earlier."""
     counts: Counts = {(1 - transport.rank, "forward"): 2, (1 - transport.rank, "backward"): 2}
     begin(counts, counts)
     ways: list[Traffic] = ["forward", "backward"]
@@ -113,14 +116,14 @@ def _keeps_traffic_apart(transport: Transport, begin: Begin, finish: Callable[[]
             transport.send(Message(header, [torch.full((2,), float(number)), traffic], "", [True, False]))
     for traffic in reversed(ways):
         for number in range(2):
-            found = transport.receive(_header(transport, traffic, number, 1, False), 30.0)
-            _assert_same(torch.full((2,), float(number)), found.leaves[0])
-            assert found.leaves[1] == traffic
+            message = transport.receive(_header(transport, traffic, number, 1, False), 30.0)
+            _assert_same(torch.full((2,), float(number)), message.leaves[0])
+            assert message.leaves[1] == traffic
     finish()
 
 
 def _refuses_the_wrong_header(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
-    """Another sender, stage, microbatch or step than expected: each is refused, and the next message is not harmed."""
+    """An unexpected sender, stage, microbatch or step is refused, and the next message arrives."""
     wrong = {"source": 7, "stage": 8, "microbatch": 9, "step": 10}
     counts: Counts = {(1 - transport.rank, "forward"): len(wrong) + 1}
     begin(counts, counts)
@@ -130,14 +133,14 @@ def _refuses_the_wrong_header(transport: Transport, begin: Begin, finish: Callab
     transport.send(Message(honest, [1], "", [False]))
     expected = _header(transport, "forward", 3, 2, False)
     for field, value in wrong.items():
-        said = _refused(transport, expected, f"a message with another {field} than expected was taken")
-        assert str(expected) in said, said
-        assert str(replace(expected, **{field: value})) in said, said  # type: ignore[arg-type]
+        error = _refused(transport, expected, f"a message with an unexpected {field} was accepted")
+        assert str(expected) in error, error
+        assert str(replace(expected, **{field: value})) in error, error  # type: ignore[arg-type]
     _assert_same(1, transport.receive(expected, 30.0).leaves[0])
     finish()
 
 
-def _refuses_what_was_not_announced(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
+def _refuses_tensors_that_were_not_announced(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
     """A message whose tensors are of another type or shape than it says."""
     counts: Counts = {(1 - transport.rank, "backward"): 3}
     begin(counts, counts)
@@ -146,11 +149,11 @@ def _refuses_what_was_not_announced(transport: Transport, begin: Begin, finish: 
     for number, leaf in enumerate(others):
         header = _header(transport, "backward", number, 2, True)
         transport.send(Message(header, [leaf], "", [True], kinds_of([announced])))
-    for number, found in enumerate(["int32 of shape (2, 3)", "float32 of shape (3, 2)"]):
+    for number, actual in enumerate(["int32 of shape (2, 3)", "float32 of shape (3, 2)"]):
         header = _header(transport, "backward", number, 2, False)
-        said = _refused(transport, header, "a tensor that is not what was announced was taken")
-        assert "float32 of shape (2, 3)" in said, said
-        assert found in said, said
+        error = _refused(transport, header, "a tensor that differs from its announcement was accepted")
+        assert "float32 of shape (2, 3)" in error, error
+        assert actual in error, error
     _assert_same(announced, transport.receive(_header(transport, "backward", 2, 2, False), 30.0).leaves[0])
     finish()
 
@@ -163,7 +166,7 @@ def _refused(transport: Transport, header: Header, otherwise: str) -> str:
     raise AssertionError(otherwise)
 
 
-def _waits_no_longer_than_its_deadline(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
+def _respects_the_deadline(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
     counts: Counts = {(1 - transport.rank, "forward"): 1}
     begin(counts, counts)
     began = time.monotonic()
@@ -174,44 +177,44 @@ def _waits_no_longer_than_its_deadline(transport: Transport, begin: Begin, finis
         assert time.monotonic() - began < 20
     else:
         raise AssertionError("a message that nobody sent was received")
-    # The other may still wait; what comes next must not be taken for what it waits for.
+    # The other rank may still wait; it must not mistake the next message for the one that it waits for.
     transport.send(Message(_header(transport, "forward", 0, 3, True), ["waited"], "", [False]))
     transport.receive(_header(transport, "forward", 0, 3, False), 30.0)
     finish()
 
 
 def _does_not_wait_for_the_receiver(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
-    """Rank 1 takes what rank 0 sends first only after what it sends last."""
+    """Rank 1 receives the last message of rank 0 before its first ones."""
     counts: Counts = {(1 - transport.rank, "forward"): 4, (1 - transport.rank, "backward"): 1}
     begin(*((counts, {}) if transport.rank else ({}, counts)))
     if transport.rank == 0:
         for number in range(4):
-            transport.send(Message(_header(transport, "forward", number, 4, True), [_MUCH + number], "", [True]))
+            transport.send(Message(_header(transport, "forward", number, 4, True), [_LARGE + number], "", [True]))
         transport.send(Message(_header(transport, "backward", 0, 4, True), ["last"], "", [False]))
     else:
         assert list(transport.receive(_header(transport, "backward", 0, 4, False), 30.0).leaves) == ["last"]
         for number in range(4):
-            found = transport.receive(_header(transport, "forward", number, 4, False), 30.0)
-            _assert_same(_MUCH + number, found.leaves[0])
+            message = transport.receive(_header(transport, "forward", number, 4, False), 30.0)
+            _assert_same(_LARGE + number, message.leaves[0])
     finish()
 
 
-def _takes_much_both_ways_at_once(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
-    """More than any buffer on the way holds, sent by both before either takes any."""
+def _carries_large_messages_both_ways(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
+    """Both ranks send more than any buffer holds before either receives."""
     ways: list[Traffic] = ["forward", "backward"]
     counts: Counts = {(1 - transport.rank, traffic): 3 for traffic in ways}
     begin(counts, counts)
     for number in range(3):
         for traffic in ways:
-            transport.send(Message(_header(transport, traffic, number, 5, True), [_MUCH * number], "", [True]))
+            transport.send(Message(_header(transport, traffic, number, 5, True), [_LARGE * number], "", [True]))
     for number in range(3):
         for traffic in ways:
-            found = transport.receive(_header(transport, traffic, number, 5, False), 30.0)
-            _assert_same(_MUCH * number, found.leaves[0])
+            message = transport.receive(_header(transport, traffic, number, 5, False), 30.0)
+            _assert_same(_LARGE * number, message.leaves[0])
     finish()
 
 
-def _wakes_who_waits_for_a_rank_that_fails(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
+def _wakes_a_rank_that_waits_for_a_failed_one(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
     come: Counts = {(1, "forward"): 1} if transport.rank == 0 else {(0, "backward"): 2}
     go: Counts = {(1, "backward"): 2} if transport.rank == 0 else {(0, "forward"): 1}
     begin(come, go)
@@ -231,14 +234,14 @@ def _wakes_who_waits_for_a_rank_that_fails(transport: Transport, begin: Begin, f
     finish()
 
 
-_MUCH = torch.arange(1 << 20, dtype=torch.float32)
+_LARGE = torch.arange(1 << 20, dtype=torch.float32)
 
 
 class FaultyTransport:
-    """A transport that fails on purpose, for tests: it spoils chosen messages as they are sent.
+    """A transport that corrupts chosen messages as it sends them.
 
-    It drops, repeats or delays them, relabels their headers (a field of the wrong type makes one that cannot be read),
-    or replaces what they hold by something that was not announced: another type, another shape.
+    It drops, repeats or delays them, changes their headers (a field of the wrong type makes a header unreadable), or
+    replaces their contents by tensors of another type or shape than announced.
 
     >>> import torch
     >>> from stageline.transport.threads import ThreadHub
@@ -262,32 +265,32 @@ class FaultyTransport:
         relabel: Callable[[Header], Header] = lambda header: header,
         replaced: Callable[[Message], Sequence[Leaf]] = lambda message: message.leaves,
     ) -> None:
-        """Each fault is told by the message's header; `replaced` by the whole message."""
+        """Each function decides by the header of a message; `replaced` receives the whole message."""
         self.inner = inner
         self.rank, self.ranks, self.arrived = inner.rank, inner.ranks, 0.0
         self._drop, self._repeat, self._delay = drop, repeat, delay
         self._relabel, self._replaced = relabel, replaced
 
     def send(self, message: Message) -> None:
-        """Send it, or do something worse."""
+        """Send a message, with its faults."""
         if self._drop(message.header):
             return
         time.sleep(self._delay(message.header))
         kinds = message.kinds or kinds_of(message.leaves)
-        spoiled = replace(message, header=self._relabel(message.header), leaves=self._replaced(message), kinds=kinds)
+        corrupted = replace(message, header=self._relabel(message.header), leaves=self._replaced(message), kinds=kinds)
         for _ in range(2 if self._repeat(message.header) else 1):
-            self.inner.send(spoiled)
+            self.inner.send(corrupted)
 
     def receive(self, header: Header, deadline: float) -> Message:
-        """Receive faithfully."""
+        """Receive a message unchanged."""
         message = self.inner.receive(header, deadline)
         self.arrived = self.inner.arrived
         return message
 
     def fail(self, error: BaseException, where: str) -> None:
-        """Fail faithfully."""
+        """Report a failure to the other ranks."""
         self.inner.fail(error, where)
 
     def close(self) -> None:
-        """Close faithfully."""
+        """Close the inner transport."""
         self.inner.close()

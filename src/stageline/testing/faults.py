@@ -1,4 +1,4 @@
-"""A stage with a fault in it: something happens once, in the forward or in the backward of a chosen microbatch."""
+"""A stage that fails once, in the forward or the backward of a chosen microbatch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 Fault = Callable[[Tensor], Tensor]
-"""Given the output, or the gradient of it, gives back another one; or raises, sleeps, kills the process."""
+"""Takes the output or its gradient and returns another one; or raises, sleeps, or kills the process."""
 
 
 class FaultyStage(nn.Module):
-    """A stage that behaves until a fault is planted in it, and again after the fault.
+    """A stage that works normally before and after a planted fault.
 
     >>> import stageline as sl
     >>> stages = [FaultyStage(nn.Linear(2, 2)) for _ in range(2)]
@@ -33,11 +33,11 @@ class FaultyStage(nn.Module):
         self._planted: tuple[Fault, str, int] | None = None
 
     def plant(self, fault: Fault, action: Literal["F", "B"] = "F", microbatch: int = 0) -> None:
-        """Let it happen in the forward or the backward of a microbatch of the next step, counted from now."""
+        """Plant a fault in the forward or the backward of a microbatch, counted from the next forward."""
         self._forwards, self._planted = 0, (fault, action, microbatch)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the stage, and what was planted."""
+        """Run the stage, and a planted fault."""
         output: Tensor = self.inner(x)
         if self._planted is None:
             return output
@@ -53,7 +53,7 @@ class FaultyStage(nn.Module):
 
 
 class _InBackward(torch.autograd.Function):
-    """Passes a tensor on, and does something to its gradient when that comes back."""
+    """The identity, whose backward applies a fault to the gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, fault: Fault) -> Tensor:

@@ -1,7 +1,7 @@
-"""Processes that are there at once: one process imports torch and forks the others from it.
+"""Processes that start at once: a server imports torch and forks them.
 
-A test that kills ranks needs new ones for every kill, and importing torch takes seconds. The forked processes are as
-real as any: each has its own sockets, threads and signals, ends as an interpreter does, and can be killed.
+A test that kills ranks needs new ones for every kill, and importing torch takes seconds. Each forked process has its
+own sockets, threads and signals, ends as an interpreter does, and can be killed.
 """
 
 from __future__ import annotations
@@ -23,37 +23,36 @@ from typing import Any, Self
 
 
 class Child:
-    """A process of the nursery."""
+    """A process that a nursery started."""
 
     def __init__(self, nursery: Nursery, pid: int) -> None:
-        """Runs from now on."""
         self.pid = pid
         self.code: int | None = None
-        """How it ended, as in `subprocess`: below 0 for a signal; None while it runs."""
+        """The exit code, as in `subprocess`: negative for a signal; None while it runs."""
         self._nursery = nursery
 
     def poll(self) -> int | None:
-        """How it ended, if it has."""
-        self._nursery._listen(0.0)
+        """Return the exit code, or None while it runs."""
+        self._nursery.read_events(0.0)
         return self.code
 
     def wait(self, timeout: float) -> int:
-        """Wait for its end, at most so many seconds."""
+        """Wait for the process to end, and return the exit code."""
         end = time.monotonic() + timeout
         while self.code is None:
             if time.monotonic() > end:
                 raise TimeoutError(f"process {self.pid} did not end within {timeout:g} s")
-            self._nursery._listen(0.05)
+            self._nursery.read_events(0.05)
         return self.code
 
     def signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
 class Nursery:
-    """Starts functions of a script as processes of their own, in milliseconds.
+    """Starts functions of a script in new processes, within milliseconds.
 
     >>> _ = Path("job.py").write_text("import sys\\ndef work(code): sys.exit(code)")
     >>> with Nursery() as nursery:
@@ -63,7 +62,7 @@ class Nursery:
     """
 
     def __init__(self) -> None:
-        """Start the process that imports torch; it ends with this one, and all its children with it."""
+        """Start the server; it ends with this process, and all its children with it."""
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from stageline.testing.fork_server import main; main()"],
             stdin=subprocess.PIPE,
@@ -82,7 +81,7 @@ class Nursery:
         log: str | Path,
         environment: Mapping[str, str] | None = None,
     ) -> Child:
-        """Call a function of a script in a new process; what it writes goes to the log."""
+        """Call a function of a script in a new process, whose output goes to the log."""
         order = {
             "script": str(Path(script).resolve()),
             "function": function,
@@ -98,31 +97,30 @@ class Nursery:
         while not self._started:
             if time.monotonic() > end:
                 raise TimeoutError("the nursery did not start a process within 60 s")
-            self._listen(0.1)
+            self.read_events(0.1)
         return self._children[self._started.pop(0)]
 
     def close(self) -> None:
-        """Kill what still runs, and end."""
+        """Kill all processes, and end the server."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(60)
         self._process.stdout.close()
 
     def __enter__(self) -> Self:
-        """Close at the end of the block."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Leave no process."""
         self.close()
 
-    def _listen(self, timeout: float) -> None:
+    def read_events(self, timeout: float) -> None:
+        """Handle what the server reports within so many seconds."""
         assert self._process.stdout is not None
         while select.select([self._process.stdout], [], [], timeout)[0]:
-            found = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not found:
+            data = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not data:
                 raise RuntimeError(f"the nursery ended by itself, with code {self._process.wait()}")
-            *lines, self._buffer = (self._buffer + found).split(b"\n")
+            *lines, self._buffer = (self._buffer + data).split(b"\n")
             for line in lines:
                 pid, code = json.loads(line)
                 if code is None:
@@ -134,30 +132,30 @@ class Nursery:
 
 
 def main() -> None:
-    """Serve: a line for every process to start; a line back when it has started and when it has ended."""
+    """Read a line for every process to start; write a line when it has started and when it has ended."""
     importlib.import_module("stageline.runtime.pipeline")  # what every rank will need
-    ear, rope = socket.socketpair()
-    rope.setblocking(False)
-    ear.setblocking(False)
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    reader.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.set_wakeup_fd(rope.fileno())
+    signal.set_wakeup_fd(writer.fileno())
     running: set[int] = set()
     functions: dict[str, Any] = {}
     buffer = b""
     with selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ)
-        selector.register(ear, selectors.EVENT_READ)
+        selector.register(reader, selectors.EVENT_READ)
         while True:
             ready = {key.fd for key, _ in selector.select()}
-            if ear.fileno() in ready:
-                ear.recv(4096)
+            if reader.fileno() in ready:
+                reader.recv(4096)
                 _reap(running)
             if 0 not in ready:
                 continue
-            found = os.read(0, 1 << 16)
-            if not found:
+            data = os.read(0, 1 << 16)
+            if not data:
                 break
-            *lines, buffer = (buffer + found).split(b"\n")
+            *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
                 work = _fork(json.loads(line), running, functions)
                 if work is not None:
@@ -174,15 +172,15 @@ def _reap(running: set[int]) -> None:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             running.discard(pid)
-            _say(pid, os.waitstatus_to_exitcode(status))
+            _report(pid, os.waitstatus_to_exitcode(status))
 
 
-def _say(pid: int, code: int | None) -> None:
+def _report(pid: int, code: int | None) -> None:
     os.write(1, json.dumps([pid, code]).encode() + b"\n")
 
 
 def _fork(order: dict[str, Any], running: set[int], functions: dict[str, Any]) -> Callable[[], None] | None:
-    """In the nursery, None; in the child, what is to be done."""
+    """Fork; return None in the server, and the function to call in the child."""
     script = order["script"]
     if script not in functions:
         spec = importlib.util.spec_from_file_location(Path(script).stem, script)
@@ -192,7 +190,7 @@ def _fork(order: dict[str, Any], running: set[int], functions: dict[str, Any]) -
     pid = os.fork()
     if pid:
         running.add(pid)
-        _say(pid, None)
+        _report(pid, None)
         return None
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

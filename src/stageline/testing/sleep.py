@@ -1,4 +1,4 @@
-"""Stages that sleep: they cost a known time in every action and next to no work, so what is left is the runtime's."""
+"""Stages that sleep: every action takes a known time and almost no CPU, so the rest is the runtime's overhead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stageline.autograd.engine import add_prehook
 
 
 class Slept(NamedTuple):
-    """One sleep: F, I or W, and how long it really took."""
+    """One sleep: F, I or W, and its measured duration."""
 
     kind: str
     seconds: float
@@ -29,8 +29,8 @@ class SleepStage(nn.Module):
                    │                              into its own half
                    sleeps W ── weight
 
-    The output has the shape of the input, so stages chain. Sleeping lets other threads run. A first stage, whose input
-    wants no gradient, sleeps I all the same, so that every stage costs the same.
+    The output has the shape of the input, so stages can be chained. Sleeping lets other threads run. A first stage,
+    whose input needs no gradient, sleeps I too, so that every stage takes the same time.
 
     >>> import stageline as sl
     >>> stages = [SleepStage(0.0, 0.0, 0.0, width=2) for _ in range(2)]
@@ -55,7 +55,7 @@ class SleepStage(nn.Module):
         """Sleep F, and prepare to sleep I and W."""
         self.sleep("F")
         if torch.is_grad_enabled() and not x.requires_grad:
-            x = x.detach().requires_grad_() * 1  # nobody asks for its gradient, and still it is computed
+            x = x.detach().requires_grad_() * 1  # so that its gradient is computed though nobody needs it
         if not torch.is_grad_enabled():
             return x + self.weight
         through, weight = x.view_as(x), self.weight.view_as(self.weight)
@@ -69,19 +69,19 @@ class SleepStage(nn.Module):
 
     def sleep(self, kind: str) -> None:
         """Sleep as long as an action of this kind takes."""
-        _wake_in_time()
+        _sleep_exactly()
         began = time.perf_counter()
         time.sleep(self.seconds[kind])
         self.slept.append(Slept(kind, time.perf_counter() - began))
 
 
-_woken = threading.local()
+_thread = threading.local()
 
 
-def _wake_in_time() -> None:
-    """Ask Linux to wake this thread when its sleep is over; it is free to take 50 microseconds more otherwise."""
-    if sys.platform == "linux" and not getattr(_woken, "asked", False):
-        _woken.asked = True
+def _sleep_exactly() -> None:
+    """Ask Linux to end this thread's sleeps on time; by default they may take 50 microseconds longer."""
+    if sys.platform == "linux" and not getattr(_thread, "exact", False):
+        _thread.exact = True
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
