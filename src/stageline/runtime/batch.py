@@ -38,10 +38,10 @@ from stageline.runtime.microbatches import (
     target_parts,
     weights,
 )
-from stageline.runtime.model_stages import ModelStages
-from stageline.runtime.options import PipelineOptions
 from stageline.runtime.rank_executors import ExecutorSet
 from stageline.runtime.replicas import Replicas
+from stageline.runtime.setup.model_stages import ModelStages
+from stageline.runtime.setup.options import PipelineOptions
 from stageline.schedules.schedule import Schedule
 
 

@@ -15,9 +15,9 @@ from stageline.model.stage_module.stage_module import StagePart
 from stageline.runtime.executor import Executor
 from stageline.runtime.guards.foreign_reads import ForeignReads, holders_of
 from stageline.runtime.guards.loss_reads import LossReads, Tensors
-from stageline.runtime.model_stages import ModelStages
+from stageline.runtime.setup.model_stages import ModelStages
+from stageline.runtime.setup.stages import forwards_of, only_microbatches
 from stageline.runtime.stage import Stage, StageOptions
-from stageline.runtime.stages import forwards_of, only_microbatches
 from stageline.runtime.step_report import SummaryLayout
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.host_memory import keep_memory

@@ -18,7 +18,7 @@ from stageline.runtime._torch_private import buffer_named
 from stageline.runtime.grad_reduce import Reducer
 from stageline.runtime.guards.initial_weights import compare_weights, held_by_several
 from stageline.runtime.microbatches import NAMES, SCALE, Given, disagreement
-from stageline.runtime.options import PipelineOptions
+from stageline.runtime.setup.options import PipelineOptions
 from stageline.runtime.shared_parameters import Placed
 from stageline.runtime.step_report import Outcome
 from stageline.schedules import action as kinds

@@ -29,13 +29,13 @@ from stageline.runtime.guards.initial_weights import compare_weights, held_by_se
 from stageline.runtime.guards.loss_reads import Tensors, reaches
 from stageline.runtime.guards.non_finite import NotFinite, not_finite
 from stageline.runtime.microbatches import disagreement, input_parts
-from stageline.runtime.model_stages import ModelStages
-from stageline.runtime.options import PipelineOptions
 from stageline.runtime.penalty import add_gradients, terms_of, values_of
 from stageline.runtime.penalty import not_finite as penalty_not_finite
 from stageline.runtime.rank_executors import ExecutorCache, ExecutorSet
 from stageline.runtime.replan import StepWatch
 from stageline.runtime.replicas import Replicas
+from stageline.runtime.setup.model_stages import ModelStages
+from stageline.runtime.setup.options import PipelineOptions
 from stageline.runtime.shared_parameters import gather
 from stageline.runtime.step_report import Measured, Outcome, StepStats, lengths_of, metrics_of
 from stageline.schedules.schedule import Schedule

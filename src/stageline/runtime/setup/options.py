@@ -12,12 +12,12 @@ import torch
 from stageline.autograd.recompute import Choice, Policy
 from stageline.common.errors import StagelineError, shorten
 from stageline.runtime.batches.chunk_specs import ChunkSpecs
-from stageline.runtime.compile import Compile
 from stageline.runtime.grad_reduce import check_buckets
-from stageline.runtime.handshake import function_fact
 from stageline.runtime.microbatches import Reduction, check_reduction
 from stageline.runtime.penalty import Penalty, check_penalty
 from stageline.runtime.replan import Replan, check_replan
+from stageline.runtime.setup.compile import Compile
+from stageline.runtime.setup.handshake import function_fact
 from stageline.tensors.pytree import refuse_arrays
 from stageline.timeline.costs import Costs
 

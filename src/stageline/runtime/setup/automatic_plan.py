@@ -21,7 +21,7 @@ from stageline.model.split import split
 from stageline.model.staged import Staged
 from stageline.model.units import NoStack, find_units
 from stageline.runtime._torch_private import pytree
-from stageline.runtime.options import PipelineOptions
+from stageline.runtime.setup.options import PipelineOptions
 from stageline.tensors.pytree import batch_size
 
 if TYPE_CHECKING:

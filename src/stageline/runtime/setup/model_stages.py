@@ -14,12 +14,12 @@ from stageline.model.build.build import Description
 from stageline.model.compiled_models import any_compiled
 from stageline.model.stage_module.shared_state import SharedState
 from stageline.model.staged import Staged
-from stageline.runtime.compile import Compile, compile_units
 from stageline.runtime.grad_norm import owners_of
 from stageline.runtime.guards.foreign_reads import holders_of, readers
+from stageline.runtime.setup.compile import Compile, compile_units
+from stageline.runtime.setup.stages import cut_by_batch, cut_or_wait
 from stageline.runtime.shared_parameters import Placed, place
 from stageline.runtime.stage import watched_layers
-from stageline.runtime.stages import cut_by_batch, cut_or_wait
 from stageline.schedules.placement import Placement
 
 

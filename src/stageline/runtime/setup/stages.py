@@ -20,7 +20,7 @@ from stageline.model.split import split
 from stageline.model.staged import Staged
 from stageline.model.units import NoStack, find_units, layers_of, refuse_lazy
 from stageline.runtime._torch_private import pytree
-from stageline.runtime.function_layers import with_functions
+from stageline.runtime.setup.function_layers import with_functions
 from stageline.schedules.io import read_schedule
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import families, find_family, schedule
