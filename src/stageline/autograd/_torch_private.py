@@ -22,6 +22,8 @@ __all__ = [
     "pytree",
     "run_engine",
     "saved",
+    "saved_hook",
+    "saved_names",
     "sequence_number",
     "tensor_hooks",
     "version_of",
@@ -67,6 +69,20 @@ def sequence_number(node: Any) -> int:
     return int(node._sequence_nr())
 
 
-def saved(node: Any, *names: str) -> tuple[Any, ...]:
-    """What a node saved for its backward, by name."""
-    return tuple(getattr(node, f"_saved_{name}") for name in names)
+def saved(*names: str) -> Callable[[Any], Any]:
+    """A function that returns what a node saved for its backward under these names: a tuple, or the only value."""
+    return attrgetter(*(f"_saved_{name}" for name in names))
+
+
+def saved_names(node: Any) -> list[str]:
+    """The names of the tensors that a node saves; `saved_hook` takes them."""
+    names = [name for name in dir(node) if name.startswith(_RAW) and not isinstance(getattr(node, name), tuple)]
+    return [name.removeprefix(_RAW) for name in names]
+
+
+def saved_hook(node: Any, name: str) -> Any:
+    """The hook that unpacks a tensor that a node saved; None where autograd itself holds the tensor."""
+    return getattr(node, _RAW + name).unpack_hook
+
+
+_RAW = "_raw_saved_"

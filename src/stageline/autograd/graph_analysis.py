@@ -1,4 +1,4 @@
-"""How a recorded graph is split: which nodes lead to the inputs, where weights branch off, and which can be put off."""
+"""How the backward of a recorded graph is split: which nodes lead to the inputs, and which weights can wait for W."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from stageline.autograd._torch_private import input_metadata, sequence_number
-from stageline.autograd.graph_plan import CHECKPOINT, Fork, Plan, hooked_by, saved_names
-from stageline.autograd.graph_walk import Edge
-from stageline.autograd.weight_gradients import HALVES, Half, Wanted
+from stageline.autograd._torch_private import input_metadata, saved_names, sequence_number
+from stageline.autograd.graph_plan import CHECKPOINT, Edge, Fork, Plan, hooked_by
+from stageline.autograd.weight_gradients import FORMULAS, Formula, WantedGradient
 
 VIEWS = frozenset(
     ["TBackward0", "ToCopyBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "AliasBackward0"]
 )
-"""Nodes between a parameter and its use that compute nothing worth putting off."""
+"""Nodes between a parameter and its use that compute next to nothing."""
 
 
 def make_plan(
     roots: Sequence[tuple[Node, int]], ends: Sequence[Node], at_once: bool = False
 ) -> tuple[Plan, list[Node]]:
-    """Walk a graph, and find out how to split its backward; `at_once` says that I computes all gradients."""
+    """Walk a graph and decide how to split its backward; `at_once` says that I computes all gradients."""
     numbers: dict[Node, int] = {}
     nodes: list[Node] = []
 
@@ -36,16 +35,16 @@ def make_plan(
     starts = [(number_of(node), output) for node, output in roots]
     children: list[tuple[Edge | None, ...]] = []
     while len(children) < len(nodes):
-        found = nodes[len(children)].next_functions
-        children.append(tuple(None if child is None else (number_of(child), output) for child, output in found))
+        edges = nodes[len(children)].next_functions
+        children.append(tuple(None if child is None else (number_of(child), output) for child, output in edges))
     inputs = [numbers.get(end, -1) for end in ends]
-    found_leaves: list[tuple[int, Any]] = [
+    variables: list[tuple[int, Any]] = [
         (number, node.variable)
         for number, node in enumerate(nodes)
         if hasattr(node, "variable") and number not in inputs
     ]
-    leaves = {number: leaf.numel() for number, leaf in found_leaves}
-    parameters = {number: leaf for number, leaf in found_leaves if isinstance(leaf, nn.Parameter)}
+    leaves = {number: leaf.numel() for number, leaf in variables}
+    parameters = {number: leaf for number, leaf in variables if isinstance(leaf, nn.Parameter)}
     plan = Plan([(type(node), node.name()) for node in nodes], children, starts, inputs, leaves, parameters)
     plan.at_once = at_once
     _Analysis(plan, nodes).decide()
@@ -75,7 +74,7 @@ class _Analysis:
         if not self.stops:
             entries = self._entries()
             savers = [(number, name) for number in entries for name in saved_names(self.nodes[number])[:1]]
-            # What torch's checkpointing holds it gives out once in every run, so I and W cannot both have of it.
+            # Torch's checkpointing hands its tensors out once per run, so I and W cannot both read them.
             self.stops = set() if CHECKPOINT in hooked_by(self.nodes, savers) else entries
             plan.ends = sorted({edge for edges in plan.children for edge in edges if edge and edge[0] in self.stops})
             plan.ends += sorted({root for root in plan.roots if root[0] in self.stops} - set(plan.ends))
@@ -91,8 +90,8 @@ class _Analysis:
                 plan.whole = True
 
     def _entries(self) -> set[int]:
-        """Where the data enters a graph without inputs: the last nodes on the way from the outputs, weights aside."""
-        plain: set[int] = set()  # parameters, and mere views of them
+        """Where the data enters a graph without inputs: the last nodes from the outputs that are no weights."""
+        plain: set[int] = set()  # parameters, and views of them
         for number in self.order:
             below = list(self.below(number))
             if number in self.plan.leaves or (self.names[number] in VIEWS and all(child in plain for child in below)):
@@ -105,31 +104,31 @@ class _Analysis:
             if number in seen:
                 continue
             seen.add(number)
-            half = HALVES.get(self.names[number])
+            formula = FORMULAS.get(self.names[number])
             onward = [
                 edge[0]
                 for index, edge in enumerate(self.plan.children[number])
-                if edge is not None and edge[0] not in plain and (half is None or index in half.data)
+                if edge is not None and edge[0] not in plain and (formula is None or index in formula.data)
             ]
             waiting += onward
             if not onward:
                 entries.add(number)
-        # An entry behind which lies another one could not be run by W alone.
+        # W could not run an entry alone if there were another one behind it.
         behind = {child for entry in entries for child in self._all_below(entry)}
         return set() if entries & behind else entries
 
     def _all_below(self, number: int) -> set[int]:
-        found: set[int] = set()
+        reached: set[int] = set()
         waiting = list(self.below(number))
         while waiting:
             child = waiting.pop()
-            if child not in found:
-                found.add(child)
+            if child not in reached:
+                reached.add(child)
                 waiting += self.below(child)
-        return found
+        return reached
 
     def _spread(self) -> None:
-        """For every node: whether it leads to an end, and which parameters lie behind it that do not."""
+        """For every node: whether it leads to an end, and which parameters lie behind its other branches."""
         self.leads_on: dict[int, bool] = {}
         self.behind: dict[int, frozenset[int]] = {}
         for number in self.order:
@@ -143,7 +142,7 @@ class _Analysis:
 
     def _find_forks(self) -> None:
         plan = self.plan
-        found: list[Fork] = []
+        forks: list[Fork] = []
         savers: list[tuple[int, str]] = []
         for number in self.order:
             if not self.leads_on[number] or number in self.stops:
@@ -157,27 +156,27 @@ class _Analysis:
                 continue
             leaves = tuple(dict.fromkeys(leaf for _, (child, _) in sides for leaf in sorted(self.behind[child])))
             edges = tuple(index for index, _ in sides)
-            half = HALVES.get(self.names[number])
-            names = [f"_raw_saved_{name}" for name in half.tensors] if half else saved_names(self.nodes[number])
+            formula = FORMULAS.get(self.names[number])
+            names = formula.tensors if formula else saved_names(self.nodes[number])
             savers += [(number, name) for name in names[:1]]
-            if half is not None and not self._by_hand(half, number, edges, leaves):
-                half = None
+            if formula is not None and not self._applies(formula, number, edges, leaves):
+                formula = None
             children = tuple(edge for _, edge in sides)
-            found.append(Fork(number, leaves, half, edges, children, (), (), True))
+            forks.append(Fork(number, leaves, formula, edges, children, (), (), True))
         plan.savers, plan.hooked = savers, hooked_by(self.nodes, savers)
-        self._settle(found)
+        self._settle(forks)
 
-    def _by_hand(self, half: Half, number: int, edges: Sequence[int], leaves: Sequence[int]) -> bool:
+    def _applies(self, formula: Formula, number: int, edges: Sequence[int], leaves: Sequence[int]) -> bool:
         leads_to_complex = any(self.nodes[leaf].variable.is_complex() for leaf in leaves)  # type: ignore[attr-defined]
         usual = not (leads_to_complex or input_metadata(self.nodes[number])[0].dtype.is_complex)
-        apart = half.data == {0, 1} or not half.data & set(edges)
-        return usual and apart and half.fits(self.nodes[number])
+        apart = formula.data == {0, 1} or not formula.data & set(edges)
+        return usual and apart and formula.fits(self.nodes[number])
 
-    def _settle(self, found: list[Fork]) -> None:
-        """Say which parameters come with I, and which forks share one."""
+    def _settle(self, candidates: list[Fork]) -> None:
+        """Decide which parameters get their gradients from I, and which forks share one."""
         plan = self.plan
         uses: dict[int, list[Fork]] = {}
-        for fork in found:
+        for fork in candidates:
             for leaf in fork.leaves:
                 uses.setdefault(leaf, []).append(fork)
         outside = {leaf for index in plan.rest for leaf in self.behind[plan.roots[index][0]]}
@@ -185,23 +184,23 @@ class _Analysis:
         self.outside = outside
         held = dict(zip((number for number, _ in plan.savers), plan.hooked, strict=True))
         together: set[int] = set()
-        for fork in found:
+        for fork in candidates:
             if held.get(fork.node) == CHECKPOINT or BackwardCFunction in type(self.nodes[fork.node]).__mro__:
                 together.update(fork.leaves)
         for leaf, forks in uses.items():
-            # Parts of one gradient are added in the order of a whole backward only if W computes them all in one go.
-            by_hand = all(fork.half is not None and self._directly(fork, leaf) for fork in forks)
+            # Parts of one gradient are added in the order of a whole backward only if W computes all of them at once.
+            by_hand = all(fork.formula is not None and self._directly(fork, leaf) for fork in forks)
             if (len(forks) > 1 and not by_hand) or (leaf in outside and not (by_hand and len(forks) == 1)):
                 together.add(leaf)
         before = -1
-        while len(together) != before:  # what lies behind one edge comes with I as a whole, or with W
+        while len(together) != before:  # I computes everything behind an edge, or W does
             before = len(together)
-            for fork in found:
+            for fork in candidates:
                 for child, _ in fork.children:
                     if self.behind[child] & together:
                         together |= self.behind[child]
         plan.together = sorted(together)
-        for fork in sorted(found, key=lambda fork: -sequence_number(self.nodes[fork.node])):
+        for fork in sorted(candidates, key=lambda fork: -sequence_number(self.nodes[fork.node])):
             kept = [
                 (edge, child)
                 for edge, child in zip(fork.edges, fork.children, strict=True)
@@ -212,12 +211,16 @@ class _Analysis:
                 alone = all(len(uses[leaf]) == 1 and leaf not in outside for leaf in leaves)
                 alone = alone and sum(len(self.behind[child]) for _, (child, _) in kept) == len(leaves)
                 edges, children = zip(*kept, strict=True)
-                targets, turned = zip(*(self._target(child) for child, _ in children), strict=True)
+                targets, transposed = zip(*(self._target(child) for child, _ in children), strict=True)
                 wanted = None
                 if alone and all(target is not None for target in targets):
-                    each = zip(edges, targets, turned, strict=True)
-                    wanted = tuple(Wanted(edge, target.shape, target.dtype, turn) for edge, target, turn in each)
-                plan.forks.append(Fork(fork.node, leaves, fork.half, edges, children, targets, turned, alone, wanted))
+                    wanted = tuple(
+                        WantedGradient(edge, target.shape, target.dtype, turned)
+                        for edge, target, turned in zip(edges, targets, transposed, strict=True)
+                    )
+                plan.forks.append(
+                    Fork(fork.node, leaves, fork.formula, edges, children, targets, transposed, alone, wanted)
+                )
 
     def _directly(self, fork: Fork, leaf: int) -> bool:
         """Whether a fork leads to a leaf by one edge, and through a transposition at most."""
@@ -228,11 +231,11 @@ class _Analysis:
 
     def _target(self, child: int) -> tuple[Any, bool]:
         """The plain parameter that an edge leads to, and whether through a transposition."""
-        turned = self.names[child] == "TBackward0"
-        leaf = next(self.below(child), child) if turned else child
+        transposed = self.names[child] == "TBackward0"
+        leaf = next(self.below(child), child) if transposed else child
         parameter = self.plan.parameters.get(leaf)
         plain = type(parameter) is nn.Parameter
-        return (parameter, turned) if plain else (None, False)
+        return (parameter, transposed) if plain else (None, False)
 
 
 def _children_first(plan: Plan) -> Iterator[int]:

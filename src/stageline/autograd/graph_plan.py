@@ -1,4 +1,4 @@
-"""What a recorded graph looks like, found out once: which nodes lead to the inputs, and where weights branch off.
+"""The form of a recorded graph, learned once: which nodes lead to the inputs, and where weights branch off.
 
     output ── Addmm ── Gelu ── Addmm ── input        the Addmm nodes are forks: one branch goes on to the
                 │               │                    *ends*, where I stops, another to parameters alone
@@ -8,12 +8,12 @@ The ends are the inputs of the stage. The first stage has none that want a gradi
 which the data enters, such as the embedding, and W runs those.
 
 The next microbatch records another graph of the same form, so a plan is made once and then only compared with the graph
-at hand, node by node: a form that changes (experts, another branch) is noticed and gets a plan of its own.
+at hand, node by node. A graph of another form (experts, another branch) gets a plan of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,30 +21,30 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from stageline.autograd.graph_walk import Edge, Walk, compile_walk
-from stageline.autograd.weight_gradients import Half, Wanted
+from stageline.autograd._torch_private import saved_hook, saved_names
+from stageline.autograd.weight_gradients import Formula, WantedGradient
 
 
 class Fork(NamedTuple):
-    """A node whose weight gradients are put off."""
+    """A node whose weight gradients are left to W."""
 
     node: int
     leaves: tuple[int, ...]
     """The parameters behind it."""
-    half: Half | None
-    """How they are computed by hand; None where the node runs once more in W."""
+    formula: Formula | None
+    """How their gradients are computed; None where the node runs again in W."""
     edges: tuple[int, ...]
     """Which edges of the node lead to them."""
     children: tuple[Edge, ...]
     """And where those edges lead."""
     targets: tuple[Any, ...]
-    """For each edge, the parameter it leads to directly, or through a transposition alone; None where there is more."""
-    turned: tuple[bool, ...]
+    """For each edge, the parameter it leads to directly or through a transposition alone; None for anything else."""
+    transposed: tuple[bool, ...]
     """Whether there is a transposition in between."""
     alone: bool
-    """Whether no other fork has a part in these parameters' gradients."""
-    wanted: tuple[Wanted, ...] | None = None
-    """The gradients of its edges, where all lead to parameters directly and nobody else has a part in them."""
+    """Whether no other fork contributes to the gradients of these parameters."""
+    wanted: tuple[WantedGradient, ...] | None = None
+    """The gradients of its edges, if all lead to parameters directly and no other fork contributes to them."""
 
 
 @dataclass
@@ -58,14 +58,14 @@ class Plan:
     inputs: list[int]
     """The node of each input; -1 where the outputs do not depend on it."""
     leaves: dict[int, int]
-    """The nodes where leaves other than the inputs gather their gradients, and how many elements these have."""
+    """The nodes that accumulate the gradients of leaves other than the inputs, and how many elements these have."""
     parameters: dict[int, nn.Parameter]
     """Those of them that are parameters. The nodes themselves are not kept from one graph to the next: on a GPU they
-    belong to the stream in which they were made; and a leaf that is no parameter may be made anew in every forward."""
+    belong to the stream in which they were created, and every forward may create its own leaves beside parameters."""
     dtypes: list[Any] = field(default_factory=list)
     """Of the outputs and inputs of the graph."""
     hooked: list[int] = field(default_factory=list)
-    """Of each node that saves tensors for its weight half: who holds them."""
+    """For each of `savers`, who holds its saved tensors."""
     onward: list[int] = field(default_factory=list)
     """The roots that lead to an end."""
     rest: list[int] = field(default_factory=list)
@@ -74,13 +74,13 @@ class Plan:
     """Where I stops, if not at inputs."""
     forks: list[Fork] = field(default_factory=list)
     together: list[int] = field(default_factory=list)
-    """The parameters whose gradients must come with I."""
+    """The parameters whose gradients I must compute."""
     at_once: bool = False
     """Whether I computes all gradients, as there may be hooks on the graph."""
     whole: bool = False
     """Whether nothing can be split, and the backward runs as one."""
     savers: list[tuple[int, str]] = field(default_factory=list)
-    """The forks' nodes and the names of what each saves first."""
+    """The nodes of forks that save tensors, and the name of the first tensor of each."""
 
     @cached_property
     def total(self) -> int:
@@ -89,18 +89,18 @@ class Plan:
 
     @cached_property
     def unsplit(self) -> int:
-        """How many of them get it with I."""
+        """How many of them get it from I."""
         return sum(self.leaves[leaf] for leaf in self.together)
 
     @cached_property
     def late(self) -> bool:
-        """Whether what the forks saved is to be read only when I comes to them, as reading it computes it anew."""
+        """Whether to read what a fork saved only when I arrives there, since reading it recomputes it."""
         return HOOKS in self.hooked
 
     @cached_property
     def keeps_graph(self) -> bool:
         """Whether some fork must run again, for which the graph has to stay."""
-        return any(fork.half is None for fork in self.forks)
+        return any(fork.formula is None for fork in self.forks)
 
     @cached_property
     def _types(self) -> list[type]:
@@ -116,14 +116,14 @@ class Plan:
         return compile_walk(len({number for number, _ in self.roots}), self.children)
 
     def match(self, roots: Sequence[tuple[Node, int]], inputs: Sequence[Tensor]) -> list[Node] | None:
-        """The nodes of a graph by their numbers here, or None if the graph has another form."""
+        """The nodes of a graph by their numbers in this plan; None if the graph has another form."""
         if len(roots) != len(self.roots) or len(inputs) != len(self.inputs):
             return None
         starts: list[Any] = []
-        for (node, given), (number, output) in zip(roots, self.roots, strict=True):
+        for (node, root_output), (number, output) in zip(roots, self.roots, strict=True):
             if number == len(starts):
                 starts.append(node)
-            if given != output or number >= len(starts) or starts[number] is not node:
+            if root_output != output or number >= len(starts) or starts[number] is not node:
                 return None
         try:
             nodes = self._walk(*starts)
@@ -140,21 +140,21 @@ class Plan:
         for number, tensor in zip(self.inputs, inputs, strict=True):
             if number >= 0 and not _ends_in(nodes[number], tensor):
                 return None
-        usual = all(fork.half is None or fork.half.fits(nodes[fork.node]) for fork in self.forks)
+        usual = all(fork.formula is None or fork.formula.fits(nodes[fork.node]) for fork in self.forks)
         return nodes if usual and hooked_by(nodes, self.savers) == self.hooked else None
 
 
 def _ends_in(node: Any, tensor: Tensor) -> bool:
-    """Whether a node is the one that a tensor's gradient comes to first; asked without making that node."""
+    """Whether the gradient of a tensor arrives at this node first; does not create that node."""
     return node is tensor.grad_fn if tensor.grad_fn is not None else getattr(node, "variable", None) is tensor
 
 
 def hooked_by(nodes: Sequence[Any], savers: Iterable[tuple[int, str]]) -> list[int]:
-    """Who holds what these nodes saved: autograd itself, torch's checkpointing, or someone else's hooks.
+    """Who holds what these nodes saved: autograd itself, torch's checkpointing, or other hooks.
 
-    A node saves all its tensors in one moment, so the first tells of all.
+    A node saves all its tensors at the same moment, so the first one stands for all.
     """
-    hooks = [getattr(nodes[number], name).unpack_hook for number, name in savers]
+    hooks = [saved_hook(nodes[number], name) for number, name in savers]
     return [0 if hook is None else _holder(hook) for hook in hooks]
 
 
@@ -166,7 +166,7 @@ def _holder(hook: Any) -> int:
 
 
 def checkpointed(outputs: Sequence[Any]) -> bool:
-    """Whether torch's checkpointing holds something of the graph that led to these tensors."""
+    """Whether torch's checkpointing holds saved tensors of the graph that led to these tensors."""
     waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(waiting)
     while waiting:
@@ -186,9 +186,59 @@ def checkpointed(outputs: Sequence[Any]) -> bool:
 
 
 _names: dict[type, list[str]] = {}
-"""What nodes of a class save."""
+"""The names of the tensors that nodes of a class save."""
 
 
-def saved_names(node: Node) -> list[str]:
-    """The names of the tensors that a node saves."""
-    return [name for name in dir(node) if name.startswith("_raw_saved_") and not isinstance(getattr(node, name), tuple)]
+Edge = tuple[int, int]
+"""A node, by its number in the graph, and which of its outputs."""
+
+Walk = Callable[..., list[Any] | None]
+"""From the roots of a graph to its nodes by their numbers; returns None or raises ValueError for another form."""
+
+
+def compile_walk(roots: int, children: Sequence[Sequence[Edge | None]]) -> Walk:
+    """Compile a function that walks from the roots to all nodes, with a line for each node.
+
+        ((n1, o0),) = n0.next_functions                 n1 is visited here first
+        ((x0, o1), (n2, o2)) = n1.next_functions        this edge of n1 leads to n0, or the form differs
+        if x0 is not n0: return None
+        …
+        return [n0, n1, n2, …] if [o0, o1, …] == outputs else None
+
+    Nodes are numbered in the order of their first visit.
+
+    >>> class Node:
+    ...     next_functions = ()
+    >>> root, leaf = Node(), Node()
+    >>> root.next_functions = ((leaf, 0), (None, 0))
+    >>> walk = compile_walk(1, [[(1, 0), None], []])
+    >>> walk(root) == [root, leaf]
+    True
+    """
+    visited = roots
+    lines: list[str] = []
+    outputs: list[int] = []
+    for number, edges in enumerate(children):
+        if not edges:
+            continue  # leads nowhere, as its kind says
+        taken: list[str] = []
+        checks: list[str] = []
+        for edge in edges:
+            name = f"x{len(checks)}"
+            if edge is not None and edge[0] == visited:
+                name, visited = f"n{visited}", visited + 1
+            else:
+                checks.append(f"{name} is not {'None' if edge is None else f'n{edge[0]}'}")
+            taken.append(f"({name}, o{len(outputs)})")
+            outputs.append(0 if edge is None else edge[1])
+        lines.append(f"    ({', '.join(taken)},) = n{number}.next_functions")
+        if checks:
+            lines.append(f"    if {' or '.join(checks)}: return None")
+    parameters = ", ".join(f"n{number}" for number in range(roots))
+    every = ", ".join(f"n{number}" for number in range(len(children)))
+    numbers = ", ".join(f"o{index}" for index in range(len(outputs)))
+    last = f"    return [{every}] if [{numbers}] == outputs else None"
+    space: dict[str, Any] = {"outputs": outputs}
+    exec("\n".join([f"def walk({parameters}):", *lines, last]), space)  # of numbers alone: no injection
+    walk: Walk = space["walk"]
+    return walk

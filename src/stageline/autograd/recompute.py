@@ -1,8 +1,8 @@
-"""Activations that are not kept but computed once more: of whole stages, of chosen modules, or of operators in them.
+"""Recomputing activations instead of keeping them: those of whole stages, of chosen modules, or of their operators.
 
 While a chosen module runs, autograd saves a handle in place of every tensor. The first handle that a backward opens
-runs the module once more and fills all of them; a handle may be opened by I and by W, and the module still runs only
-once more. A handle dies with the node that saved it, and its tensor with it.
+recomputes the module and fills all handles. I and W may both open a handle, and the module is still recomputed only
+once. A handle dies with the node that saved it, and its tensor with it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stageline.tensors.subclasses import detached
 from stageline.tensors.thread_context import autocasts
 
 Choice: TypeAlias = Literal["none", "stage"] | str | type[nn.Module] | Callable[[str, nn.Module], bool] | Sequence[Any]
-"""What to compute once more: nothing, every stage whole, or modules by name, class or a function of both."""
+"""What to recompute: nothing, every stage as a whole, or modules by name, class or a function of both."""
 
 Policy: TypeAlias = Callable[..., Any] | Sequence[Any]
 """torch's policy for selective checkpointing: a function of context and operator, or the operators to keep."""
@@ -36,15 +36,15 @@ Policy: TypeAlias = Callable[..., Any] | Sequence[Any]
 
 @dataclass(frozen=True)
 class Recompute:
-    """What the user asked for, understood."""
+    """The options `recompute` and `recompute_policy` of a pipeline."""
 
     stages: bool = False
-    """Every stage runs its forward once more before its backward."""
+    """Whether every stage runs its forward again before its backward."""
     chosen: Callable[[str, nn.Module], bool] | None = None
-    """Or modules of which this is true."""
+    """Or the modules for which this is true."""
     policy: Policy | None = None
     owner: int = field(default_factory=itertools.count().__next__, compare=False, repr=False)
-    """Tells pipelines apart that share a model: each computes only its own choice once more."""
+    """Identifies the pipeline: pipelines that share a model recompute only their own choice."""
 
 
 def understand(choice: Choice, policy: Policy | None) -> Recompute:
@@ -62,8 +62,8 @@ def understand(choice: Choice, policy: Policy | None) -> Recompute:
     if isinstance(choice, str) and choice == "stage":
         if policy is not None:
             raise StagelineError(
-                "recompute='stage' runs whole stages once more, and a policy keeps some operators of modules; "
-                "leave recompute out to apply the policy to every layer, or choose modules by name or class"
+                "recompute='stage' recomputes whole stages, but a policy keeps some operators of modules; leave "
+                "recompute out to apply the policy to every layer, or choose modules by name or class"
             )
         return Recompute(stages=True)
     items = list(choice) if isinstance(choice, list | tuple | set | frozenset) else [choice]
@@ -95,7 +95,7 @@ def _fits(item: Any, name: str, module: nn.Module) -> bool:
 
 
 class _Active(threading.local):
-    """What this thread is doing: whose step trains here, and the module that runs now with handles."""
+    """Per thread: the pipeline that trains in it, and the chosen module that runs now."""
 
     owner = -1
     """The pipeline whose step trains in this thread; -1 for none."""
@@ -106,9 +106,9 @@ _active = _Active()
 
 
 @contextmanager
-def training(asked: Recompute) -> Iterator[None]:
-    """While this lasts, chosen modules that run in this thread are computed once more in their backward."""
-    _active.owner = asked.owner
+def training(options: Recompute) -> Iterator[None]:
+    """Let chosen modules that run in this thread be recomputed in their backward."""
+    _active.owner = options.owner
     try:
         yield
     finally:
@@ -121,20 +121,22 @@ def _first_names(model: nn.Module) -> str:
     return ", ".join([name for name, _ in model.named_modules() if name][:4])
 
 
-def mark(model: nn.Module, asked: Recompute, choice: Choice) -> list[str]:
-    """Let the chosen modules be computed once more, in steps alone; give back their names."""
-    if asked.chosen is None:
+def mark(model: nn.Module, options: Recompute, choice: Choice) -> list[str]:
+    """Let the chosen modules be recomputed, in steps alone; return their names."""
+    if options.chosen is None:
         return []
     names = []
     for name, module in model.named_modules():
-        if name and asked.chosen(name, module):
+        if name and options.chosen(name, module):
             if getattr(module, "_compiled_call_impl", None) is not None:
                 raise StagelineError(
                     f"module {name} is compiled by module.compile(), and recompute={shorten(choice)} chose it; leave "
                     "it out, or compile a module inside or around it"
                 )
             names.append(name)
-            module.register_forward_pre_hook(_Enter(name, asked.policy, asked.owner), prepend=True, with_kwargs=True)
+            module.register_forward_pre_hook(
+                _Enter(name, options.policy, options.owner), prepend=True, with_kwargs=True
+            )
             module.register_forward_hook(_leave)
     if not names:
         raise StagelineError(
@@ -153,7 +155,7 @@ class _Enter:
     owner: int
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Of modules inside each other, the outer one is computed once more, with all that is in it.
+        # Of nested modules, the outermost is recomputed, with everything in it.
         if torch.compiler.is_dynamo_compiling():
             return  # a compiler decides by itself what to keep
         if _active.owner == self.owner and _active.frame is None and torch.is_grad_enabled():
@@ -169,7 +171,7 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 
 
 _inner: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-"""Of modules that ran: whether they run a backward inside of their forward, which reads what they save."""
+"""Of modules that ran: whether they run a backward inside their forward, which reads what they save."""
 
 _buffers: weakref.WeakKeyDictionary[nn.Module, Buffers] = weakref.WeakKeyDictionary()
 
@@ -179,7 +181,7 @@ def _versions(tree: Any) -> list[int]:
 
 
 class _Handle:
-    """What autograd holds instead of a tensor."""
+    """What autograd saves in place of a tensor."""
 
     __slots__ = ("__weakref__", "frame", "tensor")
 
@@ -189,7 +191,7 @@ class _Handle:
 
 
 class _Enough(Exception):
-    """Every tensor that is still wanted has been computed; the rest of the module need not run."""
+    """Every tensor that is still needed was recomputed; the rest of the module need not run."""
 
 
 class _Frame:
@@ -235,7 +237,7 @@ class _Frame:
         return handle
 
     def read_inside(self, handle: _Handle) -> Tensor:
-        """What a backward inside of the module's forward asks for."""
+        """What a backward inside the module's forward reads."""
         if handle.tensor is None:
             raise StagelineError(
                 f"module {self.name} runs a backward inside of its forward (torch.autograd.grad or .backward()), and "
@@ -245,7 +247,7 @@ class _Frame:
         return handle.tensor
 
     def run_again(self) -> None:
-        """Run the module once more, and fill the handles that are still wanted."""
+        """Recompute the module, and fill the handles that are still alive."""
         waiting = list(self.handles)
         count = 0
 
@@ -260,8 +262,8 @@ class _Frame:
 
         if self.versions != _versions(self.arguments):
             raise StagelineError(
-                f"an input of module {self.name} was changed in place after the module was given it, so it cannot be "
-                "computed once more from it; leave the module out of recompute=, or let the change work on a copy"
+                f"an input of module {self.name} was changed in place after the module ran, so the module cannot be "
+                "recomputed; leave it out of recompute=, or change a copy of the input"
             )
         args, kwargs = pytree.tree_map(_detached, self.arguments)
         before, _active.owner = _active.owner, -1
@@ -279,8 +281,8 @@ class _Frame:
             _active.owner = before
         if count != len(waiting):
             raise StagelineError(
-                f"module {self.name} saved {len(waiting)} tensors in its forward and {count} when it was computed once "
-                "more: it does not do the same twice, so it can't be recomputed; leave it out of recompute="
+                f"module {self.name} saved {len(waiting)} tensors in its forward and {count} when it was "
+                "recomputed: it is not deterministic; leave it out of recompute="
             )
         self.arguments = ((), {})
 

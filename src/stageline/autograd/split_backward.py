@@ -1,18 +1,16 @@
-"""The backward in two halves, for any graph that autograd recorded, with no change to the model.
+"""The backward in two halves, for any graph that autograd recorded, without changes to the model.
 
-I runs the graph from the outputs to the inputs and nothing beside it: autograd skips what the inputs do not
-need, so no weight gradient is computed. On the way it notes what flows into each fork, a node from which one
-branch goes on to the inputs and another to parameters alone (see `plan`). W then computes the weight gradients of every
-fork from what was noted. So every matrix product runs once, in the half where it belongs, and gives the bits it gives
-in a whole backward.
+I runs the graph from the outputs to the inputs and nothing else: autograd skips what the inputs do not need, so no
+weight gradient is computed. On its way it notes the gradient of each fork, a node from which one branch leads on to the
+inputs and another to parameters alone (see `graph_plan`). W then computes the weight gradients of every fork from these
+notes. So every matrix product runs once, in the half where it belongs, and with the bits of a whole backward.
 
-Where all forks are of a known kind (see `halves`), I frees the graph as it goes, as a whole backward does, and what
-stays until W is what W needs: inputs and output gradients of the linear layers and norms. Other forks run once more in
-W, for which the graph has to stay.
+If all forks have a formula (see `weight_gradients`), I frees the graph as a whole backward does, and only what W needs
+stays: inputs and output gradients of linear layers and norms. Other forks run again in W, so the graph has to stay.
 
 Some parameters cannot be split off: those behind a Python autograd function, a compiled region or torch's
-checkpointing, which compute all their gradients at once. Theirs are computed with I and handed out with W. So are those
-of a whole graph that may have hooks (see `hooks`): each hook runs once, and sees and changes what it does in a whole
+checkpointing, which compute all their gradients at once. I computes theirs, and W hands them out. The same holds for a
+whole graph that may have hooks (see `engine`): each hook runs once, and sees and changes what it does in a whole
 backward.
 """
 
@@ -31,25 +29,24 @@ from stageline.autograd import engine
 from stageline.autograd._torch_private import add_tensors, has_hooks, input_metadata, sequence_number, tensor_hooks
 from stageline.autograd.graph_analysis import make_plan
 from stageline.autograd.graph_plan import Fork, Plan
-from stageline.autograd.weight_gradients import Wanted
+from stageline.autograd.weight_gradients import WantedGradient
 
 PLANS = 16
 """How many forms of graphs a stage remembers."""
 
 PENDING = 64 * 2**20
-"""How many bytes of weight gradients W computes before it adds them up and lets them go."""
-
+"""How many bytes of weight gradients W computes before it accumulates and frees them."""
 
 SMALL = 2**16
-"""Up to how many elements a gradient has that is added up together with others: a GPU saves a call for each of them."""
+"""The largest number of elements of a gradient that is added together with others, which saves a GPU some calls."""
 
 SMALL_ON_HOST = 2**12
-"""The host rather adds a larger one at once, as long as it is in its caches."""
+"""The same on the host, which adds larger ones at once, while they are in its caches."""
 
 
 @dataclass
-class _Noted:
-    """What I saw at a fork."""
+class _ForkNote:
+    """What I note at a fork."""
 
     fork: Fork
     grads: tuple[Tensor | None, ...] = ()
@@ -58,7 +55,7 @@ class _Noted:
 
 @dataclass
 class _Roots:
-    """Gradients on their way to parameters, which autograd is to bring there."""
+    """Gradients that autograd is to propagate to parameters."""
 
     edges: list[GradientEdge] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
@@ -83,7 +80,7 @@ class SplitBackward:
     grads: Sequence[Tensor | None]
     inputs: Sequence[Tensor]
     plans: list[Plan] = field(default_factory=list)
-    """The forms of graphs that were seen before, the last one first; a new one is added."""
+    """The plans of earlier graphs, the latest first; a new one is added."""
     direct: bool = True
     """Whether gradients may be added without autograd where a parameter has no hooks that it would call."""
     hooked: bool = False
@@ -91,10 +88,10 @@ class SplitBackward:
     whole: bool = False
     """Whether hooks expect gradients to be added as they come; then I is the whole backward."""
     unsplit: int = 0
-    """How many elements of parameters got their gradient with I."""
+    """How many elements of parameters got their gradient from I."""
     total: int = 0
     """How many elements of parameters get a gradient."""
-    _noted: list[_Noted] = field(default_factory=list)
+    _notes: list[_ForkNote] = field(default_factory=list)
     _nodes: list[Node] = field(default_factory=list)
     _together: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
     _last: tuple[list[GradientEdge], list[Tensor | None]] = field(default_factory=lambda: ([], []))
@@ -134,18 +131,18 @@ class SplitBackward:
         )
         if not plan.onward:
             return self._done([None] * len(self.inputs))
-        self._noted = [_Noted(fork) for fork in plan.forks]
-        late = self._noted if plan.late or plan.keeps_graph else []
-        early = [] if late else self._noted
-        for noted in early:
-            noted.saved = noted.fork.half.take(self._nodes[noted.fork.node])  # type: ignore[union-attr]
-        forks = [GradientEdge(self._nodes[noted.fork.node], 0) for noted in early]
-        handles = [engine.add_prehook(self._nodes[noted.fork.node], self._noting(noted)) for noted in late]
+        self._notes = [_ForkNote(fork) for fork in plan.forks]
+        late = self._notes if plan.late or plan.keeps_graph else []
+        early = [] if late else self._notes
+        for note in early:
+            note.saved = note.fork.formula.take(self._nodes[note.fork.node])  # type: ignore[union-attr]
+        forks = [GradientEdge(self._nodes[note.fork.node], 0) for note in early]
+        handles = [engine.add_prehook(self._nodes[note.fork.node], self._noting(note)) for note in late]
         quiet = [(hooks, dict(hooks)) for parameter in parameters if (hooks := tensor_hooks(parameter))]
         for dictionary, _ in quiet:
             dictionary.clear()  # they fire once, when W hands the gradients out
         try:
-            found = engine.gradients(
+            gradients = engine.gradients(
                 [self.outputs[index] for index in plan.onward],
                 [self.grads[index] for index in plan.onward],
                 [*(ends or self.inputs), *parameters, *forks],
@@ -158,19 +155,19 @@ class SplitBackward:
                 dictionary.update(kept)
         first = len(ends or self.inputs)
         then = first + len(parameters)
-        self._together = list(zip(parameters, found[first:then], strict=True))
-        for noted, grad in zip(early, found[then:], strict=True):
-            noted.grads = (grad,)
+        self._together = list(zip(parameters, gradients[first:then], strict=True))
+        for note, grad in zip(early, gradients[then:], strict=True):
+            note.grads = (grad,)
         if not ends:
-            return self._done(list(found[:first]))
+            return self._done(list(gradients[:first]))
         self._last[0][:0] = ends
-        self._last[1][:0] = found[:first]
+        self._last[1][:0] = gradients[:first]
         return self._done([None] * len(self.inputs))
 
-    def _done(self, found: list[Tensor | None]) -> list[Tensor | None]:
-        """Let go of what only I needed."""
+    def _done(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Free what only I needed."""
         self.outputs = self.grads = self.inputs = ()
-        return found
+        return gradients
 
     def _leaf(self, number: int) -> Tensor:
         node: Any = self._nodes[number]
@@ -181,21 +178,21 @@ class SplitBackward:
         return torch.ones_like(self.outputs[index]) if grad is None else grad
 
     def _whole(self) -> list[Tensor | None]:
-        """Run a backward that cannot be split, all of it."""
+        """Run a backward that cannot be split."""
         self.unsplit = self.total
         with engine.ArrivingGradients(self.inputs) as gradients:
             engine.backward(self.outputs, self.grads)
         return self._done(gradients)
 
-    def _noting(self, noted: _Noted) -> Any:
-        node, half = self._nodes[noted.fork.node], noted.fork.half
+    def _noting(self, note: _ForkNote) -> Any:
+        node, formula = self._nodes[note.fork.node], note.fork.formula
 
-        def note(grads: tuple[Tensor | None, ...]) -> None:
-            noted.grads = grads
-            if half is not None:
-                noted.saved = half.take(node)
+        def hook(grads: tuple[Tensor | None, ...]) -> None:
+            note.grads = grads
+            if formula is not None:
+                note.saved = formula.take(node)
 
-        return note
+        return hook
 
     def weight_gradients(self) -> None:
         """Run W: add into the `.grad` of every parameter, firing its hooks, as a whole backward would."""
@@ -203,17 +200,17 @@ class SplitBackward:
             if grad is not None:
                 torch.autograd.backward([parameter], [grad])
         soon = _Roots()
-        last = _Roots()  # what several forks have a part in is added up in one go, as in a whole backward
+        last = _Roots()  # what several forks contribute to is accumulated in one run, as in a whole backward
         sums: tuple[list[Tensor], list[Tensor]] = ([], [])
         with torch.no_grad():
-            for noted in self._noted:
-                if noted.fork.half is None:
-                    self._run_again(noted)
+            for note in self._notes:
+                if note.fork.formula is None:
+                    self._run_again(note)
                     continue
-                for index, grad in self._by_hand(noted, sums):
-                    number, output = noted.fork.children[index]
-                    (soon if noted.fork.alone else last).add(GradientEdge(self._nodes[number], output), grad)
-                noted.saved = noted.grads = ()
+                for index, grad in self._by_hand(note, sums):
+                    number, output = note.fork.children[index]
+                    (soon if note.fork.alone else last).add(GradientEdge(self._nodes[number], output), grad)
+                note.saved = note.grads = ()
                 if soon.bytes > PENDING:
                     soon.run()
             if sums[0]:
@@ -223,12 +220,12 @@ class SplitBackward:
                 if grad is not None:
                     last.add(root, grad)
             last.run()
-        self._noted, self._together, self._nodes, self._last = [], [], [], ([], [])
+        self._notes, self._together, self._nodes, self._last = [], [], [], ([], [])
 
     def retained(self) -> Iterator[Any]:
         """Yield what is held from I to W, as trees of tensors: gradients, and what nodes saved and did not release."""
-        for noted in self._noted:
-            yield noted.grads, noted.saved
+        for note in self._notes:
+            yield note.grads, note.saved
         yield [grad for _, grad in self._together], self._last[1]
         for node in self._nodes:
             for name in dir(node):
@@ -238,16 +235,16 @@ class SplitBackward:
                     except RuntimeError:  # released
                         break
 
-    def _by_hand(self, noted: _Noted, sums: tuple[list[Tensor], list[Tensor]]) -> list[tuple[int, Tensor]]:
-        """Compute the gradients of one fork's edges; give back those that autograd is to bring to their parameters.
+    def _by_hand(self, note: _ForkNote, sums: tuple[list[Tensor], list[Tensor]]) -> list[tuple[int, Tensor]]:
+        """Compute the gradients of one fork's edges; return those that autograd is to propagate to parameters.
 
-        Those of plain parameters are added up here: large ones at once, small ones in one go at the end.
+        Those of plain parameters are accumulated here: large ones at once, small ones together at the end.
         """
-        fork = noted.fork
-        grad = noted.grads[0] if noted.grads else None
-        if grad is None or fork.half is None:
+        fork = note.fork
+        grad = note.grads[0] if note.grads else None
+        if grad is None or fork.formula is None:
             return []
-        wanted: Sequence[Wanted]
+        wanted: Sequence[WantedGradient]
         if fork.wanted is not None and self.direct and not any(map(has_hooks, fork.targets)):
             wanted, plain = fork.wanted, [True] * len(fork.wanted)
         else:
@@ -256,43 +253,43 @@ class SplitBackward:
             ]
             wanted = [self._wanted(fork, index, plain[index]) for index in range(len(fork.edges))]
         left = []
-        for index, found in enumerate(fork.half.give(noted.saved, grad, wanted)):
+        for index, gradient in enumerate(fork.formula.compute(note.saved, grad, wanted)):
             if not plain[index]:
-                left.append((index, found))
+                left.append((index, gradient))
                 continue
             parameter = fork.targets[index]
-            if parameter.grad is not None and found.numel() <= (SMALL_ON_HOST if found.is_cpu else SMALL):
+            if parameter.grad is not None and gradient.numel() <= (SMALL_ON_HOST if gradient.is_cpu else SMALL):
                 sums[0].append(parameter.grad)
-                sums[1].append(found)
+                sums[1].append(gradient)
             elif parameter.grad is not None:
-                parameter.grad.add_(found)
+                parameter.grad.add_(gradient)
             else:
-                parameter.grad = found.clone() if _shares(found, grad) else found
+                parameter.grad = gradient.clone() if _shares(gradient, grad) else gradient
         return left
 
-    def _wanted(self, fork: Fork, index: int, plain: bool) -> Wanted:
+    def _wanted(self, fork: Fork, index: int, plain: bool) -> WantedGradient:
         if plain:
             target = fork.targets[index]
-            return Wanted(fork.edges[index], target.shape, target.dtype, fork.turned[index])
+            return WantedGradient(fork.edges[index], target.shape, target.dtype, fork.transposed[index])
         number, output = fork.children[index]
         there = input_metadata(self._nodes[number])[output]
-        return Wanted(fork.edges[index], torch.Size(there.shape), there.dtype)
+        return WantedGradient(fork.edges[index], torch.Size(there.shape), there.dtype)
 
-    def _run_again(self, noted: _Noted) -> None:
-        """Run a node once more, and bring what leads to parameters alone there."""
+    def _run_again(self, note: _ForkNote) -> None:
+        """Run a node again, and propagate the gradients that lead to parameters alone."""
         roots = _Roots()
-        gradients = _call(self._nodes[noted.fork.node], noted.grads)
-        for edge, (number, output) in zip(noted.fork.edges, noted.fork.children, strict=True):
+        gradients = _call(self._nodes[note.fork.node], note.grads)
+        for edge, (number, output) in zip(note.fork.edges, note.fork.children, strict=True):
             grad = gradients[edge]
             if grad is not None:
                 roots.add(GradientEdge(self._nodes[number], output), grad)
         roots.run()
 
     def _called_entries(self) -> list[tuple[GradientEdge, Tensor | None]]:
-        """Call the nodes in which the data enters; give back their edges and gradients.
+        """Call the nodes in which the data enters; return their edges and gradients.
 
-        Empty where there are none, or where the engine has to run them: nodes of Python functions, and those beside
-        outputs that depend on parameters alone, whose order among each other is the engine's to know.
+        Empty if there are none, or if the engine has to run them: nodes of Python functions, and those beside outputs
+        that depend on parameters alone, since only the engine knows their order.
         """
         arrived: dict[Node, dict[int, Tensor | None]] = {}
         for edge, grad in zip(*self._last, strict=True):
@@ -309,7 +306,7 @@ class SplitBackward:
 
 
 def _call(node: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """Run a node without the engine, which would call its hooks, as I has done: `retain_grad` would add twice."""
+    """Run a node without the engine, which would call its hooks again after I did: `retain_grad` would add twice."""
     if all(grad is None for grad in grads):
         return [None] * len(node.next_functions)
     gradients = node(*grads)
