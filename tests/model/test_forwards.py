@@ -390,7 +390,9 @@ def test_a_dataclass_that_cannot_be_constructed_is_refused() -> None:
         first: Tensor
         more: int = field(default=0, init=False)
 
-    with pytest.raises(sl.PipelineError, match=r"passes on a Odd, .*; more of it is no argument of its constructor"):
+    with pytest.raises(
+        sl.PipelineError, match=r"passes on a Odd, .*; its field more is no argument of its constructor"
+    ):
         sl.check(of_kind(Odd)(), (X, Y), ranks=2, loss_fn=functional.mse_loss)
 
 

@@ -1,7 +1,7 @@
-"""Values of one message that share memory: in one process a change of one in place is a change of the others.
+"""Tensors of one message that share memory: in one process, an in-place change of one changes the others.
 
 A stage works on copies of what it changes, and processes have no memory in common, so such a change would be lost. The
-sender tells which values share memory, and the stage that changes one of them in place refuses to.
+sender says which tensors share memory, and a stage that changes one of them in place is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Pairs: TypeAlias = tuple[tuple[int, int], ...]
 """Places of leaves that share memory, two by two."""
 
 Joined: TypeAlias = Mapping[int, int]
-"""Addresses of memory that would be one in one process, each with the address that stands for all of them."""
+"""Addresses of memory that would be the same in one process, each with the address that stands for all of them."""
 
 _MARK = "\n"
 _Geometry: TypeAlias = tuple[int, torch.Size, tuple[int, ...], int]
@@ -82,7 +82,7 @@ def _span(shape: torch.Size, strides: tuple[int, ...]) -> int:
 
 
 def noted(tree: str, pairs: Pairs) -> str:
-    """The text of a tree with the places of leaves that share memory.
+    """Add the places of leaves that share memory to the text of a tree.
 
     >>> read_pairs(noted("tree", ((0, 2),))), read_pairs(noted("tree", ()))
     (('tree', ((0, 2),)), ('tree', ()))
@@ -92,7 +92,7 @@ def noted(tree: str, pairs: Pairs) -> str:
 
 @lru_cache(maxsize=1024)
 def read_pairs(text: str) -> tuple[str, Pairs]:
-    """Read the text of a tree, and which of its leaves share memory."""
+    """Split what `noted` returned."""
     if _MARK not in text:
         return text, ()
     tree, pairs = text.rsplit(_MARK, 1)
@@ -100,12 +100,12 @@ def read_pairs(text: str) -> tuple[str, Pairs]:
 
 
 class Shared:
-    """The inputs of one forward that share memory: whether it changed one of them, and what it passes on of them."""
+    """The inputs of one forward that share memory: whether it changed one of them, and which outputs share it."""
 
     def __init__(self, pairs: Pairs, arrived: Sequence[Leaf], inputs: Sequence[Leaf]) -> None:
-        """Begin before the forward; `inputs` are what it is given, copies of what arrived or the same."""
+        """Create it before the forward; `inputs` are what the layers get, copies of what arrived or the same."""
         self._pairs = pairs
-        self._kept = (arrived, inputs)  # as long as they live, no other tensor gets their memory
+        self._kept = (arrived, inputs)  # keeps their memory from being reused
         self._before = {place: _state(inputs[place]) for pair in pairs for place in pair}
 
     def refuse_changes(self, stage: int, microbatch: int) -> None:
@@ -122,7 +122,7 @@ class Shared:
                 )
 
     def joined(self) -> dict[int, int]:
-        """What of its memory would be one in one process."""
+        """Addresses of its memory that would be the same in one process."""
         groups: dict[int, int] = {}
         for one, other in self._pairs:
             group = groups.get(one, one)
@@ -141,7 +141,7 @@ def _address(leaf: Leaf) -> int:
 
 
 def _state(leaf: Leaf) -> int | Tensor:
-    """What tells whether a tensor is changed: its version, or its values where it has none."""
+    """What shows whether a tensor changed: its version, or its values where it has none."""
     assert isinstance(leaf, Tensor)
     return leaf.clone() if leaf.is_inference() else version_of(leaf)
 

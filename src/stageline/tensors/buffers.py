@@ -1,4 +1,4 @@
-"""Buffers of a module that is to run once more: as they were for the second run, and untouched by it."""
+"""Buffers of a module that is recomputed: the second run sees them as the first did, and leaves them untouched."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+from stageline.tensors._torch_private import buffers_of, version_of
 
 Snapshot = tuple[tuple[nn.Module, str, Tensor, int, Tensor | None], ...]
 """Where each buffer is, the tensor and its version, and a copy of those that a forward changes."""
@@ -20,15 +22,15 @@ def all_buffers(module: nn.Module) -> Taken:
     return [
         (owner, name, buffer, buffer.detach().clone())
         for owner in module.modules()
-        for name, buffer in owner._buffers.items()
+        for name, buffer in buffers_of(owner).items()
         if buffer is not None
     ]
 
 
 def put_back(taken: Taken) -> None:
-    """Make the buffers what they were when they were taken, also those that were assigned anew since."""
+    """Restore the buffers, also those that were assigned anew since."""
     for owner, name, buffer, copy in taken:
-        owner._buffers[name] = buffer
+        buffers_of(owner)[name] = buffer
         buffer.data.copy_(copy)
 
 
@@ -38,19 +40,19 @@ def _same(buffer: Tensor, copy: Tensor | None) -> bool:
 
 
 class Buffers:
-    """Finds out in the first forward which buffers it changes; from then on, only those are copied before one."""
+    """Learns in the first forward which buffers it changes; later, only those are copied before a forward."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Of a module and all modules in it."""
+        """The buffers of a module and of all modules in it."""
         self._module = module
         self._changing: set[tuple[int, str]] | None = None
 
     def before(self) -> Snapshot:
         """Take the buffers as they are before a forward."""
         return tuple(
-            (owner, name, buffer, buffer._version, self._copy(owner, name, buffer))
+            (owner, name, buffer, version_of(buffer), self._copy(owner, name, buffer))
             for owner in self._module.modules()
-            for name, buffer in owner._buffers.items()
+            for name, buffer in buffers_of(owner).items()
             if buffer is not None
         )
 
@@ -59,19 +61,19 @@ class Buffers:
         return buffer.detach().clone() if wanted else None
 
     def after(self, before: Snapshot) -> None:
-        """See which buffers the forward changed."""
+        """Learn which buffers the forward changed."""
         known = self._changing or set()
         changed = {
             (id(owner), name)
             for owner, name, buffer, version, copy in before
             if (id(owner), name) not in known
-            and (owner._buffers.get(name) is not buffer or buffer._version != version or not _same(buffer, copy))
+            and (buffers_of(owner).get(name) is not buffer or version_of(buffer) != version or not _same(buffer, copy))
         }
         self._changing = changed | known
 
     @contextmanager
     def as_before(self, before: Snapshot) -> Iterator[None]:
-        """Let what runs inside find the buffers as they were, and leave them as they are.
+        """Restore the buffers for the code that runs inside, and afterwards make them what they were.
 
         The tensors are changed through .data: to a graph that has saved them, they have not changed.
         """
@@ -80,11 +82,11 @@ class Buffers:
             for owner, name, buffer, _, copy in before
             if (id(owner), name) in (self._changing or set())
         ]
-        now = [(owner, name, owner._buffers[name]) for owner, name, _, _ in touched]
+        now = [(owner, name, buffers_of(owner)[name]) for owner, name, _, _ in touched]
         values = [None if tensor is None else tensor.detach().clone() for _, _, tensor in now]
         with torch.no_grad():
             for owner, name, buffer, copy in touched:
-                owner._buffers[name] = buffer
+                buffers_of(owner)[name] = buffer
                 if copy is not None:
                     buffer.data.copy_(copy)
         try:
@@ -92,6 +94,6 @@ class Buffers:
         finally:
             with torch.no_grad():
                 for (owner, name, tensor), value in zip(now, values, strict=True):
-                    owner._buffers[name] = tensor
+                    buffers_of(owner)[name] = tensor
                     if tensor is not None and value is not None:
                         tensor.data.copy_(value)

@@ -22,16 +22,16 @@ _OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 @cache
 def keep_memory() -> bool:
-    """Let glibc keep what is freed, for the whole process, unless the environment says how it is to do that.
+    """Let glibc keep freed memory, for the whole process, unless the environment configures that.
 
-    Whether it does; other libraries have ways of their own.
+    Returns whether it does; other C libraries have ways of their own.
 
-    >>> keep_memory() == keep_memory()  # asked for once
+    >>> keep_memory() == keep_memory()  # set once
     True
     """
-    said = any(name in os.environ for name in _OWN) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    configured = any(name in os.environ for name in _OWN) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
     try:
         set_option = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
         return False
-    return not said and bool(set_option(_MMAP_THRESHOLD, LARGE)) and bool(set_option(_TRIM_THRESHOLD, KEPT))
+    return not configured and bool(set_option(_MMAP_THRESHOLD, LARGE)) and bool(set_option(_TRIM_THRESHOLD, KEPT))

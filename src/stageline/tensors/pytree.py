@@ -1,4 +1,4 @@
-"""What stages pass to each other: any tree of tensors, numbers, strings and None, flat on the wire."""
+"""What stages pass to each other: any tree of tensors, numbers, strings and None, sent as a flat list."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stageline.common.errors import StagelineError, shorten
+from stageline.tensors._torch_private import is_traceable_wrapper_subclass, pytree
 from stageline.tensors.subclasses import graph_attribute
 
 Leaf: TypeAlias = Tensor | int | float | str | bool | None
 """What a message may hold; trees are flattened before they are sent."""
 
 TENSOR = "tensor"
-"""The text of the commonest shape of all: one tensor and nothing around it."""
-
+"""The text of the most common tree: a single tensor."""
 
 _learning = Lock()
 
 
 def flatten(tree: Any, where: str) -> tuple[list[Leaf], str]:
-    """Turn a tree into its leaves and the text of its shape; refuse a leaf that no message can hold."""
+    """Split a tree into its leaves and a text of its structure; refuse a leaf that no message can hold."""
     if isinstance(tree, Tensor):
         _refuse_odd(tree, where)
         return [tree], TENSOR
@@ -43,7 +41,7 @@ def flatten(tree: Any, where: str) -> tuple[list[Leaf], str]:
             return leaves, _text_of(spec)
     except NotImplementedError:
         pass
-    learn(tree)  # there is a class in it that was not seen before
+    learn(tree)  # it has a class that was not registered yet
     leaves, spec = pytree.tree_flatten(tree)
     for leaf in leaves:
         if not _can_pass(leaf):
@@ -55,13 +53,13 @@ def flatten(tree: Any, where: str) -> tuple[list[Leaf], str]:
         return leaves, _text_of(spec)
     except NotImplementedError as error:
         raise StagelineError(
-            f"{where} passes on a {type(tree).__name__} or something in it that cannot be told to another process; "
+            f"{where} passes on a {type(tree).__name__} or something in it that cannot be sent to another process; "
             "stages can pass tuples, lists, dicts, named tuples and dataclasses"
         ) from error
 
 
 def odd_class(tensor: Tensor) -> str:
-    """What a tensor is that is more than one block of numbers; empty for plain ones.
+    """What a tensor is that is not one block of numbers; empty for plain ones.
 
     >>> odd_class(torch.ones(2)), odd_class(torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged))
     ('', 'nested tensor')
@@ -74,10 +72,10 @@ def odd_class(tensor: Tensor) -> str:
 
 def _refuse_odd(tensor: Tensor, where: str) -> None:
     if (type(tensor) is not Tensor or tensor.is_nested) and odd_class(tensor):
-        said = "its values and offsets" if tensor.is_nested else "the plain tensors that it is made of"
+        parts = "its values and offsets" if tensor.is_nested else "the plain tensors that it is made of"
         raise StagelineError(
-            f"{where} passes on a {odd_class(tensor)}, and stages can pass plain tensors; pass {said}, and build it "
-            "again in the stage that needs it"
+            f"{where} passes on a {odd_class(tensor)}, and stages can pass plain tensors; pass {parts}, and rebuild it "
+            "in the stage that needs it"
         )
     if type(tensor) is not Tensor and (attribute := graph_attribute(tensor)):
         raise StagelineError(
@@ -92,8 +90,7 @@ def refuse_layout(tensor: Tensor, stage: int, microbatch: int, *, forward: bool)
     if forward:
         raise StagelineError(
             f"stage {stage} passes on a sparse tensor, of layout {layout}, in microbatch {microbatch}, and stages can "
-            "pass dense ones; pass x.to_dense(), or its indices and values, and build it again in the stage that "
-            "needs it"
+            "pass dense ones; pass x.to_dense(), or its indices and values, and rebuild it in the stage that needs it"
         )
     raise StagelineError(
         f"the gradient of an input of stage {stage} is sparse, of layout {layout}, in microbatch {microbatch}, and "
@@ -106,14 +103,14 @@ def _can_pass(leaf: Any) -> bool:
 
 
 def unflatten(leaves: Sequence[Any], text: str) -> Any:
-    """Build the tree again."""
+    """Rebuild a tree that `flatten` split."""
     if text == TENSOR:
         return leaves[0]
     return pytree.tree_unflatten(list(leaves), _spec_of(text))
 
 
 def learn(tree: Any) -> None:
-    """Let the named tuples and dataclasses in a tree be parts of trees, by the names of their classes.
+    """Register the named tuples and dataclasses in a tree with torch's pytree, by the names of their classes.
 
     >>> @dataclasses.dataclass
     ... class Hidden:
@@ -124,54 +121,54 @@ def learn(tree: Any) -> None:
     """
     if isinstance(tree, Tensor):
         return
-    for each in pytree.tree_leaves(tree, is_leaf=_unknown):
-        if _unknown(each):
-            _learn_kind(type(each))
-            learn(each)
+    for node in pytree.tree_leaves(tree, is_leaf=_is_unknown):
+        if _is_unknown(node):
+            _learn_class(type(node))
+            learn(node)
 
 
-def _unknown(each: Any) -> bool:
-    kind = type(each)
-    if isinstance(each, tuple):
+def _is_unknown(node: Any) -> bool:
+    kind = type(node)
+    if isinstance(node, tuple):
         return (hasattr(kind, "_fields") or _is_return_type(kind)) and not _has_name(kind)
-    return dataclasses.is_dataclass(each) and kind not in pytree.SUPPORTED_NODES and not why_not(each)
+    return dataclasses.is_dataclass(node) and kind not in pytree.SUPPORTED_NODES and not why_not(node)
 
 
 def _has_name(kind: type) -> bool:
-    """Whether trees with it can be told to another process."""
+    """Whether trees with this class can be sent to another process."""
     known = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
     return known is not None and known.serialized_type_name != pytree.NO_SERIALIZED_TYPE_NAME_FOUND
 
 
 def _is_return_type(kind: type) -> bool:
-    """Whether it is one of torch.return_types, as max, topk and sort give them."""
+    """Whether it is one of torch.return_types, as max, topk and sort return them."""
     return issubclass(kind, tuple) and kind.__module__ == "torch.return_types"
 
 
-def why_not(each: Any) -> str:
-    """Why a dataclass is no part of a tree: it could not be built again from the values of its fields."""
-    if not dataclasses.is_dataclass(each) or isinstance(each, type):
+def why_not(value: Any) -> str:
+    """Why a dataclass cannot be part of a tree: it could not be rebuilt from the values of its fields."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return ""
-    fields = dataclasses.fields(each)
-    odd = [field.name for field in fields if not field.init]
-    if odd:
-        return f"; {odd[0]} of it is no argument of its constructor: make it one"
+    fields = dataclasses.fields(value)
+    computed = [field.name for field in fields if not field.init]
+    if computed:
+        return f"; its field {computed[0]} is no argument of its constructor: make it one"
     known = {field.name for field in fields}
-    kinds = type(each).__dataclass_fields__
-    lost = [name for name, field in kinds.items() if name not in known and "ClassVar" not in str(field.type)]
+    every_field = type(value).__dataclass_fields__
+    lost = [name for name, field in every_field.items() if name not in known and "ClassVar" not in str(field.type)]
     if lost:
-        return f"; {lost[0]} of it is an InitVar, whose value it does not keep: make it a field"
-    return _changed_by_constructor(each, list(known)) if hasattr(each, "__post_init__") else ""
+        return f"; its {lost[0]} is an InitVar, whose value it does not keep: make it a field"
+    return _changed_by_constructor(value, list(known)) if hasattr(value, "__post_init__") else ""
 
 
-def _changed_by_constructor(each: Any, names: Sequence[str]) -> str:
-    values = {name: getattr(each, name) for name in names}
+def _changed_by_constructor(value: Any, names: Sequence[str]) -> str:
+    fields = {name: getattr(value, name) for name in names}
     try:
-        again = type(each)(**values)
-        moved = [name for name in names if not _same(getattr(again, name), values[name])]
+        rebuilt = type(value)(**fields)
+        changed = [name for name in names if not _same(getattr(rebuilt, name), fields[name])]
     except Exception as error:
         return f"; its constructor refuses the values of its fields, {type(error).__name__}: {error}"
-    return f"; its __post_init__ changes {moved[0]} each time: let it keep what it is given" if moved else ""
+    return f"; its __post_init__ changes {changed[0]} each time: keep the value as it is" if changed else ""
 
 
 def _same(one: Any, two: Any) -> bool:
@@ -180,8 +177,8 @@ def _same(one: Any, two: Any) -> bool:
     return one is two or (type(one) is type(two) and bool(one == two))
 
 
-def _learn_kind(kind: type) -> None:
-    """Name a class as another process names it: by where it is, and by its number where several are called so."""
+def _learn_class(kind: type) -> None:
+    """Name a class as other processes do: by module and qualified name, and a number if several have the same."""
     with _learning:
         if _has_name(kind):
             return
@@ -189,7 +186,7 @@ def _learn_kind(kind: type) -> None:
         while (name if number == 1 else f"{name}#{number}") in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
             number += 1
         name = name if number == 1 else f"{name}#{number}"
-        if _is_return_type(kind):  # a part of trees already, which only lacks a name
+        if _is_return_type(kind):  # registered already, without a name
             known = pytree.SUPPORTED_SERIALIZED_TYPES[kind]
             pytree.SUPPORTED_SERIALIZED_TYPES[kind] = known._replace(serialized_type_name=name)
             pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[name] = kind
@@ -211,31 +208,31 @@ def _spec_of(text: str) -> pytree.TreeSpec:
             return pytree.treespec_loads(text)
         except NotImplementedError as error:
             name = re.sub(r"^.*?(?:Deserializing|namedtuple class) (\S+) (?:in pytree|because).*$", r"\1", str(error))
-            kind = _kind_of(name)
+            kind = _class_named(name)
             if kind is None or _has_name(kind):
                 raise StagelineError(
                     f"a stage passed on a {name}, a class that this process has not seen; define it in a module that "
-                    "all processes import, or let the stage pass on tuples, lists and dicts"
+                    "all processes import, or pass on tuples, lists and dicts"
                 ) from error
-            _learn_kind(kind)
+            _learn_class(kind)
     raise StagelineError(f"a stage passed on what cannot be read: {shorten(text)}")
 
 
-def _kind_of(name: str) -> type | None:
+def _class_named(name: str) -> type | None:
     """A named tuple or dataclass of a module that is loaded."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
-        found: Any = sys.modules.get(".".join(parts[:end]))
+        value: Any = sys.modules.get(".".join(parts[:end]))
         for part in parts[end:]:
-            found = getattr(found, part, None)
-        known = isinstance(found, type) and (dataclasses.is_dataclass(found) or hasattr(found, "_fields"))
-        if known or (isinstance(found, type) and _is_return_type(found)):
-            return found  # type: ignore[no-any-return]
+            value = getattr(value, part, None)
+        known = isinstance(value, type) and (dataclasses.is_dataclass(value) or hasattr(value, "_fields"))
+        if known or (isinstance(value, type) and _is_return_type(value)):
+            return value  # type: ignore[no-any-return]
     return None
 
 
 def plain(batch: Any) -> Any:
-    """A batch as a tree: what is like a dict and is no part of trees, such as a tokenizer's output, becomes one.
+    """A batch as a tree: a mapping that torch's pytree does not know, such as a tokenizer's output, becomes a dict.
 
     >>> from collections import UserDict
     >>> plain(UserDict(ids=[1, 2]))
@@ -277,8 +274,10 @@ def batch_size(tree: Any, what: str) -> int:
         )
     sizes = {int(tensor.shape[0]) for tensor in tensors_of(pytree.tree_leaves(tree)) if tensor.dim() > 0}
     if len(sizes) != 1:
-        found = ", ".join(map(str, sorted(sizes))) or "no tensor with a first dimension"
-        raise StagelineError(f"{what} must have tensors with one common first dimension, the samples; found {found}")
+        dimensions = ", ".join(map(str, sorted(sizes))) or "no tensor with a first dimension"
+        raise StagelineError(
+            f"{what} must have tensors with one common first dimension, the samples; found {dimensions}"
+        )
     return sizes.pop()
 
 
@@ -307,7 +306,7 @@ def split_batch(tree: Any, parts: int) -> list[Any]:
 
 
 def join_batch(parts: Sequence[Any]) -> Any:
-    """Put microbatches together again along the first dimension; what has none becomes a list.
+    """Concatenate microbatches along the first dimension; values without one become a list.
 
     >>> join_batch([torch.tensor([0, 1, 2]), torch.tensor([3, 4])]).tolist()
     [0, 1, 2, 3, 4]

@@ -1,7 +1,7 @@
 """Random numbers that depend on the seed, the step, the microbatch and the layer's name, and on nothing else.
 
-So dropout draws the same for every number of ranks, every schedule and every transport, and once more when an
-activation is recomputed. Threads share torch's one default generator, so a layer that draws holds it alone.
+So dropout draws the same for every number of ranks, every schedule and every transport, and again when an activation is
+recomputed. Threads share torch's default generator, so a layer that draws holds it alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _generator = threading.RLock()
 
 
 def draws(layer: nn.Module) -> bool:
-    """Whether a layer may draw random numbers: a module or number named for dropout, or for drawing, in it.
+    """Whether a layer may draw random numbers: it has a module or a number named for dropout or for drawing.
 
     >>> draws(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))), draws(nn.Linear(2, 2))
     (True, False)
@@ -38,7 +38,7 @@ def draws(layer: nn.Module) -> bool:
 
 
 class _Inside(threading.local):
-    """Whether this thread draws from a generator of a layer's own, and what it must hold to draw at all."""
+    """Per thread: whether it draws for a layer, and what it must hold to draw at all."""
 
     layer = False
     turn: AbstractContextManager[Any] = nullcontext()
@@ -48,25 +48,25 @@ _inside = _Inside()
 
 
 def draw_in_turn(turn: AbstractContextManager[Any]) -> None:
-    """Let this thread draw only while it holds this, too: so that its caller can keep it from drawing for a while."""
+    """Let this thread draw only while it holds this too, so that others can keep it from drawing."""
     _inside.turn = turn
 
 
 @contextmanager
 def generator_alone() -> Iterator[None]:
-    """While this lasts, no other thread of the runtime draws."""
+    """Keep other threads of the runtime from drawing."""
     with _inside.turn, _generator:
         yield
 
 
 @contextmanager
 def random_numbers(seed: int, step: int, microbatch: int, layer: str) -> Iterator[None]:
-    """Let what runs inside draw from a generator of its own; afterwards the default one is as it was before."""
+    """Seed the generators for what runs inside; restore them afterwards."""
     words = f"{seed}/{step}/{microbatch}/{layer}".encode()
     own = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1
     with generator_alone():
         default = Generators.now()
-        # Not torch.manual_seed, which writes down the stack for devices that are not in use: milliseconds a call.
+        # Not torch.manual_seed, which records the stack for devices that are not in use: milliseconds per call.
         torch.default_generator.manual_seed(own)
         for device in _devices():
             torch.cuda.default_generators[device].manual_seed(own)
@@ -86,11 +86,11 @@ class Generators:
 
     @classmethod
     def now(cls) -> Generators:
-        """Take it."""
+        """The current state."""
         return cls((torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in _devices())))
 
     def restore(self) -> None:
-        """Let the generators go on from it."""
+        """Set the generators to this state."""
         torch.set_rng_state(self.states[0])
         for device, state in enumerate(self.states[1:]):
             torch.cuda.set_rng_state(state, device)
@@ -102,13 +102,13 @@ class Generators:
 
 
 def generator_state() -> Generators | None:
-    """The generators' state, if what runs now draws from a generator of its layer's own."""
+    """The generators' state, if the current thread draws for a layer."""
     return Generators.now() if _inside.layer else None
 
 
 @contextmanager
 def replayed(state: Generators | None) -> Iterator[None]:
-    """Let what runs inside draw what was drawn after the state was taken."""
+    """Let what runs inside draw the numbers that followed this state."""
     if state is None:
         yield
         return

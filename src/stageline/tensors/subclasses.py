@@ -1,20 +1,21 @@
-"""Tensors of classes that users derive from torch.Tensor, as they pass from stage to stage.
+"""Subclasses of torch.Tensor that users define, as they pass from stage to stage.
 
-In one process the next layer is given the very tensor, with its class and attributes. A stage is given another tensor
-with the same memory, and it must not differ from the first in anything but its graph.
+In one process, the next layer gets the same tensor, with its class and attributes. A stage gets another tensor with the
+same memory, which must not differ from the first in anything but its graph.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from stageline.tensors._torch_private import pytree, without_torch_function
 
 _PLAIN = frozenset([Tensor, nn.Parameter])
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:
-    """Whether it is of one of torch's own classes, and not of one that is derived from them.
+    """Whether it is of one of torch's own classes, not of a subclass.
 
     >>> is_plain_tensor(torch.ones(2)), is_plain_tensor(torch.ones(2).as_subclass(type("Named", (Tensor,), {})))
     (True, False)
@@ -35,7 +36,7 @@ def detached(tensor: Tensor, wants: bool = False) -> Tensor:
     if type(tensor) in _PLAIN:
         bare = tensor.detach()
         return bare.requires_grad_() if wants else bare
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return _like(tensor.detach(), tensor).requires_grad_(wants)
 
 
@@ -47,7 +48,7 @@ def cloned(tensor: Tensor) -> Tensor:
     """
     if type(tensor) in _PLAIN:
         return _same_strides(tensor)
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return _like(_same_strides(tensor), tensor)
 
 
@@ -64,7 +65,7 @@ def data_of(tensor: Tensor) -> Tensor:
     """`tensor.data`, of the same class and with the same attributes."""
     if type(tensor) in _PLAIN:
         return tensor.data
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return _like(tensor.data, tensor)
 
 

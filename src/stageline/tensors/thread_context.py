@@ -1,7 +1,7 @@
-"""What surrounds a call of `step` in the thread of the caller, brought into the threads of the ranks.
+"""The context of the thread that calls `step`, brought into the threads of the ranks.
 
-Mixed precision, hooks for saved tensors, context variables and, in part, the number of threads belong to a thread: a
-fresh one knows nothing of them, and a step would silently compute something else with them than without.
+Autocast, hooks for saved tensors, context variables and, in part, the number of threads belong to a thread. A new
+thread has none of them, and a step in it would silently compute something else.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 from stageline.tensors._torch_private import any_autocast_enabled, saved_tensors_hooks
 
 autocast_enabled = any_autocast_enabled
+"""Whether autocast is on in this thread, for any type of device."""
 
 
 def autocasts() -> list[Any]:
-    """Contexts that bring the mixed precision of now back later."""
+    """Contexts that restore the current autocast settings later."""
     return [
         torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
         for kind in _kinds()
@@ -31,7 +32,7 @@ def _kinds() -> list[str]:
 
 
 def plain_precision() -> AbstractContextManager[Any]:
-    """Turn mixed precision off, for a backward: its products have the types that the forward chose."""
+    """Disable autocast, for a backward: its products have the types that the forward chose."""
     on = [kind for kind in _kinds() if torch.is_autocast_enabled(kind)]
     if not on:
         return _NOTHING
@@ -45,7 +46,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class Surroundings:
-    """What the calling thread has, taken when this is made.
+    """The context of the thread that creates this.
 
     >>> with torch.autocast("cpu", dtype=torch.bfloat16):
     ...     here = Surroundings()
@@ -54,14 +55,13 @@ class Surroundings:
     """
 
     def __init__(self) -> None:
-        """Take it."""
         self._context = contextvars.copy_context()
         self._threads = torch.get_num_threads()
         self._autocast = {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _kinds()}
         self._hooks = saved_tensors_hooks()
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Call something in another thread, once, as if it were in the one where this was made."""
+        """Call a function in another thread, with the context of the first."""
         return self._context.copy().run(self._run, call)
 
     def _run(self, call: Callable[[], Any]) -> Any:
