@@ -670,9 +670,9 @@ def test_a_name_that_is_taken_is_refused_and_changes_nothing() -> None:
 
     gpipe.__qualname__ = "gpipe"  # as it would be at the top of the user's own module
     before = sl.families()
-    with pytest.raises(sl.ScheduleError, match="'GPipe' exists already"):
+    with pytest.raises(sl.ScheduleError, match="'GPipe' already exists"):
         sl.family("GPipe", "not the real one")(gpipe)
-    with pytest.raises(sl.ScheduleError, match="'1f1b' exists already"):
+    with pytest.raises(sl.ScheduleError, match="'1f1b' already exists"):
         sl.family("mine", "takes the name of another as its second name", aliases=["1f1b"])(gpipe)
     assert sl.families() == before
 
@@ -690,7 +690,7 @@ def test_a_name_that_is_taken_is_refused_before_any_family_was_used() -> None:
         print(sl.schedule("1f1b", 2, 2))
     """
     done = subprocess.run([sys.executable, "-c", dedent(script)], capture_output=True, text=True, check=False)
-    assert done.stdout.startswith("a family named 'gpipe' exists already")
+    assert done.stdout.startswith("a family named 'gpipe' already exists")
     assert done.returncode == 0, done.stderr
 
 
@@ -699,9 +699,9 @@ RETURNS: dict[str, tuple[Any, str]] = {
     "no backwards": ([["0F0", "0F1"], ["1F0", "1F1"]], "never runs B"),
     "one rank": (
         [["0F0", "0B0", "0F1", "0B1"]],
-        "asked for 2 ranks and 2 microbatches, and made a schedule for 1 and 2",
+        "called for 2 ranks and 2 microbatches, but returned a schedule for 1 and 2",
     ),
-    "another schedule": (sl.schedule("1f1b", 3, 5), "made a schedule for 3 and 5"),
+    "another schedule": (sl.schedule("1f1b", 3, 5), "returned a schedule for 3 and 5"),
     "nothing": (None, "expected one list of actions per rank, got None"),
     "a number": (42, "expected one list of actions per rank, got 42"),
     "numbers": ([1, 2], "rank 0: expected a list of actions, got 1"),

@@ -48,20 +48,20 @@ def test_a_good_schedule_passes_every_rule() -> None:
 def test_placement_a_stage_that_no_rank_holds() -> None:
     error = fault(scheduled([["0F0", "0B0"], ["2F0", "2B0"]], placement=None))
     assert place(error) == ("placement", None, None)
-    assert "stage 1 is held by no rank" in str(error)
+    assert "stage 1 is on no rank" in str(error)
     assert "ranks 0 to 1" in str(error)
 
 
 def test_placement_a_rank_that_does_not_exist() -> None:
     error = fault(scheduled(GOOD, sl.Placement.of(2, [0, 7], [0, 0])))
     assert place(error) == ("placement", None, None)
-    assert "stage 1 is held by rank 7" in str(error)
+    assert "stage 1 is on rank 7" in str(error)
 
 
 def test_placement_a_direction_that_does_not_exist() -> None:
     error = fault(scheduled(GOOD, sl.Placement.of(2, [0, 1], [0, 1])))
     assert place(error) == ("placement", None, None)
-    assert "microbatch 1 travels in direction 1" in str(error)
+    assert "microbatch 1 has direction 1" in str(error)
 
 
 def test_placement_without_stages_or_microbatches() -> None:
@@ -131,7 +131,7 @@ def test_overlap_a_forward_marked_as_paired_with_nothing_behind_it() -> None:
     broken = sl.Schedule(kinds, schedule.stage_ids, schedule.microbatch_ids, schedule.bounds, schedule.placement)
     error = fault(broken)
     assert place(error) == ("overlap", 0, 1)
-    assert "no backward" in str(error)
+    assert "without a backward" in str(error)
 
 
 # ---- complete ----
@@ -159,7 +159,7 @@ def test_complete_one_twice_and_another_never_is_said_in_one_sentence() -> None:
 def test_complete_a_whole_backward_and_half_of_one(half: str) -> None:
     error = fault(scheduled([["0F0", "0F1", "0B0", f"0{half}0", "0B1"], GOOD[1]]))
     assert place(error) == ("complete", 0, 2)
-    assert f"0B0 is a whole backward, and the same stage and microbatch also run {half}" in str(error)
+    assert f"0B0 is a whole backward, but the same stage and microbatch also run {half}" in str(error)
 
 
 @pytest.mark.parametrize(("half", "other"), [("I", "W"), ("W", "I")])
@@ -177,7 +177,7 @@ def test_complete_a_forward_only_schedule_has_no_backward() -> None:
     sl.verify(scheduled([["0F0", "0F1"], ["1F0", "1F1"]], training=False))
     error = fault(scheduled([["0F0", "0F1"], ["1F0", "1B0", "1F1"]], training=False))
     assert place(error) == ("complete", 1, 1)
-    assert "1B0 is a backward, and this schedule is forward-only" in str(error)
+    assert "1B0 is a backward in a forward-only schedule" in str(error)
 
 
 def test_complete_a_training_schedule_without_any_backward() -> None:
@@ -237,7 +237,7 @@ def test_progress_a_long_circle_is_cut_short() -> None:
     programs = [*backward_first, [f"{ranks - 1}{a}" for a in ("F0", "F1", "B0", "B1")]]
     error = fault(scheduled(programs, sl.Placement.loop(ranks, microbatches=2)))
     assert error.rule == "progress"
-    assert "and so on round the circle" in str(error)
+    assert "and so on, in a cycle" in str(error)
     assert len(str(error)) < 500
 
 

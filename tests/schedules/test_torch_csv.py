@@ -378,7 +378,7 @@ def test_csv_round_trip(family: str, ranks: int, microbatches: int, tmp_path: Pa
 @pytest.mark.parametrize("family", TWO_WAY)
 def test_two_directions_have_no_csv(family: str, tmp_path: Path) -> None:
     schedule = sl.schedule(family, 4, 8)
-    with pytest.raises(sl.ScheduleError, match=r"every stage on two ranks.*one rank per stage.*\.json") as caught:
+    with pytest.raises(sl.ScheduleError, match=r"every stage is on two ranks.*one rank per stage.*\.json") as caught:
         schedule.write(tmp_path / "a.csv")
     assert caught.value.rule == "format"
     assert family in str(caught.value)

@@ -1,4 +1,4 @@
-"""One thing a rank does: a forward, a backward, half a backward, or a forward and a backward overlapped."""
+"""Actions: a forward, a backward, one half of a split backward, or an overlapped pair of a forward and a backward."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from stageline.common.errors import ScheduleError, shorten
 Kind: TypeAlias = Literal["F", "B", "I", "W"]
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
-"""F forward, B whole backward, I gradient of the input, W gradient of the weights."""
+"""F forward, B whole backward, I input gradient, W weight gradient."""
 
 F, B, I, W = range(4)
-"""The kinds as the numbers that arrays hold."""
+"""The same as the numbers in arrays."""
 
 OUTPUT_STEP = (1, -1, -1, 0)
 """For each kind, the distance from its stage to the stage that takes its output: F passes it on to the next stage, B
@@ -38,12 +38,12 @@ class Action(NamedTuple):
     microbatch: int
 
     def __str__(self) -> str:
-        """Write it as torch does: stage, kind, microbatch."""
+        # As in torch.distributed.pipelining: stage, kind, microbatch.
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
 class Overlap(NamedTuple):
-    """A forward and a backward issued together, so that one's transfers hide behind the other's arithmetic.
+    """A forward and a backward that run together, so that the transfers of one hide behind the compute of the other.
 
     >>> str(Overlap(Action("F", 0, 4), Action("B", 3, 1)))
     '(0F4;3B1)OVERLAP_F_B'
@@ -53,16 +53,15 @@ class Overlap(NamedTuple):
     backward: Action
 
     def __str__(self) -> str:
-        """Write it as torch does."""
         return f"({self.forward};{self.backward})OVERLAP_F_B"
 
 
 Entry: TypeAlias = Action | Overlap
-"""One line of a rank's program."""
+"""One entry of a rank's program."""
 
 
 def parse_entry(text: str) -> Entry:
-    """Read the text form of an action or of an overlapped pair.
+    """Parse the text form of an action or of an overlapped pair.
 
     >>> parse_entry("2F5")
     Action(kind='F', stage=2, microbatch=5)
@@ -73,7 +72,7 @@ def parse_entry(text: str) -> Entry:
         stage, kind, microbatch = match.groups()
         if max(int(stage), int(microbatch)) > LARGEST_INDEX:
             raise ScheduleError(
-                f"{text} names a stage or microbatch above {LARGEST_INDEX}, which is more than a schedule holds",
+                f"{text} names a stage or microbatch above {LARGEST_INDEX}, the largest allowed",
                 rule="format",
             )
         return Action(cast(Kind, kind), int(stage), int(microbatch))

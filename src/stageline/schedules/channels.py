@@ -1,16 +1,16 @@
 """The messages between ranks: their order on each channel, and how far ahead receives must be posted.
 
-A channel is an ordered pair of ranks, with forward and backward traffic apart. Its messages arrive in the order
-in which they were sent, and a send may block its rank until the matching receive is posted (a rendezvous, as
-NCCL and large gloo messages behave). A rank posts the receive of an entry at the latest when it comes to that
-entry; with a look-ahead of L it has also posted, on every channel, the L receives that follow.
+A channel is an ordered pair of ranks, with separate channels for forward and backward traffic. Its messages arrive in
+the order in which they were sent, and a send may block its rank until the matching receive is posted (a rendezvous, as
+with NCCL and large gloo messages). A rank posts the receive of an entry no later than when it reaches that entry; with
+a look-ahead of L it has also posted, on every channel, the L receives that follow.
 
     look-ahead 0    rank 0  F0 ─send─▶ F1 ─send─▶ blocked: rank 1 posts that receive after sending back B0
                     rank 1  F0    B0 ─send─▶ blocked: rank 0 posts that receive after F1        → deadlock
-    look-ahead 1    rank 1 has posted the receive of F1 while it runs F0                        → both go on
+    look-ahead 1    rank 1 has posted the receive of F1 while it runs F0                        → both continue
 
-A rank may take messages in another order than they were sent. It still receives them in the order sent, and parks those
-that it takes later: to take the third message, it has to post the receives of the first two.
+A rank may use messages in another order than they were sent. It still receives them in the order sent, and parks those
+that it uses later: to use the third message, it has to post the receives of the first two.
 """
 
 from __future__ import annotations
@@ -34,20 +34,19 @@ Traffic = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Channel:
-    """The messages from one rank to another in one kind of traffic: which action makes each of them."""
+    """The messages from one rank to another in one direction of traffic, each named by the action that sends it."""
 
     source: int
     target: int
     traffic: Traffic
     messages: Sequence[Action]
-    """In the order in which they are sent."""
+    """In the order sent."""
     taken: Sequence[Action]
-    """In the order in which the receiver takes them."""
+    """In the order in which the receiver uses them."""
     is_reordered: bool
     """Whether these two orders differ."""
 
     def __str__(self) -> str:
-        """Show the ends and the first messages."""
         later = f", taken as {_first(self.taken)}" if self.is_reordered else ""
         return f"{self.source} → {self.target} {self.traffic}: {_first(self.messages)}{later}"
 
@@ -58,7 +57,7 @@ def _first(messages: Sequence[Action]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Messages(Sequence[Action]):
-    """The senders' actions, made into objects when touched."""
+    """The actions of the senders, created on access."""
 
     schedule: Schedule
     senders: Ints
@@ -79,7 +78,7 @@ class _Messages(Sequence[Action]):
 
 @dataclass(frozen=True, eq=False)
 class Channels(Sequence[Channel]):
-    """All channels of a schedule; the messages lie in arrays, channel by channel, in the receiver's order."""
+    """All channels of a schedule; the arrays hold the messages channel by channel, in the receiver's order."""
 
     schedule: Schedule
     senders: Indices
@@ -88,11 +87,9 @@ class Channels(Sequence[Channel]):
     """The messages of channel c are at bounds[c] to bounds[c + 1]."""
 
     def __len__(self) -> int:
-        """Count the channels."""
         return len(self.bounds) - 1
 
     def __getitem__(self, key: int) -> Channel:  # type: ignore[override]
-        """Make one channel."""
         index = range(len(self))[key]
         senders = self.senders[self.bounds[index] : self.bounds[index + 1]]
         receiver = int(self.receivers[self.bounds[index]])
@@ -104,51 +101,50 @@ class Channels(Sequence[Channel]):
         return Channel(*ends, traffic, sent, taken, bool(self.reordered[index]))
 
     def __iter__(self) -> Iterator[Channel]:
-        """Make all channels."""
         return (self[index] for index in range(len(self)))
 
     @cached_property
     def sizes(self) -> Ints:
-        """How many messages each channel carries."""
+        """The number of messages of each channel."""
         return np.diff(self.bounds)
 
     @cached_property
     def numbers(self) -> Indices:
-        """For each message, which one it is on its channel, counted from 0."""
+        """For each message, its position on its channel in the receiver's order, counted from 0."""
         starts = np.repeat(self.bounds[:-1].astype(np.int32), self.sizes)
         return np.arange(len(self.senders), dtype=np.int32) - starts
 
     @cached_property
     def sent(self) -> Indices:
-        """For each message, which one it is on its channel in the order sent, counted from 0."""
+        """For each message, its position on its channel in the order sent, counted from 0."""
         channel = np.repeat(np.arange(len(self), dtype=np.int32), self.sizes)
-        found = np.empty(len(self.senders), dtype=np.int32)
-        found[np.lexsort((self.senders, channel))] = self.numbers
-        return found
+        positions = np.empty(len(self.senders), dtype=np.int32)
+        positions[np.lexsort((self.senders, channel))] = self.numbers
+        return positions
 
     @cached_property
     def reordered(self) -> NDArray[np.bool_]:
-        """For each channel, whether its messages are taken in another order than they were sent."""
+        """For each channel, whether its messages are used in another order than they were sent."""
         if not len(self):
             return np.zeros(0, dtype=bool)
         return np.logical_or.reduceat(self.sent != self.numbers, self.bounds[:-1])
 
     @cached_property
     def needed(self) -> Ints:
-        """For each message, how many its channel must have delivered when it is taken, counted through all channels:
-        itself, and all that were sent before it or taken before it."""
+        """For each message, how many messages its channel must have delivered when it is used, counted across all
+        channels: itself, and all that were sent or used before it."""
         start = np.repeat(self.bounds[:-1], self.sizes)
         return np.maximum.accumulate(start + self.sent) + 1
 
     def buffers(self, look_ahead: int) -> Ints:
-        """For each channel, the most receives that are posted at once and whose message is not taken yet."""
+        """For each channel, the maximum number of posted receives whose message has not been used yet."""
         if not len(self):
             return np.zeros(0, dtype=np.int64)
         posted = np.minimum(self.needed + look_ahead, np.repeat(self.bounds[1:], self.sizes))
         return np.maximum.reduceat(posted - np.arange(len(posted)), self.bounds[:-1])
 
     def targets(self) -> NDArray[np.int32]:
-        """Which rank each channel leads to."""
+        """The receiving rank of each channel."""
         return self.schedule.graph.rank[self.receivers[self.bounds[:-1]]]
 
 
@@ -172,22 +168,22 @@ def channels_of(schedule: Schedule) -> Channels:
 
 
 def check_channels(schedule: Schedule) -> None:
-    """On every channel, messages are taken in the order in which they are sent.
+    """On every channel, messages are used in the order in which they are sent.
 
-    The runtime does not ask for that: it parks what comes early. A certificate says whether it is so.
+    The runtime does not require this, as it parks early messages. A certificate says whether it holds.
     """
-    found = schedule.channels
-    overtakes = found.senders[1:] <= found.senders[:-1]
-    overtakes &= found.numbers[1:] > 0
+    channels = schedule.channels
+    overtakes = channels.senders[1:] <= channels.senders[:-1]
+    overtakes &= channels.numbers[1:] > 0
     if not overtakes.any():
         return
     at = int(np.argmax(overtakes)) + 1
-    earlier, later = schedule.action(int(found.senders[at])), schedule.action(int(found.senders[at - 1]))
-    rank, position = schedule.where(int(found.receivers[at - 1]))
-    source, _ = schedule.where(int(found.senders[at]))
+    earlier, later = schedule.action(int(channels.senders[at])), schedule.action(int(channels.senders[at - 1]))
+    rank, position = schedule.where(int(channels.receivers[at - 1]))
+    source, _ = schedule.where(int(channels.senders[at]))
     raise ScheduleError(
         f"rank {rank}, position {position}: takes the output of {later} before that of {earlier}, but rank "
-        f"{source} sends {earlier} first, and a channel delivers in order: what comes early has to be parked",
+        f"{source} sends {earlier} first, and a channel delivers in order: early messages have to be parked",
         rule="channels",
         rank=rank,
         position=position,
@@ -195,7 +191,7 @@ def check_channels(schedule: Schedule) -> None:
 
 
 def least_look_ahead(schedule: Schedule) -> int:
-    """Find how many receives must be posted ahead on every channel so that blocking sends cannot deadlock."""
+    """Return the number of receives to post ahead on every channel so that blocking sends cannot deadlock."""
     if is_safe(schedule, 0):
         return 0
     safe = 1
@@ -209,18 +205,18 @@ def least_look_ahead(schedule: Schedule) -> int:
 
 
 def is_safe(schedule: Schedule, look_ahead: int) -> bool:
-    """Say whether every rank gets to its end when a send blocks until its receive is posted.
+    """Whether every rank reaches its end if a send blocks until its receive is posted.
 
-    A rank arrives at an entry when all before it is run and sent; it has then posted the receives that it needs up to
-    here and `look_ahead` more. So a send lets its rank go on when the receiver has arrived at the first entry that
-    needs the message `look_ahead` before it on the channel.
+    A rank arrives at an entry when all entries before it have run and sent their output; by then it has posted the
+    receives that it needs up to here, and `look_ahead` more. So a send returns when the receiver has arrived at the
+    first entry that needs the message `look_ahead` before it on the channel.
     """
-    graph, found = schedule.graph, schedule.channels
-    gated = np.flatnonzero(found.sent >= look_ahead)
-    start = np.repeat(found.bounds[:-1], found.sizes)[gated]
+    graph, channels = schedule.graph, schedule.channels
+    gated = np.flatnonzero(channels.sent >= look_ahead)
+    start = np.repeat(channels.bounds[:-1], channels.sizes)[gated]
     poster = np.zeros(len(graph.source), dtype=np.int32)
-    first = np.searchsorted(found.needed, start + found.sent[gated] - look_ahead + 1)
-    poster[found.senders[gated]] = graph.place(found.receivers[first])
+    first = np.searchsorted(channels.needed, start + channels.sent[gated] - look_ahead + 1)
+    poster[channels.senders[gated]] = graph.place(channels.receivers[first])
     gates = graph.by_place(poster)
 
     done, arrived = (np.zeros(graph.places, dtype=bool) for _ in range(2))

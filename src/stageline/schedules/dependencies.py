@@ -1,13 +1,13 @@
-"""What waits for what: the dependencies of a schedule's actions, and a walk through them in waves.
+"""Dependencies between the actions of a schedule, and a walk through them in waves.
 
-An entry of a rank's program waits for the entry before it, and for the actions of other stages whose output its
-actions take. The walk lets every rank take one step at a time: wave after wave, all entries whose
-predecessors are done. It is one loop over arrays, so its cost grows with the number of actions, and it is
-what both `verify` (does the walk reach the end?) and `simulate` (when does each entry start?) are built on.
+An entry of a rank's program waits for the entry before it, and for the actions of other stages whose output it takes.
+The walk goes in waves: each wave runs the next entry of every rank whose predecessors are done. It is one loop over
+arrays, so its cost is proportional to the number of actions. Both `verify` (does the walk reach the end?) and
+`simulate` (when does each entry start?) are built on it.
 
-For the walk, the entries of all ranks lie end to end with a fence before every rank and one at the end:
+For the walk, the entries of all ranks are concatenated, with a fence before every rank and one at the end:
 
-    place   0  1  2  3  4  5  6  7        the entry after the one at place p is at p + 1, with no look-up,
+    place   0  1  2  3  4  5  6  7        the entry after place p is at p + 1, without a lookup,
             |  a  b  c  |  d  e  |        and place 0, a fence, stands for "none"
             rank 0      rank 1
 """
@@ -27,26 +27,26 @@ from stageline.schedules.schedule import Schedule
 
 Ints: TypeAlias = NDArray[np.integer[Any]]
 Indices: TypeAlias = NDArray[np.int32]
-"""Numbers of actions, entries or places: there are fewer than two thousand million of each."""
+"""Indices of actions, entries or places; there are fewer than 2**31 of each."""
 Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass(frozen=True)
 class Graph:
-    """The dependencies of a schedule in which every stage runs F and one backward for every microbatch.
+    """The dependencies of a complete schedule.
 
-    Actions are numbered through all ranks, and so are entries; where no entry is an overlapped pair the two
-    numberings are the same.
+    Actions and entries are both numbered across all ranks. The two numberings are the same unless some entries are
+    overlapped pairs.
     """
 
     source: Indices
-    """For each action, the action of another stage whose output it takes; −1 for none."""
+    """For each action, the action whose output it takes, or −1."""
     rank: NDArray[np.int32]
     """For each action, its rank."""
     pairs: Pairs | None
-    """How actions and entries belong together, where some entries are overlapped pairs."""
+    """The mapping between actions and entries; None if no entry is an overlapped pair."""
     first: Ints
-    """For each rank, its first entry, and one more for the end."""
+    """For each rank, its first entry; then the number of entries."""
 
     @cached_property
     def receivers(self) -> Ints:
@@ -55,12 +55,12 @@ class Graph:
 
     @property
     def entries(self) -> int:
-        """How many entries there are."""
+        """The number of entries."""
         return int(self.first[-1])
 
     @property
     def places(self) -> int:
-        """How many places there are: entries and fences."""
+        """The number of places: entries and fences."""
         return self.entries + len(self.first)
 
     @property
@@ -70,54 +70,54 @@ class Graph:
 
     @cached_property
     def is_entry(self) -> NDArray[np.bool_]:
-        """For each place, whether it is an entry and no fence."""
+        """For each place, whether it is an entry, not a fence."""
         inside = np.ones(self.places, dtype=bool)
         inside[self.fences] = False
         return inside
 
     def place(self, actions: Ints) -> Indices:
-        """The places of these actions' entries."""
+        """Return the places of the entries of these actions."""
         places = self.rank[actions] + np.int32(1)
         places += actions if self.pairs is None else self.pairs.entry_of[actions]
         return places
 
     def actions_of_entries(self) -> list[Indices]:
-        """List the actions of the entries: one array where each has one, else forwards and backwards, −1 for none."""
+        """Return the action of each entry; with pairs, one array of forwards and one of backwards, with −1 for none."""
         if self.pairs is None:
             return [np.arange(len(self.source), dtype=np.int32)]
         return [self.pairs.forward_of, self.pairs.backward_of]
 
     def by_place(self, values: NDArray[Number]) -> list[NDArray[Number]]:
-        """Lay one value per action out by place: one array, or one for forwards and one for backwards; else 0.
+        """Arrange one value per action by place; with pairs, in one array of forwards and one of backwards.
 
-        Each action of an entry has an array of its own, so no two of them meet in one element.
+        Places without a value are 0.
         """
-        found = []
+        arrays = []
         for actions in [None] if self.pairs is None else self.actions_of_entries():
-            laid = np.zeros(self.places, dtype=values.dtype)
-            laid[self.is_entry] = values if actions is None else np.where(actions >= 0, values[actions], 0)
-            found.append(laid)
-        return found
+            by_place = np.zeros(self.places, dtype=values.dtype)
+            by_place[self.is_entry] = values if actions is None else np.where(actions >= 0, values[actions], 0)
+            arrays.append(by_place)
+        return arrays
 
-    def by_action(self, laid: NDArray[Number]) -> NDArray[Number]:
-        """Read one value per action from values laid out by place."""
-        by_entry = laid[self.is_entry]
+    def by_action(self, values: NDArray[Number]) -> NDArray[Number]:
+        """Return one value per action, given one per place."""
+        by_entry = values[self.is_entry]
         return by_entry if self.pairs is None else by_entry[self.pairs.entry_of]
 
     @cached_property
     def sources(self) -> list[Indices]:
-        """For each place, the place of the entry whose output it takes; 0 for none. See `by_place`.
+        """For each place, the place of the entry whose output it takes, or 0; as `by_place` returns it.
 
-        A fence takes its own output: a rank that has come to its end stays there.
+        A fence takes its own output, so a rank that has reached its end stays there.
         """
-        found = self.by_place(np.where(self.source >= 0, self.place(self.source), np.int32(0)))
-        for source in found:
+        sources = self.by_place(np.where(self.source >= 0, self.place(self.source), np.int32(0)))
+        for source in sources:
             source[self.fences] = self.fences
-        return found
+        return sources
 
     @cached_property
     def waves(self) -> list[Ints]:
-        """The places in waves; they hold all entries just when no entries wait for one another."""
+        """The places of each wave; together they hold all entries if and only if there is no deadlock."""
         inputs = self.sources
         done = np.zeros(self.places, dtype=bool)
         done[0] = True
@@ -142,7 +142,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Pairs:
-    """How actions and entries belong together, where some entries are overlapped pairs."""
+    """The mapping between actions and entries of a schedule with overlapped pairs."""
 
     entry_of: Indices
     """For each action, its entry."""
@@ -153,7 +153,7 @@ class Pairs:
 
 
 def graph_of(schedule: Schedule) -> Graph:
-    """Find what waits for what; the schedule must be complete (see `rules`)."""
+    """Return the dependencies of a schedule, which must be complete (see `rules`)."""
     is_forward = schedule.action_kinds == kinds.F
     source = np.full(schedule.num_actions, -1, dtype=np.int32)
     steps = np.array(OUTPUT_STEP)[schedule.action_kinds]
@@ -173,11 +173,11 @@ def graph_of(schedule: Schedule) -> Graph:
     return Graph(source, rank, Pairs(entry_of, forward_of, backward_of), first)
 
 
-def _link(source: Indices, schedule: Schedule, chosen: NDArray[np.bool_], step: int) -> None:
-    """Give each of these actions the one of the neighbouring stage, whose key is a step away, as its source."""
-    actions = np.flatnonzero(chosen)
+def _link(source: Indices, schedule: Schedule, selected: NDArray[np.bool_], step: int) -> None:
+    """Set the source of the selected actions: the one of the neighbouring stage, whose key is `step` away."""
+    actions = np.flatnonzero(selected)
     keys = schedule.keys[actions]
-    # The first or last stage finds −1 beyond the end.
+    # The first or last stage reads −1 beyond the end.
     table = np.full(schedule.stages * schedule.microbatches + abs(step), -1, dtype=np.int32)
     table[keys] = actions
     keys += keys.dtype.type(step)

@@ -1,4 +1,4 @@
-"""Schedules on disk: our JSON, and torch's CSV, which torchtitan reads too. See `docs/formats.md`."""
+"""Schedule files: Stageline's JSON, and torch's CSV, which torchtitan also reads. See `docs/formats.md`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from stageline.common.files import read_text, write_text
 from stageline.schedules.placement import Placement
 from stageline.schedules.schedule import Schedule
 
-_MOVES = re.compile(r"[0-9]{0,12}(?:SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]{0,12}")
-"""What torch does beside computing: messages between stages, and the parameters of sharded data parallelism."""
+_COMMUNICATION = re.compile(r"[0-9]{0,12}(?:SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]{0,12}")
+"""Actions of torch that compute nothing: messages between stages, and collectives of sharded data parallelism."""
 
 FORMAT = "stageline-schedule"
 VERSION = 1
 
 
 def write_schedule(schedule: Schedule, path: str | Path) -> None:
-    """Write a schedule as JSON or CSV, by the ending of the name; an existing file is replaced only when done."""
+    """Write a schedule as JSON or CSV, depending on the file name. An existing file is replaced atomically."""
     target = Path(path)
     ending = target.suffix.lower()
     if ending == ".json":
@@ -34,33 +34,31 @@ def write_schedule(schedule: Schedule, path: str | Path) -> None:
     elif ending == ".csv":
         if schedule.placement.directions > 1:
             raise ScheduleError(
-                f"{schedule.name} has no CSV form: it holds every stage on two ranks, one for each direction, and "
+                f"{schedule.name} cannot be written as CSV: every stage is on two ranks, one for each direction, and "
                 "torch's CSV has one rank per stage; write .json instead",
                 rule="format",
             )
         for rank, program in enumerate(schedule.programs):
             if not len(program):
                 raise ScheduleError(
-                    f"rank {rank} runs nothing, and torch's CSV cannot say so; write .json instead", rule="format"
+                    f"rank {rank} runs nothing, which torch's CSV cannot express; write .json instead", rule="format"
                 )
         text = (",".join(map(str, program)) + "\n" for program in schedule.programs)
     else:
-        raise ScheduleError(f"cannot tell the format of {target.name!r}: end the name in .json or .csv", rule="format")
+        raise ScheduleError(f"unknown format of {target.name!r}: the name must end in .json or .csv", rule="format")
     write_text(target, text, format_error)
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """Read a schedule from JSON or from torch's CSV, by the ending of the name.
+    """Read a schedule from JSON or from torch's CSV, depending on the file name.
 
-    Of a CSV with communication (torch's `compute_comms`), the computation is read: what is sent, received, gathered and
-    reduced follows from it here. The file is parsed and not judged: `stageline.verify` does that.
+    Communication in a CSV (torch's `compute_comms`) is ignored, as it follows from the computation. The schedule is not
+    checked; use `stageline.verify`.
     """
     source = Path(path)
     ending = source.suffix.lower()
     if ending not in (".json", ".csv"):
-        raise ScheduleError(
-            f"cannot tell the format of {source.name!r}: the name must end in .json or .csv", rule="format"
-        )
+        raise ScheduleError(f"unknown format of {source.name!r}: the name must end in .json or .csv", rule="format")
     text = read_text(source, "schedule", format_error)
     with naming(source):
         return schedule_from(parse_json(text)) if ending == ".json" else _from_csv(text, source.stem)
@@ -77,7 +75,7 @@ def naming(source: Path) -> Iterator[None]:
 
 
 def schedule_lines(schedule: Schedule) -> Iterator[str]:
-    """Write a schedule as JSON, one line per rank, so that two schedules can be compared with diff."""
+    """Yield a schedule as JSON, one line per rank, so that two schedules can be compared with diff."""
     placement = schedule.placement
     head: dict[str, Any] = {
         "format": FORMAT,
@@ -102,12 +100,12 @@ def schedule_lines(schedule: Schedule) -> Iterator[str]:
 
 
 def format_error(message: str) -> ScheduleError:
-    """An error about a file."""
+    """Return an error about a file."""
     return ScheduleError(message, rule="format")
 
 
 def _from_csv(text: str, name: str) -> Schedule:
-    """One row per rank; empty cells are torch's idle steps and carry nothing, nor do cells of communication."""
+    """Parse torch's CSV: one row per rank; empty cells are idle steps."""
     try:
         rows = list(csv.reader(text.splitlines(), strict=True))
     except csv.Error as error:
@@ -119,17 +117,17 @@ def _from_csv(text: str, name: str) -> Schedule:
 
 
 def _computation(cell: str) -> str:
-    """What a cell of torch's CSV computes; nothing where it only moves tensors or shards of parameters.
+    """Return what a cell of torch's CSV computes; empty for communication.
 
     >>> [_computation(cell) for cell in ("0F1", "0SEND_F1", "1UNSHARD", "", "(0F4;3B1)OVERLAP_F_B")]
     ['0F1', '', '', '', '(0F4;3B1)OVERLAP_F_B']
     """
     if cell.startswith("(") and cell.endswith(")OVERLAP_F_B"):
         inside = cell[1 : -len(")OVERLAP_F_B")].split(";")
-        parts = [part.strip() for part in inside if not _MOVES.fullmatch(part.strip())]
-        # A pair of which one half only moves something is the other half alone.
+        parts = [part.strip() for part in inside if not _COMMUNICATION.fullmatch(part.strip())]
+        # If one half of a pair is communication, only the other half is left.
         return cell if len(parts) == len(inside) else ";".join(parts)
-    return "" if _MOVES.fullmatch(cell) else cell
+    return "" if _COMMUNICATION.fullmatch(cell) else cell
 
 
 def schedule_from(parsed: object) -> Schedule:

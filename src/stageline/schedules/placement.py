@@ -1,4 +1,4 @@
-"""Which rank holds which stage."""
+"""Placements: the rank of every stage."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ Pattern: TypeAlias = Literal["loop", "v"]
 class Placement:
     """The rank of every stage, for each direction in which microbatches travel.
 
-    Most schedules have one direction: every microbatch passes the stages in the same places. A schedule with
-    two directions (chimera, dualpipe) holds each stage twice, and a microbatch's direction says which copy
-    it uses.
+    Most schedules have one direction. A schedule with two directions (chimera, dualpipe) holds each stage on two ranks,
+    and the direction of a microbatch says which of them runs it.
 
-    `table[d, s]` is the rank that holds stage `s` for microbatches of direction `d`; `direction[m]` is the
-    direction of microbatch `m`.
+    `table[d, s]` is the rank of stage `s` for microbatches of direction `d`; `direction[m]` is the direction of
+    microbatch `m`.
 
     >>> Placement.v(ranks=3).table.tolist()
     [[0, 1, 2, 2, 1, 0]]
@@ -35,7 +34,7 @@ class Placement:
 
     @classmethod
     def of(cls, ranks: int, table: ArrayLike, direction: ArrayLike) -> Placement:
-        """Make a placement from one row of ranks per direction and one direction per microbatch."""
+        """Return a placement, given one row of ranks per direction and one direction per microbatch."""
         rows = np.atleast_2d(np.asarray(table, dtype=np.int32))
         return cls(ranks, rows, np.asarray(direction, dtype=np.int8))
 
@@ -77,23 +76,23 @@ class Placement:
 
     @classmethod
     def two_way(cls, ranks: int, direction: ArrayLike) -> Placement:
-        """Stage s on rank s for microbatches that go down, on rank P−1−s for those that go up."""
+        """Place stage s on rank s for microbatches of direction 0, and on rank P−1−s for those of direction 1."""
         down = np.arange(ranks)
         return cls.of(ranks, np.stack([down, down[::-1]]), direction)
 
     @property
     def stages(self) -> int:
-        """How many stages the model is cut into."""
+        """The number of stages."""
         return int(self.table.shape[1])
 
     @property
     def microbatches(self) -> int:
-        """How many microbatches have a direction."""
+        """The number of microbatches."""
         return int(self.direction.shape[0])
 
     @property
     def directions(self) -> int:
-        """In how many directions microbatches travel: 1, or 2 where the weights are held twice."""
+        """The number of directions: 1, or 2 if every stage is on two ranks."""
         return int(self.table.shape[0])
 
     @property
@@ -112,7 +111,7 @@ class Placement:
         return next((p for p in patterns if np.array_equal(row, self.of_pattern(p, self.ranks, chunks).table[0])), None)
 
     def rank_of(self, stage: int, microbatch: int = 0) -> int:
-        """Name the rank that runs this stage for this microbatch.
+        """Return the rank that runs this stage for this microbatch.
 
         >>> Placement.two_way(4, direction=[0, 1]).rank_of(stage=0, microbatch=1)
         3
@@ -131,13 +130,13 @@ class Placement:
     def ranks_of(
         self, stages: NDArray[np.int32], microbatches: NDArray[np.int32] | NDArray[np.int64]
     ) -> NDArray[np.int32]:
-        """Name the rank of many actions at once."""
+        """Return the ranks of many actions."""
         if self.directions == 1:
             return np.asarray(self.table[0][stages])
         return np.asarray(self.table[self.direction[microbatches], stages])
 
     def stages_of(self, rank: int) -> list[int]:
-        """List the stages a rank holds, in the order of the model.
+        """Return the stages of a rank, in model order.
 
         >>> Placement.v(ranks=4).stages_of(1)
         [1, 6]

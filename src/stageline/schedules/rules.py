@@ -1,7 +1,6 @@
-"""What makes a schedule right: a table of rules, one function each, in the order in which they are asked.
+"""The rules that a valid schedule satisfies: one function each, in the order in which they are checked.
 
-A rule raises `ScheduleError` with its own name, the place, and a sentence about what is wrong there. Each may rely
-on the ones before it.
+A rule raises `ScheduleError` with its name, the place and the problem. Each may rely on the ones before it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Rule: TypeAlias = Callable[[Schedule], None]
 
 
 def check_placement(schedule: Schedule) -> None:
-    """Every stage is held by a rank that exists, for every microbatch."""
+    """Every stage is on an existing rank, for every microbatch."""
     placement = schedule.placement
     if placement.stages == 0 or placement.microbatches == 0 or schedule.ranks == 0:
         raise ScheduleError(
@@ -31,47 +30,47 @@ def check_placement(schedule: Schedule) -> None:
             f"{placement.stages} and {placement.microbatches}",
             rule="placement",
         )
-    strays = np.argwhere((placement.table < 0) | (placement.table >= schedule.ranks))
-    if len(strays):
-        direction, stage = strays[0].tolist()
+    invalid = np.argwhere((placement.table < 0) | (placement.table >= schedule.ranks))
+    if len(invalid):
+        direction, stage = invalid[0].tolist()
         rank = int(placement.table[direction, stage])
-        held = "no rank" if rank < 0 else f"rank {rank}"
+        owner = "no rank" if rank < 0 else f"rank {rank}"
         raise ScheduleError(
-            f"stage {stage} is held by {held}; every stage needs one of the ranks 0 to {schedule.ranks - 1}",
+            f"stage {stage} is on {owner}; every stage must be on one of the ranks 0 to {schedule.ranks - 1}",
             rule="placement",
         )
     if placement.direction.min() < 0 or placement.direction.max() >= placement.directions:
         microbatch = int(np.argmax((placement.direction < 0) | (placement.direction >= placement.directions)))
         raise ScheduleError(
-            f"microbatch {microbatch} travels in direction {placement.direction[microbatch]}, "
-            f"and the placement has {placement.directions}",
+            f"microbatch {microbatch} has direction {placement.direction[microbatch]}, but the placement has "
+            f"{placement.directions}",
             rule="placement",
         )
 
 
 def check_known(schedule: Schedule) -> None:
-    """Every action names a stage and a microbatch that exist."""
+    """Every action has an existing stage and microbatch."""
     for column, count, what in (
         (schedule.stage_ids, schedule.stages, "stage"),
         (schedule.microbatch_ids, schedule.microbatches, "microbatch"),
     ):
-        stray = np.flatnonzero((column < 0) | (column >= count))
-        if len(stray):
+        invalid = np.flatnonzero((column < 0) | (column >= count))
+        if len(invalid):
             _fail(
                 schedule,
-                int(stray[0]),
+                int(invalid[0]),
                 "known",
                 f"names a {what} that does not exist; there are {count}, counted from 0",
             )
 
 
 def check_owner(schedule: Schedule) -> None:
-    """Every action runs on the rank that holds its stage."""
+    """Every action runs on the rank of its stage."""
     rank = np.repeat(np.arange(schedule.ranks, dtype=np.int32), np.diff(schedule.bounds))
     owner = schedule.placement.ranks_of(schedule.stage_ids, schedule.microbatch_ids)
-    stray = np.flatnonzero(rank != owner)
-    if len(stray):
-        index = int(stray[0])
+    invalid = np.flatnonzero(rank != owner)
+    if len(invalid):
+        index = int(invalid[0])
         _fail(
             schedule, index, "owner", f"belongs on rank {owner[index]}, which holds stage {schedule.stage_ids[index]}"
         )
@@ -84,18 +83,20 @@ def check_overlap(schedule: Schedule) -> None:
         return
     ends = schedule.bounds[1:]
     for index in pairs[np.isin(pairs + 1, ends)].tolist():
-        _fail(schedule, index, "overlap", "is the forward of a pair that has no backward")
+        _fail(schedule, index, "overlap", "is the forward of a pair without a backward")
     first, second = schedule.action_kinds[pairs], schedule.action_kinds[pairs + 1]
-    bad = np.flatnonzero((first != kinds.F) | ~np.isin(second, (kinds.B, kinds.I)) | schedule.pair_starts[pairs + 1])
-    if len(bad):
-        index = int(pairs[bad[0]])
+    invalid = np.flatnonzero(
+        (first != kinds.F) | ~np.isin(second, (kinds.B, kinds.I)) | schedule.pair_starts[pairs + 1]
+    )
+    if len(invalid):
+        index = int(pairs[invalid[0]])
         _fail(
             schedule, index, "overlap", f"is paired with {schedule.action(index + 1)}; a pair is one F and one B or I"
         )
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Every stage runs F and its backward (B, or I and W) exactly once for each microbatch; F alone in inference."""
+    """Every stage runs F and its backward (B, or I and W) exactly once per microbatch; in inference, only F."""
     size = schedule.stages * schedule.microbatches
     key = schedule.keys
     plain = schedule.action_kinds
@@ -106,8 +107,8 @@ def check_complete(schedule: Schedule) -> None:
     none = np.zeros(size, dtype=np.int8)
     count: dict[str, Ints] = {}
     for code, kind in enumerate(KINDS):
-        chosen = plain == code
-        count[kind] = np.bincount(key[chosen], minlength=size) if chosen.any() else none
+        is_kind = plain == code
+        count[kind] = np.bincount(key[is_kind], minlength=size) if is_kind.any() else none
 
     for kind in KINDS:
         twice = count[kind] > 1
@@ -117,7 +118,7 @@ def check_complete(schedule: Schedule) -> None:
         for kind in KINDS[1:]:
             if count[kind].any():
                 index = int(np.flatnonzero(plain == KINDS.index(kind))[0])
-                _fail(schedule, index, "complete", "is a backward, and this schedule is forward-only")
+                _fail(schedule, index, "complete", "is a backward in a forward-only schedule")
     for half in ("I", "W"):
         both = (count["B"] > 0) & (count[half] > 0)
         if both.any():
@@ -126,7 +127,7 @@ def check_complete(schedule: Schedule) -> None:
                 schedule,
                 index,
                 "complete",
-                f"is a whole backward, and the same stage and microbatch also run {half}: either B, or I and W",
+                f"is a whole backward, but the same stage and microbatch also run {half}; use either B, or I and W",
             )
     split = (count["I"] > 0) | (count["W"] > 0)
     lacking = {
@@ -141,7 +142,7 @@ def check_complete(schedule: Schedule) -> None:
 
 
 def check_progress(schedule: Schedule) -> None:
-    """Dependencies together with each rank's order have no cycle: everyone gets to the end."""
+    """The dependencies and the order of each rank have no cycle, so every rank reaches its end."""
     _check_local_order(schedule)
     if not schedule.graph.is_acyclic:
         _report_cycle(schedule)
@@ -156,13 +157,13 @@ RULES: dict[str, Rule] = {
     "progress": check_progress,
     "channels": check_channels,
 }
-"""All rules by name, in the order in which they are asked; `docs/verify.md` has a paragraph on each."""
+"""All rules by name, in the order in which they are checked; `docs/verify.md` describes each."""
 
 
-def _fail(schedule: Schedule, index: int, rule: str, sentence: str) -> NoReturn:
+def _fail(schedule: Schedule, index: int, rule: str, problem: str) -> NoReturn:
     rank, position = schedule.where(index)
-    said = f"rank {rank}, position {position}: {schedule.action(index)} {sentence}"
-    raise ScheduleError(said, rule=rule, rank=rank, position=position)
+    message = f"rank {rank}, position {position}: {schedule.action(index)} {problem}"
+    raise ScheduleError(message, rule=rule, rank=rank, position=position)
 
 
 def _report_twice(
@@ -173,9 +174,9 @@ def _report_twice(
     twice: NDArray[np.bool_],
     count: Ints,
 ) -> NoReturn:
-    """Name both places of an action that runs twice, and what its stage never runs instead."""
-    found = np.flatnonzero((plain == KINDS.index(kind)) & twice[key])
-    same = found[key[found] == key[found[0]]]
+    """Report both places of an action that runs twice, and the microbatch that its stage never runs instead."""
+    repeated = np.flatnonzero((plain == KINDS.index(kind)) & twice[key])
+    same = repeated[key[repeated] == key[repeated[0]]]
     (_, one), (rank, two) = schedule.where(int(same[0])), schedule.where(int(same[1]))
     stage, microbatch = divmod(int(key[same[0]]), schedule.microbatches)
     row = count[stage * schedule.microbatches : (stage + 1) * schedule.microbatches]
@@ -201,7 +202,7 @@ def _report_missing(schedule: Schedule, key: int, what: str) -> NoReturn:
 
 
 def _check_local_order(schedule: Schedule) -> None:
-    """F comes before the backward of the same stage and microbatch, and I before W, on the rank they share."""
+    """On each rank, F comes before the backward of the same stage and microbatch, and I before W."""
     done_at = np.zeros(schedule.stages * schedule.microbatches, dtype=np.int32)
     for mine in schedule.slices():
         plain = schedule.action_kinds[mine]
@@ -212,7 +213,7 @@ def _check_local_order(schedule: Schedule) -> None:
             done_at[key[first]] = first
             needs = done_at[key[then]]
             wrong = needs > then
-            # A pair starts both at once, so its backward cannot need its forward.
+            # The two actions of a pair start together, so the backward cannot need the forward.
             wrong |= (needs == then - 1) & schedule.pair_starts[mine][needs]
             if wrong.any():
                 late, need = int(then[np.argmax(wrong)]), int(needs[np.argmax(wrong)])
@@ -227,7 +228,7 @@ def _check_local_order(schedule: Schedule) -> None:
 
 
 def _report_cycle(schedule: Schedule) -> NoReturn:
-    """Follow what is stuck from one entry to the one it waits for, until the circle closes."""
+    """Follow the waiting entries from one to the next until they form a cycle, and report it."""
     graph = schedule.graph
     stuck = np.ones(graph.places, dtype=bool)
     stuck[graph.fences] = False
@@ -239,19 +240,19 @@ def _report_cycle(schedule: Schedule) -> NoReturn:
     while place not in seen:
         seen[place] = len(path)
         path.append(place)
-        waited = [int(source[place]) for source in graph.sources] + [place - 1]
-        place = next(other for other in waited if stuck[other])
-    circle = path[seen[place] :]
-    ranks = (np.searchsorted(graph.fences, circle, side="right") - 1).tolist()
-    names = [_named(schedule, rank, at) for rank, at in zip(ranks, circle, strict=True)]
-    # Only the steps from one program to another are worth a word; those within one are its own order.
-    words = []
-    for here in range(len(circle)):
-        there = (here + 1) % len(circle)
-        if circle[there] != circle[here] - 1:
-            words.append(f"rank {ranks[here]} at {names[here]} waits for {names[there]} of rank {ranks[there]}")
-    shown = "; ".join(words[:4]) + ("; and so on round the circle" if len(words) > 4 else "")
-    position = int(circle[0] - graph.fences[ranks[0]] - 1)
+        awaited = [int(source[place]) for source in graph.sources] + [place - 1]
+        place = next(other for other in awaited if stuck[other])
+    cycle = path[seen[place] :]
+    ranks = (np.searchsorted(graph.fences, cycle, side="right") - 1).tolist()
+    names = [_name_of(schedule, rank, at) for rank, at in zip(ranks, cycle, strict=True)]
+    # Report only the steps from one rank to another, not those within a program.
+    steps = []
+    for here in range(len(cycle)):
+        there = (here + 1) % len(cycle)
+        if cycle[there] != cycle[here] - 1:
+            steps.append(f"rank {ranks[here]} at {names[here]} waits for {names[there]} of rank {ranks[there]}")
+    shown = "; ".join(steps[:4]) + ("; and so on, in a cycle" if len(steps) > 4 else "")
+    position = int(cycle[0] - graph.fences[ranks[0]] - 1)
     raise ScheduleError(
         f"rank {ranks[0]}, position {position}: deadlock: {shown}",
         rule="progress",
@@ -260,6 +261,6 @@ def _report_cycle(schedule: Schedule) -> NoReturn:
     )
 
 
-def _named(schedule: Schedule, rank: int, place: int) -> str:
+def _name_of(schedule: Schedule, rank: int, place: int) -> str:
     position = int(place - schedule.graph.fences[rank] - 1)
     return f"{schedule.programs[rank][position]} (position {position})"

@@ -1,7 +1,7 @@
-"""The words that families are written in: runs of actions, put after one another or woven together.
+"""Runs of actions, and functions that combine them: the vocabulary in which families are written.
 
-A run is an array with one row per action: kind, stage, microbatch. Families combine runs instead of appending
-actions one by one, which keeps them short and makes millions of actions in a fraction of a second.
+A run is an array with one row per action: kind, stage, microbatch. Families combine runs instead of appending actions
+one by one, which keeps them short and fast for millions of actions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stageline.schedules import action as kinds
 Run: TypeAlias = NDArray[np.int32]
 
 PAIRED = 8
-"""Added to a kind: this forward and the backward in the next row are one overlapped pair."""
+"""Added to the kind of a forward that forms an overlapped pair with the backward in the next row."""
 
 
 def _run(kind: int, stage: ArrayLike, microbatches: ArrayLike) -> Run:
@@ -30,7 +30,7 @@ def _run(kind: int, stage: ArrayLike, microbatches: ArrayLike) -> Run:
 
 
 def forward(stage: ArrayLike, microbatches: ArrayLike) -> Run:
-    """F of these microbatches, on one stage or on one stage each.
+    """Return F of these microbatches, on one stage or on one stage each.
 
     >>> forward(2, range(3)).tolist()
     [[0, 2, 0], [0, 2, 1], [0, 2, 2]]
@@ -39,27 +39,27 @@ def forward(stage: ArrayLike, microbatches: ArrayLike) -> Run:
 
 
 def backward(stage: ArrayLike, microbatches: ArrayLike) -> Run:
-    """B of these microbatches."""
+    """Return B of these microbatches."""
     return _run(kinds.B, stage, microbatches)
 
 
 def backward_input(stage: ArrayLike, microbatches: ArrayLike) -> Run:
-    """I of these microbatches."""
+    """Return I of these microbatches."""
     return _run(kinds.I, stage, microbatches)
 
 
 def backward_weight(stage: ArrayLike, microbatches: ArrayLike) -> Run:
-    """W of these microbatches."""
+    """Return W of these microbatches."""
     return _run(kinds.W, stage, microbatches)
 
 
 def join(*runs: Run) -> Run:
-    """One run after the other."""
+    """Concatenate runs."""
     return np.concatenate(runs) if runs else np.empty((0, 3), dtype=np.int32)
 
 
 def take_turns(*runs: Run) -> Run:
-    """One action of each run in turn: a0 b0 c0 a1 b1 c1 …; the runs are equally long.
+    """Alternate between runs of equal length: a0 b0 c0 a1 b1 c1 …
 
     >>> take_turns(forward(0, [4, 5]), backward(0, [1, 2])).tolist()
     [[0, 0, 4], [1, 0, 1], [0, 0, 5], [1, 0, 2]]
@@ -68,9 +68,9 @@ def take_turns(*runs: Run) -> Run:
 
 
 def weave(*delayed: tuple[Run, int]) -> Run:
-    """Take turns with delays: in turn i, the action i − delay of each run that has one.
+    """Alternate between runs with delays: turn i has action i − delay of each run, where it exists.
 
-    This is the heart of most families. 1F1B on a rank with two warm-up forwards:
+    Most families are built on it. 1F1B on a rank with two warm-up forwards:
 
     >>> order = weave((forward(0, range(4)), 0), (backward(0, range(4)), 2))
     >>> " ".join("FBIW"[kind] + str(microbatch) for kind, _, microbatch in order.tolist())
@@ -80,19 +80,12 @@ def weave(*delayed: tuple[Run, int]) -> Run:
     return join(*(run for run, _ in delayed))[np.argsort(turns, kind="stable")]
 
 
-def overlap(forwards: Run, backwards: Run) -> Run:
-    """Pair each forward with a backward, to be issued together."""
-    pairs = take_turns(forwards, backwards)
-    pairs[::2, 0] += PAIRED
-    return pairs
-
-
 def by_slot(timed: Iterable[tuple[Run, NDArray[np.int64]]]) -> Run:
-    """Order actions by the time slot that a family gives each of them."""
+    """Sort actions by time slot."""
     runs, slots = zip(*timed, strict=True)
     return join(*runs)[np.argsort(np.concatenate(slots), kind="stable")]
 
 
 def keep_microbatches(run: Run, microbatches: int) -> Run:
-    """Drop the actions of microbatches that are not there."""
+    """Drop the actions of microbatches from `microbatches` on."""
     return run[run[:, 2] < microbatches]

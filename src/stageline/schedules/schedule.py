@@ -1,4 +1,4 @@
-"""The one object that everything else reads: what runs where, in which order."""
+"""The schedule: what every rank runs, in which order. Everything else reads it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Program(Sequence[Entry]):
-    """The entries of one rank, in the order in which it runs them: a view, made into objects when touched."""
+    """The entries of one rank, in the order in which it runs them: a view that creates them on access."""
 
     kinds: NDArray[np.uint8]
     stages: NDArray[np.int32]
     microbatches: NDArray[np.int32]
     heads: NDArray[np.int64] | None
-    """Where each entry begins; None where no entry is an overlapped pair."""
+    """The index of the first action of each entry; None if no entry is an overlapped pair."""
 
     def __len__(self) -> int:
-        """Count entries; an overlapped pair is one."""
         return len(self.kinds) if self.heads is None else len(self.heads)
 
     def _action(self, index: int) -> Action:
@@ -44,7 +43,6 @@ class Program(Sequence[Entry]):
     @overload
     def __getitem__(self, key: slice) -> list[Entry]: ...
     def __getitem__(self, key: int | slice) -> Entry | list[Entry]:
-        """Make the entry at a position, or those of a slice."""
         if isinstance(key, slice):
             return [self[position] for position in range(*key.indices(len(self)))]
         position = range(len(self))[key]
@@ -54,7 +52,7 @@ class Program(Sequence[Entry]):
         return self._action(index)
 
     def __iter__(self) -> Iterator[Entry]:
-        """Make all entries, faster than one by one."""
+        # Faster than indexing one by one.
         columns = zip(self.kinds.tolist(), self.stages.tolist(), self.microbatches.tolist(), strict=True)
         for kind, stage, microbatch in columns:
             action = Action(KINDS[kind % PAIRED], stage, microbatch)
@@ -65,7 +63,6 @@ class Program(Sequence[Entry]):
                 yield action
 
     def __eq__(self, other: object) -> bool:
-        """Compare entry by entry, with any sequence."""
         if not isinstance(other, Sequence) or isinstance(other, str):
             return NotImplemented
         return len(self) == len(other) and all(mine == yours for mine, yours in zip(self, other, strict=True))
@@ -73,7 +70,6 @@ class Program(Sequence[Entry]):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        """Show the text form of the entries."""
         shown = " ".join(str(entry) for entry in self[:12])
         return f"<Program {shown}{' …' if len(self) > 12 else ''} ({len(self)} entries)>"
 
@@ -82,7 +78,7 @@ class Program(Sequence[Entry]):
 class Schedule:
     """What every rank runs, in which order: data that is verified, simulated, drawn and executed.
 
-    Make one with `stageline.schedule`, `stageline.read_schedule` or `Schedule.from_programs`.
+    Create one with `stageline.schedule`, `stageline.read_schedule` or `Schedule.from_programs`.
 
     >>> import stageline as sl
     >>> s = sl.schedule("1f1b", ranks=2, microbatches=3)
@@ -93,17 +89,18 @@ class Schedule:
     >>> s.rank_of(stage=1, microbatch=0)
     1
 
-    The actions of all ranks lie end to end in the arrays `kinds`, `stage_ids` and `microbatch_ids`; those of
-    rank r are at `bounds[r]` to `bounds[r + 1]`.
+    The arrays `kinds`, `stage_ids` and `microbatch_ids` hold the actions of all ranks, one rank after the other; those
+    of rank r are at `bounds[r]` to `bounds[r + 1]`.
     """
 
     kinds: NDArray[np.uint8]
+    """How actions are stored; read `action_kinds` and `pair_starts` instead."""
     stage_ids: NDArray[np.int32]
     microbatch_ids: NDArray[np.int32]
     bounds: NDArray[np.int64]
     placement: Placement
     training: bool = True
-    """False for inference: every stage runs F alone."""
+    """False for inference: every stage runs only F."""
     name: str = "custom"
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -117,7 +114,7 @@ class Schedule:
         name: str = "custom",
         options: Mapping[str, Any] | None = None,
     ) -> Schedule:
-        """Make a schedule from one run of actions per rank (see `stageline.schedules.runs`)."""
+        """Create a schedule from one run of actions per rank (see `stageline.schedules.runs`)."""
         sizes = [len(run) for run in runs]
         kinds = np.empty(sum(sizes), dtype=np.uint8)
         stages = np.empty(sum(sizes), dtype=np.int32)
@@ -140,10 +137,10 @@ class Schedule:
         name: str = "custom",
         options: Mapping[str, Any] | None = None,
     ) -> Schedule:
-        """Make a schedule from one list of actions (or their text forms) per rank.
+        """Create a schedule from one list of actions (or their text forms) per rank.
 
-        Without a placement, each stage belongs to the rank that runs most of its actions. Nothing is judged
-        here: that is what `stageline.verify` is for.
+        Without a placement, each stage belongs to the rank that runs most of its actions. The schedule is not checked;
+        use `stageline.verify`.
 
         >>> s = Schedule.from_programs([["0F0", "0B0"], ["1F0", "1B0"]])
         >>> s.programs[1][0]
@@ -152,12 +149,12 @@ class Schedule:
         if not isinstance(programs, Sequence | np.ndarray) or isinstance(programs, str):
             raise ScheduleError(f"expected one list of actions per rank, got {shorten(programs)}", rule="format")
         if len(programs) == 0:
-            raise ScheduleError("a schedule needs at least one rank, and got none")
+            raise ScheduleError("a schedule needs at least one rank, got none")
         if not name.isprintable():
             raise ScheduleError(f"the name of a schedule must be printable, got {shorten(name)}", rule="format")
         runs = [_encode(program, rank) for rank, program in enumerate(programs)]
         if sum(map(len, runs)) == 0:
-            raise ScheduleError("a schedule needs at least one action, and got none", rule="complete")
+            raise ScheduleError("a schedule needs at least one action, got none", rule="complete")
         if placement is None:
             placement = infer_placement(runs, microbatches)
         if training is None:
@@ -166,42 +163,42 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """How many ranks run it."""
+        """The number of ranks."""
         return len(self.bounds) - 1
 
     @property
     def stages(self) -> int:
-        """How many stages the model is cut into."""
+        """The number of stages."""
         return self.placement.stages
 
     @property
     def microbatches(self) -> int:
-        """How many microbatches a step has."""
+        """The number of microbatches per step."""
         return self.placement.microbatches
 
     @property
     def chunks(self) -> int:
-        """The most stages that one rank holds for one direction."""
+        """The maximum number of stages of a rank, for one direction."""
         return max(int(np.bincount(row.clip(0)).max()) for row in self.placement.table)
 
     @property
     def num_actions(self) -> int:
-        """How many actions all ranks run; an overlapped pair counts as two."""
+        """The number of actions of all ranks; an overlapped pair counts as two."""
         return len(self.kinds)
 
     def slices(self) -> Iterator[slice]:
-        """Where the actions of each rank lie, rank by rank."""
+        """Return the range of actions of each rank."""
         return (slice(low, high) for low, high in pairwise(self.bounds.tolist()))
 
     def where(self, index: int) -> tuple[int, int]:
-        """Say which rank runs the action of this number, and at which position of its program."""
+        """Return the rank that runs an action, and the position in its program."""
         rank = int(np.searchsorted(self.bounds, index, side="right")) - 1
         heads = self.programs[rank].heads
         inside = index - int(self.bounds[rank])
         return rank, inside if heads is None else int(np.searchsorted(heads, inside, side="right")) - 1
 
     def action(self, index: int) -> Action:
-        """Make the action of this number, counted through all ranks."""
+        """Return the action at an index, counted across all ranks."""
         return Action(KINDS[self.action_kinds[index]], int(self.stage_ids[index]), int(self.microbatch_ids[index]))
 
     @cached_property
@@ -221,7 +218,7 @@ class Schedule:
 
     @property
     def has_overlaps(self) -> bool:
-        """Whether any forward and backward are issued together."""
+        """Whether any entry is an overlapped pair."""
         return bool(self.pair_starts.any())
 
     def input_stage(self, index: int) -> int | None:
@@ -246,20 +243,17 @@ class Schedule:
     @cached_property
     def programs(self) -> tuple[Program, ...]:
         """One sequence of entries per rank."""
-        found = []
-        for mine in self.slices():
-            kinds = self.kinds[mine]
-            paired = kinds >= PAIRED
-            heads = None
-            if paired.any():
-                second = np.concatenate([[False], paired[:-1]])
-                heads = np.flatnonzero(~second)
-            found.append(Program(kinds, self.stage_ids[mine], self.microbatch_ids[mine], heads))
-        return tuple(found)
+        programs = []
+        for part in self.slices():
+            starts, heads = self.pair_starts[part], None
+            if starts.any():
+                heads = np.flatnonzero(~np.concatenate([[False], starts[:-1]]))
+            programs.append(Program(self.kinds[part], self.stage_ids[part], self.microbatch_ids[part], heads))
+        return tuple(programs)
 
     @cached_property
     def keys(self) -> NDArray[np.integer[Any]]:
-        """For each action a number that its stage and microbatch share: stage × microbatches + microbatch."""
+        """For each action, a number that identifies its stage and microbatch: stage × microbatches + microbatch."""
         size = self.stages * self.microbatches
         keys: NDArray[Any] = self.stage_ids.astype(np.int32 if size < 2**31 else np.int64)
         keys *= self.microbatches
@@ -268,30 +262,30 @@ class Schedule:
 
     @cached_property
     def graph(self) -> Graph:
-        """What waits for what; made once, from a complete schedule."""
+        """The dependencies of a complete schedule; computed once."""
         from stageline.schedules.dependencies import graph_of
 
         return graph_of(self)
 
     @cached_property
     def channels(self) -> Channels:
-        """The messages between ranks; made once, from a complete schedule."""
+        """The messages between the ranks of a complete schedule; computed once."""
         from stageline.schedules.channels import channels_of
 
         return channels_of(self)
 
     def rank_of(self, stage: int, microbatch: int = 0) -> int:
-        """Name the rank that runs this stage for this microbatch."""
+        """Return the rank that runs this stage for this microbatch."""
         return self.placement.rank_of(stage, microbatch)
 
     def write(self, path: str | Path) -> None:
-        """Write it as JSON or as torch's compute-only CSV, by the ending of the name."""
+        """Write it as JSON or as torch's compute-only CSV, depending on the file name."""
         from stageline.schedules.io import write_schedule
 
         write_schedule(self, path)
 
     def __eq__(self, other: object) -> bool:
-        """Two schedules are equal when they run the same actions in the same order and places."""
+        # Names and options do not count.
         if not isinstance(other, Schedule):
             return NotImplemented
         mine, yours = self.placement, other.placement
@@ -308,7 +302,6 @@ class Schedule:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        """Show its sizes."""
         return (
             f"<Schedule {self.name}: {self.ranks} ranks, {self.stages} stages, "
             f"{self.microbatches} microbatches, {self.num_actions} actions>"
@@ -316,15 +309,15 @@ class Schedule:
 
 
 def _encode(program: Sequence[Entry | str], rank: int) -> Run:
-    """Turn a list of entries into a run, naming the place of one that cannot be read."""
+    """Convert a list of entries to a run; errors name the position."""
     if not isinstance(program, Iterable) or isinstance(program, str):
         raise ScheduleError(
             f"rank {rank}: expected a list of actions, got {shorten(program)}", rule="format", rank=rank
         )
     rows: list[tuple[int, int, int]] = []
-    for position, given in enumerate(program):
+    for position, item in enumerate(program):
         try:
-            entry = parse_entry(given) if isinstance(given, str) else given
+            entry = parse_entry(item) if isinstance(item, str) else item
             if isinstance(entry, Overlap):
                 rows.append(_row(entry.forward, PAIRED))
                 rows.append(_row(entry.backward))
@@ -352,22 +345,22 @@ def _row(action: Action, flag: int = 0) -> tuple[int, int, int]:
 
 
 def infer_placement(runs: Sequence[Run], microbatches: int | None = None) -> Placement:
-    """Give each stage to the rank that runs most of its actions, in one direction."""
+    """Return the placement in one direction that puts each stage on the rank that runs most of its actions."""
     total = sum(len(run) for run in runs)
-    stages = 1 + max(int(run[:, 1].max(initial=0)) for run in runs)
-    most = 1 + max(int(run[:, 2].max(initial=0)) for run in runs)
-    for count, what in ((stages, "stage"), (most, "microbatch")):
+    num_stages = 1 + max(int(run[:, 1].max(initial=0)) for run in runs)
+    num_microbatches = 1 + max(int(run[:, 2].max(initial=0)) for run in runs)
+    for count, what in ((num_stages, "stage"), (num_microbatches, "microbatch")):
         if count > total:
             raise ScheduleError(
-                f"{what} {count - 1} cannot exist: the whole schedule has {total} actions, "
+                f"{what} {count - 1} cannot exist: the schedule has {total} actions, "
                 f"and every {what} from 0 on needs one",
                 rule="known",
             )
-    owner = np.full(stages, -1, dtype=np.int32)
-    votes = np.zeros(stages, dtype=np.int64)
+    owner = np.full(num_stages, -1, dtype=np.int32)
+    most = np.zeros(num_stages, dtype=np.int64)
     for rank, run in enumerate(runs):
-        held, counts = np.unique(run[:, 1], return_counts=True)
-        more = counts > votes[held]
-        owner[held[more]] = rank
-        votes[held[more]] = counts[more]
-    return Placement.of(len(runs), owner, np.zeros(microbatches or most, dtype=np.int8))
+        stages, counts = np.unique(run[:, 1], return_counts=True)
+        more = counts > most[stages]
+        owner[stages[more]] = rank
+        most[stages[more]] = counts[more]
+    return Placement.of(len(runs), owner, np.zeros(microbatches or num_microbatches, dtype=np.int8))

@@ -1,15 +1,14 @@
-"""List scheduling on a V: every rank takes, slot by slot, one of the actions that are ready.
+"""List scheduling on a V placement: in every time slot, each rank takes one of the actions that are ready.
 
-Rank r holds stages r (on the way down) and 2P−1−r (on the way up). Each microbatch passes four points of a rank,
-in this order, and every point has one predecessor:
+Rank r holds stages r (on the way down) and 2P−1−r (on the way up). Each microbatch passes four points of a rank, in
+this order, and every point has one predecessor:
 
-    F0  forward on the way down      after F0 of the rank before
-    F1  forward on the way up        after F1 of the rank behind (on the last rank: after its own F0)
-    B1  backward of the way up       after B1 of the rank before (on the first rank: after its own F1)
-    B0  backward of the way down     after B0 of the rank behind (on the last rank: after its own B1)
+    F0  forward on the way down      after F0 of the previous rank
+    F1  forward on the way up        after F1 of the next rank (on the last rank: after its own F0)
+    B1  backward of the way up       after B1 of the previous rank (on the first rank: after its own F1)
+    B0  backward of the way down     after B0 of the next rank (on the last rank: after its own B1)
 
-With a split backward, B1 and B0 are the gradients of the input, and the weight gradients fill the slots in
-which nothing else may run.
+With a split backward, B1 and B0 are input gradients, and weight gradients fill the slots in which nothing else can run.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ from stageline.schedules.runs import Run
 F0, F1, B1, B0 = range(4)
 
 Priority = Callable[[int, int, int], float]
-"""Of (point, rank, microbatch): the smallest goes first."""
+"""Maps (point, rank, microbatch) to a number; the smallest goes first."""
 
 Limit = Callable[[int, int, int, int], bool]
-"""Whether a forward may start, by (point, rank, activations held of the way down, of the way up)."""
+"""Whether a forward may start, given (point, rank, activations held on the way down, on the way up)."""
 
 
 def list_v(
     ranks: int, microbatches: int, priority: Priority, may_start: Limit, *, split: bool, overtake: bool
 ) -> list[Run]:
-    """Let every rank take the ready action of the smallest priority in every slot.
+    """Let every rank take the ready action with the smallest priority in every slot.
 
-    Without `overtake` a rank waits for the action of the smallest priority even while another one is ready, and
-    only weight gradients fill the wait.
+    Without `overtake`, a rank waits for the action with the smallest priority even if another one is ready, and only
+    weight gradients run meanwhile.
     """
-    done = [[0] * ranks for _ in range(4)]  # how many microbatches have passed each point, up to the last slot
-    freed = [[0, 0] for _ in range(ranks)]  # how many activations of each way have been given back
-    owed: list[deque[tuple[int, int]]] = [deque() for _ in range(ranks)]  # weight gradients put off
+    done = [[0] * ranks for _ in range(4)]  # the number of microbatches that have passed each point
+    freed = [[0, 0] for _ in range(ranks)]  # the number of activations freed, by way
+    deferred: list[deque[tuple[int, int]]] = [deque() for _ in range(ranks)]  # weight gradients still to run
     programs: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
     backward = kinds.I if split else kinds.B
     codes = (kinds.F, kinds.F, backward, backward)
@@ -82,15 +81,15 @@ def list_v(
                 microbatch = done[point][rank]
                 programs[rank].append((codes[point], stage(point, rank), microbatch))
                 passed.append((point, rank))
-            elif owed[rank]:
-                point, microbatch = owed[rank].popleft()
+            elif deferred[rank]:
+                point, microbatch = deferred[rank].popleft()
                 programs[rank].append((kinds.W, stage(point, rank), microbatch))
                 freed[rank][point == B1] += 1
                 left -= 1
         for point, rank in passed:
             if point in (B1, B0):
                 if split:
-                    owed[rank].append((point, done[point][rank]))
+                    deferred[rank].append((point, done[point][rank]))
                 else:
                     freed[rank][point == B1] += 1
             done[point][rank] += 1

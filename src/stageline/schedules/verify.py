@@ -1,4 +1,4 @@
-"""What verification found out about a schedule that passed: data that prints and goes into JSON."""
+"""Verification: check all rules, and return a certificate of what holds for a schedule that passed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stageline.schedules.schedule import Schedule
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """What is true of a schedule that passed every rule.
+    """The properties of a schedule that passed all rules.
 
     >>> import stageline as sl
     >>> c = sl.verify(sl.schedule("zb-h1", ranks=2, microbatches=4))
@@ -29,37 +29,37 @@ class Certificate:
 
     schedule: Schedule
     rules: tuple[str, ...]
-    """The rules it passed; "channels" is a fact and not a condition, and is missing where messages are reordered."""
+    """The rules it passed; "channels" is optional, and missing if messages are reordered."""
     channels: Channels
-    """The order of the messages on each channel; `channel.is_reordered` where they are taken in another one."""
+    """The order of the messages on each channel."""
     look_ahead: int
-    """The fewest receives to post ahead on every channel so that blocking sends cannot deadlock."""
+    """The minimum number of receives to post ahead on every channel so that blocking sends cannot deadlock."""
     receive_buffers: tuple[int, ...]
-    """What that costs each rank: look-ahead + 1 on every channel that leads to it, or its messages if fewer; and more
-    where messages that come early are parked."""
+    """The receive buffers that each rank needs for it: look-ahead + 1 per incoming channel, or the number of its
+    messages if that is smaller; more if early messages are parked."""
     peak_activations: tuple[int, ...]
-    """The most (stage, microbatch) pairs of each rank whose F has begun and whose B or I has not ended (in inference:
-    whose F has not ended)."""
+    """For each rank, the maximum number of (stage, microbatch) pairs between the start of F and the end of B or I (in
+    inference, the end of F)."""
     peak_residues: tuple[int, ...]
-    """The most (stage, microbatch) pairs of each rank whose I has ended and whose W has not."""
+    """For each rank, the maximum number of (stage, microbatch) pairs between the end of I and the end of W."""
     peak_held: tuple[int, ...]
-    """The most of both together."""
+    """For each rank, the maximum of both together."""
     in_order: bool
-    """Whether every stage's gradients are computed and added in the order of the microbatches: it lives on one rank,
+    """Whether the gradients of every stage are computed and accumulated in microbatch order: the stage is on one rank,
     its B and I together run in that order, and so do its B and W together."""
 
     @property
     def in_channel_order(self) -> bool:
-        """Whether every rank takes the messages of each channel in the order in which they were sent."""
+        """Whether the messages of every channel are used in the order in which they were sent."""
         return not self.channels.reordered.any()
 
     @property
     def reordered_channels(self) -> tuple[Channel, ...]:
-        """The channels whose messages are taken in another order than they were sent; early ones are parked."""
+        """The channels whose messages are used in another order than they were sent."""
         return tuple(self.channels[index] for index in np.flatnonzero(self.channels.reordered).tolist())
 
     def to_json(self) -> dict[str, Any]:
-        """Turn it into plain data."""
+        """Return plain data."""
         return {
             "schedule": self.schedule.name,
             "ranks": self.schedule.ranks,
@@ -87,7 +87,6 @@ class Certificate:
         }
 
     def __str__(self) -> str:
-        """Say it in a few lines."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -98,10 +97,10 @@ class Certificate:
         )
         yield f"  passes            {', '.join(self.rules)}"
         count = f"{len(self.channels)}, with {len(self.channels.senders)} messages"
-        other = self.reordered_channels
+        reordered = self.reordered_channels
         yield f"  channels          {count}, " + (
-            f"those of {len(other)} taken in another order than sent: {_ends(other)}"
-            if other
+            f"those of {len(reordered)} taken in another order than sent: {_ends(reordered)}"
+            if reordered
             else "each taken in the order sent"
         )
         yield f"  look-ahead        {self.look_ahead} (receives to post ahead so that blocking sends cannot deadlock)"
@@ -125,7 +124,7 @@ def _per_rank(values: tuple[int, ...]) -> str:
 
 
 def verify(schedule: Schedule) -> Certificate:
-    """Prove that a schedule is complete and cannot deadlock, or raise `ScheduleError` saying why not.
+    """Prove that a schedule is complete and free of deadlocks; raise `ScheduleError` if it is not.
 
     >>> import stageline as sl
     >>> print(sl.verify(sl.schedule("1f1b", ranks=4, microbatches=8)))
@@ -157,9 +156,9 @@ def verify(schedule: Schedule) -> Certificate:
 
 
 def ensure_progress(schedule: Schedule) -> None:
-    """Ask the rules that a simulation and a run rely on, once per schedule."""
+    """Check the rules that simulation and execution rely on, once per schedule."""
     if not isinstance(schedule, Schedule):
-        raise ScheduleError(f"expected a Schedule, as sl.schedule or sl.read_schedule make it, got {shorten(schedule)}")
+        raise ScheduleError(f"expected a Schedule, as sl.schedule and sl.read_schedule return, got {shorten(schedule)}")
     if not schedule.__dict__.get("_progresses"):
         for name, check in RULES.items():
             if name != "channels":
@@ -168,32 +167,30 @@ def ensure_progress(schedule: Schedule) -> None:
 
 
 def _peaks(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """The most activations, residues and both that each rank holds while it runs any of its actions."""
-    found = []
-    for mine in schedule.slices():
-        plain = schedule.action_kinds[mine]
-        gives_back = ((plain == kinds.B) | (plain == kinds.I) | (not schedule.training)).astype(np.int64)
-        activations = np.cumsum((plain == kinds.F) - gives_back) + gives_back  # held until the action's end
-        head = np.flatnonzero(schedule.pair_starts[mine])
+    """Return the maximum number of activations, residues and both that each rank holds."""
+    by_rank = []
+    for part in schedule.slices():
+        kind = schedule.action_kinds[part]
+        freed = ((kind == kinds.B) | (kind == kinds.I) | (not schedule.training)).astype(np.int64)
+        activations = np.cumsum((kind == kinds.F) - freed) + freed  # held until the end of the action
+        head = np.flatnonzero(schedule.pair_starts[part])
         activations[head] = activations[head + 1]
-        puts_off = (plain == kinds.I).astype(np.int64) - (plain == kinds.W)
-        residues = np.cumsum(puts_off) - puts_off  # what there was before the action
-        found.append((activations.max(initial=0), residues.max(initial=0), (activations + residues).max(initial=0)))
-    return tuple(tuple(int(peak) for peak in peaks) for peaks in zip(*found, strict=True))
+        deferred = (kind == kinds.I).astype(np.int64) - (kind == kinds.W)
+        residues = np.cumsum(deferred) - deferred  # held before the action
+        by_rank.append((activations.max(initial=0), residues.max(initial=0), (activations + residues).max(initial=0)))
+    return tuple(tuple(int(peak) for peak in peaks) for peaks in zip(*by_rank, strict=True))
 
 
 def _in_order(schedule: Schedule) -> bool:
-    """Whether each stage computes (B, I) and adds (B, W) its gradients in the order of the microbatches, on one rank.
+    """Whether each stage computes (B, I) and accumulates (B, W) its gradients in microbatch order, on one rank.
 
-    A B adds to the weights where it stands, a split backward where its W stands: of a stage that mixes them, neither
-    the B nor the W alone tell the order of the additions.
+    B and W accumulate the weight gradients, so for a stage that mixes whole and split backwards, both count.
     """
-    plain = schedule.action_kinds
+    kind = schedule.action_kinds
     for half in (kinds.I, kinds.W):
-        index = np.flatnonzero((plain == kinds.B) | (plain == half))
+        index = np.flatnonzero((kind == kinds.B) | (kind == half))
         stage, microbatch = schedule.stage_ids[index], schedule.microbatch_ids[index]
-        # Actions are numbered rank by rank, so a stage on two ranks is in order only if it happens to be so
-        # rank after rank: between ranks there is no order, so that is ruled out below.
+        # Actions are numbered rank by rank. A stage on two ranks may look in order by chance, and is ruled out below.
         order = np.argsort(stage, kind="stable")
         same = np.diff(stage[order]) == 0
         if (np.diff(microbatch[order])[same] < 0).any():

@@ -5,8 +5,8 @@
     rank 2  .2031acbd.      F of stage s, j-th of its direction, at slot s + 2j, B at 2P−1−s + 2j
     rank 3  23.0a1bc.d      (up: the same on mirrored ranks), so that no two share a slot
 
-More than P microbatches repeat the unit; a last unit that is not full leaves out what is missing. Each copy of
-a stage runs the backwards of its own direction in order; there is no one order over both copies.
+More than P microbatches repeat the unit; the last unit may be incomplete. Each copy of a stage runs the backwards of
+its own direction in order; there is no common order of both copies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from stageline.schedules.placement import Placement
-from stageline.schedules.registry import ask_even, family
+from stageline.schedules.registry import family, require_even
 from stageline.schedules.runs import backward, by_slot, forward
 from stageline.schedules.schedule import Schedule
 
@@ -26,7 +26,7 @@ from stageline.schedules.schedule import Schedule
 )
 def chimera(ranks: int, microbatches: int) -> Schedule:
     """Units of P microbatches, the first half of each going down, the second up."""
-    ask_even("chimera", ranks)
+    require_even("chimera", ranks)
     every = np.arange(microbatches)
     size = np.minimum(ranks, microbatches - every // ranks * ranks)
     half = (size + 1) // 2

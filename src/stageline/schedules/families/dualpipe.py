@@ -1,29 +1,29 @@
-"""DualPipe and DualPipeV: forwards and backwards of opposite directions issued together.
+"""DualPipe and DualPipeV: forwards and backwards of opposite directions run together.
 
     dualpipe    rank r holds stage r for microbatches that go down and stage P−1−r for those that go up, so the
-                weights are held twice; P/2 ranks from each end mirror one another
-    dualpipe-v  the same order on a V: rank r holds stages r and 2P−1−r, the weights once, and what "goes up"
-                is the way back of the same microbatches
+                weights are held twice; the ranks of one half mirror those of the other
+    dualpipe-v  the same order on a V placement: rank r holds stages r and 2P−1−r, the weights are held once, and the
+                second direction is the way up of the same microbatches
 
     rank 0 F0F1F2f4i4w4f5F3&B5*f6&b0*b6....f7&b1*b7I2W2I3W3      dualpipe, P=4, M=8
     rank 1 ..F0f4F1f5F2b4f6&b0*F3&B5*f7&b1*b6B2....i7I3w7W3
     rank 2 ..F4f0F5f1F6b0f2&b4*F7&B1*f3&b5*b2B6....i3I7w3W7
     rank 3 F4F5F6f0i0w0f1F7&B1*f2&b4*b2....f3&b5*b3I6W6I7W7
 
-On every rank, 0 is the direction (or the way) that reaches it first, and h counts ranks from the end where that
-direction starts. F&B is an overlapped pair; I is a backward whose W is put off.
+On every rank, 0 is the direction that reaches it first, and h counts ranks from the end where that direction starts.
+F&B is an overlapped pair; I is a backward whose W is deferred.
 
     1  fill             F0 …
     2  meet             F0 F1 …
-    3  first backwards  I1 W F1 …            a W that was put off fills the wait
+    3  first backwards  I1 W F1 …            a deferred W fills the wait
     4  steady           F0&B1 F1&B0 …
     5  no F0 left       B1 F1&B0 …
     6  no F1 left       B1 B0 …              in the second half, I instead of B
     7  drain            W I0 …
     8  close            W …
 
-Every copy of a stage runs its backwards in the order of its own microbatches. In dualpipe there is no one order
-over both copies of a stage; dualpipe-v has one copy and is in order.
+Every copy of a stage runs its backwards in the order of its own microbatches. In dualpipe there is no common order of
+both copies of a stage; dualpipe-v has one copy and is in order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import numpy as np
 
 from stageline.schedules import action as kinds
 from stageline.schedules.placement import Placement
-from stageline.schedules.registry import ask, ask_even, family
+from stageline.schedules.registry import family, require, require_even
 from stageline.schedules.runs import PAIRED, Run
 from stageline.schedules.schedule import Schedule
 
@@ -47,7 +47,7 @@ class _Writer:
     stages: tuple[int, int]
     microbatches: tuple[range, range]
     rows: list[tuple[int, int, int]] = field(default_factory=list)
-    owed: deque[tuple[int, int]] = field(default_factory=deque)
+    deferred: deque[tuple[int, int]] = field(default_factory=deque)
     forwards: list[int] = field(default_factory=lambda: [0, 0])
     backwards: list[int] = field(default_factory=lambda: [0, 0])
 
@@ -61,10 +61,10 @@ class _Writer:
         self.rows.append((kinds.I if split else kinds.B, self.stages[way], microbatch))
         self.backwards[way] += 1
         if split:
-            self.owed.append((self.stages[way], microbatch))
+            self.deferred.append((self.stages[way], microbatch))
 
     def weight(self) -> None:
-        self.rows.append((kinds.W, *self.owed.popleft()))
+        self.rows.append((kinds.W, *self.deferred.popleft()))
 
     def pair(self, forward_way: int, backward_way: int) -> None:
         self.forward(forward_way, PAIRED)
@@ -72,7 +72,7 @@ class _Writer:
 
 
 def _program(writer: _Writer, place: int, half: int, steady: int) -> Run:
-    """The eight phases; `place` is h, `half` the number of places, `steady` the turns of phase 4."""
+    """Write the eight phases; `place` is h, `half` the number of places, `steady` the number of turns in phase 4."""
     gap = half - place - 1
     for _ in range(2 * gap):  # 1
         writer.forward(0)
@@ -85,7 +85,7 @@ def _program(writer: _Writer, place: int, half: int, steady: int) -> Run:
         writer.forward(1)
     for turn in range(steady):  # 4
         if turn == 0 and gap == 0:
-            # Where the directions meet, the first backward follows from the forward before it: no pair yet.
+            # Where the directions meet, the first backward needs the forward before it, so they cannot overlap.
             writer.forward(0)
             writer.backward(1)
         else:
@@ -101,7 +101,7 @@ def _program(writer: _Writer, place: int, half: int, steady: int) -> Run:
     for _ in range(gap):  # 7
         writer.weight()
         writer.backward(0, split=True)
-    while writer.owed:  # 8
+    while writer.deferred:  # 8
         writer.weight()
     return np.array(writer.rows, dtype=np.int32)
 
@@ -113,23 +113,23 @@ def _program(writer: _Writer, place: int, half: int, steady: int) -> Run:
 )
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
     """The first half of the microbatches goes down, the second half goes up."""
-    ask_even("dualpipe", ranks, most=max(2, microbatches // 2))
+    require_even("dualpipe", ranks, most=max(2, microbatches // 2))
     least = max(2 * ranks, microbatches + microbatches % 2)
-    ask(
+    require(
         microbatches % 2 == 0 and microbatches >= 2 * ranks,
         f"dualpipe needs an even number of microbatches, at least 2P = {2 * ranks}, got {microbatches}; "
         f"nearest: {least}",
     )
-    half, each = ranks // 2, microbatches // 2
-    down, up = range(each), range(each, microbatches)
+    half, per_direction = ranks // 2, microbatches // 2
+    down, up = range(per_direction), range(per_direction, microbatches)
     runs = []
     for rank in range(ranks):
         mirrored = rank >= half
         place = min(rank, ranks - 1 - rank)
         stages = (ranks - 1 - rank, rank) if mirrored else (rank, ranks - 1 - rank)
         writer = _Writer(stages, (up, down) if mirrored else (down, up))
-        runs.append(_program(writer, place, half, each - ranks + place + 1))
-    return Schedule.from_runs(runs, Placement.two_way(ranks, np.arange(microbatches) >= each))
+        runs.append(_program(writer, place, half, per_direction - ranks + place + 1))
+    return Schedule.from_runs(runs, Placement.two_way(ranks, np.arange(microbatches) >= per_direction))
 
 
 @family(
@@ -141,7 +141,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """The way down is direction 0, the way up direction 1."""
     fewer = f", or {microbatches // 2} ranks" if microbatches >= 2 else ""
-    ask(
+    require(
         microbatches >= 2 * ranks,
         f"dualpipe-v needs at least 2P = {2 * ranks} microbatches for {ranks} ranks, got {microbatches}; "
         f"nearest: {2 * ranks} microbatches{fewer}",

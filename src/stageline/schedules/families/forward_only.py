@@ -16,10 +16,10 @@ from stageline.schedules.schedule import Schedule
 @family(
     "forward-only",
     "inference: forwards alone",
-    constraints="any chunks V ≥ 1; group is P unless given",
+    constraints="any chunks V ≥ 1; group defaults to P",
 )
 def forward_only(ranks: int, microbatches: int, *, chunks: int = 1, group: int | None = None) -> Schedule:
-    """All F in the order of `interleaved`; with one chunk, simply one after the other."""
+    """All F in the order of `interleaved`; with one chunk, one after the other."""
     order = GroupOrder.of(ranks, microbatches, chunks, group)
     runs = [order.forwards(rank, ranks) for rank in range(ranks)]
     return Schedule.from_runs(runs, Placement.loop(ranks, chunks, microbatches), training=False)

@@ -4,8 +4,8 @@
     rank 1  .012..abc.
     rank 2  ..012abc..
 
-The simplest order, and the one that keeps every microbatch's activations. Backwards run in the order of the
-microbatches, not reversed, so that gradients accumulate as in one process.
+The simplest order; it keeps the activations of all microbatches. Backwards run in microbatch order, not reversed, so
+that gradients accumulate as in one process.
 """
 
 from __future__ import annotations

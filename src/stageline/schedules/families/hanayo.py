@@ -10,14 +10,14 @@
     rank 2 ....F0F1F2f0F3f1..f2b0f3b1B0b2B1b3B2..B3....
     rank 3 ......F0f0F1f1F2f2F3f3b0B0b1B1b2B2b3B3......
 
-Every action has a slot. A microbatch passes stage k at slot k and goes back at 2S−1−k; the next one follows two
-slots later, in the gaps that the first leaves on every rank (its visits there differ in parity from down to
-up); after P microbatches the gaps are full and the next P follow 2S slots later, into the gaps of the drain.
-No two actions of a rank share a slot, and the bubble is that of 1f1b divided by 2W (for B = F).
+Every action has a time slot. A microbatch runs F of stage k in slot k and B in slot 2S−1−k; the next one follows two
+slots later, in the gaps that the first leaves on every rank. After P microbatches the gaps are full, and the next P
+follow 2S slots later, in the gaps of the drain. No two actions of a rank share a slot, and the bubble is that of 1f1b
+divided by 2W (for B = F).
 
-With one wave a rank need not wait for the slots: forwards run as early as they can, up to the memory of 1f1b,
-which also serves where B takes longer than F. With more waves, early forwards of one sweep would overtake those
-of another on the channel they share, so the slots are kept.
+With one wave, forwards run as early as possible within the memory of 1f1b instead, which also helps where B takes
+longer than F. With more waves, early forwards of one sweep would overtake those of another on the channel they share,
+so the slots are kept.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _by_slots(placement: Placement) -> list[Run]:
     starts = 2 * stages * (every // ranks) + 2 * (every % ranks)
     runs = []
     for rank in range(ranks):
-        held = placement.stages_of(rank)
-        forwards = [(forward(stage, every), starts + stage) for stage in held]
-        backwards = [(backward(stage, every), starts + 2 * stages - 1 - stage) for stage in held]
+        own = placement.stages_of(rank)
+        forwards = [(forward(stage, every), starts + stage) for stage in own]
+        backwards = [(backward(stage, every), starts + 2 * stages - 1 - stage) for stage in own]
         runs.append(by_slot(forwards + backwards))
     return runs

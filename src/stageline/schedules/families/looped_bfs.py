@@ -1,7 +1,7 @@
 """Looped BFS: all microbatches through chunk 0, then all through chunk 1, …; backward with the chunks reversed.
 
-rank 0 F0F1F2f0f1f2....b0b1b2B0B1B2      P=2, V=2, M=3: the chunk changes once for every M actions,
-rank 1 ..F0F1F2f0f1f2b0b1b2B0B1B2..      so weights that are gathered for a chunk are gathered least often
+rank 0 F0F1F2f0f1f2....b0b1b2B0B1B2      P=2, V=2, M=3: the chunk changes only once every M actions,
+rank 1 ..F0F1F2f0f1f2b0b1b2B0B1B2..      so sharded weights are gathered least often
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""1F1B: as soon as a microbatch has come through, its backward frees its memory.
+"""1F1B: the backward of a microbatch follows its forward as soon as possible and frees its memory.
 
     rank 0  0123...a4b5c.d.e.f      P=4, M=6
     rank 1  .012..a3b4c5d.e.f.
     rank 2  ..01.a2b3c4d5e.f..
     rank 3  ...0a1b2c3d4e5f...
 
-Rank r runs P−1−r forwards ahead and then takes turns, so it holds at most P−r microbatches. Eager 1F1B runs
-twice as many ahead: that hides the transfers, at twice the memory.
+Rank r runs P−1−r forwards ahead and then alternates, so it holds at most P−r microbatches. Eager 1F1B runs twice as
+many ahead, which hides the transfers at twice the memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""V-Half and V-Min: a V that repeats every six slots, made for little memory.
+"""V-Half and V-Min: a V placement with little memory, in a pattern that repeats every six slots.
 
     rank 0 F0F1F2F3......f0i0f1i1w0w1..f2I0i2W0w2f3i3I1w3I2W1W2..I3W3      V-Half, P=4, M=4: F0 goes down two slots a
     rank 1 ..F0F1F2F3..f0..f1i0w0i1w1f2I0W0..i2f3w2I1i3I2W1w3W2I3W3..      rank, F1 comes up one, I1 goes down two,
@@ -10,9 +10,9 @@
     rank 2 ....F0....f0....F1..i0f1w0I0F2W0i1f2w1I1F3W1i2f3w2I2W2..i3w3..I3W3....
     rank 3 ......F0f0........F1f1i0I0w0W0F2f2i1I1w1W1F3f3i2I2w2W2....i3I3w3W3....
 
-The slots repeat without a clash, so the middle of the step has no bubble when F = I = W. In V-Half a rank whose
-next slot is not ready yet takes a later one that is, as long as its memory allows; that shortens the ends. In
-V-Min that would cost more than it gains, so there a rank keeps its order and only W fill the holes.
+The pattern repeats without collisions, so the middle of the step has no bubble if F = I = W. In V-Half, a rank whose
+next action is not ready takes a later one that is, within its memory; that shortens the warm-up and the drain. In V-Min
+that would cost more than it gains, so a rank keeps its order and only W fills the gaps.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ PERIOD = 6
 
 @dataclass(frozen=True)
 class _Pattern:
-    """The slot of each point on each rank for microbatch 0, and the activations a rank may hold."""
+    """The slot of each point on each rank for microbatch 0, and the number of activations that a rank may hold."""
 
     slots: dict[int, list[int]]
     cap: int
     overtake: bool
 
     def make(self, ranks: int, microbatches: int) -> Schedule:
-        # From F0 to the end of its W, and so many periods' worth of activations on the way down.
+        # The periods from F0 to the end of its W: so many activations are held on the way down.
         down = [-(-(self.slots[B0][rank] - self.slots[F0][rank] + 2) // PERIOD) for rank in range(ranks)]
 
         def priority(point: int, rank: int, microbatch: int) -> float:
@@ -50,9 +50,9 @@ class _Pattern:
         return Schedule.from_runs(runs, Placement.v(ranks, microbatches=microbatches))
 
 
-@family("v-half", "a V in about half the memory of 1f1b, with about half its bubble")
+@family("v-half", "a V with about half the memory of 1f1b and about half its bubble")
 def v_half(ranks: int, microbatches: int) -> Schedule:
-    """Two slots a rank down, one up."""
+    """Two slots per rank down, one up."""
     shift = 3 if ranks % 2 == 0 else 0
     every = range(ranks)
     slots = {
@@ -64,9 +64,9 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
     return _Pattern(slots, 2 * ((ranks + 2) // 2), overtake=True).make(ranks, microbatches)
 
 
-@family("v-min", "a V in about a third of the memory of 1f1b, with about two thirds of its bubble")
+@family("v-min", "a V with about a third of the memory of 1f1b and about two thirds of its bubble")
 def v_min(ranks: int, microbatches: int) -> Schedule:
-    """One slot a rank, down and up."""
+    """One slot per rank, down and up."""
     shift = 2 if ranks % 3 == 0 else 0
     every = range(ranks)
     slots = {
