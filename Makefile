@@ -1,9 +1,9 @@
-# make train    install, then train a small language model on Python's own source: about two minutes, in outputs/
-# make install  a virtual environment in .venv with all a developer needs
-# make test     install, then every check: lint, format, types, tests, doctests
-# make train CONFIG=job.toml ARGS='--training.steps 100'    the same with a config and flags of yours
-# make format   let ruff rewrite what it can
-# make bench    the benchmarks, each printing ratios against a peer in the same run
+# make train    install, then train a small language model on Python's source code: about two minutes, in outputs/
+# make train CONFIG=job.toml ARGS='--training.steps 100'    the same with your own config and flags
+# make install  create .venv with everything for development
+# make test     install, then run every check: lint, format, types, tests, doctests
+# make format   fix and format with ruff
+# make bench    run the benchmarks; each prints ratios against a peer in the same run
 
 PYTHON ?= python3
 VENV := .venv

@@ -75,6 +75,15 @@ def test_dependencies_each_give_a_reason() -> None:
         assert "#" in line, f"{requirement} gives no reason"
 
 
+def test_constraints_pin_what_an_install_for_development_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    required = project["dependencies"] + extras["huggingface"] + extras["synthesis"] + extras["dev"]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {line.partition("==")[0] for line in lines}
+    assert {requirement.split(">")[0] for requirement in required if "[" not in requirement} <= pinned
+
+
 def test_the_base_install_has_what_the_command_imports() -> None:
     """`pip install stageline` leaves a command that works; the extras of earlier versions stay valid."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
