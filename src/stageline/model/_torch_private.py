@@ -13,36 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-__all__ = [
-    "MODULE_ATTRIBUTES",
-    "NormBase",
-    "TorchDispatchMode",
-    "buffers_of",
-    "children_of",
-    "disable_torch_function",
-    "has_hooks",
-    "hook_dictionaries",
-    "make_subclass",
-    "module_dictionaries",
-    "neg_view",
-    "no_torch_function",
-    "non_persistent_buffers",
-    "parameters_of",
-    "patched_trunc_normal",
-    "raw_version",
-    "remove_forward_hooks",
-    "schema_arguments",
-    "storage_id",
-    "storage_pointer",
-    "tensors_in",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
-    "version_of",
-    "without_dispatch_modes",
-    "wrapper_tensor",
-]
+__all__ = ["NormBase", "TorchDispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
 # Modules
 

@@ -340,6 +340,12 @@ def has_state(kind: type) -> bool:
     )
 
 
+def is_object(value: Any) -> bool:
+    """Whether a value is an instance of a class whose objects are searched, other than a tensor, module or class."""
+    kind = type(value)
+    return not isinstance(value, Tensor | nn.Module | type) and kind.__module__ != "builtins" and has_state(kind)
+
+
 _MUTABLE = (
     Tensor, dict, list, set, deque, types.CellType, weakref.WeakValueDictionary, weakref.WeakKeyDictionary,
 )  # fmt: skip

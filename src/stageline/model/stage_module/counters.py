@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from stageline.common.errors import StagelineError
 from stageline.model._torch_private import MODULE_ATTRIBUTES
-from stageline.model.reachability import has_state, reach, slots_of
+from stageline.model.reachability import is_object, reach, slots_of
 
 _MAX_DEPTH = 3
 _DEEP_FORWARDS = 8
@@ -107,11 +107,4 @@ def _has_containers(frame: nn.Module) -> bool:
 
 
 def _may_hold_numbers(value: Any) -> bool:
-    """Whether a value is a container or object, other than a module, that may hold numbers."""
-    if isinstance(value, dict | list | deque):
-        return True
-    return (
-        not isinstance(value, Tensor | nn.Module | type | tuple | str)
-        and type(value).__module__ != "builtins"
-        and has_state(type(value))
-    )
+    return isinstance(value, dict | list | deque) or (is_object(value) and not isinstance(value, tuple | str))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError
 from stageline.model._torch_private import MODULE_ATTRIBUTES, raw_version, tensors_in, tree_leaves
-from stageline.model.reachability import has_state, slots_of
+from stageline.model.reachability import is_object, slots_of
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.CellType)
 _MAX_OBJECTS = 2_000
@@ -133,7 +133,7 @@ class ArgumentObjects:
         if id(value) in self._states or len(self._states) >= _MAX_OBJECTS or depth > _MAX_DEPTH:
             return
         is_module = isinstance(value, nn.Module)
-        if not (is_module and value is argument) and not (isinstance(value, _CONTAINERS) or _is_object(value)):
+        if not (is_module and value is argument) and not (isinstance(value, _CONTAINERS) or is_object(value)):
             return
         slots = slots_of(value)
         versions = {
@@ -188,14 +188,6 @@ def _changed_key(state: _ObjectState) -> tuple[Any] | None:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, int | float | complex | str | bytes | tuple | type(None)) and not isinstance(value, Tensor)
-
-
-def _is_object(value: Any) -> bool:
-    return (
-        not isinstance(value, Tensor | nn.Module | type)
-        and type(value).__module__ != "builtins"
-        and has_state(type(value))
-    )
 
 
 # Checkpoints and hooks
