@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeAlias, TypeVar
 
 from stageline.common.errors import StagelineError, shorten
@@ -158,3 +158,19 @@ def format_percent(value: float, places: int = 0) -> str:
     ('21%', '21.3%')
     """
     return f"{value:.{places}%}" if math.isfinite(value) else f"{value:g}"
+
+
+def format_table(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
+    """Align the columns of a table: those in `left` to the left, the others to the right.
+
+    >>> format_table([["a", "bubble"], ["ccc", "5%"]], left={0})
+    ['a    bubble', 'ccc      5%']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

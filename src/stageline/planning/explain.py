@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from stageline.common.units import format_seconds, format_size
+from stageline.common.units import format_seconds, format_size, format_table
 from stageline.planning.memory import RankMemory
 from stageline.planning.stage_costs import Recompute
 
@@ -86,13 +86,7 @@ def _table(plan: Plan, rows: int) -> Iterator[str]:
         ]
         for alternative in shown
     ]  # fmt: skip
-    widths = [max(len(row[column]) for row in table) for column in range(len(COLUMNS))]
-    for row in table:
-        cells = [
-            cell.rjust(width) if 1 <= column <= 6 and column != 3 else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
+    yield from format_table(table, left={0, 3, 7})
     remaining = len(plan.alternatives) - len(shown)
     if remaining > 0:
         yield f"and {remaining} more that were simulated"

@@ -11,7 +11,7 @@ from typing import Annotated
 from stageline.common.checked_json import PositiveInt, Range, check_format, field, from_json, parse_json
 from stageline.common.errors import CostError, JsonError, shorten
 from stageline.common.files import read_text, write_text
-from stageline.common.units import format_seconds, format_size
+from stageline.common.units import format_seconds, format_size, format_table
 from stageline.timeline.costs import LARGEST_COST, Costs, PerPair
 
 FORMAT = "stageline-profile"
@@ -147,25 +147,14 @@ class Profile:
         sums = [format_seconds(sum(getattr(layer, name) for layer in self.layers)) for name in times]
         sums += [format_size(sum(getattr(layer, name) for layer in self.layers)) for name in sizes]
         rows.append(["total", "", *sums, format_size(self.parameters), ""])
-        table = [list(header), *rows]
-        widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column < 2 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in table
-        ]
+        lines = format_table([header, *rows], left={0, 1})
         tied = sum(layer.tied for layer in self.layers)
-        notes = (
-            [f"tied parameters, {format_size(tied)}, count in every layer that has them and once in the total"]
-            if tied
-            else []
-        )
-        environment = (
-            f"{self.machine}, {self.device}, torch {self.torch}, {self.threads} threads, medians of {self.repeats}"
-        )
-        return "\n".join([*lines, *notes, environment])
+        if tied:
+            lines.append(
+                f"tied parameters, {format_size(tied)}, count in every layer that has them and once in the total"
+            )
+        environment = f"{self.machine}, {self.device}, torch {self.torch}, {self.threads} threads"
+        return "\n".join([*lines, f"{environment}, medians of {self.repeats}"])
 
     def write(self, path: str | Path) -> None:
         """Write the profile as JSON. An existing file is replaced atomically.
