@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import stageline as sl
 
 ROOT = Path(__file__).parent.parent
@@ -97,3 +99,22 @@ def test_the_base_install_has_what_the_command_imports() -> None:
     required = {requirement.split(">")[0] for requirement in project["dependencies"]}
     assert imported - sys.stdlib_module_names - {"stageline"} <= required
     assert set(project["optional-dependencies"]) >= {"cli", "huggingface", "synthesis", "data", "tensorboard", "dev"}
+
+
+def test_the_module_runs_as_a_command() -> None:
+    command = [sys.executable, "-m", "stageline", "verify", "1f1b", "-p", "2", "-m", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "1f1b" in done.stdout
+
+
+def test_builds_leave_no_file_of_the_package_out() -> None:
+    """hatchling packs what stands in src/stageline, except for what git ignores."""
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    assert build["wheel"]["packages"] == ["src/stageline"]
+    assert "src" in build["sdist"]["include"]
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "-C", str(ROOT), "ls-files", "--others", "--ignored", "--exclude-standard", "src"]
+    ignored = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout.splitlines()
+    assert not [path for path in ignored if "__pycache__" not in path]
