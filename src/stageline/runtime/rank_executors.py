@@ -16,10 +16,10 @@ from stageline.runtime.executor import Executor
 from stageline.runtime.guards.foreign_reads import ForeignReads, holders_of
 from stageline.runtime.guards.loss_reads import LossReads, Tensors
 from stageline.runtime.setup.model_stages import ModelStages
-from stageline.runtime.setup.stages import forwards_of, only_microbatches
 from stageline.runtime.stage import Stage, StageOptions
 from stageline.runtime.step_report import SummaryLayout
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.transform import forwards_of, only_microbatches
 from stageline.tensors.host_memory import keep_memory
 
 MOST_TIMES = 1 << 16

@@ -22,7 +22,6 @@ from stageline.model.units import NoStack, find_units, layers_of, refuse_lazy
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.setup.function_layers import with_functions
 from stageline.schedules.io import read_schedule
-from stageline.schedules.placement import Placement
 from stageline.schedules.registry import families, find_family, schedule
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.pytree import odd_class
@@ -257,34 +256,3 @@ def cut_by_batch(
         if not parts:
             raise
         return parts
-
-
-def only_microbatches(schedule: Schedule, count: int) -> Schedule:
-    """The same order for the first `count` microbatches, for a batch with fewer samples than microbatches."""
-    if count == schedule.microbatches:
-        return schedule
-    programs: list[list[Any]] = []
-    for program in schedule.programs:
-        kept: list[Any] = []
-        for entry in program:
-            parts = [part for part in _parts(entry) if part.microbatch < count]
-            kept += [entry] if len(parts) == len(_parts(entry)) else parts
-        programs.append(kept)
-    placement = Placement.of(schedule.ranks, schedule.placement.table, schedule.placement.direction[:count])
-    return Schedule.from_programs(
-        programs, placement=placement, training=schedule.training, name=schedule.name, options=schedule.options
-    )
-
-
-def forwards_of(schedule: Schedule) -> Schedule:
-    """The schedule for inference: only its forwards, in the same order."""
-    programs = [
-        [part for entry in program for part in _parts(entry) if part.kind == "F"] for program in schedule.programs
-    ]
-    return Schedule.from_programs(
-        programs, placement=schedule.placement, training=False, name=f"{schedule.name}, forwards"
-    )
-
-
-def _parts(entry: Any) -> list[Any]:
-    return [entry.forward, entry.backward] if hasattr(entry, "forward") else [entry]
