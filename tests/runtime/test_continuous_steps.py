@@ -548,3 +548,23 @@ def test_failures_on_processes_are_told_alike_and_leave_the_parameters_after_the
         assert errors[4] == (lookup if rank == 1 else elsewhere)
         assert errors[5] == "PipelineError: rank 2 has no batch for step 2, and rank 0 has one: give all as many"
         assert len(errors) == 6
+
+
+def test_weights_are_cast_anew_in_every_step_of_a_run_inside_autocast() -> None:
+    """Autocast keeps its casts as long as it is open, and here it is open over all steps."""
+
+    def without_buffers() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+
+    expected, run = (pipeline(without_buffers(), loss_fn=functional.mse_loss) for _ in range(2))
+    optimizers = [OPTIMIZERS["AdamW"](pipe.parameters()) for pipe in (expected, run)]
+    losses = []
+    for inputs, targets in batches():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses.append(expected.step(inputs, targets).loss)
+        optimizers[0].step()
+        expected.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert [stats.loss for stats in run.run(batches(), optimizer=optimizers[1])] == losses
+    assert_same_bits(state_of(run, optimizers[1]), state_of(expected, optimizers[0]))

@@ -49,6 +49,14 @@ def test_a_killed_job_goes_on_as_if_nothing_had_been(nursery: Nursery, tokens: P
     assert weights(tokens, "parts", 16) == weights(tokens, "whole", 16)
 
 
+def test_continuous_steps_of_processes_have_the_bits_of_single_steps(nursery: Nursery, tokens: Path) -> None:
+    assert exit_codes(start(nursery, tokens, "single", processes=2)) == [0, 0], log_of(tokens, "single")
+    continuous = start(nursery, tokens, "continuous", "--training.continuous_steps=true", processes=2)
+    assert exit_codes(continuous) == [0, 0], log_of(tokens, "continuous")
+    assert losses(tokens, "continuous") == losses(tokens, "single")
+    assert weights(tokens, "continuous", 16) == weights(tokens, "single", 16)
+
+
 @pytest.mark.parametrize(("processes", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
 def test_a_signal_ends_a_job_with_a_checkpoint_and_without_an_error(
     nursery: Nursery, tokens: Path, processes: int, number: signal.Signals

@@ -473,3 +473,10 @@ def test_what_ranks_did_last_is_kept_with_the_run_and_the_error_names_it(monkeyp
 def test_records_of_a_job_that_never_came_to_be_are_no_run() -> None:
     Path("run/flight").mkdir(parents=True)
     assert train("training.steps=1").step == 1
+
+
+def test_continuous_steps_are_refused_where_the_results_would_differ() -> None:
+    for option in ("training.dtype=bfloat16", "training.mixed_precision_param=float16", "optimizer.name=Muon"):
+        name, _, value = option.partition("=")
+        refused(f"training.continuous_steps is true, but {name} is {value}", "training.continuous_steps=true", option)
+    refused("accumulates gradients of 2 batches", "training.continuous_steps=true", "training.global_batch_size=8")

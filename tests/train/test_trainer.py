@@ -43,6 +43,9 @@ TINY = (
     "model.vocab_size=32",
 )
 
+NO_PAUSE = ("validation.freq=100", "checkpoint.interval=100")
+"""Lets all steps be continuous ones."""
+
 
 def make_config(tokens: Path, *more: str, run: str = "run") -> Config:
     return Config.read(None, *TINY, f"training.dataset_path={tokens}", f"job.dump_folder={tokens.parent / run}", *more)
@@ -119,6 +122,9 @@ def by_hand(config: Config, steps: int) -> dict[int, tuple[float, float]]:
         ("compile.enable=true", "compile.backend=eager", "parallelism.pipeline_parallel_schedule=zb-v"),
         ("optimizer.name=Muon",),
         ("optimizer.name=Adafactor",),
+        ("training.continuous_steps=true",),
+        ("training.continuous_steps=true", "parallelism.pipeline_parallel_schedule=zb-h2", *NO_PAUSE),
+        ("training.continuous_steps=true", "training.mixed_precision_param=bfloat16", *NO_PAUSE),
         ("optimizer.name=SGD", "optimizer.lr=0.5", "lr_scheduler.decay_type=linear", "lr_scheduler.decay_ratio=0.5"),
     ],
     ids=lambda more: ",".join(each.split(".")[1] for each in more) or "float32",

@@ -72,6 +72,11 @@ def batch_sizes(config: Config, replicas: int) -> BatchSizes:
             f"training.global_batch_size is {per_step}, which {replicas} replicas × training.local_batch_size {local} "
             f"do not divide; the nearest that fit are {f'{below} and ' if below else ''}{above}"
         )
+    if training.continuous_steps and per_step > pipeline_step:
+        raise StagelineError(
+            f"training.continuous_steps trains on one batch per step, but training.global_batch_size {per_step} "
+            f"accumulates gradients of {per_step // pipeline_step} batches; set one of the two to its default"
+        )
     microbatch = min(config.parallelism.pipeline_parallel_microbatch_size, local)
     return BatchSizes(per_step, local, per_step // pipeline_step, microbatch, -(-local // microbatch))
 

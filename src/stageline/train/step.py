@@ -1,14 +1,16 @@
-"""The training step: batches through the pipeline, then the optimizer."""
+"""The training step: batches through the pipeline, then the optimizer; one step at a time, or continuous steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from stageline.common.errors import StagelineError
+from stageline.runtime.continuous.run import Run
 from stageline.runtime.optimizer_step import GradientRules, not_finite_text, step_optimizer
 from stageline.runtime.pipeline import Pipeline
 from stageline.runtime.step_report import StepStats
@@ -80,6 +82,28 @@ class TrainingStep:
         step_optimizer(decision, gradients.values(), self.optimizer.step)
         self.optimizer.zero_grad()
         return StepResult(loss, norm.item(), decision.skipped, scale, stats)
+
+    def train_continuously(self, batches: Iterable[Batch], rate: Callable[[int], float]) -> Iterator[StepResult]:
+        """Train on one batch per step, without waiting between steps; `rate` maps the pipeline's step to a fraction.
+
+        The results have the same bits as those of `train`. Use the pipeline for nothing else before the iterator ends.
+        """
+        optimizer = self.optimizer.single
+        assert optimizer is not None, "the configuration is validated"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # steps that cannot overlap are run one after the other
+            rules = replace(self._rules, factor_dtype=torch.float64)  # as in `train`
+            run = Run(self.pipe, map(self._arguments, batches), optimizer, rules, rate)
+        while True:
+            with autocast(self._device, self._mixed):
+                stats = next(run, None)
+            if stats is None:
+                return
+            yield StepResult(stats.loss, stats.norm or 0.0, False, 1.0, stats)
+
+    def _arguments(self, batch: Batch) -> dict[str, Any]:
+        inputs, targets = self.task.batch(*batch)
+        return {"inputs": inputs, "targets": targets, "count": self._count([batch])}
 
     def evaluate(self, inputs: Any, targets: Any) -> tuple[float, float | None]:
         """Return the loss on a batch without training, and the total weight of its targets; None for a mean loss.

@@ -43,8 +43,11 @@ from stageline.train.precision import LossScale
 from stageline.train.run_folder import FLIGHT, METRICS, RunFolder
 from stageline.train.setup import Setup
 from stageline.train.signals import StopSignals
-from stageline.train.step import TrainingStep
+from stageline.train.step import StepResult, TrainingStep
 from stageline.train.validation import Validation
+
+CONTINUOUS_STEPS = 8
+"""Continuous steps between two checks for signals and the time limit."""
 
 
 @contextmanager
@@ -346,17 +349,36 @@ class Trainer:
         return every > 0 and self.progress.step % every == 0
 
     def _train(self) -> None:
-        """Make one step."""
+        """Make one step, or several continuous ones."""
         started = time.perf_counter()
-        fraction = rate(self.config.lr_scheduler, self.progress.step, self.config.training.steps)
+        steps = self._continuous_steps() if self.config.training.continuous_steps else self._single_step()
+        for fraction, result in steps:
+            self._stop.begin()
+            self.progress.step += 1
+            self.progress.position += self.setup.batches.per_step
+            self._loss = result.loss
+            self.output.step(self.progress.step, result, fraction, time.perf_counter() - started)
+            self.checkpoints.report()
+            started = time.perf_counter()
+
+    def _rate(self, step: int) -> float:
+        return rate(self.config.lr_scheduler, step, self.config.training.steps)
+
+    def _single_step(self) -> Iterator[tuple[float, StepResult]]:
+        fraction = self._rate(self.progress.step)
         batches = [next(self.batches) for _ in range(self.setup.batches.accumulation)]
-        result = self.training_step.train(batches, fraction)
-        self._stop.begin()
-        self.progress.step += 1
-        self.progress.position += self.setup.batches.per_step
-        self._loss = result.loss
-        self.output.step(self.progress.step, result, fraction, time.perf_counter() - started)
-        self.checkpoints.report()
+        yield fraction, self.training_step.train(batches, fraction)
+
+    def _continuous_steps(self) -> Iterator[tuple[float, StepResult]]:
+        """Make steps that do not wait for each other, up to the next one that is validated, saved or the last."""
+        config, step = self.config, self.progress.step
+        intervals = (config.validation.freq, config.checkpoint.interval, CONTINUOUS_STEPS)
+        count = min(config.training.steps - step, *(every - step % every for every in intervals if every > 0))
+        batches = (next(self.batches) for _ in range(count))
+        offset = step - self.pipe.steps
+        results = self.training_step.train_continuously(batches, lambda number: self._rate(number + offset))
+        for result in results:
+            yield self._rate(self.progress.step), result
 
     def _validate(self) -> bool:
         """Evaluate on the validation samples; return whether to stop early."""

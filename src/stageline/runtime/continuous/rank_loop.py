@@ -272,6 +272,7 @@ class RankLoop:
             self._waiting, self._current = ran, None
             with plain_precision():
                 self._part.step()
+            torch.clear_autocast_cache()  # it holds casts of the old weights as long as the caller's context is open
             self._gradients.after()
         except Exception as error:
             ran.failed = RankFailure(time.time(), executor.doing, error)
@@ -309,6 +310,7 @@ class RankLoop:
             with plain_precision():
                 self._part.step()
             self._zero()
+        torch.clear_autocast_cache()
         self.services.synchronize(decided.planned)
 
     def _failure(self, ran: CompletedStep, failed: RankFailure) -> BaseException:

@@ -97,6 +97,11 @@ class Training:
         "float32", "Data type of autocast; float16 adds dynamic loss scaling."
     )
     seed: int = _same(0, "Random seed of weights, dropout and data order.", ge=0, le=2**63 - 1)
+    continuous_steps: bool = _option(
+        False,
+        "Let a rank start the next step before the others end the last one, with the same results. It needs float32 "
+        "parameters, no float16, no gradient accumulation, and memory for a copy of parameters and optimizer state.",
+    )
     deterministic: bool = _warning(False, "Refuse operators without a deterministic kernel.")
 
 

@@ -177,6 +177,18 @@ def _batch(config: Config) -> Iterator[str]:
         )
 
 
+def _continuous_steps(config: Config) -> Iterator[str]:
+    training = config.training
+    obstacles = {
+        f"training.dtype is {training.dtype}": training.dtype != "float32",
+        "training.mixed_precision_param is float16": training.mixed_precision_param == "float16",
+        "optimizer.name is Muon": config.optimizer.name == "Muon",
+    }
+    for obstacle, is_present in obstacles.items():
+        if training.continuous_steps and is_present:
+            yield f"training.continuous_steps is true, but {obstacle}; change one of the two"
+
+
 def _learning_rate(config: Config) -> Iterator[str]:
     steps, ratio, warmup = config.training.steps, config.lr_scheduler.decay_ratio, config.lr_scheduler.warmup_steps
     if -1 < ratio < 0:
@@ -302,6 +314,7 @@ RULES: tuple[Rule, ...] = (
     _patience,
     _loss,
     _batch,
+    _continuous_steps,
     _learning_rate,
     _recompute,
     _schedule,
