@@ -398,7 +398,7 @@ def test_an_invalid_file_is_refused_with_the_reason(tmp_path: Path, change: dict
         ({"ranks": 2, "batch": 8}, "give samples="),
         ({"ranks": 2, "batch": 8, "samples": 1, "microbatches": 3}, r"do not divide batch=8; .* are \[2, 4\]"),
         ({"ranks": 9, "microbatches": 2}, "the model has 4 units, but 9 ranks"),
-        ({"ranks": 2, "microbatches": 2, "memory": -1}, "memory is a number of bytes above 0"),
+        ({"ranks": 2, "microbatches": 2, "memory": -1}, "memory must be a number of bytes above 0"),
         ({"ranks": 2, "microbatches": 2, "memory": [1.0]}, "one for each of the 2 ranks"),
         ({"ranks": 2, "microbatches": 2, "memory": "much"}, "memory takes a size, like 24GiB or 10G; got 'much'"),
         ({"ranks": 2, "microbatches": 2, "memory": "8GB,9GB,1GB"}, "one for each of the 2 ranks"),
@@ -408,7 +408,7 @@ def test_an_invalid_file_is_refused_with_the_reason(tmp_path: Path, change: dict
         ({"ranks": 2, "microbatches": 2, "split": "tim"}, r"did you mean 'time'\?"),
         ({"ranks": 2, "microbatches": 2, "time_limit": float("nan")}, "number of seconds above 0"),
         ({"ranks": 2, "microbatches": 2, "layers_per_stage": [1, 1]}, "must add up to 4"),
-        ({"ranks": 2, "microbatches": 2, "optimizer_bytes_per_parameter": -8}, "number of bytes of at least 0"),
+        ({"ranks": 2, "microbatches": 2, "optimizer_bytes_per_parameter": -8}, "number of bytes >= 0"),
         ({"ranks": 2, "microbatches": 2, "transfer": -1.0}, "transfer must be a number from 0"),
         ({"ranks": 3, "microbatches": 2, "schedule": "zb-v"}, "no schedule of zb-v is possible for 4 units on 3 ranks"),
         ({"ranks": 2, "microbatches": 2, "profile": 5}, "expected a Profile"),
@@ -500,7 +500,7 @@ def test_the_command_suggests_changes_if_nothing_fits(tmp_path: Path, capsys: py
     assert run([*words[:4], "--memory", "100"]) == 2
     assert "plan needs --microbatches, the number in a step, or --batch" in capsys.readouterr().err
     assert run([*words, "--memory", "0"]) == 2
-    assert "--memory is a number of bytes above 0 or a size like 24GiB" in capsys.readouterr().err
+    assert "--memory must be a number of bytes above 0 or a size like 24GiB" in capsys.readouterr().err
     assert run([*words, "--memory", "much"]) == 2
     assert "--memory takes a size" in capsys.readouterr().err
 

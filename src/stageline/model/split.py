@@ -264,7 +264,7 @@ def _check_arguments(
     _check_by(by)
     stacks = [stack] if isinstance(stack, str) and stack else list(stack) if _is_list(stack) or stack == "" else None
     if stacks is None or not all(isinstance(name, str) for name in stacks):
-        raise StagelineError(f"stack is the name of the list of blocks, or a list of names, got {shorten(stack)}")
+        raise StagelineError(f"stack must be the name of the list of blocks, or a list of names, got {shorten(stack)}")
     if layers_per_stage is not None:
         _check_counts(layers_per_stage)
         if by != "layers" and not (isinstance(by, str) and by.startswith("type:")):
@@ -288,10 +288,10 @@ def check_positive(name: str, value: Any) -> None:
 
     >>> check_positive("stages", 2.5)
     Traceback (most recent call last):
-    stageline.StagelineError: stages is a whole number of at least 1, got 2.5
+    stageline.StagelineError: stages must be an integer >= 1, got 2.5
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise StagelineError(f"{name} is a whole number of at least 1, got {shorten(value)}")
+        raise StagelineError(f"{name} must be an integer >= 1, got {shorten(value)}")
 
 
 def _is_list(value: Any) -> bool:
@@ -303,13 +303,13 @@ def _check_by(by: Any) -> None:
         return
     if not isinstance(by, str) or not (by in WAYS[:3] or by.startswith("type:")):
         near = nearest(by, WAYS) if isinstance(by, str) else ""
-        raise StagelineError(f"by is one of {', '.join(WAYS)}, got {shorten(by)}{near}")
+        raise StagelineError(f"by must be one of {', '.join(WAYS)}, got {shorten(by)}{near}")
 
 
 def _check_counts(counts: Any) -> None:
     if not _is_list(counts):
         raise StagelineError(
-            "layers_per_stage is a list with the number of blocks of each stage, such as [2, 3, 3]; got "
+            "layers_per_stage must be a list with the number of blocks of each stage, such as [2, 3, 3]; got "
             f"{shorten(counts)}"
         )
     for count in counts:

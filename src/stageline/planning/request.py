@@ -106,7 +106,7 @@ def read_caps(memory: Any, ranks: int, model: nn.Module | None) -> tuple[float, 
     is_valid = all(isinstance(cap, int | float) and not isinstance(cap, bool) and cap > 0 for cap in caps)
     if len(caps) != ranks or not is_valid:
         raise StagelineError(
-            f"memory is a number of bytes above 0 or a size like 24GiB, or one for each of the {ranks} ranks, got "
+            f"memory must be a number of bytes above 0 or a size like 24GiB, or one for each of the {ranks} ranks, got "
             f"{shorten(memory)}"
         )
     if all(cap == float("inf") for cap in caps):
@@ -142,9 +142,11 @@ def read_states(parameter: Any, gradient: Any, optimizer: Any, interlock: Any) -
         ("optimizer_bytes_per_parameter", optimizer, 0.0),
     ):
         if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value < 1e6:
-            raise StagelineError(f"{name} is a number of bytes of at least {minimum:g}, got {shorten(value)}")
+            raise StagelineError(f"{name} must be a number of bytes >= {minimum:g}, got {shorten(value)}")
     if not isinstance(interlock, bool):
-        raise StagelineError(f"interlock is True for continuous steps (pipe.run), or False, got {shorten(interlock)}")
+        raise StagelineError(
+            f"interlock must be True (for continuous steps, pipe.run) or False, got {shorten(interlock)}"
+        )
     return StateBytes(float(parameter), None if gradient is None else float(gradient), float(optimizer), interlock)
 
 
@@ -156,7 +158,7 @@ def read_recompute(value: Any, profiles: SizedProfiles) -> Recompute:
     for unit in units:
         if unit not in profiles.names:
             raise StagelineError(
-                f"recompute is 'auto', 'none', 'stage' or names of units, got {shorten(unit)}"
+                f"recompute must be 'auto', 'none', 'stage' or names of units, got {shorten(unit)}"
                 f"{nearest(str(unit), ['auto', 'none', 'stage', *profiles.names])}"
             )
     return tuple(sorted(units)) or "none"
@@ -188,7 +190,7 @@ def one_of(name: str, value: Any, choices: tuple[str, ...]) -> Any:
     """Refuse a value that is not among the choices."""
     if value not in choices:
         raise StagelineError(
-            f"{name} is one of {', '.join(choices)}, got {shorten(value)}{nearest(str(value), choices)}"
+            f"{name} must be one of {', '.join(choices)}, got {shorten(value)}{nearest(str(value), choices)}"
         )
     return value
 
@@ -196,7 +198,7 @@ def one_of(name: str, value: Any, choices: tuple[str, ...]) -> Any:
 def positive_seconds(name: str, value: Any) -> float:
     """Refuse anything but a positive, finite number."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise StagelineError(f"{name} is a number of seconds above 0, got {shorten(value)}")
+        raise StagelineError(f"{name} must be a number of seconds above 0, got {shorten(value)}")
     return float(value)
 
 
