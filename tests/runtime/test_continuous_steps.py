@@ -1,4 +1,4 @@
-"""Steps that interlock: the bits of the plain loop, whatever has to be undone, and ranks that do not wait."""
+"""Continuous steps: the bits of the plain loop, whatever has to be undone, and ranks that do not wait."""
 
 from __future__ import annotations
 
@@ -386,7 +386,7 @@ def test_tied_weights_interlock_where_one_rank_has_both(family: str, interlocks:
     if interlocks:
         run = pipe.run(token_batches(), optimizer=second, max_norm=0.5)
     else:
-        with pytest.warns(UserWarning, match=r"do not interlock.* several ranks use the parameter 0.weight"):
+        with pytest.warns(UserWarning, match=r"are not continuous.* several ranks use the parameter 0.weight"):
             run = pipe.run(token_batches(), optimizer=second, max_norm=0.5)
     assert run.interlocks == interlocks
     assert bool(run.note) != interlocks

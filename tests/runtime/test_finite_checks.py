@@ -185,7 +185,7 @@ def test_a_run_and_clipping_stop_before_any_parameter_changes() -> None:
         assert parameter.grad is None or grad is None or parameter.grad.equal(grad) or not grad.isfinite().all()
 
 
-@pytest.mark.filterwarnings("ignore:steps do not interlock")
+@pytest.mark.filterwarnings("ignore:steps are not continuous")
 def test_a_run_whose_steps_do_not_interlock_fails_alike_or_leaves_the_step_out() -> None:
     for skips in (False, True):
         model = layers("backward", 4)

@@ -28,14 +28,14 @@ from stageline.runtime.microbatches import (
     NAMES,
     REFUSED,
     SCALE,
-    Given,
+    BatchRow,
     Keywords,
     difference,
     input_parts,
     keyword_parts,
-    look_at,
     settings_row,
     target_parts,
+    validate_batch,
     weights,
 )
 from stageline.runtime.rank_executors import ExecutorSet
@@ -108,23 +108,23 @@ class BatchIntake:
         """The targets of the loss: a model that computes its own loss has them among its inputs."""
         return None if self._options.loss_fn is own_loss else targets
 
-    def validate(self, batch: Batch) -> Given:
+    def validate(self, batch: Batch) -> BatchRow:
         """Make sure that a batch can be cut."""
         specs, alone = self._options.chunk_specs, self._world.single_process
         if alone and specs.kwargs is not None and batch.training:
             specs.refuse_unknown(batch.inputs, batch.keywords)
         if batch.keep:
             specs.refuse_merge()
-        given = look_at(self._stage_count, batch.inputs, batch.targets, batch.keywords, not alone, specs)
+        validated = validate_batch(self._stage_count, batch.inputs, batch.targets, batch.keywords, not alone, specs)
         if alone and batch.inputs is None:
             raise StagelineError("the inputs are None; the first stage needs them")
-        if alone and given.samples is None:
+        if alone and validated.samples is None:
             raise StagelineError(
                 "the chunk specs give all of the batch to every microbatch, so there is nothing to cut into "
                 f"{self.parts} microbatches; let them cut one tensor at least"
             )
         settings = settings_row(batch.scale, batch.count, self._stages.model.training)
-        return Given(given.samples, np.concatenate([given.row, settings]))
+        return BatchRow(validated.samples, np.concatenate([validated.row, settings]))
 
     def agree(self, batch: Batch, elements: int) -> Agreement:
         """Agree on the batch with all ranks.
@@ -135,25 +135,25 @@ class BatchIntake:
         world, replicas = self._world, self._replicas
         refused: Exception | None = None
         try:
-            given = self.validate(batch)
+            own = self.validate(batch)
         except StagelineError as error:
             if world.single_process and replicas is None:
                 raise
-            refused, given = error, Given(None, np.array(REFUSED))
+            refused, own = error, BatchRow(None, np.array(REFUSED))
         if replicas is not None:
-            row = replicas.row(given, batch.mode, batch.count, elements, refused is not None)
+            row = replicas.row(own, batch.mode, batch.count, elements, refused is not None)
             known = world.all_gather(row)
             counts = replicas.agree(known, [] if world.single_process else batch.columns, self.readers, refused)
-            own = known[world.replica, :, : len(NAMES)]
-            return Agreement(counts[world.replica], sum(counts), lambda: own)
-        gathered = world.all_gather_async(given.row)
+            rows_here = known[world.replica, :, : len(NAMES)]
+            return Agreement(counts[world.replica], sum(counts), lambda: rows_here)
+        gathered = world.all_gather_async(own.row)
 
         def rows() -> Floats:
             first: Floats = gathered()[0]
             return first
 
-        if given.samples is not None and (world.single_process or given.samples == self.agreed):
-            return Agreement(given.samples, given.samples, rows, refused)
+        if own.samples is not None and (world.single_process or own.samples == self.agreed):
+            return Agreement(own.samples, own.samples, rows, refused)
         known = rows()
         sizes = set(known[:, 0].tolist()) - {0.0}
         apart = difference(known, [0])

@@ -28,14 +28,13 @@ def check_reduction(given: str) -> None:
         raise StagelineError(f"loss_reduction is 'mean', 'sum' or 'count', got {given!r}")
 
 
-class Given(NamedTuple):
-    """What this process knows of a step's batch."""
+class BatchRow(NamedTuple):
+    """The batch of this process as numbers that are compared between processes."""
 
     samples: int | None
-    """None where it was given nothing."""
+    """None where this process has no batch."""
     row: NDArray[np.float64]
-    """The samples and digests, to be compared between processes; 0 for what was not given here, -1 for what was
-    refused here."""
+    """The number of samples and digests of the parts; 0 for what this process does not have, -1 for what it refused."""
 
 
 REFUSED = (0.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0)
@@ -53,10 +52,10 @@ SCALE, COUNT, MODE = 4, 5, 6
 MODES = {1.0: "model.eval()", 2.0: "model.train()"}
 
 
-def look_at(
+def validate_batch(
     stages: int, inputs: Any, targets: Any, keywords: Keywords | None, digests: bool, specs: ChunkSpecs
-) -> Given:
-    """Make sure that everything given has as many samples; take digests of it if they are to be compared."""
+) -> BatchRow:
+    """Refuse parts with different numbers of samples; compute digests if they are to be compared."""
     sizes = _sizes(inputs, _inputs_spec(inputs, specs), "the inputs", "", needed=specs.default)
     option = "so by targets_chunk_spec=, with None in its place"
     # One without dimensions goes to every microbatch.
@@ -84,7 +83,7 @@ def look_at(
         raise StagelineError("the batch has no samples")
     parts = (inputs, targets, (keywords or {}).get("all"))
     row = [float(samples or 0), *(float(digest(part)) if digests else 0.0 for part in parts)]
-    return Given(samples, np.array(row))
+    return BatchRow(samples, np.array(row))
 
 
 def _inputs_spec(inputs: Any, specs: ChunkSpecs) -> Any:

@@ -129,7 +129,7 @@ class ExecutorCache:
     def _loss_reads(self, module: nn.Module, schedule: Schedule) -> LossReads:
         """What calls loss_fn on the last stage; it may read the tensors that this stage alone uses."""
         uses = self._stages.placed.uses
-        shared = {id(parameter) for parameter in uses} | {id(use.own) for each in uses.values() for use in each}
+        shared = {id(parameter) for parameter in uses} | {id(use.own) for by_stage in uses.values() for use in by_stage}
         own = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in shared]
         alone = self._world.single_process and schedule.placement.directions == 1
         return LossReads(self._options.loss_fn, self._watched, own, alone=alone)

@@ -19,7 +19,7 @@ from stageline.common.errors import StagelineError
 from stageline.model.stage_module.boundary import arguments
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.batches.chunk_specs import ChunkSpecs
-from stageline.runtime.microbatches import input_parts, look_at, target_parts
+from stageline.runtime.microbatches import input_parts, target_parts, validate_batch
 from stageline.runtime.penalty import Penalty, add_gradients, terms_of
 from stageline.runtime.pipeline import Pipeline
 from stageline.tensors.pytree import batch_size, split_batch
@@ -201,7 +201,7 @@ def _to_double(leaf: Any) -> Any:
 
 def count_samples(inputs: Any, specs: ChunkSpecs) -> int:
     """The number of samples in a batch."""
-    samples = look_at(0, inputs, None, None, False, specs).samples
+    samples = validate_batch(0, inputs, None, None, False, specs).samples
     if samples is None:
         raise StagelineError("no tensor of the inputs is split into microbatches; at least one must be")
     return samples

@@ -17,7 +17,7 @@ from stageline.distributed.rank_host import Floats, World
 from stageline.runtime._torch_private import buffer_named
 from stageline.runtime.grad_reduce import Reducer
 from stageline.runtime.guards.initial_weights import compare_weights, held_by_several
-from stageline.runtime.microbatches import NAMES, SCALE, Given, disagreement
+from stageline.runtime.microbatches import NAMES, SCALE, BatchRow, disagreement
 from stageline.runtime.setup.options import PipelineOptions
 from stageline.runtime.shared_parameters import Placed
 from stageline.runtime.step_report import Outcome
@@ -113,7 +113,7 @@ class Replicas:
             self._reducer = (key, reducer)
         return self._reducer[1]
 
-    def row(self, batch: Given, mode: int, count: float | None, elements: int, refused: bool) -> Floats:
+    def row(self, batch: BatchRow, mode: int, count: float | None, elements: int, refused: bool) -> Floats:
         """The row that this process sends at the start of a step."""
         return np.concatenate([batch.row, [float(mode), float(count or 0), float(elements), float(refused)]])
 

@@ -15,7 +15,7 @@ from stageline.distributed.process_host import ProcessWorld
 from stageline.distributed.rank_host import Floats, HostedStep
 from stageline.runtime.continuous.rank_loop import LEFT, DecidedStep, PlannedStep, RankLoop, RunOptions
 from stageline.runtime.executor import RankResult
-from stageline.runtime.microbatches import NAMES, Given, disagreement
+from stageline.runtime.microbatches import NAMES, BatchRow, disagreement
 from stageline.runtime.rank_executors import MOST_TIMES
 from stageline.runtime.step import no_collections
 
@@ -28,7 +28,7 @@ class NextBatch(NamedTuple):
     """The next batch of this process, or why there is none."""
 
     batch: Any = None
-    given: Given = Given(None, np.zeros(len(NAMES)))
+    described: BatchRow = BatchRow(None, np.zeros(len(NAMES)))
     ended: bool = False
     error: BaseException | None = None
 
@@ -56,7 +56,7 @@ class ProcessServices:
         self._describe(step, self._fetch())
 
     def _describe(self, step: int, next_batch: NextBatch) -> None:
-        row = np.concatenate([next_batch.given.row, [float(next_batch.ended), float(next_batch.error is not None)]])
+        row = np.concatenate([next_batch.described.row, [float(next_batch.ended), float(next_batch.error is not None)]])
         self._coming[step] = (next_batch, self._world.all_gather_async(row))
 
     def plan(self, step: int) -> PlannedStep:

@@ -19,18 +19,20 @@ Options: TypeAlias = list[dict[str, Any]]
 Make: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-def find_optimizer(given: Optimizer | Make, parameters: Sequence[nn.Parameter]) -> Optimizer:
+def find_optimizer(optimizer_or_make: Optimizer | Make, parameters: Sequence[nn.Parameter]) -> Optimizer:
     """The optimizer that was given, or the one that the given function returns; of these parameters alone.
 
     >>> linear = nn.Linear(2, 2)
     >>> type(find_optimizer(torch.optim.SGD, list(linear.parameters()))).__name__
     'SGD'
     """
-    optimizer = given if isinstance(given, Optimizer) else given(parameters) if callable(given) else None
+    optimizer: Any = optimizer_or_make
+    if not isinstance(optimizer, Optimizer):
+        optimizer = optimizer(parameters) if callable(optimizer) else None
     if not isinstance(optimizer, Optimizer):
         raise StagelineError(
             f"optimizer= is an optimizer of torch, or a function from parameters to one; got "
-            f"{shorten(given) if optimizer is None else f'a function that gives {shorten(optimizer)}'}"
+            f"{shorten(optimizer_or_make) if optimizer is None else f'a function that gives {shorten(optimizer)}'}"
         )
     own = set(parameters)
     foreign = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter not in own]

@@ -86,23 +86,23 @@ class UpdateOptions:
             self.set_rates(step + 1)
 
 
-def read_batch(runner: StepRunner, given: Any) -> Batch:
+def read_batch(runner: StepRunner, item: Any) -> Batch:
     """A batch of a run: a pair of inputs and targets; inputs alone; or arguments of `step` by name."""
-    arguments: dict[str, Any] = {"inputs": given}
-    if isinstance(given, Mapping) and "inputs" in given:
-        arguments = dict(given)
+    arguments: dict[str, Any] = {"inputs": item}
+    if isinstance(item, Mapping) and "inputs" in item:
+        arguments = dict(item)
         unknown = next((name for name in arguments if name not in ARGUMENTS), None)
         if unknown is not None:
             raise StagelineError(
                 f"a batch says {unknown!r}{nearest(str(unknown), ARGUMENTS)}; one with 'inputs' in it may say "
                 f"{', '.join(ARGUMENTS)}"
             )
-    elif isinstance(given, tuple | list) and len(given) == 2:
-        arguments = {"inputs": given[0], "targets": given[1]}
-    elif not isinstance(given, Mapping | Tensor) and given is not None:
+    elif isinstance(item, tuple | list) and len(item) == 2:
+        arguments = {"inputs": item[0], "targets": item[1]}
+    elif not isinstance(item, Mapping | Tensor) and item is not None:
         raise StagelineError(
             f"a batch is a pair of inputs and targets, a tensor or a dict of inputs alone, or None where a rank needs "
-            f"none; got {shorten(given)}"
+            f"none; got {shorten(item)}"
         )
     if wants_gradients(arguments["inputs"]):
         raise StagelineError(
@@ -126,8 +126,8 @@ def cut_by_first(runner: StepRunner, batches: Iterable[Any]) -> Iterable[Any]:
     except TypeError:  # refused where the run begins
         return batches
     first = list(islice(coming, 1))
-    for given in first:
-        runner.show(read_batch(runner, given))
+    for item in first:
+        runner.show(read_batch(runner, item))
         try:
             runner.stages.refuse_to_train()
         except StagelineError:
@@ -147,7 +147,7 @@ def why_not(runner: StepRunner, optimizer: Optimizer) -> str:
         return f"several ranks use the parameter {name}, so its gradient is complete when all are at the end of a step"
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"cpu", "meta"}
     if devices:
-        return f"stages are on {' and '.join(sorted(devices))}, and only those of the host interlock"
+        return f"stages are on {' and '.join(sorted(devices))}, and continuous steps need them on the CPU"
     if runner.world.single_process and optimizer_hooks(optimizer):
         return "the optimizer has hooks, which expect to be called once for all parameters"
     return ""
@@ -197,8 +197,8 @@ class RunSteps:
         pipe, runner, update = self.pipe, self.runner, self.update
         rules = update.rules
         update.set_rates(runner.steps)
-        for given in self._batches:
-            batch = read_batch(runner, given)
+        for item in self._batches:
+            batch = read_batch(runner, item)
             try:
                 stats = runner.step(replace(batch, check_gradients=not rules.skip_not_finite))
             except PipelineError:
@@ -263,8 +263,8 @@ class RunSteps:
         """Fetch the next batch."""
         try:
             with caller.take():
-                given = next(self._batches)
-            batch = read_batch(self.runner, given)
+                item = next(self._batches)
+            batch = read_batch(self.runner, item)
             return NextBatch(batch, self.runner.batches.validate(batch))
         except StopIteration:
             return NextBatch(ended=True)
@@ -274,9 +274,9 @@ class RunSteps:
     def _fetch_and_plan(self, step: int, caller: CallerTurn) -> PlannedStep:
         """What a step computes, where all ranks are in this process."""
         fetched = self._fetch(caller)
-        if fetched.batch is None or fetched.given.samples is None:
+        if fetched.batch is None or fetched.described.samples is None:
             return PlannedStep(step, error=fetched.error)
-        planned = self._plan(step, fetched.batch, fetched.given.samples)
+        planned = self._plan(step, fetched.batch, fetched.described.samples)
         return planned if planned.refused is None else PlannedStep(step, error=planned.refused)
 
     def _plan(self, step: int, batch: Batch, samples: int) -> PlannedStep:
@@ -346,14 +346,14 @@ class Run(Iterator[StepStats]):
         self.optimizer = find_optimizer(optimizer, list(pipe.parameters()))
         """The optimizer that was given, or made."""
         self.note = why_not(runner, self.optimizer)
-        """Why steps do not interlock; empty where they do."""
+        """Why steps are not continuous; empty where they are."""
         self.interlocks = not self.note and pipe.ranks > 1
-        """Whether a rank may start a step before all ranks have ended the last one."""
+        """Whether steps are continuous: a rank may start one before all ranks have ended the last."""
         self._run = RunSteps(pipe, batches, UpdateOptions(self.optimizer, rules, lr_schedule))
         self._steps = self._run.continuous() if self.interlocks else self._run.one_by_one()
         self._thread: int | None = None
         if self.note:
-            warnings.warn(f"steps do not interlock, and are made one after the other: {self.note}", stacklevel=3)
+            warnings.warn(f"steps are not continuous, and run one after the other: {self.note}", stacklevel=3)
 
     @property
     def snapshot_bytes(self) -> int:
