@@ -34,7 +34,7 @@ def test_every_export_has_a_docstring_with_its_purpose() -> None:
         assert (getattr(sl, name).__doc__ or "").strip(), name
 
 
-def test_the_library_needs_only_numpy_and_leaves_torch_alone() -> None:
+def test_the_library_needs_only_numpy_and_does_not_import_torch() -> None:
     code = """
 import sys
 class Refuse:
@@ -53,7 +53,7 @@ assert "torch" not in sys.modules
     assert run(code) == "1 [True, True, True, True]\n"
 
 
-def test_the_commands_leave_torch_alone() -> None:
+def test_the_commands_do_not_import_torch() -> None:
     code = """
 import sys
 import stageline as sl
@@ -67,7 +67,7 @@ print(codes, "torch" in sys.modules)
     assert run(code).endswith("[0, 0, 0, 0, 0, 0, 0] False\n")
 
 
-def test_dependencies_each_give_a_reason() -> None:
+def test_every_dependency_gives_a_reason() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     project = tomllib.loads(text)["project"]
     names = [requirement.split(">")[0] for requirement in project["dependencies"]]

@@ -241,7 +241,7 @@ def test_a_backward_inside_of_a_forward_gives_the_bits_of_a_loop(
 
 
 @pytest.mark.parametrize(("recompute", "what"), [("stage", "stage 1"), (["1"], "module 1")])
-def test_a_backward_that_comes_later_is_refused_in_true_words(recompute: Any, what: str) -> None:
+def test_a_backward_that_comes_later_is_refused(recompute: Any, what: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), EnergyLater())
     pipe = sl.Pipeline(
         model, loss_fn=functional.mse_loss, schedule="gpipe", ranks=2, microbatches=4, recompute=recompute
@@ -328,7 +328,7 @@ def test_dropout_inside_torchs_checkpointing_on_threads(schedule: str) -> None:
         assert_same_bits(each, found[0])
 
 
-def test_what_one_pipeline_recomputes_is_not_the_business_of_another() -> None:
+def test_recompute_of_one_pipeline_does_not_affect_another() -> None:
     """Its choice stayed with the model."""
     runs: list[int] = []
     model = nn.Sequential(Block(), Block())

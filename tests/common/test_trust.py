@@ -39,7 +39,7 @@ class Pinboard:
         return self.kept[key].encode()
 
 
-def test_only_its_owner_can_read_the_secret_and_nothing_is_left_of_it() -> None:
+def test_only_its_owner_can_read_the_secret_until_it_is_removed() -> None:
     file = SecretFile("hidden")
     folder = Path(file.path).parent
     assert stat.S_IMODE(os.stat(file.path).st_mode) == 0o600
@@ -50,7 +50,7 @@ def test_only_its_owner_can_read_the_secret_and_nothing_is_left_of_it() -> None:
     assert not folder.exists()
 
 
-def test_a_secret_that_others_could_have_seen_or_made_is_refused(tmp_path: Path) -> None:
+def test_a_secret_file_that_others_can_read_or_create_is_refused(tmp_path: Path) -> None:
     file = SecretFile("hidden")
     link = Path(file.path).with_name("link")
     link.symlink_to(file.path)
@@ -74,7 +74,7 @@ def test_a_secret_that_others_could_have_seen_or_made_is_refused(tmp_path: Path)
         read_secret(file.path)
 
 
-def test_what_a_killed_rank_left_is_removed_by_the_next() -> None:
+def test_the_secret_of_a_killed_rank_is_removed_by_the_next() -> None:
     code = (
         "import os; from stageline.common.trust import SecretFile; print(SecretFile('x').path, flush=True); os._exit(9)"
     )
@@ -87,7 +87,7 @@ def test_what_a_killed_rank_left_is_removed_by_the_next() -> None:
     mine.remove()
 
 
-def test_on_one_machine_a_secret_in_the_store_is_not_believed() -> None:
+def test_a_secret_in_the_store_is_refused_on_one_machine() -> None:
     store = Pinboard()
     store.set("key", "text planted")
     with pytest.raises(
@@ -96,7 +96,7 @@ def test_on_one_machine_a_secret_in_the_store_is_not_believed() -> None:
         Sharing(store, "key", 1, here=True)("")
 
 
-def test_on_several_machines_one_warning_says_whom_the_ranks_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_warning_says_that_links_trust_the_store_across_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trust, "_warned", False)
     store = Pinboard()
     with pytest.warns(UserWarning, match="their connections trust whoever reaches it"):
@@ -152,5 +152,5 @@ def train_beside_a_stranger(rank: int) -> int:
     return len(words)
 
 
-def test_who_reads_the_whole_store_can_neither_take_a_link_nor_end_the_job() -> None:
+def test_reading_the_store_is_not_enough_to_take_a_link_or_to_end_the_job() -> None:
     assert all(count > 8 for count in run_ranks(train_beside_a_stranger, 2, timeout=200))

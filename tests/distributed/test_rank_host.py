@@ -18,7 +18,7 @@ from support.pipelines import Block, batch
 from support.threads import left_over
 
 
-def test_ctrl_c_stops_every_rank_and_stays_what_it_is() -> None:
+def test_ctrl_c_stops_every_rank_and_is_raised_as_keyboard_interrupt() -> None:
     """The ranks went on in the background and added into gradients; with one rank it became another error."""
 
     class Interrupted(Block):

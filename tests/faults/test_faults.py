@@ -198,7 +198,7 @@ def lived(request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: py
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_told_to_all_ranks_and_the_next_step_is_right(
+def test_all_ranks_report_a_fault_and_the_next_step_is_correct(
     lived: Job, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     index = list(FAULTS).index(name)
@@ -221,7 +221,7 @@ def test_a_fault_is_told_to_all_ranks_and_the_next_step_is_right(
 
 
 @pytest.mark.parametrize("odd", range(RANKS))
-def test_a_rank_with_another_schedule_is_named_on_all(lived: Job, odd: int) -> None:
+def test_all_ranks_name_a_rank_with_another_schedule(lived: Job, odd: int) -> None:
     if len(lived.ranks) < RANKS:
         pytest.skip("ranks that are threads have one schedule")
     for rank in lived.ranks:
@@ -250,7 +250,7 @@ def lost(job: Job, culprit: int, capsys: pytest.CaptureFixture[str], kind: str, 
 
 
 @pytest.mark.parametrize(("victim", "action", "microbatch"), [(0, "F", 0), (1, "B", 1), (2, "F", 3)])
-def test_a_killed_rank_is_named_by_all_survivors(
+def test_all_survivors_name_a_killed_rank(
     start: Start, victim: int, action: str, microbatch: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = start([{"do": "right"}, {**STEP, "plant": ["kill", victim, action, microbatch]}])
@@ -258,7 +258,7 @@ def test_a_killed_rank_is_named_by_all_survivors(
     assert job.ranks[victim].wait(PATIENCE) == -signal.SIGKILL
 
 
-def test_frozen_ranks_are_named_within_the_deadline_and_a_slow_one_is_not(
+def test_frozen_ranks_are_named_within_the_deadline_and_slow_ranks_are_not(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Jobs side by side: most of their time is the deadline's. The end of a step is a place to freeze in, too."""
@@ -292,7 +292,7 @@ def test_a_rank_that_never_starts_is_named_by_the_others(
         assert doctor(job.folder / "flights-0", capsys)["verdict"]["culprit"] == victim
 
 
-def test_a_rank_that_dies_while_all_start_is_named(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_dies_at_start_up_is_named(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     job = start([{"dies_at_start": 1}])
     for answer in job.wait(1).values():
         assert answer["error"] == "PipelineError"
@@ -310,7 +310,7 @@ def test_an_interrupted_rank_is_named(start: Start, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("action", ["F", "B"])
-def test_an_interrupt_ends_a_step_on_threads_and_the_next_is_right(start: Start, action: str) -> None:
+def test_an_interrupt_ends_a_step_on_threads_and_the_next_one_is_correct(start: Start, action: str) -> None:
     plan = [{"do": "right"}, {**STEP, "plant": ["interrupt", 1, action, 2]}, {"do": "right"}]
     job = start(plan, threads=True)
     job.wait()
@@ -320,7 +320,7 @@ def test_an_interrupt_ends_a_step_on_threads_and_the_next_is_right(start: Start,
     assert after["right"]
 
 
-def test_the_first_to_fail_is_named_though_another_was_heard_first(
+def test_the_first_failure_is_named_even_if_a_later_one_is_reported_first(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a busy machine, news do not travel in the order in which things happened."""
@@ -348,9 +348,7 @@ def test_a_rank_that_exits_between_steps_is_named(start: Start, capsys: pytest.C
     assert job.ranks[1].wait(PATIENCE) == 7
 
 
-def test_a_rank_that_is_ended_from_outside_says_so_and_is_named(
-    start: Start, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_is_ended_by_sigterm_is_named(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     job = start([{"do": "right"}, {**STEP, "plant": ["stay", 1, "F", 2]}])
     job.planted()
     job.ranks[1].signal(signal.SIGTERM)
@@ -359,7 +357,7 @@ def test_a_rank_that_is_ended_from_outside_says_so_and_is_named(
     assert "rank 1: ended by SIGTERM in F of stage 1, microbatch 2; no other rank is known to have failed" in job.log(1)
 
 
-def test_a_ctrl_c_in_the_main_thread_stops_the_ranks_that_are_threads(start: Start) -> None:
+def test_ctrl_c_in_the_main_thread_stops_rank_threads(start: Start) -> None:
     job = start([{"do": "right"}, {**STEP, "plant": ["held", 1, "B", 0]}, {"do": "right"}], threads=True)
     job.planted()
     job.ranks[0].signal(signal.SIGINT)
@@ -370,7 +368,7 @@ def test_a_ctrl_c_in_the_main_thread_stops_the_ranks_that_are_threads(start: Sta
     assert after["right"]
 
 
-def test_under_torchrun_the_blame_is_written_before_the_survivors_are_ended(
+def test_survivors_write_the_verdict_before_torchrun_ends_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = [{"do": "right"}, {**STEP, "plant": ["kill", 1, "B", 1]}]
@@ -442,7 +440,7 @@ def test_a_script_that_lost_a_rank_keeps_its_exit_code(nursery: Nursery, tmp_pat
 
 
 @pytest.mark.parametrize("script_makes_it", [False, True])
-def test_a_new_rendezvous_in_the_same_process_knows_nothing_of_the_one_before(
+def test_a_new_rendezvous_in_the_same_process_is_independent_of_the_previous_one(
     nursery: Nursery, tmp_path: Path, script_makes_it: bool
 ) -> None:
     """A good round, one that a rank left, one in which a rank was killed, and two with a new process in its place."""
@@ -475,7 +473,7 @@ def test_a_new_rendezvous_in_the_same_process_knows_nothing_of_the_one_before(
             assert errors[2].startswith(f"rank {RANKS - 1} died"), errors
 
 
-def test_restarted_ranks_meet_though_the_store_holds_the_addresses_of_those_before(
+def test_restarted_ranks_ignore_addresses_of_the_previous_attempt_in_the_store(
     nursery: Nursery, tmp_path: Path
 ) -> None:
     """torchrun keeps one store for all attempts."""

@@ -78,7 +78,7 @@ def call(words: list[str], capsys: Capture, code: int = 0) -> str:
     return " ".join((out if code == 0 else err).split())
 
 
-def test_a_ring_keeps_the_last_and_is_written_whole(tmp_path: Path) -> None:
+def test_a_record_holds_the_last_actions(tmp_path: Path) -> None:
     flight = FlightRecorder(1, 2, "a/b ../c", size=4)
     start = time.perf_counter()
     for microbatch in range(10):
@@ -96,7 +96,7 @@ def test_a_ring_keeps_the_last_and_is_written_whole(tmp_path: Path) -> None:
     assert record.verdict is None
 
 
-def test_a_failed_write_leaves_the_earlier_record(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_earlier_record(tmp_path: Path) -> None:
     flight = FlightRecorder(0, 1, "job")
     path = flight.write(tmp_path)
     text = path.read_text()
@@ -107,7 +107,7 @@ def test_a_failed_write_leaves_the_earlier_record(tmp_path: Path) -> None:
     assert path.read_text() == text
 
 
-def test_a_record_is_written_while_the_rank_goes_on(tmp_path: Path) -> None:
+def test_a_record_is_written_while_the_rank_keeps_recording(tmp_path: Path) -> None:
     """The control thread writes when the main thread may be in the middle of a step."""
     flight = FlightRecorder(0, 1, "job")
     stop = threading.Event()
@@ -126,14 +126,14 @@ def test_a_record_is_written_while_the_rank_goes_on(tmp_path: Path) -> None:
         thread.join()
 
 
-def test_the_folder_is_given_or_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_comes_from_the_argument_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert flight_folder() == Path("stageline-flight")
     monkeypatch.setenv("STAGELINE_FLIGHT_DIR", str(tmp_path / "flights"))
     assert FlightRecorder(0, 1, "job").write().parent == tmp_path / "flights"
     assert flight_folder("given") == Path("given")
 
 
-def test_doctor_tells_the_story_without_the_killed_ranks_record(tmp_path: Path, capsys: Capture) -> None:
+def test_doctor_needs_no_record_of_the_killed_rank(tmp_path: Path, capsys: Capture) -> None:
     flights(tmp_path)
     out = call(["doctor", str(tmp_path)], capsys)
     assert out.startswith("job job1: 1f1b, 4 ranks, 4 stages, 8 microbatches rank 2 died (its process ended")
@@ -164,7 +164,7 @@ def test_doctor_shows_the_schedule_of_a_pipeline_that_failed(
     assert out.startswith(f"job alone: {pipe.schedule.name}, 2 ranks, 4 stages, 6 microbatches rank 0 failed")
 
 
-def test_doctor_as_json_and_from_single_files(tmp_path: Path, capsys: Capture) -> None:
+def test_doctor_reads_single_files_and_prints_json(tmp_path: Path, capsys: Capture) -> None:
     paths = flights(tmp_path)
     assert run(["doctor", *map(str, paths), "--json"]) == 0
     diagnosis = json.loads(capsys.readouterr().out)
@@ -181,7 +181,7 @@ def test_doctor_as_json_and_from_single_files(tmp_path: Path, capsys: Capture) -
     assert diagnosis["other_jobs"] == []
 
 
-def test_the_newest_job_is_read_and_the_others_named(tmp_path: Path, capsys: Capture) -> None:
+def test_doctor_reads_the_newest_job_and_names_the_others(tmp_path: Path, capsys: Capture) -> None:
     flights(tmp_path, job="old")
     flights(tmp_path, job="new")
     out = call(["doctor", str(tmp_path)], capsys)
@@ -211,7 +211,7 @@ def test_every_kind_of_failure_gets_its_advice(
         assert word in out
 
 
-def test_ranks_that_wait_in_a_circle_are_shown_as_one(tmp_path: Path) -> None:
+def test_a_circle_of_waiting_ranks_is_one_chain(tmp_path: Path) -> None:
     paths = [
         FlightRecorder(rank, 3, "job").write(tmp_path, waits=(rank + 1) % 3, awaited=f"news of rank {(rank + 1) % 3}")
         for rank in range(3)
@@ -223,14 +223,14 @@ def test_ranks_that_wait_in_a_circle_are_shown_as_one(tmp_path: Path) -> None:
     assert any("stageline verify" in advice for advice in diagnosis.advice)
 
 
-def test_who_waits_for_all_waits_for_the_culprit(tmp_path: Path) -> None:
+def test_a_rank_in_a_collective_waits_for_the_culprit(tmp_path: Path) -> None:
     froze = Verdict(1, "frozen", silence=5.0, deadline=5.0)
     paths = [FlightRecorder(rank, 3, "job").write(tmp_path, verdict=froze, waits=EVERYONE) for rank in (0, 2)]
     diagnosis = diagnose({record.rank: record for record in map(read_flight, paths)})
     assert set(diagnosis.chains) == {f"rank {rank} waits for all ranks → rank 1 froze" for rank in (0, 2)}
 
 
-def test_what_was_taken_is_not_underway_though_the_ring_forgot_it(tmp_path: Path) -> None:
+def test_received_messages_are_not_under_way_even_if_the_record_dropped_them(tmp_path: Path) -> None:
     sender, receiver = FlightRecorder(0, 2, "job", size=8), FlightRecorder(1, 2, "job", size=8)
     for step in range(10):
         for microbatch in range(4):
@@ -245,7 +245,7 @@ def test_what_was_taken_is_not_underway_though_the_ring_forgot_it(tmp_path: Path
     )
 
 
-def test_a_rank_that_was_told_otherwise_is_mentioned(tmp_path: Path, capsys: Capture) -> None:
+def test_a_minority_verdict_is_mentioned(tmp_path: Path, capsys: Capture) -> None:
     paths = flights(tmp_path)
     data = json.loads(paths[2].read_text())
     data["verdict"] = Verdict(3, "raised", text="ValueError: planted", final=False).to_json()
@@ -280,7 +280,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_files_get_one_clear_error(tmp_path: Path, capsys: Capture, name: str) -> None:
+def test_invalid_files_are_one_clear_error(tmp_path: Path, capsys: Capture, name: str) -> None:
     path = flights(tmp_path)[0]
     content, expected = BAD[name]
     if isinstance(content, bytes):
@@ -290,7 +290,7 @@ def test_bad_files_get_one_clear_error(tmp_path: Path, capsys: Capture, name: st
     assert expected in call(["doctor", str(path)], capsys, code=2)
 
 
-def test_text_from_a_file_steers_no_terminal(tmp_path: Path, capsys: Capture) -> None:
+def test_text_from_a_file_cannot_control_the_terminal(tmp_path: Path, capsys: Capture) -> None:
     flight = FlightRecorder(0, 1, "job")
     flight.write(tmp_path, verdict=Verdict(0, "raised", text="\x1b[2J[red]planted[/red]"), doing="\x1b[31m")
     assert run(["doctor", str(tmp_path)]) == 0
@@ -299,7 +299,7 @@ def test_text_from_a_file_steers_no_terminal(tmp_path: Path, capsys: Capture) ->
     assert "[red]planted[/red]" in out
 
 
-def test_records_that_cannot_be_of_one_job_are_refused(tmp_path: Path) -> None:
+def test_inconsistent_records_are_refused(tmp_path: Path) -> None:
     first = read_flight(FlightRecorder(0, 2, "job").write(tmp_path))
     with pytest.raises(FlightError, match=r"disagree on its number of ranks: \[2, 3\]"):
         merge([first, replace(first, rank=1, ranks=3)])
@@ -310,7 +310,7 @@ def test_records_that_cannot_be_of_one_job_are_refused(tmp_path: Path) -> None:
         find_flights([tmp_path / "empty"])
 
 
-def test_doctor_leaves_torch_alone(tmp_path: Path) -> None:
+def test_doctor_does_not_import_torch(tmp_path: Path) -> None:
     flights(tmp_path)
     code = "import sys; from stageline.cli.app import run; print(run(['doctor', sys.argv[1]]), 'torch' in sys.modules)"
     command = [sys.executable, "-c", code, str(tmp_path)]
@@ -322,7 +322,7 @@ def wrong_loss(output: Tensor, target: Tensor) -> Any:
     return output.no_such_method(target)  # type: ignore[attr-defined]
 
 
-def test_a_mistake_in_the_users_code_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_user_code_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The traceback says it all; a loss that is not finite, and a run, are the same."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("STAGELINE_FLIGHT_DIR", raising=False)
@@ -371,7 +371,7 @@ def mistaken(rank: int, folder: str) -> tuple[str, str, list[str]]:
     return shown, "", []
 
 
-def test_a_mistake_on_processes_leaves_no_files_and_the_traceback_is_told(tmp_path: Path) -> None:
+def test_an_exception_on_processes_leaves_no_files_and_shows_its_traceback(tmp_path: Path) -> None:
     answers = run_ranks(mistaken, 2, str(tmp_path))
     for rank, (shown, text, notes) in enumerate(answers):
         assert f"ranks are processes, this one is rank {rank} with stage {rank} on cpu>" in shown

@@ -141,7 +141,7 @@ ASK = "control.verdict(timeout=200)"
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
-def test_a_killed_rank_is_named_to_all_survivors(jobs: Any, victim: int) -> None:
+def test_all_survivors_learn_which_rank_was_killed(jobs: Any, victim: int) -> None:
     """Also rank 0, which started the monitor; and not by silence, for the deadline is far."""
     job = jobs(4)
     for rank, survivor in job.ranks.items():
@@ -168,7 +168,7 @@ def test_a_child_of_a_killed_rank_does_not_hide_its_death(jobs: Any) -> None:
         os.kill(child, signal.SIGKILL)
 
 
-def test_a_frozen_rank_is_named_and_a_slow_one_is_not(jobs: Any) -> None:
+def test_a_frozen_rank_is_blamed_and_a_slow_one_is_not(jobs: Any) -> None:
     """Liveness and progress are apart: rank 0 computes far beyond the deadline, and is not blamed."""
     job = jobs(3, deadline=5.0, start_deadline=LONG)
     job.ranks[0].do("step(control, 'loading data', None)")
@@ -188,7 +188,7 @@ def test_a_frozen_rank_is_named_and_a_slow_one_is_not(jobs: Any) -> None:
     assert job.ranks[2].do(ASK)["culprit"] == 2, "who thaws is told that the others have given it up"
 
 
-def test_a_rank_that_never_starts_is_named_by_all_others(jobs: Any) -> None:
+def test_all_other_ranks_name_one_that_never_starts(jobs: Any) -> None:
     job = jobs(3, start_deadline=3.0, missing=1)
     for survivor in job.survivors():
         verdict = survivor.do("control.everyone(timeout=200)")
@@ -196,12 +196,12 @@ def test_a_rank_that_never_starts_is_named_by_all_others(jobs: Any) -> None:
         assert verdict["sentence"].startswith("rank 1 never started: it did not come within 3 s")
 
 
-def test_ranks_that_have_all_come_know_it(jobs: Any) -> None:
+def test_ranks_learn_that_all_have_come(jobs: Any) -> None:
     for survivor in jobs(3).survivors():
         assert survivor.do("control.everyone(timeout=200)") is None
 
 
-def test_an_exception_arrives_everywhere_with_its_place_and_traceback(jobs: Any) -> None:
+def test_all_ranks_receive_an_exception_with_its_action_and_traceback(jobs: Any) -> None:
     """And the next step may be tried: what was raised in this one is over."""
     job = jobs(3)
     for what in ("planted", "planted again"):
@@ -249,7 +249,7 @@ def test_a_death_wins_over_the_errors_that_it_causes(jobs: Any) -> None:
             assert (verdict["culprit"], verdict["kind"]) == (victim, "died")
 
 
-def test_without_a_cause_the_echo_itself_is_told(jobs: Any) -> None:
+def test_a_secondary_error_is_reported_if_it_has_no_cause(jobs: Any) -> None:
     job = jobs(2)
     for survivor in job.survivors():
         survivor.do("step(control, 'F', None)")
@@ -262,7 +262,7 @@ def test_without_a_cause_the_echo_itself_is_told(jobs: Any) -> None:
     ("end", "how"),
     [("raise_outside()", "KeyError: 'planted outside of a step'"), ("sys.exit(3)", "its script ended")],
 )
-def test_a_rank_that_left_is_named_to_who_waits_for_it(jobs: Any, end: str, how: str) -> None:
+def test_a_rank_that_left_is_blamed_once_another_waits_for_it(jobs: Any, end: str, how: str) -> None:
     job = jobs(3)
     job.ranks[2].tell(end)
     job.ranks[2].end()
@@ -273,7 +273,7 @@ def test_a_rank_that_left_is_named_to_who_waits_for_it(jobs: Any, end: str, how:
         assert verdict["sentence"] == f"rank 2 left ({how}) while rank 0 waits for it"
 
 
-def test_a_block_says_how_it_ended() -> None:
+def test_a_with_block_reports_how_it_ended() -> None:
     address = start_monitor(2, LONG, LONG)
     with MonitorClient.start(0, 2, lambda _: str(address), LONG) as first:
         with pytest.raises(SystemExit), MonitorClient.start(1, 2, lambda _: str(address), LONG):
@@ -285,7 +285,7 @@ def test_a_block_says_how_it_ended() -> None:
 
 
 @pytest.mark.parametrize("wait", ["time.sleep(500)", "collective()"])
-def test_who_is_ended_by_sigterm_says_first_whom_it_blames(jobs: Any, wait: str) -> None:
+def test_a_rank_ended_by_sigterm_first_writes_whom_it_blames(jobs: Any, wait: str) -> None:
     """As under torchrun, which ends the survivors a tenth of a second after a rank died: no waiting call is woken."""
     job = jobs(3)
     for survivor in job.survivors():
@@ -302,7 +302,7 @@ def test_who_is_ended_by_sigterm_says_first_whom_it_blames(jobs: Any, wait: str)
         assert job.ranks[rank].process.returncode == -signal.SIGTERM
 
 
-def test_who_hangs_where_nothing_wakes_it_is_ended(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_hangs_in_native_code_after_a_failure_is_ended(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATIENCE", "0.5")
     job = jobs(3)
     job.ranks[1].do("setattr(control, 'patience', 1000.0)")
@@ -336,7 +336,7 @@ time.sleep(500)
 """
 
 
-def test_under_torchrun_every_survivor_writes_whom_it_blames(tmp_path: Path) -> None:
+def test_every_survivor_under_torchrun_writes_whom_it_blames(tmp_path: Path) -> None:
     """torchrun ends the survivors as soon as it sees a rank end; nothing of the monitor stays behind."""
     script = tmp_path / "script.py"
     script.write_text(TORCHRUN)
@@ -360,7 +360,7 @@ def test_sigterm_for_all_blames_nobody(jobs: Any) -> None:
         assert survivor.process.returncode == -signal.SIGTERM
 
 
-def test_sigterm_outside_of_a_step_ends_at_once_and_in_silence(jobs: Any) -> None:
+def test_sigterm_outside_a_step_ends_the_process_at_once(jobs: Any) -> None:
     job = jobs(2)
     job.ranks[1].process.terminate()
     assert job.ranks[1].end() == ""
@@ -369,7 +369,7 @@ def test_sigterm_outside_of_a_step_ends_at_once_and_in_silence(jobs: Any) -> Non
     assert job.ranks[0].do(ASK)["sentence"] == "rank 1 left (ended by SIGTERM) while rank 0 waits for it"
 
 
-def test_a_handler_of_the_scripts_own_is_left_alone(jobs: Any) -> None:
+def test_a_signal_handler_that_the_script_sets_later_is_kept(jobs: Any) -> None:
     job = jobs(1)
     job.ranks[0].do("step(control, 'F', None)")
     job.ranks[0].do("str(__import__('signal').signal(15, lambda *_: os._exit(7)))")
@@ -378,7 +378,7 @@ def test_a_handler_of_the_scripts_own_is_left_alone(jobs: Any) -> None:
     assert job.ranks[0].process.returncode == 7
 
 
-def test_a_handler_that_was_there_before_stays() -> None:
+def test_a_signal_handler_that_the_script_set_before_is_kept() -> None:
     def mine(*_: Any) -> None:
         """What a script does on SIGTERM."""
 
@@ -392,7 +392,7 @@ def test_a_handler_that_was_there_before_stays() -> None:
     assert gone(control.job)
 
 
-def test_a_lost_monitor_is_a_warning_and_training_goes_on(jobs: Any) -> None:
+def test_losing_the_monitor_is_a_warning_and_training_continues(jobs: Any) -> None:
     job = jobs(2)
     (pid,) = job.monitors()
     os.kill(pid, signal.SIGKILL)
@@ -406,7 +406,7 @@ def test_a_lost_monitor_is_a_warning_and_training_goes_on(jobs: Any) -> None:
         assert survivor.process.returncode == 0
 
 
-def test_a_sigterm_without_a_monitor_still_ends_the_process(jobs: Any) -> None:
+def test_sigterm_ends_the_process_without_a_monitor(jobs: Any) -> None:
     job = jobs(1)
     (pid,) = job.monitors()
     os.kill(pid, signal.SIGKILL)
@@ -447,7 +447,7 @@ def hello(token: str, rank: int, challenge: str, proven_rank: int | None = None)
     return json.dumps({"hello": rank, "nonce": "nonce", "where": "here", "proof": claim}).encode() + b"\n"
 
 
-def test_a_proof_serves_one_rank_and_one_connection(jobs: Any) -> None:
+def test_a_proof_is_valid_for_one_rank_and_one_connection(jobs: Any) -> None:
     """What was recorded of one connection is worth nothing on another; nor is a rank that has come taken again."""
     address = jobs(2, missing=1).address()
     earlier, challenge = challenged(address)
@@ -462,7 +462,7 @@ def test_a_proof_serves_one_rank_and_one_connection(jobs: Any) -> None:
         assert welcome["proof"] == proof(address.token, "monitor", 1, challenge, "nonce")
 
 
-def test_a_monitor_that_does_not_know_the_secret_is_not_believed() -> None:
+def test_a_monitor_without_the_secret_is_refused() -> None:
     """Who took its port, or changed its address in the store."""
 
     def pretend(listener: socket.socket) -> None:
@@ -484,7 +484,7 @@ def test_a_monitor_that_does_not_know_the_secret_is_not_believed() -> None:
         thread.join(PATIENCE)
 
 
-def test_garbage_and_wrong_tokens_are_turned_away(jobs: Any) -> None:
+def test_garbage_and_wrong_tokens_are_refused(jobs: Any) -> None:
     job = jobs(2, missing=1)
     address = job.address()
     for junk in [*JUNK, *JUNK]:
@@ -505,7 +505,7 @@ def test_garbage_and_wrong_tokens_are_turned_away(jobs: Any) -> None:
     assert job.ranks[0].do(ASK)["kind"] == "left", "the monitor does its work as before"
 
 
-def test_idle_connections_do_not_keep_a_rank_out_though_files_are_few() -> None:
+def test_idle_connections_do_not_keep_a_rank_out_when_file_descriptors_are_scarce() -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=200)
     address = Address("127.0.0.1", listener.getsockname()[1], "secret")
     server = Server(listener, address.token, BlameRules(1, LONG, LONG, time.monotonic()))
@@ -529,7 +529,7 @@ def test_idle_connections_do_not_keep_a_rank_out_though_files_are_few() -> None:
     listener.close()
 
 
-def test_a_rank_with_the_wrong_token_is_told_so(jobs: Any) -> None:
+def test_a_rank_with_the_wrong_token_learns_that_it_was_refused(jobs: Any) -> None:
     address = jobs(2, missing=1).address()
     warnings: list[str] = []
     wrong = f"{address.host}:{address.port}:{'0' * 32}"
@@ -541,7 +541,7 @@ def test_a_rank_with_the_wrong_token_is_told_so(jobs: Any) -> None:
     assert address.token not in repr(address)
 
 
-def test_nothing_is_left_behind_by_a_good_end(jobs: Any) -> None:
+def test_closing_leaves_no_thread_socket_or_monitor(jobs: Any) -> None:
     job = jobs(3)
     for survivor in job.survivors():
         survivor.do("step(control, 'F', None)")
@@ -554,7 +554,7 @@ def test_nothing_is_left_behind_by_a_good_end(jobs: Any) -> None:
     assert gone(job.address().job), "the monitor ends when the last rank has left, though the processes live"
 
 
-def test_the_monitor_is_apart_keeps_its_secret_and_ends_when_nobody_comes() -> None:
+def test_the_monitor_has_its_own_session_hides_its_secret_and_ends_when_nobody_comes() -> None:
     address = start_monitor(2, LONG, LONG)
     (pid,) = monitors(address.job)
     assert os.getsid(pid) not in (os.getsid(0), os.getpid()), "signals to the ranks' group do not reach it"
@@ -564,7 +564,7 @@ def test_the_monitor_is_apart_keeps_its_secret_and_ends_when_nobody_comes() -> N
     assert gone(address.job)
 
 
-def test_where_no_channel_can_be_opened_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_without_a_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
     monkeypatch.setenv("STAGELINE_CONTROL_HOST", "192.0.2.1")
     with MonitorClient.start(0, 1, lambda text: text, LONG, tell=warnings.append) as control:
@@ -599,7 +599,7 @@ class Pinboard:
         return self.kept[key].encode()
 
 
-def test_an_address_is_shared_through_a_store_anew_for_every_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_attempt_shares_a_new_address_through_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Pinboard()
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
@@ -613,7 +613,7 @@ def test_an_address_is_shared_through_a_store_anew_for_every_attempt(monkeypatch
     assert not [value for value in store.kept.values() if "address" in value], "the store holds no secret"
 
 
-def test_mistakes_are_clear_errors() -> None:
+def test_invalid_arguments_are_clear_errors() -> None:
     with pytest.raises(ControlError, match="rank must be from 0 to 1, got 2"):
         MonitorClient.start(2, 2, lambda text: text)
     with pytest.raises(ControlError, match="deadline is a number of seconds above 0, got 0"):
@@ -635,7 +635,7 @@ def refuse(verdict: Verdict) -> None:
     raise ArithmeticError("planted")
 
 
-def test_callbacks_hear_of_a_verdict_and_may_fail() -> None:
+def test_callbacks_receive_a_verdict_and_may_fail() -> None:
     warnings: list[str] = []
     heard: list[Verdict] = []
     came = threading.Event()
@@ -666,7 +666,7 @@ def blamed(rules: BlameRules) -> tuple[int, str] | None:
     return None if rules.verdict is None else (rules.verdict["culprit"], rules.verdict["kind"])
 
 
-def test_in_every_order_within_the_grace_the_death_wins() -> None:
+def test_a_death_wins_over_secondary_errors_in_every_order() -> None:
     events = ["dies", "echo 0", "echo 1", "echo 3"]
     for order in itertools.permutations(events):
         rules = joined_rules()
@@ -680,7 +680,7 @@ def test_in_every_order_within_the_grace_the_death_wins() -> None:
         assert blamed(rules) == (2, "died"), order
 
 
-def test_who_knows_whom_it_follows_is_not_to_blame_in_whatever_order_they_are_heard() -> None:
+def test_a_rank_that_names_its_cause_is_not_blamed_in_any_order() -> None:
     reports = {0: 2, 1: 2, 2: None, 3: 2}
     for order in itertools.permutations(reports):
         rules = joined_rules()
@@ -693,7 +693,7 @@ def test_who_knows_whom_it_follows_is_not_to_blame_in_whatever_order_they_are_he
         assert blamed(rules) == (2, "raised"), order
 
 
-def test_without_its_cause_who_followed_is_told() -> None:
+def test_a_rank_that_names_its_cause_is_blamed_if_the_cause_reports_nothing() -> None:
     rules = joined_rules()
     rules.failed(0, {"text": "rank 2 failed", "secondary": True, "origin": 2, "round": 1}, 101.0)
     rules.tick(101.1)
@@ -725,7 +725,7 @@ def test_the_first_primary_cause_wins_whatever_follows() -> None:
         assert rules.verdicts == (1 if causes[0][0] == "died" else 2)
 
 
-def test_silence_is_judged_by_its_deadline_and_not_while_the_monitor_slept() -> None:
+def test_silence_counts_only_while_the_monitor_runs() -> None:
     rules = joined_rules()
     for second in range(1, 5):
         for rank in (0, 1, 3):
@@ -745,7 +745,7 @@ def test_silence_is_judged_by_its_deadline_and_not_while_the_monitor_slept() -> 
     assert blamed(rules) == (0, "frozen")
 
 
-def test_who_is_being_ended_and_leaves_is_not_to_blame() -> None:
+def test_a_rank_that_leaves_while_being_ended_is_not_blamed() -> None:
     rules = joined_rules(ranks=2)
     for rank in range(2):
         rules.terminated(rank, 101.0)
@@ -758,7 +758,7 @@ def test_who_is_being_ended_and_leaves_is_not_to_blame() -> None:
     assert blamed(rules) is None, "nor by who waits for it, for that one is being ended too"
 
 
-def test_a_silent_rank_is_likelier_the_cause_than_who_waited_for_it_in_vain() -> None:
+def test_a_silent_rank_is_blamed_before_one_that_waited_for_it() -> None:
     rules = joined_rules(deadline=5.0)
     for rank in (0, 1, 3):
         rules.beat(rank, "F", 2, 1, 104.5)
@@ -767,7 +767,7 @@ def test_a_silent_rank_is_likelier_the_cause_than_who_waited_for_it_in_vain() ->
     assert blamed(rules) == (2, "frozen")
 
 
-def test_a_rank_that_did_not_run_for_a_moment_is_not_to_blame_for_the_error_of_another() -> None:
+def test_a_short_silence_is_not_blamed_for_the_error_of_another_rank() -> None:
     rules = joined_rules(deadline=5.0)
     for rank in (0, 1, 3):
         rules.beat(rank, "F", 2, 1, 102.0)
@@ -776,7 +776,7 @@ def test_a_rank_that_did_not_run_for_a_moment_is_not_to_blame_for_the_error_of_a
     assert blamed(rules) == (1, "raised")
 
 
-def test_who_left_is_blamed_only_by_who_waits_long_enough_in_one_place() -> None:
+def test_a_leaver_is_blamed_only_after_a_rank_waited_long_enough_for_it() -> None:
     rules = joined_rules()
     rules.bye(2, "", True, 101.0)
     for tenth in range(20):
@@ -793,7 +793,7 @@ def test_who_left_is_blamed_only_by_who_waits_long_enough_in_one_place() -> None
     assert rules.verdict["waiter"] == 0
 
 
-def test_of_many_ranks_only_the_neighbours_are_told_of() -> None:
+def test_a_verdict_reports_only_the_ranks_nearest_to_the_culprit() -> None:
     rules = joined_rules(ranks=1000)
     rules.closed(500, 101.0)
     assert rules.verdict is not None
@@ -803,7 +803,7 @@ def test_of_many_ranks_only_the_neighbours_are_told_of() -> None:
     assert reported == sorted(reported)
 
 
-def test_who_waits_goes_on_while_someone_down_the_line_is_at_work() -> None:
+def test_waiting_continues_while_a_rank_down_the_line_works() -> None:
     rules = BlameRules(ranks=3, deadline=5.0, start_deadline=5.0, now=0.0)
     for rank in range(3):
         rules.hello(rank, 0.0)

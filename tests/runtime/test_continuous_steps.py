@@ -169,7 +169,7 @@ def test_a_rank_begins_the_next_step_while_another_is_in_the_last_one() -> None:
     assert overlapped == [True]
 
 
-def test_in_the_body_of_the_loop_parameters_and_optimizer_are_those_after_the_step_it_is_told_of() -> None:
+def test_the_loop_body_sees_the_state_after_its_step() -> None:
     loop, run = pipeline(layers(), "zb-v", 4), pipeline(layers(), "zb-v", 4)
     first, second = OPTIMIZERS["AdamW"](loop.parameters()), OPTIMIZERS["AdamW"](run.parameters())
     kept = {name for name, _ in loop.named_buffers()}
@@ -198,7 +198,7 @@ def assert_stopped_after(steps: int, run: sl.Pipeline, optimizer: Any, make: Mak
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_leaving_the_loop_leaves_the_parameters_after_the_step_it_was_left_in(steps: int) -> None:
+def test_leaving_the_loop_keeps_the_parameters_of_its_last_step(steps: int) -> None:
     run = pipeline(layers())
     optimizer = OPTIMIZERS["SGD"](run.parameters())
     for number, _ in enumerate(run.run(batches(), optimizer=optimizer, max_norm=MAX_NORM)):
@@ -218,7 +218,7 @@ def broken(count: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("steps", [0, 2, 3])
-def test_batches_that_fail_end_the_run_after_the_steps_before(steps: int) -> None:
+def test_a_failing_data_iterator_ends_the_run_after_the_previous_steps(steps: int) -> None:
     run = pipeline(layers())
     optimizer = OPTIMIZERS["AdamW"](run.parameters())
     finished: list[sl.StepStats] = []
@@ -238,7 +238,7 @@ def fail(output: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("action", ["F", "B"])
-def test_a_step_that_fails_leaves_the_parameters_after_the_step_before(action: Any, stage: int) -> None:
+def test_a_failed_step_keeps_the_parameters_of_the_previous_step(action: Any, stage: int) -> None:
     stages = faulty()
     run = pipeline(stages, "zb-h2", 4)
     optimizer = OPTIMIZERS["AdamW"](run.parameters())
@@ -258,7 +258,7 @@ def test_a_step_that_fails_leaves_the_parameters_after_the_step_before(action: A
     assert_same_bits(state_of(loop, first), state_of(run, optimizer))
 
 
-def test_a_step_that_fails_only_because_the_one_before_was_not_clipped_yet_is_made_again() -> None:
+def test_a_step_that_fails_for_lack_of_clipping_is_repeated() -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=1e20)
 
@@ -286,7 +286,7 @@ class Stubborn(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("calls", [1, 4, 7])
-def test_an_optimizer_that_fails_fails_the_step(calls: int) -> None:
+def test_a_failing_optimizer_fails_the_step(calls: int) -> None:
     run, loop = pipeline(layers()), pipeline(layers())
     optimizer, first = Stubborn(run.parameters(), lr=0.1), torch.optim.SGD(loop.parameters(), lr=0.1)
     Stubborn.left = calls
@@ -304,7 +304,7 @@ def interrupted() -> Iterator[tuple[Tensor, Tensor]]:
     raise KeyboardInterrupt
 
 
-def test_an_interruption_leaves_the_parameters_after_a_whole_step() -> None:
+def test_an_interrupt_keeps_the_parameters_of_a_complete_step() -> None:
     run, loop = pipeline(layers()), pipeline(layers())
     optimizer, first = OPTIMIZERS["SGD"](run.parameters()), OPTIMIZERS["SGD"](loop.parameters())
     finished: list[sl.StepStats] = []
@@ -330,7 +330,7 @@ class Interrupting(nn.Module):
 
 
 @pytest.mark.parametrize("at", [5, 6, 9, 13])
-def test_an_interrupt_in_a_stage_is_raised_as_one_though_the_step_before_is_taken_back(at: int) -> None:
+def test_an_interrupt_in_a_stage_is_raised_even_if_the_previous_step_is_undone(at: int) -> None:
     stage = Interrupting(-1)
     run, loop = pipeline(nn.Sequential(*layers(7), stage), "zb-v"), pipeline(nn.Sequential(*layers(7)), "gpipe", 1)
     optimizer, first = OPTIMIZERS["AdamW"](run.parameters()), OPTIMIZERS["AdamW"](loop.parameters())
@@ -346,7 +346,7 @@ def infinite(gradient: Tensor) -> Tensor:
     return gradient * float("inf")
 
 
-def test_gradients_that_are_not_finite_fail_the_step_or_leave_it_out() -> None:
+def test_non_finite_gradients_fail_or_skip_the_step() -> None:
     for skips in (False, True):
         stages = faulty()
         run = pipeline(stages, ranks=4)
@@ -394,7 +394,7 @@ def test_tied_weights_interlock_where_one_rank_has_both(family: str, interlocks:
     assert_same_bits(state_of(loop, first), state_of(pipe, second))
 
 
-def test_rates_change_as_in_the_loop() -> None:
+def test_learning_rates_change_as_in_the_loop() -> None:
     def factor(step: int) -> float:
         return 1.0 / (1 + step)
 
@@ -437,7 +437,7 @@ def test_snapshot_bytes_are_reported() -> None:
     assert run.snapshot_bytes == 0
 
 
-def test_what_cannot_be_run_is_refused_and_nothing_is_lost() -> None:
+def test_invalid_runs_are_refused_and_change_nothing() -> None:
     pipe = pipeline(layers())
     before = {name: value.clone() for name, value in pipe.state_dict().items()}
     optimizer = OPTIMIZERS["SGD"](pipe.parameters())
@@ -535,7 +535,7 @@ def failing_on_processes(rank: int) -> list[str]:
     return errors
 
 
-def test_failures_on_processes_are_told_alike_and_leave_the_parameters_after_the_step_before() -> None:
+def test_processes_report_failures_alike_and_keep_the_parameters_of_the_previous_step() -> None:
     answers = run_ranks(failing_on_processes, 3, timeout=500)
     for number, (stage, kind) in enumerate([(0, "F"), (1, "I"), (2, "F")]):
         for errors in answers:

@@ -21,7 +21,7 @@ def test_calling_a_pipeline_hints_at_predict() -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x,), lambda x: {"x": x}, lambda x: [x, 3]])
-def test_a_numpy_batch_says_what_to_do(wrap: Any) -> None:
+def test_a_numpy_batch_is_refused_with_the_remedy(wrap: Any) -> None:
     x = np.ones((4, 4), dtype=np.float32)
     pipe = linear_pipeline()
     calls: list[Any] = [pipe.predict, lambda x: pipe.step(x, torch.ones(4, 4)), lambda x: pipe.evaluate(x, x)]

@@ -79,7 +79,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[sl.Costs], None]:
 
 @pytest.mark.parametrize(("schedule", "ranks", "slow"), [("1f1b", 2, 1), ("hanayo", 2, 1), ("interleaved", 2, 1),
                                                          ("gpipe", 4, 3)])  # fmt: skip
-def test_another_order_changes_no_bit(
+def test_reordering_changes_no_bit(
     schedule: str, ranks: int, slow: int, measured: Callable[[sl.Costs], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     stages = sl.schedule(schedule, ranks, 6).stages
@@ -99,7 +99,7 @@ def test_another_order_changes_no_bit(
     assert "re-planned" in caplog.text
 
 
-def test_evaluation_and_smaller_batches_go_on_after_another_order(measured: Callable[[sl.Costs], None]) -> None:
+def test_evaluation_and_smaller_batches_work_after_reordering(measured: Callable[[sl.Costs], None]) -> None:
     measured(slower(2, 1))
     pipe, _ = trained(2, "1f1b", steps=2, replan="auto", replan_every=2, planned=PLANNED)
     plain, _ = trained(2, "1f1b", steps=2)
@@ -133,7 +133,7 @@ def ran(schedule: str, ranks: int, max_norm: float, **more: Any) -> tuple[sl.Pip
 
 @pytest.mark.parametrize("max_norm", [0.05, 100.0])  # all steps are clipped, and schedule once more; or none is
 @pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 2), ("1f1b", 4), ("interleaved", 2)])
-def test_another_order_changes_no_bit_where_steps_interlock(
+def test_reordering_changes_no_bit_of_continuous_steps(
     schedule: str, ranks: int, max_norm: float, measured: Callable[[sl.Costs], None]
 ) -> None:
     measured(slower(sl.schedule(schedule, ranks, 6).stages, 1, 3.0))
@@ -153,7 +153,7 @@ def run_on_a_process(rank: int) -> tuple[list[Any], list[Any], int]:
     return figures, weights, len(pipe.replans)
 
 
-def test_processes_that_interlock_change_their_order_together() -> None:
+def test_processes_with_continuous_steps_reorder_together() -> None:
     results = run_ranks(run_on_a_process, 2)
     _, _, (figures, weights) = ran("gpipe", 1, 0.05)
     assert all(mine == figures and replans == 1 for mine, _, replans in results)
@@ -179,7 +179,7 @@ def on_a_process(rank: int, replicas: int) -> list[tuple[list[list[Tensor]], lis
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_processes_change_their_order_together(replicas: int) -> None:
+def test_processes_reorder_together(replicas: int) -> None:
     changed, plain = zip(*run_ranks(on_a_process, 2 * replicas, replicas), strict=True)
     for one, two in zip(changed, plain, strict=True):
         assert same(one[0], two[0])
@@ -197,7 +197,7 @@ def look(watch: Watch, schedule: sl.Schedule, costs: sl.Costs, steps: int) -> li
     return results
 
 
-def test_a_straggler_is_named_with_what_it_costs_and_only_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_straggler_is_named_once_with_its_cost(caplog: pytest.LogCaptureFixture) -> None:
     schedule = sl.schedule("zb-h1", 4, 8)
     watch = Watch("warn", 4, None, None)
     with caplog.at_level(logging.WARNING, "stageline"):
@@ -215,7 +215,7 @@ def test_a_straggler_is_named_with_what_it_costs_and_only_once(caplog: pytest.Lo
 
 
 @given(st.floats(0.3, 5.0), st.sampled_from(["1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v"]))
-def test_what_is_slow_everywhere_is_no_drift(times: float, name: str) -> None:
+def test_a_uniform_slowdown_is_no_drift(times: float, name: str) -> None:
     schedule = sl.schedule(name, 2, 6)
     row = [times] * schedule.stages
     drift = drift_of(schedule, sl.Costs(), sl.Costs(forward=row, backward_input=row, backward_weight=row))
@@ -225,7 +225,7 @@ def test_what_is_slow_everywhere_is_no_drift(times: float, name: str) -> None:
 
 @settings(max_examples=15)
 @given(st.data(), st.sampled_from([("1f1b", 3), ("zb-h1", 3), ("zb-v", 2), ("interleaved", 2), ("gpipe", 2)]))
-def test_another_order_holds_no_more_on_any_rank_and_is_faster(data: st.DataObject, which: tuple[str, int]) -> None:
+def test_reordering_is_faster_and_needs_no_more_memory_on_any_rank(data: st.DataObject, which: tuple[str, int]) -> None:
     schedule = sl.schedule(which[0], which[1], 5)
     row = st.lists(st.floats(0.5, 4.0), min_size=schedule.stages, max_size=schedule.stages)
     rows = [data.draw(row) for _ in range(4)]
@@ -240,7 +240,7 @@ def test_another_order_holds_no_more_on_any_rank_and_is_faster(data: st.DataObje
         assert new <= old * (1 + 1e-9)
 
 
-def test_an_interrupt_while_an_order_is_looked_for_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_during_the_search_for_an_order_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: Any) -> float:
         raise KeyboardInterrupt
 
@@ -250,7 +250,7 @@ def test_an_interrupt_while_an_order_is_looked_for_is_not_lost(monkeypatch: pyte
         reorder(sl.schedule("gpipe", 2, 6), slower(2, 1))
 
 
-def test_halves_that_nobody_measured_are_not_guessed() -> None:
+def test_backward_halves_that_were_not_measured_are_not_guessed() -> None:
     """A schedule of whole backwards says nothing of I and W; without a plan its new order has whole ones too."""
     schedule = sl.schedule("gpipe", 3, 6)
     watch = Watch("auto", 3, None, None)
@@ -270,12 +270,12 @@ def test_halves_that_nobody_measured_are_not_guessed() -> None:
         ({"replan": "warn", "planned": sl.Costs(forward=[1, 2, 3])}, "forward has 3 values and the schedule has 2"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(sl.StagelineError, match=message):
         sl.Pipeline(model(), loss_fn=functional.mse_loss, ranks=2, microbatches=2, **options)
 
 
-def test_a_job_takes_another_order_and_trains_as_before(
+def test_a_job_reorders_and_trains_with_the_same_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def other(schedule: sl.Schedule, costs: sl.Costs, **options: Any) -> Reordered:
@@ -300,7 +300,7 @@ def test_a_job_takes_another_order_and_trains_as_before(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_noise_is_no_drift_and_a_lasting_change_is_told_once(
+def test_noise_is_no_drift_and_a_lasting_change_is_reported_once(
     seed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Stages that vary by a fifth from step to step, in 200 steps that are looked at every ten; then one is slow."""

@@ -110,7 +110,7 @@ class Optional(nn.Module):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_layers_of_a_sequential_are_chained_as_it_chains_them_wherever_it_is_cut(ranks: int) -> None:
+def test_layers_of_a_sequential_are_chained_the_same_way_for_every_split(ranks: int) -> None:
     """Where a stage was one layer, a tuple was spread over its arguments."""
     model: Any = nn.Sequential(*(Optional() for _ in range(4)))
     pipe = sl.Pipeline(model, loss_fn=lambda o, t: functional.mse_loss(o[0], t), ranks=ranks, microbatches=2)
@@ -133,7 +133,7 @@ class PassesOn(nn.Module):
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1"])
-def test_the_gradient_of_what_a_stage_only_passes_on_is_not_lost(family: str) -> None:
+def test_a_value_that_a_stage_only_passes_on_keeps_its_gradient(family: str) -> None:
     torch.manual_seed(0)
     stages = [PassesOn(False), PassesOn(False), PassesOn(True)]
     twins = copy.deepcopy(stages)
@@ -148,7 +148,7 @@ def test_the_gradient_of_what_a_stage_only_passes_on_is_not_lost(family: str) ->
         assert torch.equal(stage.linear.weight.grad, torch.as_tensor(twin.linear.weight.grad))
 
 
-def test_a_failed_step_puts_back_buffers_that_were_assigned_anew() -> None:
+def test_a_failed_step_restores_buffers_that_were_replaced() -> None:
     model: Any = nn.Sequential(Average(), nn.BatchNorm1d(4), nn.Linear(4, 4))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     pipe = sl.Pipeline(model, loss_fn=lambda o, t: o.mean() * float("nan"), ranks=3, microbatches=2)

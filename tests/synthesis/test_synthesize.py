@@ -322,7 +322,7 @@ def test_several_microbatches_are_under_way_at_once_where_memory_holds_few(
         ({"costs": 3}, "expected sl.Costs"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(wrong: dict[str, Any], says: str) -> None:
+def test_invalid_options_are_refused(wrong: dict[str, Any], says: str) -> None:
     request: dict[str, Any] = {"costs": sl.Costs(), "ranks": 2, "microbatches": 4, **wrong}
     with pytest.raises(sl.StagelineError, match=says):
         sl.synthesize(**request)

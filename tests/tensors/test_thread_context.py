@@ -46,7 +46,7 @@ def test_mixed_precision_around_a_step_reaches_the_ranks(ranks: int) -> None:
     assert set(seen) == {torch.bfloat16}
 
 
-def test_no_grad_around_a_step_does_not_keep_it_from_training() -> None:
+def test_a_step_under_no_grad_trains() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for ranks in (1, 2):
         model.zero_grad()
