@@ -209,7 +209,7 @@ def test_a_straggler_is_named_once_with_its_cost(caplog: pytest.LogCaptureFixtur
         (warning,) = [record.message for record in caplog.records]
         look(watch, schedule, slower(4, 2), 8)
         assert len(caplog.records) == 1
-    assert "stage 2 on rank 2 takes 1.5 times what was planned (4.5 s instead of 3 s for a microbatch)" in warning
+    assert "stage 2 on rank 2 takes 1.5 times the planned time (4.5 s instead of 3 s for a microbatch)" in warning
     before, after = (sl.simulate(schedule, costs).makespan for costs in (sl.Costs(), slower(4, 2)))
     assert f"({after:.3g} s instead of {before:.3g} s)" in warning
 

@@ -240,7 +240,7 @@ def test_a_broken_file_is_one_clear_error(what: str) -> None:
 def test_files_that_are_none_are_named() -> None:
     with pytest.raises(sl.ScheduleError, match=r"cannot read nowhere\.json: No such file"):
         sl.read_timeline("nowhere.json")
-    with pytest.raises(sl.ScheduleError, match=r"end the name in \.json"):
+    with pytest.raises(sl.ScheduleError, match=r"must end in \.json"):
         sl.simulate(sl.schedule("1f1b", 2, 2)).write("run.txt")
     Path("bad.json").write_text('{"format": NaN}')
     with pytest.raises(sl.ScheduleError, match=r"bad\.json: not JSON"):

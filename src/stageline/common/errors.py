@@ -136,7 +136,7 @@ class JsonError(StagelineError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Say which known name was probably meant, in brackets, for an error message.
+    """Return the known name that was probably meant, in brackets, for an error message.
 
     >>> nearest("zb-vv", ["1f1b", "zb-v"])
     " (did you mean 'zb-v'?)"
@@ -144,12 +144,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     ''
     """
     by_lower = {candidate.lower(): candidate for candidate in known}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
-    return f" (did you mean {by_lower[found[0]]!r}?)" if found else ""
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    return f" (did you mean {by_lower[matches[0]]!r}?)" if matches else ""
 
 
 def shorten(value: object, limit: int = 60) -> str:
-    """Show a value in an error without letting a hostile one fill the screen.
+    """Return the repr of a value, cut to `limit` characters, for an error message.
 
     >>> shorten("x" * 100, limit=10)
     "'xxxxxx..."
@@ -159,7 +159,7 @@ def shorten(value: object, limit: int = 60) -> str:
 
 
 def in_flags(text: str, flags: Mapping[str, str]) -> str:
-    """Say an error about arguments of a function in the words of a command line.
+    """Rewrite an error about arguments of a function in terms of command-line flags.
 
     >>> in_flags("try schedule='auto', or memory='636KiB'", {"schedule": "--schedule", "memory": "--memory"})
     'try --schedule auto, or --memory 636KiB'
@@ -171,15 +171,15 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
     names = "|".join(sorted(map(re.escape, flags), key=len, reverse=True))
     words = re.compile(rf"(?<![\w.-])({names})=(?:'([^']*)'|([\w.+:-]*\w))?|^({names})(?= (?:is|takes|must|has)\b)")
 
-    def flag(found: re.Match[str]) -> str:
-        value = found[2] or found[3]
-        return flags[found[1] or found[4]] + (f" {value}" if value else "")
+    def flag(match: re.Match[str]) -> str:
+        value = match[2] or match[3]
+        return flags[match[1] or match[4]] + (f" {value}" if value else "")
 
     return words.sub(flag, text)
 
 
 def place_of(error: BaseException) -> str:
-    """Where in a user's code an error was raised: the innermost line that is neither a library's nor ours.
+    """Return where in the user's code an error was raised: the innermost line outside of libraries and Stageline.
 
     >>> place_of(ValueError("never raised"))
     ''
@@ -196,5 +196,5 @@ def place_of(error: BaseException) -> str:
 
 
 def _short(path: str) -> str:
-    """A path as it is seen from here."""
+    """Return a path relative to the current folder."""
     return path.removeprefix(os.getcwd() + os.sep)

@@ -1,9 +1,9 @@
-"""Ctrl-C on the command line: the process ends at once, with one line and exit code 130, and never with a traceback.
+"""Ctrl-C on the command line: the process exits at once, with one line and exit code 130, never with a traceback.
 
-Python turns Ctrl-C into a KeyboardInterrupt at whatever statement runs, and most of the first seconds run in imports:
-an exception there leaves half-imported modules behind, or is swallowed by native code. So the command installs a
-handler that raises nothing before it imports anything else. Once there is something to save, `train/signals.py` takes
-over. A program that uses the library keeps Python's own handling.
+Python raises KeyboardInterrupt at whatever statement runs, and the first seconds of a command are mostly imports: an
+exception there leaves half-imported modules behind, or is swallowed by native code. So the command installs a handler
+that raises nothing before it imports anything else. Once there is something to save, `train/signals.py` takes over. A
+program that uses the library keeps Python's own handling.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from types import FrameType
 
 EXIT_CODE = 130
 GRACE = 0.5
-"""Seconds that the main thread has to hear a signal before the watching thread ends the process in its place."""
+"""Seconds that the main thread has to handle a signal before the watching thread ends the process instead."""
 
 _cleanups: list[Callable[[], None]] = []
 _speaking = threading.Lock()
 _owner = 0
-"""The process that `install` was called in; a forked child ends without a word."""
+"""The process that called `install`; a forked child exits silently."""
 
 
 def install() -> None:
-    """From now on, SIGINT ends this process at once."""
+    """Make SIGINT end this process at once."""
     global _owner
     signal.signal(signal.SIGINT, end)
     if not _owner:
@@ -37,9 +37,9 @@ def install() -> None:
 
 
 def active() -> bool:
-    """Whether SIGINT ends the process at once, because it is the command and nothing has taken over.
+    """Whether SIGINT ends the process at once: it is the command, and no other handler has taken over.
 
-    >>> active()    # this is no command
+    >>> active()    # not a command
     False
     """
     return signal.getsignal(signal.SIGINT) is end
@@ -47,7 +47,7 @@ def active() -> bool:
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Let SIGINT raise KeyboardInterrupt in this block, for what can keep its best result so far.
+    """Let SIGINT raise KeyboardInterrupt in this block, for a search that can return its best result so far.
 
     >>> with raised():
     ...     signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -64,7 +64,7 @@ def raised() -> Iterator[None]:
 
 
 def at_end(cleanup: Callable[[], None]) -> Callable[[], None]:
-    """Call this before the process ends by an interrupt, where nothing is unwound; returns a function to forget it.
+    """Register a function to call before an interrupt ends the process; return a function that unregisters it.
 
     >>> forget = at_end(lambda: None)
     >>> forget()
@@ -79,7 +79,7 @@ def at_end(cleanup: Callable[[], None]) -> Callable[[], None]:
 
 
 def end(number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
-    """End this process: say so in one line, and leave nothing behind."""
+    """Clean up, print one line, and end this process."""
     if os.getpid() == _owner:
         _clean_up()
         for stream in (sys.stdout, sys.stderr):
@@ -96,31 +96,31 @@ def _clean_up() -> None:
 
 
 def _speak() -> None:
-    """Write past Python's buffers, once."""
+    """Write the message once, without Python's buffers."""
     if not _speaking.acquire(blocking=False):
         return
     with suppress(OSError):
         if os.isatty(1):
-            os.write(1, b"\x1b[?25h")  # a line that updates hides the cursor
+            os.write(1, b"\x1b[?25h")  # a progress line hides the cursor
     with suppress(OSError):
         os.write(2, b"\nstageline: interrupted\n" if os.isatty(2) else b"stageline: interrupted\n")
 
 
 def _watch() -> None:
-    """End the process also while the main thread is in native code, where Python runs no handlers."""
+    """End the process even while the main thread is in native code, where Python runs no handlers."""
     import socket
 
-    ear, rope = socket.socketpair()
-    rope.setblocking(False)
-    if (previous := signal.set_wakeup_fd(rope.fileno(), warn_on_full_buffer=False)) != -1:
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    if (previous := signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)) != -1:
         signal.set_wakeup_fd(previous)
         return
 
     def listen() -> None:
-        assert rope  # keeps it open
-        while signals := ear.recv(4096):
+        assert writer  # keeps it open
+        while signals := reader.recv(4096):
             if signal.SIGINT in signals and active():
-                time.sleep(GRACE)  # mostly, the main thread is faster, and can flush what was printed
+                time.sleep(GRACE)  # usually, the main thread is faster and can flush its output
                 if active():
                     _clean_up()
                     _speak()
@@ -131,6 +131,6 @@ def _watch() -> None:
 
 
 def _forget_wakeup() -> None:
-    """A forked child must not write its signals to its parent's thread."""
-    with suppress(ValueError):  # only the main thread may, and a child that another one forked has none
+    """Keep a forked child from writing its signals to the thread of its parent."""
+    with suppress(ValueError):  # only the main thread may do this
         signal.set_wakeup_fd(-1)

@@ -1,8 +1,8 @@
-"""How the ranks of a job know each other: a secret that only they can read, and proofs of knowing it.
+"""Authentication of the ranks of a job: a shared secret, and proofs of knowing it.
 
-On one machine, the secret is in a file that only its owner can read. torch's store, which anybody who reaches it can
-read, holds no more than the file's name. A rank never sends the secret: it sends a keyed digest of what both ends chose
-for this one connection, so what a stranger recorded is of no use to him. Needs the standard library alone.
+On one machine, the secret is in a file that only its owner can read. torch's store, which anyone who reaches it can
+read, holds only the file's name. A rank never sends the secret: it sends a keyed digest of values that both ends chose
+for this connection, so a recorded proof is useless. Needs only the standard library.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _warned = False
 
 
 class Store(Protocol):
-    """What is needed of a torch.distributed store."""
+    """The part of a torch.distributed store that is used."""
 
     def set(self, key: str, value: str, /) -> object:
-        """Keep a value."""
+        """Store a value."""
 
     def get(self, key: str, /) -> bytes:
         """Wait for a value."""
 
 
 def new_nonce() -> str:
-    """Random text that is used once.
+    """Return random text that is used once.
 
     >>> len(new_nonce()), new_nonce() == new_nonce()
     (32, False)
@@ -45,9 +45,10 @@ def new_nonce() -> str:
 
 
 def proof(secret: str, *facts: object) -> str:
-    """What only somebody who knows the secret can say about these facts, as 64 hexadecimal digits.
+    """Return a digest of these facts that only someone who knows the secret can compute: 64 hexadecimal digits.
 
-    The facts hold what both ends chose for this connection, and who is which end, so that a proof serves nowhere else.
+    The facts include values that both ends chose for this connection, and which end this is, so that a proof is valid
+    only once.
 
     >>> proof("secret", "rank", 1) == proof("secret", "rank", 1), proof("secret", "rank", 1) == proof("secret", "rank1")
     (True, False)
@@ -58,7 +59,7 @@ def proof(secret: str, *facts: object) -> str:
 
 
 def proves(claimed: object, secret: str, *facts: object) -> bool:
-    """Whether a claimed proof is the right one, found out in constant time.
+    """Whether a claimed proof is valid; compares in constant time.
 
     >>> proves(proof("secret", 1), "secret", 1), proves("0" * 64, "secret", 1), proves(None, "secret", 1)
     (True, False, False)
@@ -69,19 +70,19 @@ def proves(claimed: object, secret: str, *facts: object) -> bool:
 class SecretFile:
     """A file that only its owner can read, in a new folder that only its owner can enter.
 
-    >>> file = SecretFile("what the ranks share")
+    >>> file = SecretFile("shared secret")
     >>> read_secret(file.path)
-    'what the ranks share'
+    'shared secret'
     >>> file.remove()
     """
 
     def __init__(self, text: str) -> None:
-        """Write it; `remove` it as soon as everybody has read it."""
+        """Write the file; call `remove` as soon as all ranks have read it."""
         import tempfile  # the failure monitor, which writes no file, starts sooner without it
 
         _sweep(tempfile.gettempdir())
         try:
-            self._folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")  # new, and nobody else's: mode 0700
+            self._folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")  # mode 0700
             self.path = os.path.join(self._folder, "secret")
             self._owner = os.getpid()
             self._forget = interrupts.at_end(self.remove)
@@ -91,11 +92,11 @@ class SecretFile:
         except OSError as error:
             raise TrustError(
                 f"rank 0 cannot write the secret of this job to {tempfile.gettempdir()}: {error}; set TMPDIR to a "
-                "folder that it can write to"
+                "writable folder"
             ) from error
 
     def remove(self) -> None:
-        """Remove the file and its folder; does nothing where that was done, or in a forked child."""
+        """Remove the file and its folder; a no-op the second time, and in a forked child."""
         if os.getpid() != self._owner:
             return
         self._forget()
@@ -106,7 +107,7 @@ class SecretFile:
 
 
 def _sweep(place: str) -> None:
-    """Remove what processes of this user left that were killed before all ranks had read it."""
+    """Remove the files of this user's processes that were killed before all ranks had read them."""
     with contextlib.suppress(OSError):
         for folder in Path(place).glob(f"{_PREFIX}*"):
             number = folder.name.removeprefix(_PREFIX).partition("-")[0]
@@ -121,56 +122,56 @@ def _sweep(place: str) -> None:
 
 
 def read_secret(path: str) -> str:
-    """Read a secret, if nobody but this user can have written it or read it."""
+    """Read a secret; raise `TrustError` if another user could have written or read it."""
     try:
         folder = os.lstat(os.path.dirname(path))
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise _unreadable(path, str(error)) from error
     with os.fdopen(handle, "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or not stat.S_ISDIR(folder.st_mode):
-            raise _unreadable(path, "it is no file in a folder")
-        if {found.st_uid, folder.st_uid} != {os.geteuid()}:
-            raise _unreadable(path, f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}")
-        if (found.st_mode | folder.st_mode) & 0o077:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or not stat.S_ISDIR(folder.st_mode):
+            raise _unreadable(path, "it is not a file in a folder")
+        if {status.st_uid, folder.st_uid} != {os.geteuid()}:
+            raise _unreadable(path, f"it belongs to user {status.st_uid}, and this is user {os.geteuid()}")
+        if (status.st_mode | folder.st_mode) & 0o077:
             raise _unreadable(path, "others can read it or its folder")
         return file.read(_LONGEST).decode(errors="replace")
 
 
 def _unreadable(path: str, why: str) -> TrustError:
     return TrustError(
-        f"the secret of this job is in {shorten(path, 100)} and cannot be taken from there: {why}; the ranks of a "
-        "machine must run as one user and see the same files. If they are on several machines, set LOCAL_WORLD_SIZE, "
-        "as torchrun does, to the number of ranks on each"
+        f"cannot read the secret of this job from {shorten(path, 100)}: {why}; the ranks of a machine must run as one "
+        "user and see the same files. If they are on several machines, set LOCAL_WORLD_SIZE, as torchrun does, to the "
+        "number of ranks on each"
     )
 
 
 def one_machine(ranks: int, environment: Mapping[str, str] | None = None) -> bool:
-    """Whether all ranks are on this machine, by what the launcher says and not by what the store says.
+    """Whether all ranks are on this machine, according to the environment of the launcher.
 
     >>> one_machine(4, {"LOCAL_WORLD_SIZE": "4"}), one_machine(4, {"LOCAL_WORLD_SIZE": "2"})
     (True, False)
     >>> one_machine(4, {"MASTER_ADDR": "127.0.0.1"}), one_machine(4, {"MASTER_ADDR": "10.0.0.5"})
     (True, False)
     """
-    known = os.environ if environment is None else environment
-    here, machines = known.get("LOCAL_WORLD_SIZE", ""), known.get("SLURM_NNODES", "")
-    if here.isdecimal():
-        return int(here) >= ranks
+    variables = os.environ if environment is None else environment
+    local_ranks, machines = variables.get("LOCAL_WORLD_SIZE", ""), variables.get("SLURM_NNODES", "")
+    if local_ranks.isdecimal():
+        return int(local_ranks) >= ranks
     if machines.isdecimal():
         return int(machines) == 1
-    addresses = [known.get(name, "") for name in ("STAGELINE_CONTROL_HOST", "STAGELINE_HOST", "MASTER_ADDR")]
+    addresses = [variables.get(name, "") for name in ("STAGELINE_CONTROL_HOST", "STAGELINE_HOST", "MASTER_ADDR")]
     return all(address in ("", "localhost", "::1") or address.startswith("127.") for address in addresses)
 
 
 class Sharing:
-    """Gives a text of rank 0 to all ranks of a job, and on one machine to nobody else.
+    """Shares a text of rank 0 with all ranks of a job; on one machine, with nobody else.
 
-    >>> class Known(dict):
+    >>> class DictStore(dict):
     ...     set = dict.__setitem__
     ...     get = lambda self, key: self[key].encode()
-    >>> store = Known()
+    >>> store = DictStore()
     >>> first, second = (Sharing(store, "key", rank, here=True) for rank in range(2))
     >>> first("a secret"), second(""), "a secret" in str(store)
     ('a secret', 'a secret', False)
@@ -178,25 +179,25 @@ class Sharing:
     """
 
     def __init__(self, store: Store, key: str, rank: int, *, here: bool) -> None:
-        """Share by a key of the store. `here` says that all ranks are on this machine."""
+        """Share through a key of the store. `here` means that all ranks are on this machine."""
         self._store, self._key, self._rank, self._here = store, key, rank, here
         self._file: SecretFile | None = None
 
     def __call__(self, text: str) -> str:
-        """Give rank 0's text to all; no rank but 0 has to be there."""
+        """Return the text of rank 0; rank 0 does not wait for the others."""
         if self._rank == 0:
             self._store.set(self._key, self._offer(text))
             return text
         kind, _, value = self._store.get(self._key).decode(errors="replace").partition(" ")
         if kind == "file":
             return read_secret(value)
-        if kind == "none":  # an empty value cannot be stored: a get would wait for ever
+        if kind == "none":  # an empty value cannot be stored: `get` would wait for it
             return ""
         if kind == "text" and not self._here:
             return value
         raise TrustError(
-            f"rank {self._rank} found {shorten(kind, 20)} under {self._key} in the store, where rank 0 of a job on "
-            "one machine leaves the name of a file; someone else wrote to the store, or the ranks were started with "
+            f"rank {self._rank} read {shorten(kind, 20)} under {self._key} in the store, where rank 0 of a job on one "
+            "machine stores the name of a file; someone else wrote to the store, or the ranks were started with "
             "different values of LOCAL_WORLD_SIZE"
         )
 
@@ -210,7 +211,7 @@ class Sharing:
         return f"text {text}"
 
     def done(self) -> None:
-        """All ranks have the text, or the job ends: remove the file."""
+        """Remove the file, when all ranks have the text or the job ends."""
         if self._file is not None:
             self._file.remove()
 
@@ -220,7 +221,7 @@ def _warn() -> None:
     if not _warned:
         _warned = True
         warnings.warn(
-            "the ranks are on several machines, so their secret is in torch's store: their connections trust whoever "
-            "reaches it; use a network that you trust",
+            "the ranks are on several machines, so their secret is in torch's store, and their connections trust "
+            "anyone who reaches it; use a trusted network",
             stacklevel=2,
         )

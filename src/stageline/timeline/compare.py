@@ -1,4 +1,4 @@
-"""Two timelines side by side, action by action: planned against planned, or planned against measured."""
+"""Comparison of two timelines, action by action: two plans, or a plan and a measured step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stageline.timeline.timeline import Timeline, share_above
 
 
 class Difference(NamedTuple):
-    """One action in both timelines: how much later it starts and how much longer it takes in the second."""
+    """One action: how much later it starts and how much longer it takes in the second timeline."""
 
     action: Action
     later: float
@@ -25,7 +25,7 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """What changed from one timeline to another; positive means later or longer in the second.
+    """The differences between two timelines; positive means later or longer in the second.
 
     >>> import stageline as sl
     >>> s = sl.schedule("1f1b", ranks=2, microbatches=2)
@@ -43,12 +43,12 @@ class Comparison:
 
     @property
     def makespan(self) -> float:
-        """How much longer the whole step takes."""
+        """How much longer the step takes."""
         return self.second.makespan - self.first.makespan
 
     @cached_property
     def later(self) -> Floats:
-        """For each action of the first timeline, how much later it starts, each from its own step's start."""
+        """For each action of the first timeline, how much later it starts, relative to the start of its step."""
         mine = self.first.start - self.first.first_start
         yours = self.second.start[self._match] - self.second.first_start
         return np.asarray(yours - mine)
@@ -60,19 +60,18 @@ class Comparison:
         return np.asarray((self.second.end - self.second.start)[self._match] - mine)
 
     def stage_time(self, kind: str) -> tuple[float, ...]:
-        """By how much an action of this kind takes longer, on average, for each stage; 0 where it has none."""
+        """Return, for each stage, how much longer an action of this kind takes on average; 0 if it has none."""
         schedule = self.first.schedule
         if kind not in KINDS:
-            raise ScheduleError(f"an action is of kind F, B, I or W, not {kind!r}")
-        code = KINDS.index(kind)
-        chosen = schedule.action_kinds == code
-        stage = schedule.stage_ids[chosen]
-        total = np.bincount(stage, weights=self.longer[chosen], minlength=schedule.stages)
+            raise ScheduleError(f"kind must be F, B, I or W, got {kind!r}")
+        selected = schedule.action_kinds == KINDS.index(kind)
+        stage = schedule.stage_ids[selected]
+        total = np.bincount(stage, weights=self.longer[selected], minlength=schedule.stages)
         count = np.bincount(stage, minlength=schedule.stages)
         return tuple(float(value) for value in total / np.maximum(count, 1))
 
     def largest(self, count: int = 10) -> list[Difference]:
-        """List the actions whose start moved most."""
+        """Return the actions whose start moved most."""
         order = np.argsort(-np.abs(self.later), kind="stable")[:count]
         schedule = self.first.schedule
         return [
@@ -81,7 +80,7 @@ class Comparison:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Turn it into plain data."""
+        """Return plain data."""
         return {
             "makespan": self.makespan,
             "span": self.second.span - self.first.span,
@@ -99,7 +98,7 @@ class Comparison:
 
 
 def compare(first: Timeline, second: Timeline) -> Comparison:
-    """Compare two timelines of the same work: the same actions, in whatever order."""
+    """Compare two timelines of the same actions, in any order."""
     one, two = first.schedule, second.schedule
     keys = [_keys(timeline) for timeline in (first, second)]
     orders = [np.argsort(key, kind="stable") for key in keys]
@@ -115,6 +114,6 @@ def compare(first: Timeline, second: Timeline) -> Comparison:
 
 
 def _keys(timeline: Timeline) -> Ints:
-    """A number for each action that does not depend on where it runs."""
+    """Return a number for each action that does not depend on where it runs."""
     schedule = timeline.schedule
     return schedule.keys * np.int64(4) + schedule.action_kinds

@@ -1,4 +1,4 @@
-"""What the actions of a schedule cost, in time and in memory."""
+"""Costs: the time and memory of every action."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ PerStage: TypeAlias = float | Sequence[float]
 PerPair: TypeAlias = float | Sequence[Sequence[float]]
 
 LARGEST_COST = 1e100
-"""Sums of larger ones could overflow; not a number compares as outside, too."""
+"""Maximum of a single cost; sums of larger ones could overflow."""
 LARGEST_SUM = 1e200
-"""What is added up of costs may be larger than any of them, and is written into files."""
+"""Maximum of a sum of costs, such as a time in a file."""
 
 
 @dataclass(frozen=True)
 class Costs:
     """Time and memory of every action: one number for all stages, or one number per stage.
 
-    Units are yours, as long as they agree: seconds and bytes, or F = 1 and activations.
+    Units are arbitrary but must agree: seconds and bytes, or F = 1 and activations.
 
     >>> Costs(forward=10, backward_input=11, backward_weight=7, transfer=1).of("B", stage=0)
     18.0
@@ -40,30 +40,29 @@ class Costs:
     forward: PerStage = 1.0
     """Time of F."""
     backward_input: PerStage | None = None
-    """Time of I; if not given, what `backward` leaves beside W (half of it if W is not given either), else 1."""
+    """Time of I; defaults to `backward` minus W (half of it if W is not given either), or 1."""
     backward_weight: PerStage | None = None
-    """Time of W; if not given, what `backward` leaves beside I (half of it if I is not given either), else 1."""
+    """Time of W; defaults to `backward` minus I (half of it if I is not given either), or 1."""
     backward: PerStage | None = None
-    """Time of B; I and W together if not given."""
+    """Time of B; defaults to I plus W."""
     overlap: PerStage | None = None
-    """Time of an overlapped pair, by the stage of its forward; F and B together if not given."""
+    """Time of an overlapped pair, by the stage of its forward; defaults to F plus B."""
     transfer: PerPair = 0.0
     """Latency of a message between two ranks, or one per pair: `transfer[source][target]`."""
     bandwidth: PerPair | None = None
-    """Bytes per unit of time between two ranks, or one per pair; without it, only the latency counts."""
+    """Bytes per unit of time between two ranks, or one per pair; by default, only the latency counts."""
     message: PerStage = 0.0
-    """Bytes of the message that leaves a stage; the gradient that comes back to it is as large."""
+    """Bytes of the output of a stage; the gradient that returns to it is as large."""
     activation: PerStage = 1.0
     """Memory held from the start of F to the end of B or I."""
     residue: PerStage = 1.0
-    """Memory that stays from the end of I to the end of W; with recomputation it may exceed the activation."""
+    """Saved-for-W memory, held from the end of I to the end of W; with recompute it may exceed the activation."""
     transient: PerStage | Mapping[str, PerStage] = 0.0
-    """Memory an action needs only while it runs; or one for each kind of action."""
+    """Memory that an action needs only while it runs; or one per kind of action."""
     scale: Sequence[float] | None = None
-    """One factor per microbatch on times, memory and bytes, for microbatches of different length."""
+    """One factor per microbatch for times, memory and bytes, for microbatches of different lengths."""
 
     def __post_init__(self) -> None:
-        """Refuse what no step can cost, naming it."""
         for field in fields(self):
             value = getattr(self, field.name)
             if value is None and field.default is None:
@@ -84,23 +83,23 @@ class Costs:
             raise CostError(f"scale is one factor per microbatch, got {shorten(self.scale)}")
 
     def of(self, kind: str, stage: int = 0) -> float:
-        """Name the time of an action of a stage, before any factor of its microbatch."""
+        """Return the time of an action of a stage, without the factor of its microbatch."""
         return float(self.times(max(stage + 1, self._length()))[KINDS.index(kind)][stage])
 
     def _length(self) -> int:
-        given = (self.forward, self.backward_input, self.backward_weight, self.backward)
-        return max(np.size(value) for value in given if value is not None)
+        times = (self.forward, self.backward_input, self.backward_weight, self.backward)
+        return max(np.size(value) for value in times if value is not None)
 
     def times(self, stages: int) -> list[Floats]:
-        """One row of times per kind, in the order F, B, I, W, with one time per stage."""
+        """Return one row of times per kind, in the order F, B, I, W, with one time per stage."""
         forward = per_stage("forward", self.forward, stages)
         parts = [
             None if value is None else per_stage(name, value, stages)
             for name, value in (("backward_input", self.backward_input), ("backward_weight", self.backward_weight))
         ]
         if self.backward is None:
-            given = [np.ones(stages) if part is None else part for part in parts]
-            return [forward, given[0] + given[1], *given]
+            inputs, weights = (np.ones(stages) if part is None else part for part in parts)
+            return [forward, inputs + weights, inputs, weights]
         whole = per_stage("backward", self.backward, stages)
         first, second = parts
         if first is not None and second is not None:
@@ -112,7 +111,7 @@ class Costs:
         return [forward, whole, whole / 2, whole / 2]
 
     def check_lengths(self, stages: int, microbatches: int) -> None:
-        """Refuse a list that has not one value per stage or microbatch, whether or not a schedule uses it."""
+        """Raise `CostError` if a list does not have one value per stage or microbatch, even if it is not used."""
         self.times(stages)
         self.transients(stages)
         self.scales(microbatches)
@@ -121,13 +120,13 @@ class Costs:
                 per_stage(name, getattr(self, name), stages)
 
     def transients(self, stages: int) -> list[Floats]:
-        """One row of transient memory per kind, in the order F, B, I, W, with one value per stage."""
+        """Return one row of transient memory per kind, in the order F, B, I, W, with one value per stage."""
         if isinstance(self.transient, Mapping):
             return [per_stage(f"transient[{k!r}]", self.transient.get(k, 0.0), stages) for k in KINDS]
         return [per_stage("transient", self.transient, stages)] * len(KINDS)
 
     def scales(self, microbatches: int) -> Floats:
-        """One factor per microbatch."""
+        """Return one factor per microbatch."""
         if self.scale is None:
             return np.ones(microbatches)
         factors = np.asarray(self.scale, dtype=np.float64)
@@ -138,7 +137,7 @@ class Costs:
     def hops(
         self, sources: NDArray[np.int32], targets: NDArray[np.int32], size: Floats | None, ranks: int
     ) -> Floats | float:
-        """Time that messages of these sizes take between these ranks."""
+        """Return the time of messages of these sizes between these ranks."""
         time = _between("transfer", self.transfer, sources, targets, ranks)
         if self.bandwidth is not None and size is not None:
             rate = _between("bandwidth", self.bandwidth, sources, targets, ranks)
@@ -146,13 +145,13 @@ class Costs:
         return time
 
     def refined(self, parts: int) -> Costs:
-        """Cut every stage into equal parts: times and memory divided, messages and transfers as they were.
+        """Return the costs with every stage cut into equal parts; messages and transfers stay the same.
 
         >>> Costs(forward=[4, 6]).refined(2).forward
         [2.0, 2.0, 3.0, 3.0]
         """
         if not isinstance(parts, int) or not 1 <= parts <= 2**20:
-            raise CostError(f"a stage is cut into at least 1 part and at most {2**20}, got {shorten(parts)}")
+            raise CostError(f"parts must be an integer from 1 to {2**20}, got {shorten(parts)}")
         if parts == 1:
             return self
 
@@ -166,27 +165,27 @@ class Costs:
         divided = ("forward", "backward", "overlap", "activation", "residue", "transient")
         changed = {name: cut(getattr(self, name)) for name in divided if getattr(self, name) is not None}
         for name in ("backward_input", "backward_weight"):
-            given = getattr(self, name)
-            if given is not None or self.backward is None:
-                changed[name] = cut(1.0 if given is None else given)
+            time = getattr(self, name)
+            if time is not None or self.backward is None:
+                changed[name] = cut(1.0 if time is None else time)
         if isinstance(self.message, Sequence | np.ndarray):
             changed["message"] = [float(size) for size in self.message for _ in range(parts)]
         return replace(self, **changed)
 
     def to_json(self) -> dict[str, Any]:
-        """Turn it into plain data, without what was not given."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: _plain(value) for name, value in found.items() if value is not None}
+        """Return plain data, without options that are None."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: _plain(value) for name, value in values.items() if value is not None}
 
     @classmethod
     def from_json(cls, data: object) -> Costs:
-        """Make costs from plain data.
+        """Create costs from plain data.
 
         >>> Costs.from_json({"forward": [1, 2], "transfer": 0.1}).forward
         [1, 2]
         """
         if not isinstance(data, Mapping):
-            raise CostError(f"costs are an object like {{'forward': 10, 'transfer': 1}}, got {shorten(data)}")
+            raise CostError(f"costs must be an object like {{'forward': 10, 'transfer': 1}}, got {shorten(data)}")
         known = [field.name for field in fields(cls)]
         for name in data:
             if name not in known:
@@ -206,7 +205,7 @@ class Costs:
 
 
 def _rest(name: str, whole: Floats, other: Floats) -> Floats:
-    """What the whole backward leaves for one half of it."""
+    """Return what the whole backward leaves for one half of it."""
     rest = whole - other
     if (rest < 0).any():
         stage = int(np.argmax(rest < 0))
@@ -215,7 +214,7 @@ def _rest(name: str, whole: Floats, other: Floats) -> Floats:
 
 
 def per_stage(name: str, value: PerStage, stages: int) -> Floats:
-    """Spread one number over all stages, or check that there is one for each."""
+    """Return one value per stage, given one number or one per stage."""
     array = np.asarray(value, dtype=np.float64)
     if array.ndim == 0:
         return np.full(stages, float(array))
@@ -241,7 +240,7 @@ def _between(
 
 
 def _check(name: str, value: object, depth: int) -> None:
-    """A finite number from 0, or a list of them, or (depth 2) a square of them."""
+    """Raise `CostError` unless the value is a finite number >= 0, a list of them, or (depth 2) a square of them."""
     if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
         if not 0 <= value <= LARGEST_COST:
             raise CostError(f"{name} must be a number from 0 upwards, got {shorten(value)}")

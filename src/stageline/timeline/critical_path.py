@@ -1,4 +1,4 @@
-"""The critical path: the chain of actions that makes a step as long as it is."""
+"""The critical path: the chain of actions that determines the makespan of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def critical_path(timeline: Timeline) -> tuple[TimedAction, ...]:
-    """Walk back from the last end, each time to what the action waited for last."""
+    """Return the chain: from the last end, go back to what each action waited for last."""
     from stageline.timeline.timeline import TimedAction
 
     schedule, graph = timeline.schedule, timeline.schedule.graph
@@ -42,5 +42,5 @@ def critical_path(timeline: Timeline) -> tuple[TimedAction, ...]:
                 waited.append((float(arrived[mine]), int(graph.place(sender)[0] - graph.rank[sender][0] - 1)))
         if not waited:
             return tuple(reversed(path))
-        # Where both came at the same moment, stay on the rank: the shorter story.
+        # In a tie, stay on the rank.
         entry = max(waited, key=lambda candidate: (candidate[0], candidate[1] == entry - 1))[1]

@@ -1,4 +1,4 @@
-"""Why a step took longer than planned: where the time of every rank went, part by part."""
+"""Why a step took longer than planned: the time of every rank, by what it was spent on."""
 
 from __future__ import annotations
 
@@ -19,85 +19,85 @@ from stageline.timeline.timeline import Timeline
 
 
 class Parts(NamedTuple):
-    """The time of one rank over a whole step, by what it went to; the parts add up to the step."""
+    """The time of one rank over a step, by what it was spent on; the parts add up to the step."""
 
     compute: float
-    """Computing, as long as planned."""
+    """Computing, within the plan."""
     slow: float
     """Computing, beyond the plan."""
     transfer: float
-    """Waiting for an input that was made and on its way."""
+    """Waiting for an input in transit."""
     host: float
-    """Not starting, although the input was there and the rank was free."""
+    """Not starting, although the input had arrived and the rank was free."""
     late: float
-    """Waiting for another rank to make an input, or to end its step, beyond the plan."""
+    """Waiting for another rank to finish an input or the step, beyond the plan."""
     bubble: float
-    """Waiting for other ranks, as long as planned: warm-up, drain, and what the order asks between them."""
+    """Waiting for other ranks, within the plan: warm-up, drain, and gaps between them."""
 
     @property
     def total(self) -> float:
-        """All of it: the length of the step."""
+        """The sum: the length of the step."""
         return sum(self)
 
 
 MEANINGS = {
-    "compute": "computing, as long as planned",
+    "compute": "computing, within the plan",
     "slow": "computing, beyond the plan",
-    "transfer": "the input was made and on its way",
-    "host": "the input was there, the rank free, and nothing ran",
+    "transfer": "waiting for an input in transit",
+    "host": "not starting, although the input had arrived",
     "late": "waiting for other ranks, beyond the plan",
-    "bubble": "waiting for other ranks, as planned",
+    "bubble": "waiting for other ranks, within the plan",
 }
-"""What the parts mean, in the words of tables and pages."""
+"""The meaning of each part, for tables and pages."""
 
 
 class Slow(NamedTuple):
-    """The actions of one kind, on one stage and rank, that took longer than planned."""
+    """The actions of one kind, stage and rank that took longer than planned."""
 
     kind: str
     """F, B, I or W, or & for overlapped pairs, by the stage of their forward."""
     stage: int
     rank: int
     actions: int
-    """How many there are."""
+    """Their number."""
     planned: float
-    """What one of them was planned to take, on average."""
+    """The average planned time of one."""
     measured: float
-    """What one of them took, on average."""
+    """The average measured time of one."""
 
     @property
     def extra(self) -> float:
-        """What all of them took beyond the plan."""
+        """The total time beyond the plan."""
         return self.actions * (self.measured - self.planned)
 
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """Where the time of a measured step went, rank by rank, against a plan of the same schedule.
+    """How every rank spent the time of a measured step, compared with a plan of the same schedule.
 
     >>> import stageline as sl
     >>> s = sl.schedule("1f1b", ranks=2, microbatches=3)
-    >>> found = sl.explain(sl.simulate(s), sl.simulate(s, sl.Costs(forward=[1, 2], transfer=0.5)))
-    >>> found.ranks[1]
+    >>> explanation = sl.explain(sl.simulate(s), sl.simulate(s, sl.Costs(forward=[1, 2], transfer=0.5)))
+    >>> explanation.ranks[1]
     Parts(compute=9.0, slow=3.0, transfer=0.5, host=0.0, late=0.5, bubble=3.0)
-    >>> found.ranks[1].total, found.measured.makespan, found.planned.makespan
+    >>> explanation.ranks[1].total, explanation.measured.makespan, explanation.planned.makespan
     (16.0, 16.0, 12.0)
-    >>> found.slow[0].kind, found.slow[0].stage, found.slow[0].extra
+    >>> explanation.slow[0].kind, explanation.slow[0].stage, explanation.slow[0].extra
     ('F', 1, 3.0)
     """
 
     planned: Timeline
     measured: Timeline
     ranks: tuple[Parts, ...]
-    """What the measured step of each rank went to."""
+    """The measured step of each rank."""
     planned_ranks: tuple[Parts, ...]
-    """The plan in the same parts; nothing in it is slow or late."""
+    """The planned step of each rank, where nothing is slow or late."""
     slow: tuple[Slow, ...]
-    """The kinds of action that took longer than planned, those that cost most first."""
+    """The kinds of action that took longer than planned, the most expensive first."""
 
     @cached_property
     def mean(self) -> Parts:
-        """The average over the ranks; it adds up to the step, too."""
+        """The average over the ranks; it also adds up to the step."""
         return Parts(*np.mean(self.ranks, axis=0).tolist())
 
     @cached_property
@@ -106,7 +106,7 @@ class Explanation:
         return Parts(*np.mean(self.planned_ranks, axis=0).tolist())
 
     def to_json(self) -> dict[str, Any]:
-        """Turn it into plain data."""
+        """Return plain data."""
         return {
             "schedule": self.measured.schedule.name,
             "planned_makespan": self.planned.makespan,
@@ -116,28 +116,28 @@ class Explanation:
             "mean": self.mean._asdict(),
             "planned_ranks": [parts._asdict() for parts in self.planned_ranks],
             "planned_mean": self.planned_mean._asdict(),
-            "slow": [{**each._asdict(), "extra": each.extra} for each in self.slow],
+            "slow": [{**group._asdict(), "extra": group.extra} for group in self.slow],
         }
 
 
 def explain(planned: Timeline | None, measured: Timeline) -> Explanation:
-    """Say where the time of a measured step went, against a plan of the same schedule.
+    """Explain how the ranks spent the time of a measured step, compared with a plan of the same schedule.
 
-    Without a plan, it is simulated from what actions and transfers typically took in the measured step itself.
-    Computing and waiting are compared in sum, for each rank and kind of action: what one action took longer and the
-    next one less is nobody's loss.
+    Without a plan, one is simulated from the typical times of actions and transfers in the measured step itself.
+    Compute and waiting times are compared in sum for each rank and kind of action, so that faster and slower actions
+    cancel out.
     """
     if planned is None:
         planned = simulate(measured.schedule, typical_costs(measured))
     if planned.schedule != measured.schedule:
         raise ScheduleError(
-            f"the plan is of {planned.schedule!r} and the measured step of {measured.schedule!r}: "
-            "simulate the schedule that was run"
+            f"the plan is of {planned.schedule!r}, but the measured step of {measured.schedule!r}; simulate the "
+            "schedule that ran"
         )
     if not measured.is_aligned:
         raise ScheduleError(
-            "the clocks of the ranks of the measured step were not aligned, so nobody knows what its ranks waited for; "
-            "typical_costs(measured) still says what their actions took"
+            "the clocks of the ranks of the measured step were not aligned, so it is unknown what its ranks waited "
+            "for; typical_costs(measured) still returns the times of its actions"
         )
     groups = _groups(measured)
     plan, real = groups.total(planned), groups.total(measured)
@@ -147,7 +147,7 @@ def explain(planned: Timeline | None, measured: Timeline) -> Explanation:
     measured_waits, planned_waits = _waits(measured), _waits(planned)
     bubble = np.minimum(measured_waits.peer, planned_waits.peer)
     none = np.zeros(ranks)
-    found = (
+    measured_parts = (
         _sums(of_rank, as_planned, ranks),
         _sums(of_rank, real - as_planned, ranks),
         measured_waits.transfer,
@@ -155,14 +155,14 @@ def explain(planned: Timeline | None, measured: Timeline) -> Explanation:
         measured_waits.peer - bubble,
         bubble,
     )
-    intended = (
+    planned_parts = (
         _sums(of_rank, plan, ranks), none, planned_waits.transfer, planned_waits.host, none, planned_waits.peer
     )  # fmt: skip
     return Explanation(
         planned=planned,
         measured=measured,
-        ranks=tuple(_parts(found)),
-        planned_ranks=tuple(_parts(intended)),
+        ranks=tuple(_parts(measured_parts)),
+        planned_ranks=tuple(_parts(planned_parts)),
         slow=tuple(groups.slow(plan, real)),
     )
 
@@ -173,7 +173,7 @@ def _parts(columns: tuple[Floats, ...]) -> Iterator[Parts]:
 
 @dataclass(frozen=True)
 class _Groups:
-    """The entries of one kind, stage and rank together."""
+    """Entries grouped by kind, stage and rank."""
 
     member: Ints
     """For each entry, its group."""
@@ -183,7 +183,7 @@ class _Groups:
     count: Ints
 
     def total(self, timeline: Timeline) -> Floats:
-        """How long the entries of each group take."""
+        """Return the total time of the entries of each group."""
         start, end = entry_times(timeline)
         return _sums(self.member, end - start, len(self.rank))
 
@@ -231,7 +231,7 @@ def _sums(member: Ints, values: Floats, groups: int) -> Floats:
 
 
 class _Waiting(NamedTuple):
-    """How long each rank waited over the whole step, by what for; the end of the step counts as a peer."""
+    """How long each rank waited over the step, by cause; the wait for the end of the step counts as a peer."""
 
     peer: Floats
     transfer: Floats
@@ -248,17 +248,17 @@ def _waits(timeline: Timeline) -> _Waiting:
     last[runs] = end[graph.first[runs + 1] - 1]
     drain = np.maximum(timeline.first_start + timeline.makespan - last, 0.0)
     return _Waiting(
-        peer=_sums(rank, waits.made - waits.free, ranks) + drain,
-        transfer=_sums(rank, waits.arrived - waits.made, ranks),
+        peer=_sums(rank, waits.sent - waits.free, ranks) + drain,
+        transfer=_sums(rank, waits.arrived - waits.sent, ranks),
         host=_sums(rank, waits.start - waits.arrived, ranks),
     )
 
 
 def typical_costs(timeline: Timeline) -> Costs:
-    """Find the costs of a measured step: the median time of each kind of action on each stage, and of a transfer.
+    """Return the costs of a measured step: the median time of each kind of action on each stage, and of a transfer.
 
-    The time of a transfer is known only where the receiver was there before the message was sent: else nobody saw
-    when it arrived. Where there is none of these, or the clocks of ranks were not aligned, transfers cost nothing.
+    The time of a transfer is known only if the receiver was waiting before the message was sent. If there is none of
+    these, or the clocks of the ranks were not aligned, transfers cost nothing.
 
     >>> import stageline as sl
     >>> s = sl.schedule("zb-h1", ranks=2, microbatches=4)
@@ -277,13 +277,13 @@ def typical_costs(timeline: Timeline) -> Costs:
     middle = {key: min(LARGEST_COST, float(np.median(times))) for key, times in taken.items()}
 
     def of(letter: str, others: list[float]) -> list[float]:
-        """What actions of this kind took on each stage; what the others say where it has none."""
+        """Return the time of this kind of action on each stage, or the other one if the stage never runs it."""
         return [middle.get((letter, stage), other) for stage, other in enumerate(others)]
 
-    nothing = [0.0] * schedule.stages  # what a stage never runs by itself costs nothing
+    nothing = [0.0] * schedule.stages  # for actions that a stage never runs
     half = [whole / 2 for whole in of("B", nothing)]
     forward, inputs, weights = of("F", nothing), of("I", half), of("W", half)
-    # What is added up may exceed what a cost may be.
+    # A sum may exceed the maximum of a cost.
     backward = of("B", [min(LARGEST_COST, sum(halves)) for halves in zip(inputs, weights, strict=True)])
     pair = of("&", [min(LARGEST_COST, sum(both)) for both in zip(forward, backward, strict=True)])
     return Costs(

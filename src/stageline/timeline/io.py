@@ -1,4 +1,4 @@
-"""Timelines on disk: a schedule, and the times of its actions and messages. See `docs/formats.md`."""
+"""Timeline files: a schedule, and the times of its actions and messages. See `docs/formats.md`."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ FORMAT = "stageline-timeline"
 VERSION = 1
 
 OUT_OF_ORDER = 0.1
-"""How early an action may seem to begin before its input was made, as a share of the longest rank's time, in a file
-that says nothing of clocks."""
+"""How early an action may start before its input was sent in a file without an uncertainty, as a share of the longest
+time of a rank."""
 
 
 def write_timeline(timeline: Timeline, path: str | Path) -> None:
-    """Write a timeline as JSON; an existing file is replaced only when done."""
+    """Write a timeline as JSON. An existing file is replaced atomically."""
     target = Path(path)
     if target.suffix.lower() != ".json":
-        raise ScheduleError(f"a timeline is written as JSON: end the name in .json, not {target.name!r}", rule="format")
+        raise ScheduleError(
+            f"timelines are written as JSON; the file name must end in .json, got {target.name!r}", rule="format"
+        )
     write_text(target, _lines(timeline), format_error)
 
 
@@ -51,7 +53,7 @@ def read_timeline(path: str | Path) -> Timeline:
 
 
 def _lines(timeline: Timeline) -> Iterator[str]:
-    """The times of a rank on one line, in the order of its program."""
+    """Yield the JSON, with the times of a rank on one line, in program order."""
     schedule, moved = timeline.schedule, timeline.transfers
     costs = None if timeline.costs is None else timeline.costs.to_json()
     yield f'{{\n  "format": {json.dumps(FORMAT)},\n  "version": {VERSION},\n  "costs": {json.dumps(costs)},\n'
@@ -91,9 +93,9 @@ def _timeline(data: Mapping[str, Any]) -> Timeline:
 
 
 def _uncertainty(data: Mapping[str, Any], schedule: Schedule, start: Floats, moved: Transfers) -> float | None:
-    """What the file says of the clocks; what its times say where it is of a time when files did not.
+    """Return the uncertainty of the clocks; files of early versions have none, so there it is inferred.
 
-    Where an action begins long before its input was made, the times of the two ranks are not of one clock.
+    If an action starts long before its input was sent, the two ranks had different clocks.
     """
     if "uncertainty" in data:
         uncertainty: float | None = field(data, "uncertainty", NonNegative | None)
@@ -104,14 +106,16 @@ def _uncertainty(data: Mapping[str, Any], schedule: Schedule, start: Floats, mov
 
 
 def _times(data: Mapping[str, Any], name: str, expected: Ints, what: str) -> Floats:
-    """One list of times per rank, each as long as the schedule says."""
+    """Return the times of all ranks, after checking that there are as many as the schedule needs."""
     rows = field(data, name, list)
     if len(rows) != len(expected):
         raise JsonError(f"{name!r} has {len(rows)} lists of times for {len(expected)} ranks")
     for rank, (row, count) in enumerate(zip(rows, expected.tolist(), strict=True)):
         if not isinstance(row, list) or len(row) != count:
-            found = f"{len(row)} times" if isinstance(row, list) else shorten(row)
-            raise ScheduleError(f"{name!r} of rank {rank} has {found} for its {count} {what}", rule="format", rank=rank)
+            actual = f"{len(row)} times" if isinstance(row, list) else shorten(row)
+            raise ScheduleError(
+                f"{name!r} of rank {rank} has {actual} for its {count} {what}", rule="format", rank=rank
+            )
         for at, value in enumerate(row):
             number = number_or_none(value)
             if number is None or not -LARGEST_SUM <= number <= LARGEST_SUM:
@@ -125,7 +129,7 @@ def _times(data: Mapping[str, Any], name: str, expected: Ints, what: str) -> Flo
 
 
 def _check_order(schedule: Schedule, timeline: Timeline) -> None:
-    """No action ends before it starts, and a rank does one thing after the other."""
+    """Raise `ScheduleError` if an action ends before it starts, or overlaps the one before it on its rank."""
     backwards = np.flatnonzero(timeline.end < timeline.start)
     if len(backwards):
         rank, position = schedule.where(int(backwards[0]))

@@ -1,4 +1,4 @@
-"""When every action would run, if each took what it costs and started as soon as it could."""
+"""Simulation: every action takes what it costs and starts as soon as it can."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from stageline.timeline.timeline import Timeline, Transfers
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Compute the start and end of every action and transfer.
 
-    An action starts when its rank is free and its input has arrived; an overlapped pair starts when both are
-    ready and ends together. Transfers run beside the ranks and do not slow each other.
+    An action starts when its rank is free and its input has arrived. The actions of an overlapped pair start when both
+    are ready, and end together. Transfers run in parallel with compute and do not slow each other down.
 
     >>> import stageline as sl
     >>> s = sl.schedule("1f1b", ranks=4, microbatches=8)
@@ -38,7 +38,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def durations(schedule: Schedule, costs: Costs) -> Floats:
-    """How long each action takes; both actions of an overlapped pair take what the pair takes."""
+    """Return the time of each action; for both actions of an overlapped pair, the time of the pair."""
     times = np.stack(costs.times(schedule.stages))
     scale = costs.scales(schedule.microbatches)
     taken = times.take(schedule.action_kinds * np.int32(schedule.stages) + schedule.stage_ids)
@@ -55,12 +55,12 @@ def durations(schedule: Schedule, costs: Costs) -> Floats:
 
 
 def hop_times(schedule: Schedule, costs: Costs) -> Floats:
-    """How long the input of each action travels; 0 where it comes from its own rank or from nowhere."""
+    """Return the transfer time of the input of each action; 0 if it has none from another rank."""
     source, rank = schedule.graph.source, schedule.graph.rank
     crossing = (source >= 0) & (rank != rank[source])
     size = None
     if costs.bandwidth is not None:
-        # The gradient that comes back over a boundary is as large as the output that went out over it.
+        # The gradient that crosses a boundary is as large as the output that crossed it.
         boundary = np.minimum(schedule.stage_ids, schedule.stage_ids[source])
         size = per_stage("message", costs.message, schedule.stages)[boundary]
         size *= costs.scales(schedule.microbatches)[schedule.microbatch_ids]
@@ -68,18 +68,18 @@ def hop_times(schedule: Schedule, costs: Costs) -> Floats:
 
 
 def _run(graph: Graph, duration: Floats, hop: Floats) -> tuple[Floats, Floats]:
-    """Walk through the waves: an entry starts when the one before it has ended and its inputs have arrived."""
+    """Go through the waves: an entry starts when the one before it has ended and its inputs have arrived."""
     inputs = list(zip(graph.sources, graph.by_place(hop), strict=True))
     # Both actions of a pair take the pair's time.
     taken = np.maximum.reduce(graph.by_place(duration))
-    end = np.zeros(graph.places)  # fences end at 0, when everyone may start
+    end = np.zeros(graph.places)  # fences end at 0
     for wave in graph.waves:
         now = end.take(wave - 1)
         for source, wait in inputs:
             np.maximum(now, end.take(source.take(wave)) + wait.take(wave), out=now)
         now += taken.take(wave)
         end[wave] = now
-    # The starts once more in one sweep: keeping them in the loop would cost it another pass through memory.
+    # Computing the starts again in one pass is faster than storing them in the loop.
     start = np.concatenate([end[:1], end[:-1]])
     for source, wait in inputs:
         np.maximum(start, end[source] + wait, out=start)

@@ -1,9 +1,9 @@
-"""Stages that became slower and stay so, told apart from the noise of a busy machine.
+"""Stragglers: stages that became slower and stay so, as opposed to the noise of a busy machine.
 
-What is looked at is the fastest microbatch of a stage in every step. Whatever else a machine does hits some actions and
-not others, so the fastest of several hardly moves; a stage that has become slower is slower in all of them. A stage is
-named when its fastest times of several steps in a row are above all that its own past explains, and above what all
-stages have in common. The noise is the stage's own: the median deviation of its past steps.
+The test uses the fastest microbatch of a stage in every step. Other load on a machine hits some actions and not others,
+so the fastest of several hardly changes, while a stage that became slower is slower in all of them. A stage is reported
+if its fastest times of several consecutive steps exceed what its own past explains, relative to the other stages. The
+noise of a stage is the median deviation of its past steps.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stageline.common.units import format_seconds
 from stageline.schedules import action as kinds
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Floats
 
 WARM_UP = 2
-"""Steps at the beginning that tell nothing: memory is allocated, kernels are chosen."""
+"""Steps that are ignored at the beginning, while memory is allocated and kernels are chosen."""
 WINDOW = 7
-"""Steps in a row that have to be slow."""
+"""The number of consecutive steps that must be slow."""
 LEAST_PAST = 4
-"""Steps before them that are needed to know what is normal."""
+"""The minimum number of earlier steps to compare with."""
 PAST = 60
-"""Steps before them that are compared with, at most."""
+"""The maximum number of earlier steps to compare with."""
 SLOWER = (math.log(1.6), math.log(1.8))
-"""How much slower a stage has to be, forward and backward together, or forward alone; as logarithms."""
+"""The minimum slowdown, of forward and backward together, or of forward alone; as logarithms."""
 GLANCE = math.log(1.25)
-"""How far apart a stage has to be to be looked at closely."""
+"""The minimum deviation, as a logarithm, for a full test."""
 NOISE = 3.0
-"""How many standard deviations of its own noise a stage has to be above its past."""
+"""The minimum slowdown in standard deviations of the stage's own noise."""
 RARE = 0.9
-"""The share of its past steps that it has to be above as well: some stages are slow now and then."""
+"""The share of its past steps that it must exceed as well, as some stages are slow now and then."""
 QUIET = 100
-"""Steps in which a stage is not named again."""
+"""The number of steps before a stage is reported again."""
 
 
 class Straggler(NamedTuple):
@@ -45,24 +46,24 @@ class Straggler(NamedTuple):
     stage: int
     rank: int
     before: float
-    """Seconds that its fastest microbatch of a step used to take, forward and backward."""
+    """The earlier time of its fastest microbatch of a step, forward and backward, in seconds."""
     now: float
 
     @property
     def ratio(self) -> float:
-        """How many times as long it takes."""
+        """The time now divided by the time before."""
         return self.now / self.before
 
     def __str__(self) -> str:
-        """Say which stage, and by how much."""
         return (
             f"stage {self.stage} on rank {self.rank} became slower than the other stages and stays so: a microbatch "
-            f"takes {self.ratio:.3g} times what it did ({1e3 * self.now:.3g} ms instead of {1e3 * self.before:.3g} ms)"
+            f"takes {self.ratio:.3g} times as long ({format_seconds(self.now)} instead of "
+            f"{format_seconds(self.before)})"
         )
 
 
 class Stragglers:
-    """Takes note of every step, and names the stages that became slower.
+    """Observes every step, and reports the stages that became slower.
 
     >>> import stageline as sl
     >>> s = sl.schedule("1f1b", ranks=2, microbatches=2)
@@ -74,27 +75,26 @@ class Stragglers:
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        """Watch over the stages of a schedule."""
         self.schedule = schedule
         self._ranks = schedule.placement.table[0].tolist()
         self._groups = _Groups(schedule)
         self._steps = 0
         self._rows: deque[Floats] = deque(maxlen=PAST + WINDOW)
-        """Logarithms of what stages took, in all and forward: one row a step."""
-        self._named = [-QUIET] * schedule.stages
+        """One row per step: logarithms of the times of stages, in total and of forwards."""
+        self._reported = [-QUIET] * schedule.stages
         self._normal: Floats | None = None
-        """What is normal, of a few steps ago."""
-        self._apart_for = np.zeros(schedule.stages, dtype=np.int64)
-        """For how many steps in a row each stage has been apart from that."""
+        """The normal times, as of a few steps ago."""
+        self._deviates_for = np.zeros(schedule.stages, dtype=np.int64)
+        """For each stage, the number of consecutive steps in which it deviated from that."""
 
     def after(self, seconds: Floats) -> list[Straggler]:
-        """Take note of a step, of which these are the lengths of all actions; see `add`."""
+        """Add a step, given the times of all actions; see `add`."""
         return self.add(self._groups.fastest(seconds))
 
     def add(self, fastest: Floats | Sequence[Sequence[float]]) -> list[Straggler]:
-        """Take note of what the fastest microbatch of a step took on every stage, in all and forward alone.
+        """Add a step, given the times of the fastest microbatch on every stage, in total and of the forward.
 
-        Gives the stages that have just become stragglers, the worst first: mostly none.
+        Returns the stages that have just become stragglers, the worst first; usually none.
         """
         self._steps += 1
         if self._steps <= WARM_UP:
@@ -104,22 +104,22 @@ class Stragglers:
         return self._test() if self._stands_out(row) else []
 
     def _stands_out(self, row: Floats) -> bool:
-        """Whether a stage has been apart from the others for long enough to look closely; costs next to nothing."""
+        """Whether a stage has deviated from the others for long enough to run the full test; cheap."""
         count = len(self._rows)
         if self._normal is None or count < 4 * WINDOW or not self._steps % (4 * WINDOW):
             if count <= LEAST_PAST:
                 return False
             self._normal = np.median(np.stack(self._rows)[: max(LEAST_PAST, count - WINDOW)], axis=0)
-        above = np.abs(_apart((row - self._normal)[None])[0]).max(axis=0)
-        self._apart_for = np.where(above > GLANCE, self._apart_for + 1, 0)
-        return bool(count >= LEAST_PAST + WINDOW and self._apart_for.max() >= WINDOW)
+        above = np.abs(_deviation((row - self._normal)[None])[0]).max(axis=0)
+        self._deviates_for = np.where(above > GLANCE, self._deviates_for + 1, 0)
+        return bool(count >= LEAST_PAST + WINDOW and self._deviates_for.max() >= WINDOW)
 
     def _test(self) -> list[Straggler]:
         rows = np.stack(self._rows)
         past, last = rows[:-WINDOW], rows[-WINDOW:]
         normal = np.median(past, axis=0)
-        above = _apart(last - normal)
-        before = _apart(past - normal)
+        above = _deviation(last - normal)
+        before = _deviation(past - normal)
         noise = np.maximum(NOISE * 1.4826 * np.median(np.abs(before), axis=0), np.quantile(before, RARE, axis=0))
         limit = np.maximum(np.array(SLOWER)[:, None], noise)
         slower = (above.min(axis=0) > limit).any(axis=0)
@@ -131,32 +131,34 @@ class Stragglers:
     def _take_for_normal(
         self, changed: np.ndarray[Any, np.dtype[np.int64]], slower: Any, normal: Floats, shift: Floats
     ) -> list[Straggler]:
-        """From now on, compare with what these stages take now; tell of those that are slower."""
+        """Take the current times of these stages as normal from now on; return those that became slower."""
         for row in list(self._rows)[:-WINDOW]:
             row[:, changed] += shift[:, changed]
         self._normal = None
-        self._apart_for[:] = 0
-        told = [stage for stage in changed.tolist() if slower[stage] and self._steps - self._named[stage] >= QUIET]
-        for stage in told:
-            self._named[stage] = self._steps
+        self._deviates_for[:] = 0
+        reported = [
+            stage for stage in changed.tolist() if slower[stage] and self._steps - self._reported[stage] >= QUIET
+        ]
+        for stage in reported:
+            self._reported[stage] = self._steps
         stragglers = [
             Straggler(stage, self._ranks[stage], math.exp(normal[stage]), math.exp(normal[stage] + shift[0, stage]))
-            for stage in told
+            for stage in reported
         ]
         return sorted(stragglers, key=lambda straggler: -straggler.ratio)
 
 
-def _apart(rows: Floats) -> Floats:
-    """What is left of deviations, by step, row and stage, without what all stages have in common in a step.
+def _deviation(rows: Floats) -> Floats:
+    """Return deviations by step, row and stage, without what all stages of a step have in common.
 
-    The lower of two in the middle is what they have in common: one slow stage of two is what is slow.
+    That is the median; of two in the middle the lower one, so that one slow stage of two counts as slow.
     """
     middle = (rows.shape[2] - 1) // 2
     return rows - np.sort(rows[:, :1], axis=2)[:, :, middle : middle + 1]
 
 
 class _Groups:
-    """Which actions of a schedule are of one kind and stage."""
+    """The actions of a schedule, grouped by kind and stage."""
 
     def __init__(self, schedule: Schedule) -> None:
         key = schedule.action_kinds.astype(np.int64) * schedule.stages + schedule.stage_ids
@@ -165,7 +167,7 @@ class _Groups:
         self._stages = schedule.stages
 
     def fastest(self, seconds: Floats) -> Floats:
-        """The shortest action of every kind: added up by stage, and of the forwards."""
+        """Return the sum of the shortest action of every kind by stage, and the shortest forward."""
         shortest = np.zeros(4 * self._stages)
         shortest[self._keys] = np.minimum.reduceat(seconds[self._order], self._starts)
         table = shortest.reshape(4, self._stages)

@@ -1,4 +1,4 @@
-"""When every action and transfer of a step ran or will run: one type for planned and for measured steps."""
+"""Timelines: when every action and transfer of a step runs. Simulated and measured steps have the same type."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stageline.timeline.memory import memory_of, peaks_of
 
 @dataclass(frozen=True, eq=False)
 class Transfers:
-    """The messages between ranks, by the action that receives each: when it was sent and when it arrived."""
+    """The messages between ranks: the action that receives each, when it was sent and when it arrived."""
 
     receivers: Ints
     sent: Floats
@@ -38,7 +38,7 @@ class TimedAction(NamedTuple):
 
 
 class TimedTransfer(NamedTuple):
-    """A message: the action that made it, the one that takes it, their ranks, and its times."""
+    """A message with its sender, its receiver, their ranks, and its times."""
 
     source_rank: int
     target_rank: int
@@ -52,7 +52,7 @@ class TimedTransfer(NamedTuple):
 class Timeline:
     """Start and end of every action and transfer of one step.
 
-    `start` and `end` are arrays over the schedule's actions, counted through all ranks.
+    `start` and `end` are arrays over the actions of the schedule, counted across all ranks.
 
     >>> import stageline as sl
     >>> t = sl.simulate(sl.schedule("gpipe", ranks=2, microbatches=2))
@@ -71,28 +71,27 @@ class Timeline:
     end: Floats
     transfers: Transfers
     costs: Costs | None = None
-    """What it was simulated with; None where it was measured."""
+    """The costs of the simulation; None for a measured step."""
     uncertainty: float | None = 0.0
-    """By how much times of different ranks may be off against each other, in the unit of the times: 0 where all were
-    read from one clock or simulated; None where the clocks were never aligned, so that only times of one rank can be
-    compared."""
+    """How far the clocks of different ranks may disagree, in the unit of the times: 0 if there is one clock or the step
+    was simulated; None if the clocks were not aligned, so that only times of one rank can be compared."""
 
     @cached_property
     def _rank_spans(self) -> tuple[Floats, Floats]:
-        """First start and last end of each rank; a rank without actions starts and ends at 0."""
+        """The first start and the last end of each rank; 0 for a rank without actions."""
         firsts, lasts = np.zeros(self.schedule.ranks), np.zeros(self.schedule.ranks)
-        for rank, mine in enumerate(self.schedule.slices()):
-            if mine.stop > mine.start:
-                firsts[rank], lasts[rank] = self.start[mine].min(), self.end[mine].max()
+        for rank, part in enumerate(self.schedule.slices()):
+            if part.stop > part.start:
+                firsts[rank], lasts[rank] = self.start[part].min(), self.end[part].max()
         return firsts, lasts
 
     @property
     def is_aligned(self) -> bool:
-        """Whether the times of all ranks are on one scale; if not, there is no makespan, no bubble and no idle time."""
+        """Whether times of different ranks can be compared; if not, there is no makespan, bubble or idle time."""
         return self.uncertainty is not None
 
     def require_one_clock(self, what: str) -> None:
-        """Refuse to tell something that compares times of different ranks, where their clocks were not aligned."""
+        """Raise `ScheduleError` if the clocks of the ranks were not aligned; `what` is what needs them."""
         if self.uncertainty is None:
             raise ScheduleError(
                 f"the clocks of the ranks of this step were not aligned, so it has no {what}: only times of one rank "
@@ -101,50 +100,47 @@ class Timeline:
 
     @property
     def first_start(self) -> float:
-        """When the first action of all starts."""
+        """The start of the first action."""
         return float(self.start.min())
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end over all ranks: what a step costs when every rank waits for all.
+        """The time from the first start to the last end over all ranks: the cost of a step if every rank waits for all.
 
-        A step whose ranks' clocks were not aligned has none: `ScheduleError`.
+        Raises `ScheduleError` if the clocks of the ranks were not aligned.
         """
         self.require_one_clock("makespan")
         return float(self.end.max()) - self.first_start
 
     @property
     def span(self) -> float:
-        """The longest, over ranks, of its own last end minus its own first start.
+        """The maximum over the ranks of the time from the first start to the last end of that rank.
 
-        This is what a step costs when the next one may start on a rank before the last rank has finished.
+        This is the cost of a step if the next one may start on a rank before the last rank has finished.
         """
         firsts, lasts = self._rank_spans
         return float((lasts - firsts).max())
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """How long each rank computes; an overlapped pair counts once."""
+        """The compute time of each rank; an overlapped pair counts once."""
         taken = self.end - self.start
         taken[self.schedule.pairs + 1] = 0.0
-        return tuple(float(taken[mine].sum()) for mine in self.schedule.slices())
+        return tuple(float(taken[part].sum()) for part in self.schedule.slices())
 
     @property
     def ideal(self) -> float:
-        """The largest busy time of any rank: no order of the same actions can take less."""
+        """The largest busy time of any rank; no order of the same actions takes less."""
         return max(self.busy)
 
     @property
     def bubble(self) -> float | None:
-        """The share of the makespan above the ideal: (makespan − ideal) / makespan.
-
-        None where the clocks of the ranks were not aligned.
-        """
+        """The share of the makespan above the ideal: (makespan − ideal) / makespan; None if clocks were not aligned."""
         return share_above(self.makespan, self.ideal) if self.is_aligned else None
 
     @property
     def bubble_uncertainty(self) -> float | None:
-        """By how much the bubble may be off because of the clocks, as a share; None where there is no bubble."""
+        """The uncertainty of the bubble that is due to the clocks; None if there is no bubble."""
         if self.uncertainty is None:
             return None
         return min(1.0, self.uncertainty / self.makespan) if self.uncertainty and self.makespan > 0 else 0.0
@@ -156,30 +152,31 @@ class Timeline:
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
-        """Where each rank's idle time went: warm-up, transfers, peers, its own host, drain."""
+        """The idle time of each rank by cause: warm-up, transfers, peers, host, drain."""
         self.require_one_clock("idle time")
         return idle_of(self)
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """The most memory each rank holds, in the unit of the costs."""
+        """The peak memory of each rank, in the unit of the costs."""
         return peaks_of(self.schedule, self.costs or Costs())
 
     def memory(self, rank: int) -> tuple[Floats, Floats]:
-        """What a rank holds over time: the times at which it changes, and the level from each of them on."""
+        """Return the times at which the memory of a rank changes, and the level from each of them on."""
         if not 0 <= rank < self.schedule.ranks:
             raise ScheduleError(f"rank {rank} does not exist; there are {self.schedule.ranks}, counted from 0")
         return memory_of(self.schedule, self.costs or Costs(), self.start, self.end, rank)
 
     def actions(self, rank: int | None = None) -> Iterator[TimedAction]:
-        """Go through the actions with their times, of one rank or of all, in the order of the programs."""
-        for each in range(self.schedule.ranks) if rank is None else (rank,):
-            for index in range(int(self.schedule.bounds[each]), int(self.schedule.bounds[each + 1])):
+        """Yield the actions of one rank, or of all ranks, with their times, in program order."""
+        bounds = self.schedule.bounds.tolist()
+        for owner in range(self.schedule.ranks) if rank is None else (rank,):
+            for index in range(bounds[owner], bounds[owner + 1]):
                 action = self.schedule.action(index)
-                yield TimedAction(each, action, float(self.start[index]), float(self.end[index]))
+                yield TimedAction(owner, action, float(self.start[index]), float(self.end[index]))
 
     def messages(self) -> Iterator[TimedTransfer]:
-        """Go through the transfers with their times."""
+        """Yield the transfers with their times."""
         graph, schedule = self.schedule.graph, self.schedule
         moved = self.transfers
         for receiver, sent, arrived in zip(
@@ -197,7 +194,7 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[TimedAction, ...]:
-        """The chain of actions that makes the step as long as it is: each starts when the one before lets it."""
+        """The chain of actions that determines the makespan: each starts when the one before allows it."""
         from stageline.timeline.critical_path import critical_path
 
         self.require_one_clock("critical path")
@@ -210,11 +207,11 @@ class Timeline:
         write_timeline(self, path)
 
     def to_json(self) -> dict[str, Any]:
-        """Turn it into plain data: the figures, and every action and transfer."""
+        """Return plain data: the figures, and every action and transfer."""
         return {**self.figures(), "actions": self._actions_json(), "transfers": self._transfers_json()}
 
     def figures(self) -> dict[str, Any]:
-        """The figures alone, as plain data."""
+        """Return the figures, as plain data."""
         return {
             "schedule": self.schedule.name,
             "ranks": self.schedule.ranks,
@@ -251,7 +248,6 @@ class Timeline:
         ]
 
     def __repr__(self) -> str:
-        """Show the figures that people ask for first."""
         if not self.is_aligned:
             return f"<Timeline of {self.schedule.name}: {NOT_ALIGNED}, span {self.span:g}>"
         return (
@@ -261,11 +257,11 @@ class Timeline:
 
 
 NOT_ALIGNED = "clocks of its ranks not aligned, no makespan and no bubble"
-"""What is said of a timeline whose ranks have clocks that nothing is known of."""
+"""The description of a timeline whose ranks have clocks that were not aligned."""
 
 
 def shown_bubble(timeline: Timeline) -> str:
-    """The bubble of the makespan in words, with what the clocks leave open.
+    """Return the bubble of the makespan as text, with its uncertainty.
 
     >>> import stageline as sl
     >>> from dataclasses import replace
@@ -279,7 +275,7 @@ def shown_bubble(timeline: Timeline) -> str:
 
 
 def share_above(cost: float, ideal: float) -> float:
-    """The share of a cost that is above the ideal; what rounding leaves below it is none.
+    """Return the share of a cost that is above the ideal; never negative.
 
     >>> share_above(4.0, 3.0), share_above(0.3, 0.1 + 0.2), share_above(0.0, 0.0)
     (0.25, 0.0, 0.0)
