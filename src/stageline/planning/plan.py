@@ -12,8 +12,8 @@ from torch import nn
 from stageline.common.checked_json import NonNegative, PositiveInt
 from stageline.common.units import Size, parse_size
 from stageline.model.profile.profile import Profile
-from stageline.planning.advice import nothing_fits
 from stageline.planning.candidates import Trial
+from stageline.planning.explain import explain, nothing_fits
 from stageline.planning.memory import RankMemory
 from stageline.planning.request import (
     SYNTHESIZED,
@@ -165,8 +165,6 @@ class Plan:
 
     def explain(self, rows: int = 12) -> str:
         """Return the figures of the plan, and a table of the alternatives."""
-        from stageline.planning.explain import explain
-
         return explain(self, rows)
 
     def write(self, path: str | Path) -> None:
