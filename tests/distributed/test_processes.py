@@ -35,8 +35,8 @@ def owned(pipe: sl.Pipeline, plain: nn.Module) -> tuple[dict[str, Tensor | None]
 
 
 def chosen_sizes(name: str, ranks: int) -> list[tuple[int, int]]:
-    found = list(sizes(name, [ranks]))
-    return found if os.environ.get("STAGELINE_SWEEP") == "full" else found[ranks % 2 :: 2]
+    layouts = list(sizes(name, [ranks]))
+    return layouts if os.environ.get("STAGELINE_SWEEP") == "full" else layouts[ranks % 2 :: 2]
 
 
 def train(rank: int, ranks: int, names: list[str]) -> int:
@@ -82,18 +82,18 @@ def test_tied_weights_and_clipping_are_as_on_threads() -> None:
 
 def mistakes(rank: int) -> list[str]:
     """What goes wrong between ranks is said on all of them."""
-    said = []
+    errors = []
     x, y = batch()
 
     def attempt(call: Any) -> None:
         try:
             call()
-            said.append("nothing")
+            errors.append("nothing")
         except sl.StagelineError as error:
-            said.append(str(error))
+            errors.append(str(error))
 
-    def make(**given: Any) -> sl.Pipeline:
-        return sl.Pipeline(blocks(), loss_fn=functional.mse_loss, **{"ranks": 2, "microbatches": 4, **given})
+    def make(**options: Any) -> sl.Pipeline:
+        return sl.Pipeline(blocks(), loss_fn=functional.mse_loss, **{"ranks": 2, "microbatches": 4, **options})
 
     attempt(lambda: make(schedule="1f1b" if rank == 0 else "gpipe"))
     attempt(lambda: make(schedule="1f1b", ranks=4))
@@ -104,21 +104,21 @@ def mistakes(rank: int) -> list[str]:
     attempt(lambda: pipe.step(None, None))
     attempt(lambda: pipe.step(x[: 10 - rank], y[: 10 - rank]))
     pipe.step(x, y)
-    found = pipe.evaluate(x, y, outputs=True)
-    said.append(f"{found.loss is not None} {found.outputs is not None}")
-    return said
+    evaluation = pipe.evaluate(x, y, outputs=True)
+    errors.append(f"{evaluation.loss is not None} {evaluation.outputs is not None}")
+    return errors
 
 
 def test_differences_between_ranks_are_found_and_named() -> None:
     first, second = run_ranks(mistakes, 2)
-    for said in (first, second):
-        assert "rank 1 and rank 0 differ in the schedule" in said[0]
-        assert "the schedule has 4 ranks and 2 processes were started" in said[1]
-        assert "differ in loss_reduction" in said[2]
-        assert "differ in the seed that was given" in said.pop(3)
-        assert said[3] == "rank 1 was given another batch than rank 0: the inputs differ"
-        assert "no rank was given" in said[4]
-        assert "rank 1 was given another batch than rank 0: the number of samples differ" in said[5]
+    for answer in (first, second):
+        assert "rank 1 and rank 0 differ in the schedule" in answer[0]
+        assert "the schedule has 4 ranks and 2 processes were started" in answer[1]
+        assert "differ in loss_reduction" in answer[2]
+        assert "differ in the seed that was given" in answer.pop(3)
+        assert answer[3] == "rank 1 was given another batch than rank 0: the inputs differ"
+        assert "no rank was given" in answer[4]
+        assert "rank 1 was given another batch than rank 0: the number of samples differ" in answer[5]
     assert first[6] == "True False"
     assert second[6] == "True True"
 
@@ -137,18 +137,18 @@ def doubled_loss(output: Tensor, target: Tensor) -> Tensor:
 
 def unlike(rank: int) -> list[str]:
     """Ranks whose models, losses or weights differ, though names and shapes do not."""
-    said = []
+    errors = []
     x, y = batch()
 
     def attempt(call: Any) -> None:
         try:
             call()
-            said.append("nothing")
+            errors.append("nothing")
         except sl.PipelineError as error:
-            said.append(str(error))
+            errors.append(str(error))
 
-    def make(model: nn.Module, loss_fn: Any = mean_loss, **given: Any) -> sl.Pipeline:
-        return sl.Pipeline(model, loss_fn=loss_fn, ranks=2, microbatches=4, **given)
+    def make(model: nn.Module, loss_fn: Any = mean_loss, **options: Any) -> sl.Pipeline:
+        return sl.Pipeline(model, loss_fn=loss_fn, ranks=2, microbatches=4, **options)
 
     def layers(middle: nn.Module) -> nn.Sequential:
         return nn.Sequential(nn.Linear(8, 8), middle, nn.Linear(8, 8))
@@ -158,9 +158,9 @@ def unlike(rank: int) -> list[str]:
     attempt(lambda: make(layers(Odd(8, 8) if rank else nn.Linear(8, 8))))
     attempt(lambda: make(blocks(), doubled_loss if rank else mean_loss))
     attempt(lambda: make(blocks(), (lambda o, t: (o - t).abs().mean()) if rank else (lambda o, t: (o - t).norm())))
-    for given in ({}, {"compare_weights": False}):
+    for options in ({}, {"compare_weights": False}):
         model = blocks()
-        pipe = make(model, schedule="dualpipe", **given)
+        pipe = make(model, schedule="dualpipe", **options)
         with torch.no_grad():
             model[3].up.weight += rank
         attempt(lambda pipe=pipe: pipe.step(x, y))
@@ -173,11 +173,11 @@ def unlike(rank: int) -> list[str]:
     with torch.no_grad():
         model[0].weight.fill_(0.1)
     attempt(lambda: pipe.step(tokens, tokens))
-    return said
+    return errors
 
 
 def test_models_losses_and_weights_that_differ_between_ranks_are_named_with_both_values() -> None:
-    for said in run_ranks(unlike, 2):
+    for errors in run_ranks(unlike, 2):
         for part in (
             "differ in the types of the parameters and buffers: rank 1 has '0.norm.weight torch.float64' and rank 0",
             "differ in the modules of the model: rank 1 has '1: torch.nn.modules.dropout.Dropout(p=0.2",
@@ -189,23 +189,23 @@ def test_models_losses_and_weights_that_differ_between_ranks_are_named_with_both
             "rank 1 and rank 0 hold different values of 0.weight, which both use: rank 1 has [",
             "nothing",
         ):
-            assert part in said.pop(0)
+            assert part in errors.pop(0)
 
 
 def differently_asked(rank: int) -> list[str]:
     """Ranks whose options, modes or arguments of a step differ."""
-    said = []
+    errors = []
     x, y = batch()
 
     def attempt(call: Callable[[], object]) -> None:
         try:
             call()
-            said.append("nothing")
+            errors.append("nothing")
         except sl.PipelineError as error:
-            said.append(str(error))
+            errors.append(str(error))
 
-    def make(model: Any = None, **given: Any) -> sl.Pipeline:
-        return sl.Pipeline(model or blocks(), loss_fn=mean_loss, ranks=2, microbatches=4, **given)
+    def make(model: Any = None, **options: Any) -> sl.Pipeline:
+        return sl.Pipeline(model or blocks(), loss_fn=mean_loss, ranks=2, microbatches=4, **options)
 
     attempt(lambda: make(check_finite=not rank))
     attempt(lambda: make(recompute="stage" if rank else "none"))
@@ -224,11 +224,11 @@ def differently_asked(rank: int) -> list[str]:
     for parameter in pipe.parameters():  # each rank's own
         parameter.requires_grad_(rank > 0)
     attempt(lambda: pipe.step(x, y, scale=0.5))
-    return said
+    return errors
 
 
 def test_options_modes_and_arguments_that_differ_between_ranks_are_named_with_both_values() -> None:
-    for said in run_ranks(differently_asked, 2):
+    for errors in run_ranks(differently_asked, 2):
         for part in (
             "differ in check_finite: rank 1 has 'False' and rank 0 has 'True'",
             "differ in recompute: rank 1 has 'stages True' and rank 0 has 'stages False'",
@@ -241,8 +241,8 @@ def test_options_modes_and_arguments_that_differ_between_ranks_are_named_with_bo
             "rank 1 and rank 0 differ in the mode of the model: rank 1 has model.eval() and rank 0 has model.train()",
             "nothing",
         ):
-            assert part in said[0], said
-            said.pop(0)
+            assert part in errors[0], errors
+            errors.pop(0)
 
 
 STRUCTURES = {
@@ -269,7 +269,7 @@ class Changing(nn.Linear):
 
 def changing(rank: int) -> list[str]:
     """A stage that changes what it passes on is named, though another one, or one after that, fails on it."""
-    said = []
+    errors = []
     for change in ("type", "shape", *STRUCTURES):
         layers = [Changing(4, 4), nn.Tanh(), nn.Linear(4, 4)]
         pipe = sl.Pipeline(layers, loss_fn=functional.mse_loss, schedule="1f1b", ranks=3, microbatches=3)
@@ -278,20 +278,20 @@ def changing(rank: int) -> list[str]:
         layers[0].change = change  # type: ignore[assignment]
         with pytest.raises(sl.PipelineError) as caught:
             pipe.step(x, x)
-        said.append(str(caught.value))
+        errors.append(str(caught.value))
         layers[0].change = ""  # type: ignore[assignment]
         pipe.step(x, x)
-    return said
+    return errors
 
 
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_type_shape_or_structure_that_changes_is_blamed_on_the_stage_that_passes_it_on(processes: bool) -> None:
-    for said in run_ranks(changing, 3) if processes else [changing(0)]:
-        for text, kind in zip(said[:2], ("float64 of shape (2, 4)", "float32 of shape (2, 5)"), strict=True):
+    for errors in run_ranks(changing, 3) if processes else [changing(0)]:
+        for text, kind in zip(errors[:2], ("float64 of shape (2, 4)", "float32 of shape (2, 5)"), strict=True):
             assert text.startswith("rank 0 failed in F of stage 0, microbatch 0: "), text
             assert f"passes on [{kind}] for microbatch 0 of step 1, and passed on [float32 of shape (2, 4)]" in text
             assert "stage 2 on rank 2 failed on it: RuntimeError: mat1" in text, text
-        for text, kind in zip(said[2:], STRUCTURES.values(), strict=True):
+        for text, kind in zip(errors[2:], STRUCTURES.values(), strict=True):
             assert text.startswith("rank 0 failed in F of stage 0, microbatch 0: "), text
             assert f"passes on {kind} for microbatch 0 of step 1, and passed on one tensor, float32 of shape" in text
             assert "stage 1 on rank 1 failed on it: TypeError: tanh()" in text, text
@@ -312,23 +312,23 @@ def fails(rank: int, stage: int, name: str) -> tuple[str, list[str]]:
     layers: list[Any] = [Fragile() if index == stage else Block() for index in range(3)]
     plain: Any = copy.deepcopy(nn.Sequential(*layers))
     pipe = sl.Pipeline(layers, loss_fn=functional.mse_loss, schedule=name, microbatches=4, deadline=30)
-    said = "nothing"
+    message = "nothing"
     try:
         pipe.step(*batch())
     except sl.PipelineError as error:
-        said = str(error)
+        message = str(error)
     layers[stage].broken = plain[stage].broken = False
     pipe.zero_grad()
     pipe.step(*batch())
     one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
     assert_same_bits(*owned(pipe, plain))
-    return said, left_over(allowed=1)
+    return message, left_over(allowed=1)
 
 
 @pytest.mark.parametrize(("stage", "name"), [(0, "1f1b"), (1, "zb-h1"), (2, "gpipe")])
 def test_an_exception_on_one_rank_reaches_all_and_the_next_step_is_right(stage: int, name: str) -> None:
-    for said, threads in run_ranks(fails, 3, stage, name):
-        assert said.startswith(f"rank {stage} failed in F of stage {stage}, microbatch 0: ArithmeticError: planted")
+    for message, threads in run_ranks(fails, 3, stage, name):
+        assert message.startswith(f"rank {stage} failed in F of stage {stage}, microbatch 0: ArithmeticError: planted")
         assert threads == ["stageline control"], "no other is left behind"
 
 
@@ -349,8 +349,8 @@ def last_loss_fails(rank: int) -> str:
 
 
 def test_a_rank_that_waits_for_nobody_hears_of_a_failure_too() -> None:
-    for said in run_ranks(last_loss_fails, 2):
-        assert said.startswith("rank 1 failed in F of stage 1, microbatch 3: ArithmeticError: planted")
+    for message in run_ranks(last_loss_fails, 2):
+        assert message.startswith("rank 1 failed in F of stage 1, microbatch 3: ArithmeticError: planted")
 
 
 def noisy_step(rank: int) -> tuple[list[float], dict[str, float]]:
@@ -370,13 +370,13 @@ def test_dropout_and_metrics_are_as_on_threads() -> None:
 class Remembering(Block):
     """A layer with a state that is no tensor."""
 
-    told: Any = None
+    kept: Any = None
 
     def get_extra_state(self) -> Any:
-        return self.told
+        return self.kept
 
     def set_extra_state(self, state: Any) -> None:
-        self.told = state
+        self.kept = state
 
 
 class Normed(nn.Module):
@@ -390,11 +390,11 @@ class Normed(nn.Module):
         return torch.as_tensor(self.norm(x.transpose(1, 2)).transpose(1, 2))
 
 
-def rich_model(told: Any) -> Any:
+def rich_model(state: Any) -> Any:
     """Tied weights on two stages, buffers, and a state that is no tensor."""
     tied = tied_model()
     remembering = Remembering()
-    remembering.told = told
+    remembering.kept = state
     return nn.Sequential(tied[0], tied[1], Normed(), remembering, Normed(), tied[3])
 
 
@@ -402,8 +402,8 @@ def gathers(rank: int, ranks: int, schedule: str) -> dict[str, Any]:
     """Train for some steps, gather the state, load it into another pipeline, and gather again."""
     torch.manual_seed(4)
     tokens = torch.randint(0, 11, (6, 5))
-    given: dict[str, Any] = {"loss_fn": token_loss, "schedule": schedule, "ranks": ranks, "microbatches": 3}
-    pipe = sl.Pipeline(rich_model({"seen": [1, 2.5, None]}), **given)
+    options: dict[str, Any] = {"loss_fn": token_loss, "schedule": schedule, "ranks": ranks, "microbatches": 3}
+    pipe = sl.Pipeline(rich_model({"seen": [1, 2.5, None]}), **options)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
     for _ in range(2):
         pipe.step(tokens, tokens)
@@ -413,7 +413,7 @@ def gathers(rank: int, ranks: int, schedule: str) -> dict[str, Any]:
     own = pipe.state_dict()
     assert set(own) <= set(state)
     assert list(state) == list(pipe.model.state_dict())
-    other = sl.Pipeline(rich_model(None), **given)
+    other = sl.Pipeline(rich_model(None), **options)
     other.load_state_dict(state)
     again = other.state_dict(gather=True)
     assert_same_bits(tensors(state), tensors(again))
@@ -433,11 +433,11 @@ def tensors(state: dict[str, Any]) -> dict[str, Tensor | None]:
 
 @pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (3, "zb-h1")])
 def test_the_gathered_state_is_that_of_one_process_on_every_rank(ranks: int, schedule: str) -> None:
-    found = run_ranks(gathers, ranks, ranks, schedule)
+    answers = run_ranks(gathers, ranks, ranks, schedule)
     expected = gathers(0, ranks, schedule)
     assert {"0.weight", "5.weight", "2.norm.running_mean", "4.norm.num_batches_tracked"} <= set(expected)
     assert int(expected["4.norm.num_batches_tracked"]) == 6
-    for state in found:
+    for state in answers:
         assert list(state) == list(expected)
         assert_same_bits(tensors(state), tensors(expected))
         assert state["3._extra_state"] == {"seen": [1, 2.5, None]}
@@ -454,18 +454,18 @@ def test_a_stage_on_two_ranks_is_gathered_once() -> None:
         assert_same_bits(state, blocks(4).state_dict())
 
 
-def cannot_gather(rank: int, told: Any) -> str:
-    pipe = sl.Pipeline(rich_model(told), loss_fn=token_loss, schedule="1f1b", ranks=2, microbatches=3)
+def cannot_gather(rank: int, state: Any) -> str:
+    pipe = sl.Pipeline(rich_model(state), loss_fn=token_loss, schedule="1f1b", ranks=2, microbatches=3)
     with pytest.raises(sl.StagelineError) as caught:
         pipe.state_dict(gather=True)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("told", [{1, 2}, (1, 2), {1: 2}])
-def test_a_state_that_cannot_be_told_is_an_error_on_all_ranks(told: Any) -> None:
-    first, second = run_ranks(cannot_gather, 2, told)
+@pytest.mark.parametrize("state", [{1, 2}, (1, 2), {1: 2}])
+def test_a_state_that_cannot_be_sent_is_an_error_on_all_ranks(state: Any) -> None:
+    first, second = run_ranks(cannot_gather, 2, state)
     assert first == second
-    assert first.startswith(f"the state '3._extra_state' is {told}, which is neither a tensor nor a value that JSON")
+    assert first.startswith(f"the state '3._extra_state' is {state}, which is neither a tensor nor a value that JSON")
 
 
 def clips(rank: int) -> list[str]:
@@ -474,8 +474,10 @@ def clips(rank: int) -> list[str]:
     pipe.step(*batch())
     uses: dict[str, Any] = {
         "clip_grad_norm_": lambda: nn.utils.clip_grad_norm_(pipe.parameters(), 1.0),
-        "a filter": lambda: nn.utils.clip_grad_norm_((each for each in pipe.parameters() if each.requires_grad), 1.0),
-        "get_total_norm": lambda: nn.utils.get_total_norm(each.grad for each in pipe.parameters()),  # type: ignore[misc]
+        "a filter": lambda: nn.utils.clip_grad_norm_(
+            (parameter for parameter in pipe.parameters() if parameter.requires_grad), 1.0
+        ),
+        "get_total_norm": lambda: nn.utils.get_total_norm(parameter.grad for parameter in pipe.parameters()),  # type: ignore[misc]
         "clip_grad_value_": lambda: nn.utils.clip_grad_value_(pipe.parameters(), 1.0),
         "an optimizer": lambda: torch.optim.SGD(pipe.parameters(), lr=0.1),
         "a list": lambda: list(pipe.parameters()),
@@ -486,9 +488,9 @@ def clips(rank: int) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             use()
-        for each in caught:
-            assert "use pipe.clip_grad_norm_(max_norm)" in str(each.message)
-            assert each.filename == __file__
+        for warning in caught:
+            assert "use pipe.clip_grad_norm_(max_norm)" in str(warning.message)
+            assert warning.filename == __file__
         warned += [name] * len(caught)
     return warned
 
@@ -507,7 +509,7 @@ HERE = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "expected"),
     [
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two', which is not a whole number"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0, and at least 1 process is needed"),
@@ -519,13 +521,13 @@ HERE = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT
     ],
 )
 def test_an_environment_that_contradicts_itself_is_refused(
-    monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], said: str
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], expected: str
 ) -> None:
     for name in (*HERE, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {**HERE, **changed}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(sl.StagelineError, match=re.escape(said)):
+    with pytest.raises(sl.StagelineError, match=re.escape(expected)):
         sl.Pipeline(blocks(2), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
 
 
@@ -599,9 +601,9 @@ def test_a_rank_that_dies_is_an_error_on_all_others_long_before_their_deadline(t
             process.kill()
             process.wait()
     assert [process.returncode for process in started] == [0, 0, 3], answers
-    for said, _ in answers[:2]:
-        assert said.startswith("rank 2 died (its process ended without a word)"), answers
-        assert "start it again" in said
+    for message, _ in answers[:2]:
+        assert message.startswith("rank 2 died (its process ended without a word)"), answers
+        assert "start it again" in message
     assert "rank 2" in answers[1][0]
 
 
@@ -677,8 +679,8 @@ def in_another_order(rank: int) -> str:
 
 
 def test_pipelines_that_are_run_in_different_orders_are_found_out() -> None:
-    said = run_ranks(in_another_order, 2)
-    assert any("the ranks run their pipelines in different orders" in each for each in said), said
+    errors = run_ranks(in_another_order, 2)
+    assert any("the ranks run their pipelines in different orders" in error for error in errors), errors
 
 
 def one_evaluates(rank: int) -> str:
@@ -691,8 +693,8 @@ def one_evaluates(rank: int) -> str:
 
 
 def test_a_rank_that_evaluates_while_others_train_is_found_out() -> None:
-    said = run_ranks(one_evaluates, 2)
-    assert any("evaluates while the other trains" in each for each in said), said
+    errors = run_ranks(one_evaluates, 2)
+    assert any("evaluates while the other trains" in error for error in errors), errors
 
 
 class Many(nn.Module):
@@ -725,19 +727,19 @@ def test_very_many_tensors_in_one_message() -> None:
 
 
 def over_and_over(rank: int) -> list[int]:
-    found = []
+    counts = []
     for _ in range(4):
         pipe = sl.Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], loss_fn=functional.mse_loss, microbatches=2)
         pipe.step(torch.ones(4, 4), torch.ones(4, 4))
         del pipe
         gc.collect()
-        found.append(len(os.listdir("/proc/self/fd")))
-    return found
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
 
 
 def test_pipelines_that_are_gone_leave_nothing_open() -> None:
-    for found in run_ranks(over_and_over, 2):
-        assert found[-1] == found[1], found
+    for counts in run_ranks(over_and_over, 2):
+        assert counts[-1] == counts[1], counts
 
 
 def interrupted(rank: int) -> str:
@@ -764,8 +766,8 @@ def tied_v(rank: int) -> Tensor:
     pipe = sl.Pipeline(model, loss_fn=functional.cross_entropy, schedule="zb-v", ranks=2, microbatches=4)
     tokens = torch.randint(0, 30, (8,))
     pipe.step(tokens, tokens)
-    found = dict(pipe.named_gradients())
-    return torch.as_tensor(found["0.weight"]) if "0.weight" in found else torch.zeros(0)
+    gradients = dict(pipe.named_gradients())
+    return torch.as_tensor(gradients["0.weight"]) if "0.weight" in gradients else torch.zeros(0)
 
 
 def test_a_tied_weight_whose_uses_are_on_one_rank_of_several() -> None:
