@@ -175,7 +175,7 @@ class StepRunner:
             if batch.training:
                 self.stages.refuse_to_train()
             return self._run_stages(batch)
-        except Exception:  # it may have shown another order of calls than those that are to come
+        except Exception:  # later batches may show another order of calls
             self.forget_batch()
             raise
 
@@ -205,14 +205,14 @@ class StepRunner:
         """Refuse while continuous steps are under way."""
         if self.in_run:
             raise StagelineError(
-                "a run of this pipeline is under way, and its next step is being computed; go on with it to its end, "
-                "or leave it: run.close(), or break out of its loop"
+                "a run of this pipeline is under way, and its next step is being computed; finish it, or leave it: "
+                "run.close(), or break out of its loop"
             )
 
     def refuse_to_train(self) -> None:
         """Refuse where no step can train."""
         if torch.is_inference_mode_enabled():
-            raise StagelineError("step cannot train inside of torch.inference_mode(); call it outside")
+            raise StagelineError("step cannot train inside torch.inference_mode(); call it outside")
         if not self.schedule.training:
             raise StagelineError(f"{self.schedule.name} has no backwards to train with; use predict or evaluate")
         if self.stages.shared_state.norms:

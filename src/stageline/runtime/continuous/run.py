@@ -94,7 +94,7 @@ def read_batch(runner: StepRunner, item: Any) -> Batch:
         unknown = next((name for name in arguments if name not in ARGUMENTS), None)
         if unknown is not None:
             raise StagelineError(
-                f"a batch says {unknown!r}{nearest(str(unknown), ARGUMENTS)}; one with 'inputs' in it may say "
+                f"a batch has the key {unknown!r}{nearest(str(unknown), ARGUMENTS)}; one with 'inputs' may have "
                 f"{', '.join(ARGUMENTS)}"
             )
     elif isinstance(item, tuple | list) and len(item) == 2:
@@ -370,7 +370,7 @@ class Run(Iterator[StepStats]):
         """The next step."""
         thread = threading.get_ident()
         if self._thread not in (None, thread):
-            raise StagelineError("a run is gone through by one thread, and another one has begun with this")
+            raise StagelineError("one thread iterates over a run, and another thread has started this one")
         self._thread = thread
         if self._shown is None:
             return next(self._steps)
