@@ -113,6 +113,6 @@ def _entry(option: Option) -> tuple[Text, Padding]:
         flag.append(f" <{kind}>{',…' if option.is_list else ''}", style="bold yellow")
     default = flag_value(option.default) or "empty"
     note = f"default: {default if default == default.strip() else repr(default)}"
-    accepted = ", ".join(option.choices) or option.bounds
+    accepted = ", ".join(option.choices) or str(option.range or "")
     help = Text(option.help).append(f" [{f'{accepted}; ' if accepted else ''}{note}]", style="dim")
     return flag, Padding(help, (0, 0, 0, 4))

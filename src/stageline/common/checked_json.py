@@ -22,15 +22,26 @@ _NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or 
 
 
 class Range(NamedTuple):
-    """The values that a number may have, for `Annotated[int, Range(1)]`."""
+    """The values that a number may have, for `Annotated[int, Range(1)]`; `above` and `below` are not among them.
+
+    >>> print(Range(1), Range(0, 9), Range(0, below=1), Range(above=0), sep="; ")
+    >= 1; from 0 to 9; >= 0 and < 1; > 0
+    """
 
     minimum: float = -math.inf
     maximum: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
+
+    def allows(self, number: float) -> bool:
+        """Whether a finite number is in the range."""
+        return self.minimum <= number <= self.maximum and self.above < number < self.below
 
     def __str__(self) -> str:
-        if self.minimum == -math.inf:
-            return "" if self.maximum == math.inf else f" <= {self.maximum}"
-        return f" >= {self.minimum}" if self.maximum == math.inf else f" from {self.minimum} to {self.maximum}"
+        if math.isfinite(self.minimum) and math.isfinite(self.maximum):
+            return f"from {self.minimum} to {self.maximum}"
+        limits = zip((">=", ">", "<=", "<"), (self.minimum, self.above, self.maximum, self.below), strict=True)
+        return " and ".join(f"{symbol} {limit}" for symbol, limit in limits if math.isfinite(limit))
 
 
 Count = Annotated[int, Range(0, 2**63 - 1)]
@@ -135,7 +146,7 @@ def convert(value: Any, expected: Any, where: str) -> Any:
         if isinstance(value, list | tuple) and issubclass(expected, tuple):
             hints = _fields(expected)[0]
             return expected(*_convert_array(value, tuple, tuple(hints.values()), where))
-    raise _mismatch(where, _describe(expected), value)
+    raise _mismatch(where, describe(expected), value)
 
 
 def from_json(
@@ -201,8 +212,8 @@ def _convert_array(value: Any, container: type, arguments: tuple[Any, ...], wher
 
 def _in_range(converted: Any, value: object, arguments: tuple[Any, ...], where: str) -> Any:
     for limits in arguments[1:]:
-        if isinstance(limits, Range) and not limits.minimum <= converted <= limits.maximum:
-            raise _mismatch(where, _describe(Annotated[arguments]), value)
+        if isinstance(limits, Range) and not limits.allows(converted):
+            raise _mismatch(where, describe(Annotated[arguments]), value)
     return converted
 
 
@@ -215,21 +226,28 @@ def _convert_union(value: object, union: Any, members: tuple[Any, ...], where: s
     for member in others:
         with suppress(JsonError):
             return convert(value, member, where)
-    raise _mismatch(where, _describe(union), value)
+    raise _mismatch(where, describe(union), value)
 
 
-def _describe(expected: Any) -> str:
+def describe(expected: Any) -> str:
+    """Describe the values of an annotated type.
+
+    >>> describe(Annotated[int, Range(1)]), describe(tuple[NonNegative, ...])
+    ('an integer >= 1', 'a list of numbers >= 0')
+    """
     origin, arguments = get_origin(expected), get_args(expected)
     if origin is Annotated:
-        return _describe(arguments[0]) + "".join(str(limits) for limits in arguments[1:])
+        return " ".join([describe(arguments[0]), *map(str, arguments[1:])])
     if origin is Literal:
         return "one of " + ", ".join(map(repr, arguments))
     if origin in (Union, types.UnionType):
-        return " or ".join(map(_describe, arguments))
+        return " or ".join(map(describe, arguments))
     if (origin or expected) in (list, tuple):
-        return "a list" + (
-            f" of {_describe(arguments[0]).split(' ', 1)[-1]}s" if arguments and arguments[0] in _NAMES else ""
-        )
+        item = arguments[0] if arguments else None
+        if item is None or (get_args(item)[:1] or (item,))[0] not in _NAMES:
+            return "a list"
+        _, noun, *limits = describe(item).split(" ", 2)
+        return " ".join([f"a list of {noun}s", *limits])
     return _NAMES.get(expected, "an object")
 
 

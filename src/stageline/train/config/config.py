@@ -1,13 +1,13 @@
 """The configuration of a training job: one dataclass per section, the same for TOML files, flags and Python.
 
-Every field has a type, a default and a help sentence; the defaults are the built-in job. Names are torchtitan's where
-it has one. Reading, writing, flags, help and docs/config.md are generated from the fields and their metadata:
+Every field has a type that states what it accepts, a default and a help sentence; the defaults are the built-in job.
+Names are torchtitan's where it has one. Reading, writing, flags, help and docs/config.md are generated from the fields
+and their metadata:
 
-    help               one sentence that explains the option
-    ge, gt, le, lt     bounds of a number
-    example            a value to show, where the default is empty
-    resume             "same": a resumed run must have the same value, because it is part of the mathematics;
-                       "warning": it may differ, with a warning; "free" (default): it may differ
+    help       one sentence that explains the option
+    example    a value to show, where the default is empty
+    resume     "same": a resumed run must have the same value, because it is part of the mathematics;
+               "warning": it may differ, with a warning; "free" (default): it may differ
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from stageline.common.checked_json import NonNegative, Range
+
+Positive = Annotated[float, Range(above=0)]
+PositiveInt = Annotated[int, Range(1)]
+NonNegativeInt = Annotated[int, Range(0)]
 
 
 def _option(default: Any, help: str, **metadata: Any) -> Any:
@@ -47,11 +53,11 @@ class Model:
         "gpt, the built-in model; a Hugging Face config.json, or the folder that holds one; or package.module:function "
         "that returns a model.",
     )
-    vocab_size: int = _same(0, "Vocabulary size of the built-in GPT; 0 uses the tokenizer's.", ge=0)
-    dim: int = _same(128, "Width of the built-in GPT.", ge=1)
-    n_layers: int = _same(8, "Blocks of the built-in GPT.", ge=1)
-    n_heads: int = _same(4, "Attention heads of the built-in GPT.", ge=1)
-    dropout: float = _same(0.0, "Dropout probability of the built-in GPT.", ge=0, lt=1)
+    vocab_size: NonNegativeInt = _same(0, "Vocabulary size of the built-in GPT; 0 uses the tokenizer's.")
+    dim: PositiveInt = _same(128, "Width of the built-in GPT.")
+    n_layers: PositiveInt = _same(8, "Blocks of the built-in GPT.")
+    n_heads: PositiveInt = _same(4, "Attention heads of the built-in GPT.")
+    dropout: Annotated[float, Range(0, below=1)] = _same(0.0, "Dropout probability of the built-in GPT.")
     tie_embeddings: bool = _same(False, "Tie the embedding and the head of the built-in GPT.")
     tokenizer_path: str = _same("bytes", "bytes, or a Hugging Face tokenizer.json.")
 
@@ -72,31 +78,30 @@ class Training:
     dataset_dtype: Literal["uint8", "uint16", "int32", "uint32", "int64"] = _same(
         "uint16", "Data type of a file of tokens; a .npy file states its own."
     )
-    seq_len: int = _same(128, "Tokens per sample.", ge=1)
-    local_batch_size: int = _option(16, "Samples per replica in one pipeline step.", ge=1)
-    global_batch_size: int = _option(
+    seq_len: PositiveInt = _same(128, "Tokens per sample.")
+    local_batch_size: PositiveInt = _option(16, "Samples per replica in one pipeline step.")
+    global_batch_size: NonNegativeInt = _option(
         0,
         "Samples per optimizer step over all replicas; gradients are accumulated where it exceeds one batch per "
         "replica. 0 means local_batch_size times the number of replicas.",
-        ge=0,
     )
-    steps: int = _warning(200, "Number of optimizer steps.", ge=1)
-    time_limit: float = _option(
-        0.0, "Minutes after which the job saves a checkpoint and stops; 0 means no limit.", ge=0
+    steps: PositiveInt = _warning(200, "Number of optimizer steps.")
+    time_limit: NonNegative = _option(
+        0.0, "Minutes after which the job saves a checkpoint and stops; 0 means no limit."
     )
     loss: str = _same(
         "cross_entropy",
         "cross_entropy, weighted_cross_entropy, mse, own (the model's), or package.module:function(output, targets).",
     )
-    loss_weights: tuple[float, ...] = _same((), "Class weights for weighted_cross_entropy.", ge=0, example=(1.0, 0.5))
-    max_norm: float = _same(1.0, "Clip gradients to this norm over all stages; 0 disables clipping.", ge=0)
+    loss_weights: tuple[NonNegative, ...] = _same((), "Class weights for weighted_cross_entropy.", example=(1.0, 0.5))
+    max_norm: NonNegative = _same(1.0, "Clip gradients to this norm over all stages; 0 disables clipping.")
     dtype: Literal["float32", "bfloat16"] = _same(
         "float32", "Data type of the parameters; with bfloat16, the optimizer updates a float32 master copy."
     )
     mixed_precision_param: Literal["float32", "bfloat16", "float16"] = _same(
         "float32", "Data type of autocast; float16 adds dynamic loss scaling."
     )
-    seed: int = _same(0, "Random seed of weights, dropout and data order.", ge=0, le=2**63 - 1)
+    seed: Annotated[int, Range(0, 2**63 - 1)] = _same(0, "Random seed of weights, dropout and data order.")
     continuous_steps: bool = _option(
         False,
         "Let a rank start the next step before the others end the last one, with the same results. It needs float32 "
@@ -110,11 +115,11 @@ class Optimizer:
     """One of torch's optimizers."""
 
     name: Literal["AdamW", "Adam", "SGD", "Adafactor", "Muon"] = _same("AdamW", "Class in torch.optim.")
-    lr: float = _same(2e-3, "Peak learning rate.", gt=0)
-    beta1: float = _same(0.9, "First beta of AdamW and Adam; momentum of SGD and Muon.", ge=0, lt=1)
-    beta2: float = _same(0.95, "Second beta of AdamW and Adam.", ge=0, lt=1)
-    eps: float = _same(1e-8, "Epsilon of AdamW and Adam.", gt=0)
-    weight_decay: float = _same(0.1, "Weight decay of matrices; vectors, such as norms and biases, have none.", ge=0)
+    lr: Positive = _same(2e-3, "Peak learning rate.")
+    beta1: Annotated[float, Range(0, below=1)] = _same(0.9, "First beta of AdamW and Adam; momentum of SGD and Muon.")
+    beta2: Annotated[float, Range(0, below=1)] = _same(0.95, "Second beta of AdamW and Adam.")
+    eps: Positive = _same(1e-8, "Epsilon of AdamW and Adam.")
+    weight_decay: NonNegative = _same(0.1, "Weight decay of matrices; vectors, such as norms and biases, have none.")
     implementation: Literal["auto", "for-loop", "foreach", "fused"] = _warning(
         "auto", "Implementation in torch; auto is fused where the device supports it."
     )
@@ -124,28 +129,25 @@ class Optimizer:
 class LRScheduler:
     """The learning rate over the steps."""
 
-    warmup_steps: int = _same(30, "Steps over which the learning rate rises from 0.", ge=0)
-    decay_ratio: float = _same(
+    warmup_steps: NonNegativeInt = _same(30, "Steps over which the learning rate rises from 0.")
+    decay_ratio: Annotated[float, Range(-1, 1)] = _same(
         -1.0,
         "Fraction of the steps, at the end, over which it decays (WSD: 0.1 to 0.2); -1 starts right after the warm-up.",
-        ge=-1,
-        le=1,
     )
     decay_type: Literal["cosine", "linear", "sqrt", "constant"] = _same(
         "cosine", "Shape of the decay; constant disables it."
     )
-    min_lr_factor: float = _same(0.1, "Final learning rate, as a fraction of the peak.", ge=0, le=1)
+    min_lr_factor: Annotated[float, Range(0, 1)] = _same(0.1, "Final learning rate, as a fraction of the peak.")
 
 
 @dataclass
 class Parallelism:
     """How the model and the batch are distributed."""
 
-    pipeline_parallel_degree: int = _option(4, "Ranks per pipeline.", ge=1)
-    data_parallel_replicate_degree: int = _option(
+    pipeline_parallel_degree: PositiveInt = _option(4, "Ranks per pipeline.")
+    data_parallel_replicate_degree: NonNegativeInt = _option(
         0,
         "Replicas of the pipeline, each with its share of the batch; 0 uses all processes.",
-        ge=0,
     )
     pipeline_parallel_schedule: str = _option(
         "auto", "Schedule family (see stageline families), or auto: the fastest according to the model's profile."
@@ -153,9 +155,9 @@ class Parallelism:
     pipeline_parallel_schedule_csv: str = _option(
         "", "File with a schedule: Stageline's JSON, or torch's CSV.", example="schedule.csv"
     )
-    pipeline_parallel_microbatch_size: int = _warning(2, "Samples per microbatch.", ge=1)
-    pipeline_parallel_chunks: int = _option(
-        0, "Stages per rank, for families with that choice; 0 uses the family's default.", ge=0
+    pipeline_parallel_microbatch_size: PositiveInt = _warning(2, "Samples per microbatch.")
+    pipeline_parallel_chunks: NonNegativeInt = _option(
+        0, "Stages per rank, for families with that choice; 0 uses the family's default."
     )
     pipeline_parallel_split: Literal["time", "parameters", "layers"] = _option(
         "time", "What the split into stages balances: measured time, parameters, or the number of layers."
@@ -164,9 +166,9 @@ class Parallelism:
         "off",
         "If stage times drift from the profile: report it (warn), or switch to a better order of the stages (auto).",
     )
-    replan_freq: int = _option(10, "Steps between two checks for drift.", ge=2)
+    replan_freq: Annotated[int, Range(2)] = _option(10, "Steps between two checks for drift.")
     stragglers: bool = _option(True, "Report a stage that has become slower than the others and stays so.")
-    bucket_mb: float = _option(25.0, "Megabytes of gradients per all-reduce of the replicas.", gt=0)
+    bucket_mb: Positive = _option(25.0, "Megabytes of gradients per all-reduce of the replicas.")
 
 
 @dataclass
@@ -195,10 +197,12 @@ class Checkpoint:
 
     enable: bool = _option(True, "Write checkpoints.")
     folder: str = _option("checkpoint", "Folder of the checkpoints, inside the run's folder.")
-    interval: int = _option(100, "Steps between checkpoints; the last step always has one.", ge=1)
-    keep_latest_k: int = _option(3, "Number of newest checkpoints to keep; 0 keeps all.", ge=0)
+    interval: PositiveInt = _option(100, "Steps between checkpoints; the last step always has one.")
+    keep_latest_k: NonNegativeInt = _option(3, "Number of newest checkpoints to keep; 0 keeps all.")
     async_mode: Literal["disabled", "async"] = _option("async", "async writes while training continues.")
-    load_step: int = _option(-1, "Resume from the checkpoint of this step; -1 is the newest complete one.", ge=-1)
+    load_step: Annotated[int, Range(-1)] = _option(
+        -1, "Resume from the checkpoint of this step; -1 is the newest intact one."
+    )
     initial_load_path: str = _option(
         "", "Initialize the weights from a checkpoint or from safetensors files.", example="outputs/checkpoint/step-200"
     )
@@ -209,21 +213,21 @@ class Validation:
     """Loss on validation data."""
 
     enable: bool = _same(True, "Evaluate on validation data.")
-    freq: int = _option(100, "Steps between validations.", ge=1)
-    steps: int = _option(4, "Batches per validation.", ge=1)
-    fraction: float = _same(
-        0.05, "Fraction of the training data, at its end, reserved for validation if dataset_path is empty.", gt=0, lt=1
+    freq: PositiveInt = _option(100, "Steps between validations.")
+    steps: PositiveInt = _option(4, "Batches per validation.")
+    fraction: Annotated[float, Range(above=0, below=1)] = _same(
+        0.05, "Fraction of the training data, at its end, reserved for validation if dataset_path is empty."
     )
     dataset_path: str = _same("", "File or folder of validation data.", example="data/valid.txt")
-    patience: int = _option(0, "Stop after this many validations without a better loss; 0 disables it.", ge=0)
+    patience: NonNegativeInt = _option(0, "Stop after this many validations without a better loss; 0 disables it.")
 
 
 @dataclass
 class Metrics:
     """Console output and metrics of the steps."""
 
-    log_freq: int = _option(10, "Steps between lines when the output is not a terminal.", ge=1)
-    timeline_freq: int = _option(50, "Steps between saved timelines; 0 saves only the last.", ge=0)
+    log_freq: PositiveInt = _option(10, "Steps between lines when the output is not a terminal.")
+    timeline_freq: NonNegativeInt = _option(50, "Steps between saved timelines; 0 saves only the last.")
     enable_tensorboard: bool = _option(False, "Also write metrics for TensorBoard.")
     save_tb_folder: str = _option("tb", "Folder of the TensorBoard files, inside the run's folder.")
     disable_color_printing: bool = _option(False, "Print without colour.")
@@ -233,8 +237,8 @@ class Metrics:
 class Comm:
     """Communication between ranks."""
 
-    train_timeout_seconds: float = _option(
-        60.0, "Seconds without a sign of life from a rank until the job fails and names it.", gt=0
+    train_timeout_seconds: Positive = _option(
+        60.0, "Seconds without a sign of life from a rank until the job fails and names it."
     )
 
 
@@ -242,9 +246,9 @@ class Comm:
 class Sample:
     """Sample text from the trained language model."""
 
-    tokens: int = _option(200, "Number of tokens; 0 disables the sample.", ge=0)
+    tokens: NonNegativeInt = _option(200, "Number of tokens; 0 disables the sample.")
     prompt: str = _option("def ", "Prompt that the text continues.")
-    temperature: float = _option(0.8, "Sampling temperature; 0 always picks the most likely token.", ge=0)
+    temperature: NonNegative = _option(0.8, "Sampling temperature; 0 always picks the most likely token.")
 
 
 @dataclass

@@ -15,18 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from stageline._version import __version__
-from stageline.common.errors import StagelineError, nearest, shorten
+from stageline.common.errors import JsonError, StagelineError, nearest, shorten
 from stageline.train.config.config import Config
-from stageline.train.config.options import (
-    WRONG_TYPES,
-    BadValue,
-    did_you_mean,
-    flag_value,
-    options,
-    sections,
-    show,
-    toml_value,
-)
+from stageline.train.config.options import did_you_mean, flag_value, options, sections, show, toml_value
 
 FIXED = frozenset(key for key, option in options().items() if option.resume == "same")
 """Options that must be the same in a resumed run."""
@@ -127,8 +118,8 @@ def _apply_value(config: Config, key: str, value: Any) -> str:
         return f"unknown option {key}{did_you_mean(key)}"
     try:
         option.set(config, option.accept(value))
-    except BadValue as problem:
-        return option.error(show(value), problem, f"{option.name} = {toml_value(option.sample)}")
+    except JsonError as error:
+        return f"{error}; for example {option.name} = {toml_value(option.sample)}"
     return ""
 
 
@@ -147,10 +138,8 @@ def _apply_setting(config: Config, setting: str) -> str:
         return f"{prefix}{key} has no value; write {shlex.quote(prefix + example)}"
     try:
         option.set(config, option.parse(text))
-    except BadValue as problem:
-        reason = "" if str(problem) == WRONG_TYPES[str] else str(problem)  # every setting is a string
-        shown = text if text.isprintable() and len(text) <= 60 else shorten(text)
-        return option.error(shown or "empty", BadValue(reason, problem.suggestion), example)
+    except JsonError as error:
+        return f"{error}; for example {example}"
     return ""
 
 
@@ -173,7 +162,7 @@ def _toml_lines(config: Config) -> Iterator[str]:
             if option.section == section:
                 yield ""
                 yield from _comment(option.help)
-                if option.bounds or option.choices or option.is_list:
+                if option.range or option.choices or option.is_list:
                     yield from _comment(f"Must be {option.expected}.")
                 value = option.get(config)
                 note = "default" if value == option.default else f"default: {toml_value(option.default)}"

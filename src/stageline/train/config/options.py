@@ -1,38 +1,23 @@
 """The options of a training job, read off the dataclasses: what each accepts, and how a value is written and read.
 
-The checks are written by hand, because libraries would lose something: msgspec stops at the first error and does not
-name the value; pydantic would add five packages to every install, and still need all of these sentences.
+`common.checked_json` checks the values, as it does those of JSON files. Two things are written by hand, as no library
+does them: a flag's text is TOML or plain text, and a suggestion may come from another section.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-import math
-import operator
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from stageline.common.errors import StagelineError, nearest, shorten
+from stageline.common.checked_json import Range, convert, describe
+from stageline.common.errors import JsonError, nearest, shorten
 from stageline.train.config.config import Config
-
-EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-"""The types of options in words."""
-WRONG_TYPES = {float: "not an integer", str: "a string", list: "a list", tuple: "a list", dict: "a table"}
-"""The types of wrong values in words, where the value does not show its type."""
-BOUNDS = {"ge": (">=", operator.ge), "gt": (">", operator.gt), "le": ("<=", operator.le), "lt": ("<", operator.lt)}
-
-
-class BadValue(StagelineError):
-    """A value that an option does not accept, with the reason where it is not obvious, and a suggestion."""
-
-    def __init__(self, reason: str = "", suggestion: str = "") -> None:
-        super().__init__(reason)
-        self.suggestion = suggestion
 
 
 @dataclass(frozen=True)
@@ -48,16 +33,9 @@ class Option:
 
     section: str
     name: str
-    type: type
-    """bool, int, float or str; of a list, the type of its items."""
-    is_list: bool
-    choices: tuple[str, ...]
+    annotation: Any
     default: Any
     help: str
-    ge: float | None = None
-    gt: float | None = None
-    le: float | None = None
-    lt: float | None = None
     example: Any = None
     resume: Literal["same", "warning", "free"] = "free"
 
@@ -67,22 +45,31 @@ class Option:
         return f"{self.section}.{self.name}"
 
     @property
-    def bounds(self) -> str:
-        """The bounds of a number; empty if there are none.
+    def is_list(self) -> bool:
+        """Whether the value is a list."""
+        return get_origin(self.annotation) is tuple
 
-        >>> [options()[key].bounds for key in ("comm.train_timeout_seconds", "model.dropout", "job.description")]
-        ['> 0', '>= 0 and < 1', '']
-        """
-        limits = [(symbol, getattr(self, name)) for name, (symbol, _) in BOUNDS.items()]
-        return " and ".join(f"{symbol} {_limit(limit)}" for symbol, limit in limits if limit is not None)
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The allowed strings; empty if all are."""
+        return get_args(self.annotation) if get_origin(self.annotation) is Literal else ()
+
+    @property
+    def range(self) -> Range | None:
+        """The range of a number, or of the numbers in a list."""
+        item = get_args(self.annotation)[0] if self.is_list else self.annotation
+        return get_args(item)[1] if get_origin(item) is Annotated else None
+
+    @property
+    def type(self) -> type:
+        """bool, int, float or str; of a list, the type of its items."""
+        item = get_args(self.annotation)[0] if self.is_list else self.annotation
+        return str if self.choices else get_args(item)[0] if get_origin(item) is Annotated else item
 
     @property
     def expected(self) -> str:
         """What the option accepts, in words."""
-        if self.choices:
-            return "one of " + ", ".join(self.choices)
-        kind = f"a list of {'numbers' if self.type is float else 'strings'}" if self.is_list else EXPECTED[self.type]
-        return f"{kind} {self.bounds}".rstrip()
+        return "one of " + ", ".join(self.choices) if self.choices else describe(self.annotation)
 
     @property
     def sample(self) -> Any:
@@ -98,12 +85,23 @@ class Option:
         setattr(getattr(config, self.section), self.name, value)
 
     def accept(self, value: Any) -> Any:
-        """Return the value as the field holds it, or raise `BadValue`."""
-        if not self.is_list:
-            return self._accept_item(value)
-        if not isinstance(value, list | tuple):
-            raise BadValue(WRONG_TYPES.get(type(value), ""))
-        return tuple(map(self._accept_item, value))
+        """Return the value as the field holds it, or raise `JsonError`.
+
+        >>> options()["training.dtype"].accept("bfloat6")
+        Traceback (most recent call last):
+        ...
+        stageline.common.errors.JsonError: training.dtype must be one of float32, bfloat16, got "bfloat6" (did you mean
+        'bfloat16'?)
+        """
+        try:
+            accepted = convert(value, self.annotation, self.key)
+        except JsonError:
+            suggestion = nearest(value, self.choices) if self.choices and isinstance(value, str) else ""
+            raise JsonError(f"{self.key} must be {self.expected}, got {show(value)}{suggestion}") from None
+        for text in accepted if self.is_list else [accepted]:
+            if isinstance(text, str) and any("\ud800" <= letter <= "\udfff" for letter in text):
+                raise JsonError(f"{self.key} must be valid Unicode, got {shorten(text)}")
+        return accepted
 
     def parse(self, text: str) -> Any:
         """Return the value of a text on the command line: TOML, or what the type suggests."""
@@ -111,48 +109,10 @@ class Option:
             return self.accept(_parse_item(self.type, text))
         if text.lstrip().startswith("["):
             if (items := _parse_toml(text)) is None:
-                raise BadValue("not a list in TOML")
+                raise JsonError(f"{self.key} must be {self.expected}, got {text}, which is not TOML")
             return self.accept(items)
         parts = [part.strip() for part in text.split(",")] if text.strip() else []
         return self.accept([_parse_item(self.type, part) for part in parts])
-
-    def error(self, shown: str, problem: BadValue, example: str) -> str:
-        """Return the sentence about a value that is not accepted.
-
-        >>> print(options()["training.steps"].error('"ten"', BadValue("a string"), "steps = 200"))
-        training.steps is "ten", a string; it must be an integer >= 1, for example steps = 200
-        """
-        reason = f", {problem}" if str(problem) else ""
-        like = "" if self.choices else f", for example {example}"
-        return f"{self.key} is {shown}{reason}; it must be {self.expected}{problem.suggestion}{like}"
-
-    def _accept_item(self, value: Any) -> Any:
-        kind = type(value)
-        if kind not in ((float, int) if self.type is float else (self.type,)):
-            raise BadValue(WRONG_TYPES.get(kind, ""))
-        if self.type is bool:
-            return value
-        if self.type is str:
-            if self.choices and value not in self.choices:
-                raise BadValue(suggestion=nearest(value, self.choices))
-            if any("\ud800" <= letter <= "\udfff" for letter in value):
-                raise BadValue("not valid Unicode")
-            return value
-        try:
-            number = self.type(value)
-        except OverflowError:
-            raise BadValue("too large for a number") from None
-        if not math.isfinite(number):
-            raise BadValue("not finite")
-        for name, (_, holds) in BOUNDS.items():
-            limit = getattr(self, name)
-            if limit is not None and not holds(number, limit):
-                raise BadValue
-        return number
-
-
-def _limit(value: float) -> str:
-    return "2**63 - 1" if value == 2**63 - 1 else f"{value:g}"
 
 
 def _parse_toml(text: str) -> Any:
@@ -185,14 +145,9 @@ def options() -> MappingProxyType[str, Option]:
     """
     by_key: dict[str, Option] = {}
     for section, holder in sections().items():
-        hints = get_type_hints(holder)
+        hints = get_type_hints(holder, include_extras=True)
         for field in fields(holder):
-            kind, is_list, choices = hints[field.name], False, ()
-            if get_origin(kind) is Literal:
-                kind, choices = str, get_args(kind)
-            elif get_origin(kind) is tuple:
-                kind, is_list = get_args(kind)[0], True
-            option = Option(section, field.name, kind, is_list, choices, field.default, **field.metadata)
+            option = Option(section, field.name, hints[field.name], field.default, **field.metadata)
             by_key[option.key] = option
     return MappingProxyType(by_key)
 

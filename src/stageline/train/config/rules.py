@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path, PurePath
 
-from stageline.common.errors import StagelineError, nearest
+from stageline.common.errors import JsonError, StagelineError, nearest
 from stageline.schedules.io import read_schedule
 from stageline.schedules.registry import find_family, schedule
 from stageline.train.config.config import Config, Parallelism
 from stageline.train.config.io import raise_errors
-from stageline.train.config.options import BadValue, options, show, toml_value
+from stageline.train.config.options import options, show, toml_value
 
 LOSSES = ("cross_entropy", "weighted_cross_entropy", "mse", "own")
 DATASETS = ("python", "text", "memmap", "dataset")
@@ -49,11 +49,10 @@ def find_errors(config: Config) -> list[str]:
 def _value_errors(config: Config) -> Iterator[str]:
     """Values of a wrong type or out of bounds, which Python can assign but no file can contain."""
     for option in options().values():
-        value = option.get(config)
         try:
-            option.accept(value)
-        except BadValue as problem:
-            yield option.error(show(value), problem, toml_value(option.sample))
+            option.accept(option.get(config))
+        except JsonError as error:
+            yield f"{error}; for example {toml_value(option.sample)}"
 
 
 def _model(config: Config) -> Iterator[str]:
