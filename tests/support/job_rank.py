@@ -29,7 +29,7 @@ def main(words: list[str]) -> None:
 
 def hang(words: list[str], folder: str) -> None:
     """The same, with a third action program that never ends; says by files that it is in it, and what signals came."""
-    run_program, hear = Executor.run, StopSignals._hear
+    run_program, hear = Executor.run, StopSignals._receive
     programs, signals = itertools.count(1), itertools.count(1)
 
     def long(self: Executor, *arguments: Any) -> Any:
@@ -42,7 +42,7 @@ def hang(words: list[str], folder: str) -> None:
         hear(self, *arguments)
         (Path(folder) / f"heard-{next(signals)}").touch()
 
-    Executor.run, StopSignals._hear = long, noted  # type: ignore[method-assign,assignment]
+    Executor.run, StopSignals._receive = long, noted  # type: ignore[method-assign,assignment]
     main(words)
 
 

@@ -413,7 +413,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
     "a link": (
         MODEL, link, "refused", "link"
     ),
-    "a pipe": ("config.json", pipe, "refused", "no plain file"),
+    "a pipe": ("config.json", pipe, "refused", "no regular file"),
     "a pipe for a manifest": ("manifest.json", pipe, "manifest", "no plain"),
 }  # fmt: skip
 
@@ -531,7 +531,7 @@ def test_a_manifest_that_lies_about_its_tensors_is_refused(tmp_path: Path) -> No
     save_steps(tmp_path, 1)
     path = tmp_path / "step-00000001/manifest.json"
     changed(path, lambda data: data["model"]["head.bias"].update(shape=[9, 17]))
-    with pytest.raises(CheckpointError, match=r"holds 'head.bias' as float32 of \(17, 9\), and its manifest says"):
+    with pytest.raises(CheckpointError, match=r"holds 'head.bias' as float32 of \(17, 9\), but its manifest says"):
         open_checkpoint(path.parent).read_model(["head.bias"])
     changed(path, lambda data: data["model"].update(x=data["model"]["head.bias"]))
     with pytest.raises(CheckpointError, match=r"cannot read .*safetensors: .*x"):
@@ -564,7 +564,9 @@ def test_no_space_is_said_with_the_space_there_is(tmp_path: Path, monkeypatch: p
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", fail)
             process.save(writer, 2)
-            with pytest.raises(CheckpointError, match=r"No space left on device \([0-9,]+ bytes are free\); make room"):
+            with pytest.raises(
+                CheckpointError, match=r"No space left on device \([0-9,]+ bytes are free\); free space"
+            ):
                 process.save(writer, 3)
         assert {path.name for path in tmp_path.iterdir()} == {"latest", "step-00000001"}
         process.save(writer, 3)  # told once, and training may go on
@@ -586,9 +588,9 @@ def test_a_writer_that_fails_tells_the_first_at_once(tmp_path: Path, monkeypatch
 
 def test_a_folder_that_cannot_be_is_said_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot make the folder .*/file: there is a file of that name"):
+    with pytest.raises(CheckpointError, match=r"cannot create the folder .*/file: a file has that name"):
         Writer(tmp_path / "file")
-    with pytest.raises(CheckpointError, match=r"cannot make the folder .*: Not a directory"):
+    with pytest.raises(CheckpointError, match=r"cannot create the folder .*: Not a directory"):
         Writer(tmp_path / "file" / "below")
 
 
@@ -605,8 +607,8 @@ def test_a_folder_that_goes_away_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"step": -1}, "a step is a whole number from 0, got -1"),
-        ({"step": 1.0}, "a step is a whole number"),
+        ({"step": -1}, "a step must be an integer >= 0, got -1"),
+        ({"step": 1.0}, "a step must be an integer"),
         ({"model": {"w": 3}}, "'w' is 3, expected a tensor"),
         ({"model": {"w": torch.ones(2).to_sparse()}}, "which safetensors cannot hold"),
         ({"model": {"w": torch.ones(2, dtype=torch.complex128)}}, "torch.complex128, which safetensors cannot hold"),
@@ -739,7 +741,7 @@ def test_checkpoints_are_listed_verified_and_converted(tmp_path: Path, capsys: C
     assert "step-00000002" in call(["convert", str(tmp_path / "c"), str(out)], capsys)
     with safe_open(out, framework="pt") as opened:
         assert all(same(opened.get_tensor(name), tensor) for name, tensor in process.model(2).items())
-    assert "nothing is overwritten" in call(["convert", str(tmp_path / "c"), str(out)], capsys, code=2)
+    assert "is not overwritten" in call(["convert", str(tmp_path / "c"), str(out)], capsys, code=2)
     assert sorted(os.listdir(tmp_path)) == ["c", "one.safetensors"]
 
 
@@ -752,7 +754,7 @@ def test_checkpoints_are_listed_verified_and_converted(tmp_path: Path, capsys: C
         ("convert c out --dtype bfloat", "did you mean 'bfloat16'"),
         ("convert c out --max-shard-size lots", "takes a size, like 24GiB or 10G; got 'lots'"),
         ("convert c out --format zip", "zip"),
-        ("convert c c", "c exists, and nothing is overwritten"),
+        ("convert c c", "c exists and is not overwritten"),
         ("convert c a.safetensors --format stageline", "a checkpoint is a folder"),
         ("convert d/step-00000001 out", "config.json: is missing; see stageline checkpoint verify"),
     ],

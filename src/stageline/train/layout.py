@@ -1,4 +1,4 @@
-"""Where the job runs: how many ranks and replicas, which of them is this process, and on what device."""
+"""The layout of a job: the number of ranks and replicas, and the place and device of this process."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class Layout:
     """The place of this process in the job."""
 
     ranks: int
-    """Of a pipeline."""
+    """The ranks of a pipeline."""
     replicas: int
     processes: int
     rank: int
-    """Of this process among all."""
+    """The number of this process."""
     device: torch.device
 
     @property
     def replica(self) -> int:
-        """The replica that this process is part of."""
+        """The replica of this process."""
         return self.rank // self.ranks if self.processes > 1 else 0
 
     @property
     def main(self) -> bool:
-        """Whether this process shows progress and writes what the run keeps."""
+        """Whether this process prints progress and writes the files of the run."""
         return self.rank == 0
 
     @property
@@ -41,8 +41,7 @@ class Layout:
         return self.processes == 1 or self.rank % self.ranks == 0
 
     def __str__(self) -> str:
-        """For people.
-
+        """
         >>> print(Layout(4, 1, 1, 0, torch.device("cpu")))
         4 ranks as threads on cpu
         """
@@ -52,23 +51,22 @@ class Layout:
 
 
 def find_layout(config: Config) -> Layout:
-    """Read it from the group of processes that there is, or from the environment, as torchrun sets it, and from the
-    configuration.
+    """Return the layout, from the process group or the environment of torchrun, and from the configuration.
 
     >>> find_layout(Config()).ranks
     4
     """
-    ranks, asked = config.parallelism.pipeline_parallel_degree, config.parallelism.data_parallel_replicate_degree
+    ranks, wanted = config.parallelism.pipeline_parallel_degree, config.parallelism.data_parallel_replicate_degree
     grouped = dist.is_available() and dist.is_initialized()
     processes = dist.get_world_size() if grouped else check_environment(os.environ)
     if processes == 1:
-        if asked > 1:
+        if wanted > 1:
             raise StagelineError(
-                f"parallelism.data_parallel_replicate_degree is {asked}, and replicas are processes: start them with "
-                f"torchrun --nproc-per-node {ranks * asked} -m stageline train, or set it to 1"
+                f"parallelism.data_parallel_replicate_degree is {wanted}, and replicas are processes: start them with "
+                f"torchrun --nproc-per-node {ranks * wanted} -m stageline train, or set it to 1"
             )
         return Layout(ranks, 1, 1, 0, _device(0))
-    replicas = asked or max(processes // ranks, 1)
+    replicas = wanted or max(processes // ranks, 1)
     if ranks * replicas != processes:
         raise StagelineError(
             f"{ranks} ranks of a pipeline × {replicas} replicas need {ranks * replicas} processes, and {processes} "
@@ -80,7 +78,7 @@ def find_layout(config: Config) -> Layout:
 
 
 def _device(local_rank: int) -> torch.device:
-    """A GPU where there is one for this process, unless the environment hides it (CUDA_VISIBLE_DEVICES)."""
+    """Return the GPU of this process, or the CPU if no GPU is visible."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())

@@ -1,4 +1,4 @@
-"""What a job would refuse, found out before it: everything that is known without measuring, training or writing."""
+"""Check a job before it starts: everything that needs no measuring, training or writing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from stageline.train.setup import Setup
 
 
 def preflight(config: Config) -> None:
-    """Refuse what a run of a valid config would refuse before its first step; the error has a line for each reason.
+    """Raise what a run of a valid config would raise before its first step, with a line for each reason.
 
     >>> preflight(Config.read(None, "job.dump_folder=nowhere"))
     >>> preflight(Config.read(None, "model.vocab_size=100"))
@@ -45,27 +45,26 @@ def preflight(config: Config) -> None:
 
 
 def _layout(config: Config) -> Layout:
-    """Of the processes that there are; alone, one stands for all that will be started."""
+    """Return the layout of the running processes; a single one checks for all that will be started."""
     if check_environment(os.environ) > 1:
         return find_layout(config)
-    asked = config.parallelism
-    replicas = max(1, asked.data_parallel_replicate_degree)
-    return Layout(asked.pipeline_parallel_degree, replicas, 1, 0, torch.device("cpu"))
+    replicas = max(1, config.parallelism.data_parallel_replicate_degree)
+    return Layout(config.parallelism.pipeline_parallel_degree, replicas, 1, 0, torch.device("cpu"))
 
 
 def _folder(setup: Setup) -> Iterator[str]:
-    """The folder of the run, and the checkpoints that are to be read."""
+    """Check the folder of the run, and the checkpoints to load."""
     config, folder = setup.config, setup.folder
     folder.find_run(config)
-    asked = config.checkpoint
-    if asked.load_step >= 0:
-        at_step(folder.path / asked.folder, asked.load_step)
-    if asked.initial_load_path and not Path(asked.initial_load_path).exists():
-        yield f"checkpoint.initial_load_path is {asked.initial_load_path!r}, and there is no such file or folder"
+    options = config.checkpoint
+    if options.load_step >= 0:
+        at_step(folder.path / options.folder, options.load_step)
+    if options.initial_load_path and not Path(options.initial_load_path).exists():
+        yield f"checkpoint.initial_load_path is {options.initial_load_path!r}, and there is no such file or folder"
 
 
 def _job(setup: Setup) -> Iterator[str]:
-    """Data, model and loss, as the job makes them, but without memory for parameters."""
+    """Check data, model and loss, with parameters on the meta device."""
     setup.open_data()
     model = _model(setup)
     _ = setup.task.loss
@@ -74,27 +73,27 @@ def _job(setup: Setup) -> Iterator[str]:
     units = _units(model, setup)
     if units is not None:
         yield from too_few_units(setup.config, units, f"{setup.task.name} has {units}")
-    asked = setup.config.activation_checkpoint
-    chosen = understand(list(asked.modules), None).chosen if asked.mode == "selective" else None
+    recompute = setup.config.activation_checkpoint
+    chosen = understand(list(recompute.modules), None).chosen if recompute.mode == "selective" else None
     named = [(name, module) for name, module in model.named_modules() if name]
     if chosen is not None and not any(chosen(name, module) for name, module in named):
         first = ", ".join(name for name, _ in named[:4])
         yield (
-            f"activation_checkpoint.modules is {', '.join(asked.modules)}, which is none of the model's modules; the "
-            f"first names are {first}"
+            f"activation_checkpoint.modules is {', '.join(recompute.modules)}, which is none of the model's modules; "
+            f"the first names are {first}"
         )
 
 
 def _model(setup: Setup) -> nn.Module | None:
-    """The model without memory; None where only a run can build it."""
-    with suppress(Exception):  # a constructor that reads values cannot be repeated without memory
+    """Return the model on the meta device; None if only a run can build it."""
+    with suppress(Exception):  # a constructor that reads values cannot run on the meta device
         return describe(setup.task.make).model
     return None
 
 
 def _units(model: nn.Module, setup: Setup) -> int | None:
-    """How many units the model is cut between; None where only a run can tell."""
-    for example in (setup.example, None):  # what has no memory cannot always be run
+    """Return the number of units of the model; None if only a run can tell."""
+    for example in (setup.example, None):  # a model on the meta device cannot always run
         with suppress(Exception):
             return len(split(model, 1, example=example).units)
     return None

@@ -1,11 +1,14 @@
-"""Checkpoints: whole or not there, keyed by the names of parameters, in safetensors and JSON.
+"""Checkpoints: atomic, independent of the number of ranks, in safetensors and JSON.
+
+Read in order: `writer`, `tensors`, `gather` (several writers), `folder` (names and publishing), `manifest`, `reader`,
+`disk`, `convert`. Nothing here knows a job or a pipeline: `train/checkpoint_state.py` decides what is saved.
 
 >>> import torch
 >>> from stageline.train.checkpoint import Writer
 >>> with Writer("checkpoint") as writer:
 ...     writer.save(100, {"weight": torch.ones(2)}, {"weight": {"momentum": torch.zeros(2)}}, {"seen": 6400})
->>> found = newest("checkpoint")
->>> found.step, found.state, found.read_model()
+>>> checkpoint = newest("checkpoint")
+>>> checkpoint.step, checkpoint.state, checkpoint.read_model()
 (100, {'seen': 6400}, {'weight': tensor([1., 1.])})
 """
 
@@ -37,7 +40,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load what needs torch when it is first touched, so that looking at checkpoints does not wait for it."""
+    """Import what needs torch on first use, so that listing checkpoints is fast."""
     if name not in ("Writer", "Saved"):
         raise AttributeError(f"module 'stageline.train.checkpoint' has no attribute {name!r}")
     from stageline.train.checkpoint import writer

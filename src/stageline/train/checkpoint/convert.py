@@ -1,4 +1,4 @@
-"""The model of a checkpoint alone, in another dtype or other files, tensor by tensor."""
+"""Convert the model of a checkpoint to another dtype or to other files, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import Tensor
 from stageline.common.errors import CheckpointError, nearest, shorten
 from stageline.train.checkpoint.disk import make_folder, remove_tree, rename, sync_folder, write_file
 from stageline.train.checkpoint.gather import shard_name, write_index
-from stageline.train.checkpoint.manifest import INDEX, MANIFEST, File, Held
+from stageline.train.checkpoint.manifest import INDEX, MANIFEST, File, TensorEntry
 from stageline.train.checkpoint.reader import Checkpoint
-from stageline.train.checkpoint.tensors import Entry, cut, write_tensors
+from stageline.train.checkpoint.tensors import TensorSource, cut, write_tensors
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -31,11 +31,11 @@ def convert(
     format: Literal["stageline", "safetensors"] = "safetensors",
     max_shard_bytes: int = 4 * 2**30,
 ) -> Path:
-    """Write the model of a checkpoint, and its small files, into a new folder, or one `.safetensors` file.
+    """Write the model of a checkpoint, and its small files, to a new folder or to one `.safetensors` file.
 
-    `dtype` is what tensors of floating point become. The format safetensors is what Hugging Face and `sl.load_weights`
-    open: `model.safetensors`, or several files with an index. The format stageline has a manifest with checksums, too,
-    and no optimizer.
+    `dtype` is the new dtype of floating-point tensors. The format safetensors is that of Hugging Face and
+    `sl.load_weights`: `model.safetensors`, or several files with an index. The format stageline adds a manifest with
+    checksums, without an optimizer.
 
     >>> import torch
     >>> from stageline.train.checkpoint import Writer, open_checkpoint
@@ -47,22 +47,24 @@ def convert(
     """
     target = Path(out)
     if dtype is not None and dtype not in FLOATS:
-        raise CheckpointError(f"dtype is one of {', '.join(FLOATS)}, got {shorten(dtype)}{nearest(dtype, FLOATS)}")
+        raise CheckpointError(f"dtype must be one of {', '.join(FLOATS)}, got {shorten(dtype)}{nearest(dtype, FLOATS)}")
     if os.path.lexists(target):
-        raise CheckpointError(f"{target} exists, and nothing is overwritten; choose another name")
+        raise CheckpointError(f"{target} exists and is not overwritten; choose another name")
     if not checkpoint.manifest.model:
-        raise CheckpointError(f"{checkpoint.path} holds no model")
-    entries = [_entry(checkpoint, name, held, dtype) for name, held in checkpoint.manifest.model.items()]
+        raise CheckpointError(f"{checkpoint.path} contains no model")
+    sources = [_source(checkpoint, name, entry, dtype) for name, entry in checkpoint.manifest.model.items()]
     make_folder(target.parent)
     aside = target.with_name(f".{target.name}.{os.urandom(6).hex()}.partial")
     try:
         if target.suffix == ".safetensors":
             if format == "stageline":
-                raise CheckpointError(f"a checkpoint is a folder, and {target} is named as one file; leave off its end")
-            write_tensors(aside, entries)
+                raise CheckpointError(
+                    f"a checkpoint is a folder, but {target} is the name of a file; leave out the suffix"
+                )
+            write_tensors(aside, sources)
         else:
             make_folder(aside)
-            _write_folder(checkpoint, aside, entries, dtype, format == "stageline", max_shard_bytes)
+            _write_folder(checkpoint, aside, sources, dtype, format == "stageline", max_shard_bytes)
             sync_folder(aside)
         rename(aside, target)
         sync_folder(target.parent)
@@ -71,9 +73,9 @@ def convert(
     return target
 
 
-def _entry(checkpoint: Checkpoint, name: str, held: Held, dtype: str | None) -> Entry:
-    kind: torch.dtype = getattr(torch, dtype if dtype is not None and held.dtype in FLOATS else held.dtype)
-    return Entry(name, kind, held.shape, _reader(checkpoint, name, kind))
+def _source(checkpoint: Checkpoint, name: str, entry: TensorEntry, dtype: str | None) -> TensorSource:
+    kind: torch.dtype = getattr(torch, dtype if dtype is not None and entry.dtype in FLOATS else entry.dtype)
+    return TensorSource(name, kind, entry.shape, _reader(checkpoint, name, kind))
 
 
 def _reader(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Callable[[], Tensor]:
@@ -81,16 +83,16 @@ def _reader(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Callable[[
 
 
 def _write_folder(
-    checkpoint: Checkpoint, folder: Path, entries: list[Entry], dtype: str | None, manifest: bool, most: int
+    checkpoint: Checkpoint, folder: Path, sources: list[TensorSource], dtype: str | None, manifest: bool, most: int
 ) -> None:
     files: dict[str, File] = {}
-    model: dict[str, Held] = {}
-    parts = list(cut(entries, most))
+    model: dict[str, TensorEntry] = {}
+    parts = list(cut(sources, most))
     alone = len(parts) == 1 and not manifest
     for place, part in enumerate(parts, 1):
         name = "model.safetensors" if alone else shard_name("model", place, len(parts))
-        files[name], held = write_tensors(folder / name, part)
-        model |= held
+        files[name], tensors = write_tensors(folder / name, part)
+        model |= tensors
     if not alone:
         files[INDEX] = write_index(folder, model)
     for name in checkpoint.manifest.files:
@@ -99,17 +101,19 @@ def _write_folder(
             done = write_file(folder / name, data)
             files[name] = File(done.bytes, done.sha256, 0)
     if manifest:
-        made = replace(checkpoint.manifest, written=time.time(), files=files, model=model, optimizer={})
-        write_file(folder / MANIFEST, made.to_bytes())
+        converted = replace(checkpoint.manifest, written=time.time(), files=files, model=model, optimizer={})
+        write_file(folder / MANIFEST, converted.to_bytes())
 
 
 def _in_dtype(config: bytes, dtype: str | None) -> bytes:
-    """The config of a Hugging Face model, which says the dtype, too."""
+    """Return the config of a Hugging Face model with another dtype."""
     if dtype is None:
         return config
     try:
-        found = json.loads(config)
+        fields = json.loads(config)
     except (ValueError, RecursionError):
         return config
-    said = {"dtype", "torch_dtype"} & set(found) if isinstance(found, dict) else set()
-    return json.dumps(found | dict.fromkeys(said, dtype), indent=2 if b"\n" in config else None).encode()
+    if not isinstance(fields, dict):
+        return config
+    keys = {"dtype", "torch_dtype"} & set(fields)
+    return json.dumps(fields | dict.fromkeys(keys, dtype), indent=2 if b"\n" in config else None).encode()

@@ -1,4 +1,4 @@
-"""Bytes that are on the disk when we say so: written, counted, summed and synced; folders that appear whole."""
+"""Files and folders of checkpoints on the disk: synced, with checksums, and with errors that name the path."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from stageline.common import files
 from stageline.common.errors import CheckpointError, StagelineError
 
 CHUNK = 8 * 2**20
-"""Bytes that are written and summed at once."""
+"""Bytes per write."""
 
 
 class Stream:
-    """A new file: what is written to it is summed by another thread meanwhile, and is on the disk at the end.
+    """A new file, whose checksum another thread computes during the writes, and which is synced at the end.
 
     >>> with Stream(Path("a.bin")) as stream:
     ...     stream.write(b"abc")
@@ -31,7 +31,7 @@ class Stream:
     """
 
     def __init__(self, path: Path, check: Callable[[], object] = lambda: None) -> None:
-        """The file must not be there yet. `check` is called now and then, and raises to give it up."""
+        """The file must not exist yet. `check` is called before every write, and raises to abort."""
         self.path = path
         self._check = check
         self.bytes = 0
@@ -40,12 +40,12 @@ class Stream:
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise unwritten(path, error) from error
+            raise write_error(path, error) from error
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="stageline-checksum")
-        self._summed: Future[None] | None = None
+        self._pending_sum: Future[None] | None = None
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append; the data must stay as it is until the next call."""
+        """Append data, which must not change before the next call."""
         view = memoryview(data)
         for start in range(0, len(view), CHUNK):
             chunk = view[start : start + CHUNK]
@@ -58,33 +58,31 @@ class Stream:
                     self.bytes += written
                     chunk = chunk[written:]
             except OSError as error:
-                raise unwritten(self.path, error) from error
+                raise write_error(self.path, error) from error
         self._wait()
 
     def _sum(self, chunk: memoryview) -> None:
         if len(chunk) >= CHUNK // 64:
-            with suppress(RuntimeError):  # no thread begins anything once the interpreter ends
-                self._summed = self._pool.submit(self._digest.update, chunk)
+            with suppress(RuntimeError):  # threads start nothing at interpreter shutdown
+                self._pending_sum = self._pool.submit(self._digest.update, chunk)
                 return
         self._digest.update(chunk)
 
     def _wait(self) -> None:
-        if self._summed is not None:
-            self._summed.result()
-            self._summed = None
+        if self._pending_sum is not None:
+            self._pending_sum.result()
+            self._pending_sum = None
 
     def __enter__(self) -> Self:
-        """Sync and close at the end of the block."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Nothing counts as written before the disk has it."""
         self._pool.shutdown()
         try:
             if error is None:
                 os.fsync(self._file)
         except OSError as failed:
-            raise unwritten(self.path, failed) from failed
+            raise write_error(self.path, failed) from failed
         finally:
             os.close(self._file)
         self.sha256 = self._digest.hexdigest()
@@ -93,10 +91,10 @@ class Stream:
 Result = TypeVar("Result")
 
 
-def side_by_side(tasks: Iterable[Callable[[], Result]]) -> list[Result]:
-    """Run tasks on a few threads, a quarter of the cores at most, and give their results in order.
+def run_parallel(tasks: Iterable[Callable[[], Result]]) -> list[Result]:
+    """Run tasks on up to 4 threads, a quarter of the cores at most; return their results in order.
 
-    >>> side_by_side([lambda: 1, lambda: 2])
+    >>> run_parallel([lambda: 1, lambda: 2])
     [1, 2]
     """
     with ThreadPoolExecutor(min(4, max(1, (os.cpu_count() or 1) // 4))) as pool:
@@ -104,19 +102,19 @@ def side_by_side(tasks: Iterable[Callable[[], Result]]) -> list[Result]:
         for task in tasks:
             try:
                 started.append(pool.submit(task))
-            except RuntimeError:  # no thread begins anything once the interpreter ends
+            except RuntimeError:  # threads start nothing at interpreter shutdown
                 started.append(Future())
                 started[-1].set_result(task())
-        return [each.result() for each in started]
+        return [future.result() for future in started]
 
 
-def unwritten(path: Path, error: OSError) -> CheckpointError:
-    """The error for what could not be written: the file, the cause, and the room that is left if that is the cause."""
+def write_error(path: Path, error: OSError) -> CheckpointError:
+    """Return the error for a failed write: the file, the cause, and the free space if the disk is full."""
     text = f"cannot write {path}: {reason(error)}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         with suppress(OSError):
             text += f" ({shutil.disk_usage(path.parent).free:,} bytes are free)"
-        text += "; make room, or keep fewer checkpoints"
+        text += "; free space, or keep fewer checkpoints"
     return CheckpointError(text)
 
 
@@ -133,16 +131,16 @@ def replace_file(path: Path, data: bytes) -> None:
         with files.atomic_file(path, sync=True) as file:
             file.write(data)
     except OSError as error:
-        raise unwritten(path, error) from error
+        raise write_error(path, error) from error
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, unless they are there."""
+    """Create a folder and its parents, unless they exist."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        why = "there is a file of that name" if isinstance(error, FileExistsError) else reason(error)
-        raise CheckpointError(f"cannot make the folder {path}: {why}; choose another one") from error
+        why = "a file has that name" if isinstance(error, FileExistsError) else reason(error)
+        raise CheckpointError(f"cannot create the folder {path}: {why}; choose another one") from error
 
 
 def sync_folder(path: Path) -> None:
@@ -150,11 +148,11 @@ def sync_folder(path: Path) -> None:
     try:
         files.sync_folder(path)
     except OSError as error:
-        raise unwritten(path, error) from error
+        raise write_error(path, error) from error
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or folder; a file in the way is replaced, a folder is not."""
+    """Rename a file or folder; an existing file is replaced, a folder is not."""
     try:
         os.replace(source, target)
     except OSError as error:
@@ -162,31 +160,31 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder, or as much of it as can be; what is left is nobody's checkpoint."""
+    """Remove a folder as far as possible; errors are ignored."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 
 
-def sum_file(path: Path) -> str:
-    """The sha256 of a file's bytes.
+def file_checksum(path: Path) -> str:
+    """Return the sha256 of a file.
 
     >>> _ = write_file(Path("a.txt"), b"abc")
-    >>> sum_file(Path("a.txt"))[:8]
+    >>> file_checksum(Path("a.txt"))[:8]
     'ba7816bf'
     """
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def regular(path: Path) -> os.stat_result | None:
-    """What the system says of a plain file, or None: a pipe would hang a reader, and a link may lead anywhere."""
-    found = os.lstat(path)
-    return found if stat.S_ISREG(found.st_mode) else None
+def stat_regular(path: Path) -> os.stat_result | None:
+    """Return the status of a regular file; None for a pipe, which would block a reader, a link, or anything else."""
+    status = os.lstat(path)
+    return status if stat.S_ISREG(status.st_mode) else None
 
 
 def reason(error: BaseException) -> str:
-    """Why, in the system's words.
+    """Return the message of an error, for another message.
 
     >>> reason(OSError(28, "No space left on device"))
     'No space left on device'

@@ -1,10 +1,11 @@
-"""A folder of checkpoints: what its names mean, which are kept, and what is left over of attempts that failed.
+"""A folder of checkpoints: the names in it, publishing, removing, and leftovers of failed attempts.
 
-step-00000100/                 published: whole when it appeared
-step-00000100.a1b2.partial/    being written, by the attempt a1b2
-step-00000100.17.replaced/     published, and about to give way to a newer one of the same step
+step-00000100/                 published: complete since it has this name
+step-00000100.a1b2.partial/    being written by the attempt a1b2
+step-00000100.17.replaced/     published, and about to be replaced by a newer one of the same step
 step-00000100.removed/         being removed
-latest                         the name of the last that was published
+latest                         the name of the last one that was published
+.stageline-mark-a1b2           written by one rank, to check that all ranks see the folder
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ _LEFT_OVER = re.compile(r"step-[0-9]{8,16}\.([A-Za-z0-9_-]+\.partial|[0-9]+\.rep
 
 
 def step_name(step: int) -> str:
-    """The name of a step's checkpoint.
+    """Return the name of the checkpoint of a step.
 
     >>> step_name(100)
     'step-00000100'
     """
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < MOST_STEPS:
-        raise CheckpointError(f"a step is a whole number from 0, got {shorten(step)}")
+        raise CheckpointError(f"a step must be an integer >= 0, got {shorten(step)}")
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step that a published checkpoint's name says.
+    """Return the step of a published checkpoint's name; None for another name.
 
     >>> step_of("step-00000100"), step_of("step-00000100.a1.partial")
     (100, None)
     """
-    found = _PUBLISHED.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _PUBLISHED.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def partial_name(step: int, attempt: str) -> str:
-    """Where an attempt writes; attempts never share a folder.
+    """Return the folder that an attempt writes to; attempts never share one.
 
     >>> partial_name(100, "a1")
     'step-00000100.a1.partial'
@@ -60,7 +61,7 @@ def partial_name(step: int, attempt: str) -> str:
 
 
 def published(folder: str | Path) -> list[Path]:
-    """The checkpoints of a folder, the oldest step first; whether they are whole is not looked at.
+    """Return the checkpoints of a folder, oldest step first, without verifying them.
 
     >>> Path("checkpoint/step-00000100").mkdir(parents=True)
     >>> Path("checkpoint/step-00000200.a1.partial").mkdir()
@@ -74,13 +75,13 @@ def published(folder: str | Path) -> list[Path]:
         return []
     except OSError as error:
         raise CheckpointError(f"cannot read the folder {where}: {reason(error)}") from error
-    # One that is about to give way counts less than the newer one of its step.
+    # One that is about to be replaced comes before the newer one of its step.
     names.sort(key=lambda name: (step_of(name) or 0, "." not in name, name))
     return [where / name for name in names if (where / name).is_dir()]
 
 
-def left_over(folder: Path, but: str) -> list[Path]:
-    """What attempts and writers that ended in the middle left, except the folder of the attempt that begins now."""
+def leftovers(folder: Path, but: str) -> list[Path]:
+    """Return what interrupted attempts and writers left behind, except the folder of the attempt that starts now."""
     return [
         folder / name
         for name in sorted(os.listdir(folder), reverse=True)
@@ -88,9 +89,9 @@ def left_over(folder: Path, but: str) -> list[Path]:
     ]
 
 
-def sweep(found: Iterable[Path]) -> None:
-    """Remove what is left over; a checkpoint that stepped aside for one that never came steps back."""
-    for path in found:
+def clean_up(paths: Iterable[Path]) -> None:
+    """Remove leftovers; a checkpoint whose replacement never came gets its name back."""
+    for path in paths:
         if path.suffix == ".replaced":
             plain = path.with_name(path.name.partition(".")[0])
             discard(path) if plain.exists() else rename(path, plain)
@@ -102,9 +103,9 @@ def sweep(found: Iterable[Path]) -> None:
 
 
 def publish(partial: Path, step: int) -> tuple[Path, Path]:
-    """Give a finished folder its name; at every moment there is a whole checkpoint of the step if there was one.
+    """Rename a complete folder to its final name; an earlier checkpoint of the step stays available until then.
 
-    Returns where it is, and where the earlier one of the step went, if there was one.
+    Return the new path, and the path that an earlier one of the step was moved to, if there was one.
     """
     folder, target = partial.parent, partial.with_name(step_name(step))
     replaced = target.with_name(f"{target.name}.{time.time_ns():020d}.replaced")
@@ -117,11 +118,11 @@ def publish(partial: Path, step: int) -> tuple[Path, Path]:
 
 
 def discard(path: Path) -> bool:
-    """Remove a checkpoint unless somebody reads it; it loses its name first, so that no half of one is ever seen."""
+    """Remove a checkpoint unless it is being read, and rename it first, so that no reader sees a part of it."""
     try:
         handle = os.open(path / MANIFEST, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        handle = None  # there is nothing that a reader could hold
+        handle = None  # nothing that a reader could lock
     try:
         if handle is not None:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -140,7 +141,7 @@ def discard(path: Path) -> bool:
 
 
 def hold(path: Path) -> int | None:
-    """Keep a checkpoint from being removed while it is read: a handle to close, or None where locks do not work."""
+    """Lock a checkpoint for reading; return a handle to close, or None where locks are not supported."""
     handle = os.open(path / MANIFEST, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -159,7 +160,7 @@ MARK = ".stageline-mark-"
 
 
 def leave_mark(folder: str | Path) -> str:
-    """Leave a mark in a folder, which is made if need be, and return what to tell the others.
+    """Write a mark into a folder, which is created if necessary; return the nonce to look for.
 
     >>> nonce = leave_mark("shared")
     >>> sees_mark("shared", nonce), sees_mark("elsewhere", nonce, within=0)
@@ -174,11 +175,11 @@ def leave_mark(folder: str | Path) -> str:
 
 
 def sees_mark(folder: str | Path, nonce: str, within: float = 5.0) -> bool:
-    """Whether the mark is seen from here; file systems of a network may take seconds to show it."""
+    """Whether this process sees the mark within some seconds, which a network file system may take."""
     end = time.monotonic() + within
     while True:
         try:
-            # A list of the folder is asked of the server anew, where a single name may be remembered as absent.
+            # List the folder: a client may cache that a single name does not exist.
             if MARK + nonce in os.listdir(folder):
                 return True
         except OSError:
@@ -189,5 +190,5 @@ def sees_mark(folder: str | Path, nonce: str, within: float = 5.0) -> bool:
 
 
 def remove_mark(folder: str | Path, nonce: str) -> None:
-    """Take the mark away; one that is gone is no error."""
+    """Remove the mark, if it exists."""
     (Path(folder) / (MARK + nonce)).unlink(missing_ok=True)

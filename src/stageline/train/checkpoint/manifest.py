@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it holds, in which files, with which checksums. See docs/checkpoints.md."""
+"""The manifest of a checkpoint: its tensors, files and checksums. See docs/checkpoints.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
 LARGEST = 2**29
-"""Bytes of a manifest that are read at most."""
+"""Maximum bytes of a manifest."""
 MOST_STEPS = 10**15
 
 DTYPES = {
@@ -39,14 +39,14 @@ DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""What torch calls a dtype, and what safetensors does."""
+"""The names of dtypes in torch and in safetensors."""
 
 _HEAD = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of the checkpoint: its bytes, their sum, and which writer wrote it."""
+    """A file of a checkpoint: its size, its checksum, and the number of its writer."""
 
     bytes: Count
     sha256: str
@@ -54,8 +54,8 @@ class File:
 
 
 @dataclass(frozen=True)
-class Held:
-    """A tensor that a file of the checkpoint holds."""
+class TensorEntry:
+    """A tensor in a file of a checkpoint."""
 
     file: str
     dtype: str
@@ -64,10 +64,10 @@ class Held:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     >>> files = {"model-00001-of-00001.safetensors": File(88, "0" * 64, 0)}
-    >>> model = {"weight": Held("model-00001-of-00001.safetensors", "float32", (2, 2))}
+    >>> model = {"weight": TensorEntry("model-00001-of-00001.safetensors", "float32", (2, 2))}
     >>> manifest = Manifest(100, "a1", 0.0, {"writers": 1}, files, model, {"weight": {}}, {"seen": 6400}, {})
     >>> Manifest.from_bytes(manifest.to_bytes()) == manifest
     True
@@ -81,31 +81,31 @@ class Manifest:
     """Seconds since 1970."""
     world: Mapping[str, Any]
     files: Mapping[str, File]
-    model: Mapping[str, Held]
-    optimizer: Mapping[str, Mapping[str, Held]]
+    model: Mapping[str, TensorEntry]
+    optimizer: Mapping[str, Mapping[str, TensorEntry]]
     state: Any
     environment: Mapping[str, Any]
 
     @property
     def size(self) -> int:
-        """The bytes of all files together, without the manifest."""
+        """The bytes of all files, without the manifest."""
         return sum(file.bytes for file in self.files.values())
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model has."""
-        return sum(math.prod(held.shape) for held in self.model.values())
+        """The number of elements of the model's tensors."""
+        return sum(math.prod(entry.shape) for entry in self.model.values())
 
     def to_bytes(self) -> bytes:
-        """The file: the first line has the sum of everything after it."""
+        """Return the file, whose first line is the checksum of the rest."""
         fields = {
             "format": FORMAT,
             "version": VERSION,
             **vars(self),
             "files": {name: vars(file) for name, file in self.files.items()},
-            "model": {name: vars(held) for name, held in self.model.items()},
+            "model": {name: vars(entry) for name, entry in self.model.items()},
             "optimizer": {
-                name: {slot: vars(held) for slot, held in slots.items()} for name, slots in self.optimizer.items()
+                name: {slot: vars(entry) for slot, entry in slots.items()} for name, slots in self.optimizer.items()
             },
         }
         body = ",\n".join(f"{json.dumps(key)}: {_lines(value)}" for key, value in fields.items()).encode() + b"}\n"
@@ -129,13 +129,13 @@ class Manifest:
 
 
 def _lines(value: Any) -> str:
-    """JSON with a line for each entry of an object, for people."""
+    """Return JSON with a line for each item of an object."""
     if not isinstance(value, dict) or not value:
         return json.dumps(value)
-    return "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(each)}" for key, each in value.items()) + "}"
+    return "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()) + "}"
 
 
-def check_tensors(files: Mapping[str, File], groups: Mapping[str, Mapping[str, Held]]) -> None:
+def check_tensors(files: Mapping[str, File], groups: Mapping[str, Mapping[str, TensorEntry]]) -> None:
     """Raise `JsonError` if a file name leads out of the folder, or a tensor's file, dtype or shape is invalid."""
     for name, file in files.items():
         plain_name(name)
@@ -155,7 +155,7 @@ def check_tensors(files: Mapping[str, File], groups: Mapping[str, Mapping[str, H
 
 
 def plain_name(name: str) -> str:
-    """The name of a file directly in the folder; one that could lead out of it is refused.
+    """Return a file name; raise if it could lead out of the folder.
 
     >>> plain_name("config.json")
     'config.json'

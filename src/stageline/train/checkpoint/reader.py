@@ -1,4 +1,4 @@
-"""Reading checkpoints: the newest that is whole, and of it only the tensors that are asked for. No torch until then."""
+"""Read checkpoints: find the newest undamaged one, verify files, and read single tensors. Imports torch only then."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from stageline.common.errors import CheckpointError, nearest, shorten
-from stageline.train.checkpoint.disk import reason, regular, sum_file
+from stageline.train.checkpoint.disk import file_checksum, reason, stat_regular
 from stageline.train.checkpoint.folder import hold, published, step_name, step_of
-from stageline.train.checkpoint.manifest import LARGEST, MANIFEST, File, Held, Manifest
+from stageline.train.checkpoint.manifest import LARGEST, MANIFEST, File, Manifest, TensorEntry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ Identity = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class Damage:
-    """One file of a checkpoint that is not as it was written.
+    """A damaged file of a checkpoint.
 
     >>> print(Damage(Path("step-00000100"), "model-00001-of-00001.safetensors", "size", "has 10 bytes, expected 96"))
     step-00000100/model-00001-of-00001.safetensors: has 10 bytes, expected 96
@@ -37,16 +37,15 @@ class Damage:
     text: str
 
     def __str__(self) -> str:
-        """The file, then what is wrong with it."""
         return f"{self.checkpoint / self.file}: {self.text}"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return JSON data."""
         return {"checkpoint": str(self.checkpoint), "file": self.file, "what": self.what, "text": self.text}
 
 
 class Checkpoint:
-    """A checkpoint on disk; as long as it is open, no writer prunes it.
+    """A checkpoint on disk; while it is open, no writer removes it.
 
     >>> import torch
     >>> from stageline.train.checkpoint import Writer, open_checkpoint
@@ -71,27 +70,26 @@ class Checkpoint:
 
     @property
     def state(self) -> Any:
-        """The JSON that was saved with it."""
+        """The JSON data that was saved with it."""
         return self.manifest.state
 
     def read_model(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """The tensors of the model that are asked for, or all."""
+        """Return tensors of the model by name; all of them by default."""
         wanted = self._pick(names, self.manifest.model, "no parameter")
-        found = self._read({name: (name, self.manifest.model[name]) for name in wanted})
-        return {name: found[name] for name in wanted}
+        tensors = self._read({name: self.manifest.model[name] for name in wanted})
+        return {name: tensors[name] for name in wanted}
 
     def read_optimizer(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Tensor]]:
-        """The state of the optimizer for the parameters that are asked for, or all: each slot by its name."""
-        held = self.manifest.optimizer
-        wanted = self._pick(names, held, "no optimizer state of")
-        keys = {f"{name}/{slot}": each for name in wanted for slot, each in held[name].items()}
-        found = self._read({key: (key, each) for key, each in keys.items()})
-        return {name: {slot: found[f"{name}/{slot}"] for slot in held[name]} for name in wanted}
+        """Return the optimizer state of parameters, by slot; of all of them by default."""
+        saved = self.manifest.optimizer
+        wanted = self._pick(names, saved, "no optimizer state of")
+        tensors = self._read({f"{name}/{slot}": entry for name in wanted for slot, entry in saved[name].items()})
+        return {name: {slot: tensors[f"{name}/{slot}"] for slot in saved[name]} for name in wanted}
 
     def read_asset(self, name: str) -> bytes:
-        """One of the small files that were saved with it."""
+        """Return one of the small files that were saved with it."""
         self._pick([name], self.manifest.files, "no file")
-        damage = self._look(name, self.manifest.files[name])
+        damage = self._check(name, self.manifest.files[name])
         if damage is not None or self.manifest.files[name].bytes > LARGEST:
             raise CheckpointError(f"cannot read {damage or f'{self.path / name}: it is too large'}")
         try:
@@ -100,29 +98,26 @@ class Checkpoint:
             raise CheckpointError(f"cannot read {self.path / name}: {reason(error)}") from error
 
     def verify(self, deep: bool = True) -> list[Damage]:
-        """What is damaged: every file's presence and size, and if deep, the checksum of its bytes."""
-        found = [self._look(name, file) for name, file in self.manifest.files.items()]
+        """Return what is damaged: check presence and size of every file, and its checksum if `deep`."""
+        damages = [self._check(name, file) for name, file in self.manifest.files.items()]
         if deep:
-            sound = [name for name, damage in zip(self.manifest.files, found, strict=True) if damage is None]
+            sound = [name for name, damage in zip(self.manifest.files, damages, strict=True) if damage is None]
             with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-                found += pool.map(self._sum, sound)
-        return [damage for damage in found if damage is not None]
+                damages += pool.map(self._check_sum, sound)
+        return [damage for damage in damages if damage is not None]
 
     def close(self) -> None:
-        """Let it be pruned."""
+        """Allow writers to remove it."""
         if self._release is not None:
             self._release()
 
     def __enter__(self) -> Self:
-        """Close at the end of the block."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Let it be pruned."""
         self.close()
 
     def __repr__(self) -> str:
-        """Where, which step, how large."""
         return f"<Checkpoint {self.path}: step {self.step}, {self.manifest.size:,} bytes>"
 
     def _pick(self, names: Iterable[str] | None, known: Mapping[str, Any], what: str) -> list[str]:
@@ -132,76 +127,74 @@ class Checkpoint:
                 raise CheckpointError(f"{self.path} has {what} {shorten(name)}{nearest(str(name), known)}")
         return wanted
 
-    def _read(self, wanted: Mapping[str, tuple[str, Held]]) -> dict[str, Tensor]:
-        """Tensors by key, file by file."""
+    def _read(self, wanted: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
+        """Read tensors by key, file by file."""
         from safetensors import SafetensorError, safe_open
 
-        by_file: dict[str, list[tuple[str, Held]]] = {}
-        for key, held in wanted.values():
-            by_file.setdefault(held.file, []).append((key, held))
-        found: dict[str, Tensor] = {}
+        by_file: dict[str, list[tuple[str, TensorEntry]]] = {}
+        for key, entry in wanted.items():
+            by_file.setdefault(entry.file, []).append((key, entry))
+        tensors: dict[str, Tensor] = {}
         for name, entries in by_file.items():
-            damage = self._look(name, self.manifest.files[name])
+            damage = self._check(name, self.manifest.files[name])
             if damage is not None:
                 raise CheckpointError(f"cannot read {damage}")
             try:
                 with safe_open(str(self.path / name), framework="pt", device="cpu") as opened:
-                    for key, held in entries:
-                        # A copy: what is mapped from a file dies with the file, and takes the process along.
-                        found[key] = self._fits(name, key, held, opened.get_tensor(key)).clone()
+                    for key, entry in entries:
+                        # A copy, because reading a mapped file that was truncated kills the process.
+                        tensors[key] = self._check_tensor(name, key, entry, opened.get_tensor(key)).clone()
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"cannot read {self.path / name}: {reason(error)}") from error
         if _identity(self.path) != self._identity:
             raise CheckpointError(f"{self.path} was replaced while it was read; open it again")
-        return found
+        return tensors
 
-    def _fits(self, file: str, key: str, held: Held, tensor: Tensor) -> Tensor:
+    def _check_tensor(self, file: str, key: str, entry: TensorEntry, tensor: Tensor) -> Tensor:
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-        if (dtype, shape) != (held.dtype, held.shape):
+        if (dtype, shape) != (entry.dtype, entry.shape):
             raise CheckpointError(
-                f"{self.path / file} holds {key!r} as {dtype} of {shape}, and its manifest says {held.dtype} of "
-                f"{held.shape}"
+                f"{self.path / file} holds {key!r} as {dtype} of {shape}, but its manifest says {entry.dtype} of "
+                f"{entry.shape}"
             )
         return tensor
 
-    def _look(self, name: str, file: File) -> Damage | None:
+    def _check(self, name: str, file: File) -> Damage | None:
         try:
-            found = regular(self.path / name)
+            status = stat_regular(self.path / name)
         except FileNotFoundError:
             return Damage(self.path, name, "missing", "is missing")
         except OSError as error:
             return Damage(self.path, name, "unreadable", f"cannot be read: {reason(error)}")
-        if found is None:
-            return Damage(self.path, name, "refused", "is a link or no plain file; refused")
-        if found.st_size != file.bytes:
-            return Damage(self.path, name, "size", f"has {found.st_size:,} bytes, expected {file.bytes:,}")
+        if status is None:
+            return Damage(self.path, name, "refused", "is a link or no regular file; refused")
+        if status.st_size != file.bytes:
+            return Damage(self.path, name, "size", f"has {status.st_size:,} bytes, expected {file.bytes:,}")
         return None
 
-    def _sum(self, name: str) -> Damage | None:
+    def _check_sum(self, name: str) -> Damage | None:
         try:
-            found = sum_file(self.path / name)
+            checksum = file_checksum(self.path / name)
         except OSError as error:
             return Damage(self.path, name, "unreadable", f"cannot be read: {reason(error)}")
-        if found != self.manifest.files[name].sha256:
-            expected = self.manifest.files[name].sha256
-            return Damage(
-                self.path, name, "checksum", f"has other bytes than were written: sha256 {found[:12]}…, expected "
-                f"{expected[:12]}…",
-            )  # fmt: skip
+        expected = self.manifest.files[name].sha256
+        if checksum != expected:
+            text = f"has other bytes than were written: sha256 {checksum[:12]}…, expected {expected[:12]}…"
+            return Damage(self.path, name, "checksum", text)
         return None
 
 
 def _identity(path: Path) -> Identity:
-    """What changes when another folder takes the name."""
+    """Return what changes when another folder gets this name."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open one checkpoint by its folder; only its manifest is read.
+    """Open a checkpoint by its folder; only the manifest is read.
 
     >>> from stageline.train.checkpoint import Writer
     >>> with Writer("checkpoint") as writer:
@@ -212,20 +205,24 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     where = Path(path)
     if not where.is_dir():
         why = "it is a file" if where.exists() else "it does not exist"
-        raise CheckpointError(f"{where} is no checkpoint: {why}")
+        raise CheckpointError(f"{where} is not a checkpoint: {why}")
     file = where / MANIFEST
     handle = None
     identity = _identity(where)
     try:
-        found = regular(file)
-        if found is None or found.st_size > LARGEST:
-            why = "is a link or no plain file; refused" if found is None else f"has {found.st_size:,} bytes; refused"
-            raise CheckpointError(f"{file} {why}")
+        status = stat_regular(file)
+        if status is None or status.st_size > LARGEST:
+            why = (
+                "is a link or no regular file; refused" if status is None else f"has {status.st_size:,} bytes; refused"
+            )
+            raise CheckpointError(f"{file} {why}; refused")
         handle = hold(where)
         manifest = Manifest.from_bytes(file.read_bytes(), str(file))
         named = step_of(where.name)
         if named is not None and named != manifest.step:
-            raise CheckpointError(f"{file} is of step {manifest.step}, expected {named}: it is another checkpoint's")
+            raise CheckpointError(
+                f"{file} is of step {manifest.step}, expected {named}: it belongs to another checkpoint"
+            )
     except BaseException as error:
         if handle is not None:
             os.close(handle)
@@ -238,7 +235,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def inspect(path: Path, *, deep: bool = True) -> tuple[Checkpoint | None, list[Damage]]:
-    """A checkpoint, if its manifest can be read, and everything that is wrong with it."""
+    """Return a checkpoint, or None if its manifest cannot be read, and all its damages."""
     try:
         checkpoint = open_checkpoint(path)
     except CheckpointError as error:
@@ -250,10 +247,10 @@ def inspect(path: Path, *, deep: bool = True) -> tuple[Checkpoint | None, list[D
 def newest(
     folder: str | Path, on_damage: Callable[[Damage], object] | None = None, *, deep: bool = True
 ) -> Checkpoint | None:
-    """The newest whole checkpoint of a folder, or None if none was ever published in it.
+    """Return the newest undamaged checkpoint of a folder, or None if the folder has none at all.
 
-    `on_damage` is called with what is wrong with those that are newer. `deep=False` looks at presence and sizes alone.
-    If there are checkpoints and none is whole, that is an error: to begin anew would be the wrong answer.
+    `on_damage` is called with each damage of newer ones. `deep=False` checks only presence and sizes of files. If there
+    are checkpoints and all are damaged, raise: starting again would be wrong.
 
     >>> from stageline.train.checkpoint import Writer
     >>> with Writer("checkpoint") as writer:
@@ -264,7 +261,7 @@ def newest(
     checkpoint/step-00000002/config.json: has 0 bytes, expected 2
     1
     """
-    told: list[Damage] = []
+    reported: list[Damage] = []
     for _ in range(100):
         paths = published(folder)
         for path in reversed(paths):
@@ -275,25 +272,25 @@ def newest(
             if checkpoint is not None:
                 checkpoint.close()
             if before is None or before != _identity(path):
-                break  # pruned, replaced or stepped back meanwhile: look at the folder again
+                break  # removed or replaced meanwhile: list the folder again
             for damage in damages:
-                if damage not in told:
-                    told.append(damage)
+                if damage not in reported:
+                    reported.append(damage)
                     if on_damage is not None:
                         on_damage(damage)
         else:
             break
     if not paths:
         return None
-    names = "; ".join(map(str, told[:5])) + (f"; and {len(told) - 5} more" if len(told) > 5 else "")
+    names = "; ".join(map(str, reported[:5])) + (f"; and {len(reported) - 5} more" if len(reported) > 5 else "")
     raise CheckpointError(
-        f"none of the {len(paths)} checkpoints in {folder} is whole: {names}; mend or remove them, or begin in another "
-        "folder"
+        f"none of the {len(paths)} checkpoints in {folder} is whole: {names}; repair or remove them, or start in "
+        "another folder"
     )
 
 
 def at_step(folder: str | Path, step: int) -> Path:
-    """The folder of a step's checkpoint, or an error with the steps that there are.
+    """Return the checkpoint of a step; raise an error that lists the steps if there is none.
 
     >>> from stageline.train.checkpoint import Writer
     >>> with Writer("checkpoint") as writer:

@@ -1,4 +1,4 @@
-"""Tensors into safetensors files: cut into files of a size, and summed while they are written."""
+"""Write tensors to safetensors files of limited size, with checksums."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from stageline.common.errors import CheckpointError, shorten
 from stageline.train.checkpoint.disk import Stream
-from stageline.train.checkpoint.manifest import DTYPES, File, Held
+from stageline.train.checkpoint.manifest import DTYPES, File, TensorEntry
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A tensor to be written: what the file's header says of it, and how to get it when its turn comes."""
+class TensorSource:
+    """A tensor to write: its entry in the header of the file, and a function that returns it."""
 
     key: str
     dtype: torch.dtype
@@ -26,12 +26,12 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """The size in bytes."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What torch calls it, without the torch.
+    """Return the name of a dtype without `torch.`.
 
     >>> dtype_name(torch.bfloat16)
     'bfloat16'
@@ -39,12 +39,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def make_entry(key: str, tensor: Tensor) -> Entry:
-    """A tensor that can be written, or an error with its name.
+def tensor_source(key: str, tensor: Tensor) -> TensorSource:
+    """Return the entry of a tensor; raise if it cannot be written.
 
-    >>> make_entry("weight", torch.ones(2, 3)).bytes
+    >>> tensor_source("weight", torch.ones(2, 3)).bytes
     24
-    >>> make_entry("weight", torch.ones(2, device="meta"))
+    >>> tensor_source("weight", torch.ones(2, device="meta"))
     Traceback (most recent call last):
     ...
     stageline.common.errors.CheckpointError: 'weight' is on the meta device and has no values; give a writer
@@ -62,17 +62,17 @@ def make_entry(key: str, tensor: Tensor) -> Entry:
             f"{shorten(key)} is a tensor of {tensor.layout} and {tensor.dtype}, which safetensors cannot hold; "
             f"expected a dense one of {', '.join(DTYPES)}"
         )
-    return Entry(key, tensor.dtype, tuple(tensor.shape), _giver(tensor))
+    return TensorSource(key, tensor.dtype, tuple(tensor.shape), _giver(tensor))
 
 
-def cut(entries: Iterable[Entry], most: int) -> Iterator[list[Entry]]:
-    """Cut into files of at most so many bytes each, in order; a tensor that is larger has a file of its own.
+def cut(entries: Iterable[TensorSource], most: int) -> Iterator[list[TensorSource]]:
+    """Group tensors into files of at most `most` bytes, in order; a larger tensor gets a file of its own.
 
-    >>> rows = [make_entry(f"{k} numbers", torch.ones(k)) for k in (1, 2, 9, 1)]
+    >>> rows = [tensor_source(f"{k} numbers", torch.ones(k)) for k in (1, 2, 9, 1)]
     >>> [[entry.key for entry in file] for file in cut(rows, most=12)]
     [['1 numbers', '2 numbers'], ['9 numbers'], ['1 numbers']]
     """
-    file: list[Entry] = []
+    file: list[TensorSource] = []
     size = 0
     for entry in entries:
         if file and size + entry.bytes > most:
@@ -85,18 +85,18 @@ def cut(entries: Iterable[Entry], most: int) -> Iterator[list[Entry]]:
 
 
 def write_tensors(
-    path: Path, entries: Iterable[Entry], writer: int = 0, check: Callable[[], object] = lambda: None
-) -> tuple[File, Mapping[str, Held]]:
-    """Write one safetensors file, and say what it holds; `check` is called meanwhile, and raises to give it up.
+    path: Path, entries: Iterable[TensorSource], writer: int = 0, check: Callable[[], object] = lambda: None
+) -> tuple[File, Mapping[str, TensorEntry]]:
+    """Write one safetensors file, and return what it contains; `check` is called meanwhile, and raises to abort.
 
-    >>> file, held = write_tensors(Path("a.safetensors"), [make_entry("w", torch.ones(2))])
-    >>> held["w"].dtype, held["w"].shape
+    >>> file, tensors = write_tensors(Path("a.safetensors"), [tensor_source("w", torch.ones(2))])
+    >>> tensors["w"].dtype, tensors["w"].shape
     ('float32', (2,))
     >>> from safetensors.torch import load_file
     >>> load_file("a.safetensors")
     {'w': tensor([1., 1.])}
     """
-    # The widest numbers first: then every tensor begins at a multiple of its own, and can be mapped into memory.
+    # The widest dtypes first, so that every tensor is aligned to its own and can be mapped into memory.
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -110,12 +110,12 @@ def write_tensors(
         stream.write(len(text).to_bytes(8, "little") + text)
         for entry in ordered:
             stream.write(raw_bytes(entry.take()))
-    held = {entry.key: Held(path.name, dtype_name(entry.dtype), entry.shape) for entry in ordered}
-    return File(stream.bytes, stream.sha256, writer), held
+    tensors = {entry.key: TensorEntry(path.name, dtype_name(entry.dtype), entry.shape) for entry in ordered}
+    return File(stream.bytes, stream.sha256, writer), tensors
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, row by row, without a copy if it lies so in the host's memory.
+    """Return the bytes of a tensor in row-major order, without a copy if it is a contiguous one on the host.
 
     >>> bytes(raw_bytes(torch.tensor([1, 2], dtype=torch.int16)))
     b'\\x01\\x00\\x02\\x00'
@@ -123,30 +123,29 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
     if not flat.numel():
         return memoryview(b"")
-    # A single number is contiguous whatever its stride, and only a stride of 1 can be seen as bytes.
+    # A single number is contiguous with any stride, but only a stride of 1 can be viewed as bytes.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
 
 
 class HostCopies:
-    """Copies of tensors in the host's memory, which is kept from one time to the next: fresh memory is slow.
+    """Copies of tensors in host memory, which is reused from one call to the next.
 
-    What comes from a GPU is copied into pinned memory, all of it at once.
+    Tensors of a GPU are copied asynchronously into pinned memory.
 
     >>> weight = torch.ones(2)
     >>> copies = HostCopies()
-    >>> (copy,) = copies.take([make_entry("weight", weight)])
+    >>> (copy,) = copies.take([tensor_source("weight", weight)])
     >>> _ = weight.zero_()
     >>> copy.take()
     tensor([1., 1.])
     """
 
     def __init__(self) -> None:
-        """There are none yet."""
         self._kept: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def take(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Copy; a later call overwrites the copies of an earlier one."""
+    def take(self, entries: Iterable[TensorSource]) -> list[TensorSource]:
+        """Copy the tensors; overwrites the copies of an earlier call."""
         sources = [(entry, entry.take().detach()) for entry in entries]
         devices = {source.device for _, source in sources if source.is_cuda}
         for device in devices:  # the last step may have run on other streams than this thread's
@@ -159,13 +158,13 @@ class HostCopies:
                 copy = torch.empty(entry.shape, dtype=entry.dtype, device="cpu", pin_memory=source.is_cuda)
             copy.copy_(source, non_blocking=source.is_cuda)
             self._kept[entry.key] = copy
-            copies.append(Entry(entry.key, entry.dtype, entry.shape, _giver(copy)))
+            copies.append(TensorSource(entry.key, entry.dtype, entry.shape, _giver(copy)))
         for device in devices:
             torch.cuda.synchronize(device)
         return copies
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._kept = {}
 
 

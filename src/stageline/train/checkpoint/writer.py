@@ -22,29 +22,29 @@ from torch import Tensor
 from stageline._version import __version__
 from stageline.common.errors import CheckpointError, JsonError, shorten
 from stageline.distributed.bootstrap import lost_rank
-from stageline.train.checkpoint.disk import make_folder, reason, remove_tree, replace_file, side_by_side, write_file
+from stageline.train.checkpoint.disk import make_folder, reason, remove_tree, replace_file, run_parallel, write_file
 from stageline.train.checkpoint.folder import (
     LATEST,
+    clean_up,
     discard,
-    left_over,
+    leftovers,
     partial_name,
     publish,
     published,
     step_name,
-    sweep,
 )
-from stageline.train.checkpoint.gather import Report, assemble, gather, report_name
-from stageline.train.checkpoint.manifest import INDEX, MANIFEST, File, Held, Manifest, plain_name
+from stageline.train.checkpoint.gather import WriterReport, assemble, gather, report_name
+from stageline.train.checkpoint.manifest import INDEX, MANIFEST, File, Manifest, TensorEntry, plain_name
 from stageline.train.checkpoint.reader import open_checkpoint
-from stageline.train.checkpoint.tensors import Entry, HostCopies, cut, make_entry, write_tensors
+from stageline.train.checkpoint.tensors import HostCopies, TensorSource, cut, tensor_source, write_tensors
 
 SHARD = 4 * 2**30
-"""Bytes of a file of tensors at most, unless a single one is larger."""
+"""Maximum bytes of a file of tensors, unless a single tensor is larger."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is there: the step, where, how large, and the seconds from `save` to its publication."""
+    """A published checkpoint; `seconds` is the time from `save` to its publication."""
 
     step: int
     attempt: str
@@ -55,14 +55,14 @@ class Saved:
 
 @dataclass(frozen=True)
 class _Job:
-    """One call of `save`, with everything that it needs once the caller has gone on."""
+    """One call of `save`, with everything that it needs in the background."""
 
     step: int
     attempt: str
     partial: Path
-    stale: list[Path]
-    model: list[Entry]
-    optimizer: list[Entry]
+    leftovers: list[Path]
+    model: list[TensorSource]
+    optimizer: list[TensorSource]
     slots: Mapping[str, list[str]]
     state: Any
     assets: Mapping[str, bytes]
@@ -71,11 +71,11 @@ class _Job:
 
 
 class Writer:
-    """One of `count` writers into a folder of checkpoints, which all of them see; the first publishes and prunes.
+    """One of `count` writers to a shared folder of checkpoints; the first one publishes and prunes.
 
-    Every writer gives the tensors that it holds, each name once among all of them. `keep` is how many whole
-    checkpoints stay (0: all), `deadline` for how many seconds the first may see nothing of another before that is an
-    error, and `max_shard_bytes` where files of tensors are cut.
+    Every writer saves its own tensors; each name belongs to one writer. `keep` is the number of undamaged checkpoints
+    to keep (0: all), `deadline` the seconds without any progress of another writer after which the first one fails, and
+    `max_shard_bytes` the maximum size of a file of tensors.
 
     >>> import torch
     >>> from stageline.train.checkpoint import newest
@@ -83,7 +83,7 @@ class Writer:
     >>> with Writer("checkpoint", keep=2) as writer:
     ...     for step in (100, 200, 300):
     ...         writer.save(step, {"weight": weight}, {"weight": {"momentum": weight / 2}}, {"seen": 64 * step})
-    ...         weight += 1      # goes on at once: what is written is a copy
+    ...         weight += 1      # the writer has a copy
     >>> sorted(os.listdir("checkpoint"))
     ['latest', 'step-00000200', 'step-00000300']
     >>> newest("checkpoint").read_model(["weight"])
@@ -100,12 +100,12 @@ class Writer:
         deadline: float = 60.0,
         max_shard_bytes: int = SHARD,
     ) -> None:
-        """Make the folder if need be."""
+        """Create the folder if necessary."""
         if not 0 <= number < count:
-            raise CheckpointError(f"a writer's number is one of 0 to count - 1, got {number} of {count}")
+            raise CheckpointError(f"number must be from 0 to count - 1, got {number} of {count}")
         for name, value, least in (("keep", keep, 0), ("max_shard_bytes", max_shard_bytes, 1)):
             if value < least:
-                raise CheckpointError(f"{name} is a whole number from {least}, got {shorten(value)}")
+                raise CheckpointError(f"{name} must be an integer >= {least}, got {shorten(value)}")
         self.folder = Path(folder)
         self.number = number
         self.count = count
@@ -113,7 +113,7 @@ class Writer:
         self.deadline = deadline
         self.max_shard_bytes = max_shard_bytes
         self.last: Saved | None = None
-        """The last checkpoint that was published, if this is the first writer."""
+        """The last published checkpoint, in the first writer."""
         self._copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -131,11 +131,11 @@ class Writer:
         world: Mapping[str, Any] | None = None,
         background: bool = True,
     ) -> None:
-        """Save a step's checkpoint: returns once the tensors are copied, and writes in the background.
+        """Save the checkpoint of a step: return once the tensors are copied, and write in the background.
 
-        Waits for the checkpoint before it, and raises the error that one had. `state` is any JSON, `assets` are small
-        files (config.json, a tokenizer), `world` says who trained (ranks, replicas, schedule): those of the first
-        writer count. With several writers, `attempt` is a text that all of them give and that was never used before.
+        Waits for the previous checkpoint, and raises its error. `state` is JSON data, `assets` are small files
+        (config.json, a tokenizer), and `world` describes the job (ranks, replicas, schedule); those of the first writer
+        are used. With several writers, `attempt` is the same text on all of them, and different in every call.
         """
         self.wait()
         began = time.perf_counter()
@@ -149,14 +149,11 @@ class Writer:
 
     @property
     def failed(self) -> BaseException | None:
-        """Why the checkpoint that was written in the background is not there; None while all is well. Waits for nobody.
-
-        The error is the writer's until the next call of `wait`, `save` or `close` raises it.
-        """
+        """The error of the checkpoint in the background, or None; the next `wait`, `save` or `close` raises it."""
         return self._error
 
     def wait(self) -> None:
-        """Wait until nothing is being written any more; raises the error of what could not be."""
+        """Wait for the checkpoint in the background; raise its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -165,18 +162,17 @@ class Writer:
             raise error
 
     def close(self) -> None:
-        """Wait, and give back the memory of the copies."""
+        """Wait, and free the copies."""
         try:
             self.wait()
         finally:
             self._copies.release()
 
     def __enter__(self) -> Self:
-        """Close at the end of the block."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Finish what is being written; an error of the block comes first, with that of the checkpoint as a note."""
+        """Close; an error of the block is raised first, with that of the checkpoint as a note."""
         try:
             self.close()
         except CheckpointError as failed:
@@ -196,36 +192,36 @@ class Writer:
         began: float,
         copy: bool,
     ) -> _Job:
-        """Look at everything first: what cannot be saved is an error of the call and not of a thread."""
+        """Validate everything, so that the call raises and not the thread."""
         step_name(step)
         if attempt is None:
             if self.count > 1:
                 raise CheckpointError(f"save() of one of {self.count} writers needs attempt=, the same text on all")
             attempt = os.urandom(6).hex()
         aside = self.folder / partial_name(step, attempt)
-        entries = [make_entry(_key(name), tensor) for name, tensor in model.items()]
+        entries = [tensor_source(_key(name), tensor) for name, tensor in model.items()]
         states = [
-            make_entry(f"{_key(name)}/{_slot(name, slot)}", tensor)
+            tensor_source(f"{_key(name)}/{_slot(name, slot)}", tensor)
             for name, slots in optimizer.items()
             for slot, tensor in slots.items()
         ]
         plain_state, plain_world = check_json(state, "state"), check_json(dict(world), "world")
         _check_assets(assets)
         if copy:
-            # Prefixes, for a tensor of the model may be named as one of the optimizer.
+            # With prefixes, because a name of the optimizer may be one of the model, too.
             named = self._copies.take([*_prefixed("m", entries), *_prefixed("o", states)])
-            plain = [Entry(entry.key[1:], entry.dtype, entry.shape, entry.take) for entry in named]
+            plain = [TensorSource(entry.key[1:], entry.dtype, entry.shape, entry.take) for entry in named]
             entries, states = plain[: len(entries)], plain[len(entries) :]
         try:
-            stale = left_over(self.folder, but=aside.name) if self.number == 0 else []
+            old = leftovers(self.folder, but=aside.name) if self.number == 0 else []
         except OSError as error:
             raise CheckpointError(f"cannot read the folder {self.folder}: {reason(error)}") from error
-        slots = {name: list(each) for name, each in optimizer.items()}
-        return _Job(step, attempt, aside, stale, entries, states, slots, plain_state, dict(assets), plain_world, began)
+        slots = {name: list(state) for name, state in optimizer.items()}
+        return _Job(step, attempt, aside, old, entries, states, slots, plain_state, dict(assets), plain_world, began)
 
     def _run(self, job: _Job) -> None:
         try:
-            sweep(job.stale)
+            clean_up(job.leftovers)
             report = self._write(job)
             if self.number == 0:
                 self._publish(job, report)
@@ -235,18 +231,18 @@ class Writer:
             self._error = self._failed(job, error)
 
     def _failed(self, job: _Job, error: BaseException) -> BaseException:
-        """Leave nothing of it behind, and let the first writer know at once."""
+        """Remove the partial checkpoint, and report the failure to the first writer."""
         if self.last is not None and self.last.attempt == job.attempt:
             return CheckpointError(f"the checkpoint of step {job.step} is saved, but then: {reason(error)}")
         gone = self.number > 0 and not job.partial.exists()
-        why = "the first writer gave it up" if gone else reason(error)
+        why = "the first writer aborted it" if gone else reason(error)
         if self.number == 0:
             remove_tree(job.partial)
         elif not gone:
             for path in job.partial.glob(f"*-{self.number:05d}-*.safetensors"):
                 path.unlink(missing_ok=True)
-            with suppress(CheckpointError, OSError):  # otherwise the first writer's deadline tells it
-                Report(error=why).write(job.partial, self.number)
+            with suppress(CheckpointError, OSError):  # otherwise the first writer notices at its deadline
+                WriterReport(error=why).write(job.partial, self.number)
         if not isinstance(error, Exception):
             return error
         failed = CheckpointError(f"the checkpoint of step {job.step} is not saved: {why}; {self._last_good()}")
@@ -254,14 +250,14 @@ class Writer:
         return failed
 
     def _last_good(self) -> str:
-        """What there is to go on from."""
-        found: list[Path] = []
+        """Name the checkpoint to resume from."""
+        paths: list[Path] = []
         with suppress(CheckpointError):
-            found = published(self.folder)
-        return f"the last good one is {found[-1]}" if found else f"{self.folder} has no other one"
+            paths = published(self.folder)
+        return f"the last good one is {paths[-1]}" if paths else f"{self.folder} has no other one"
 
-    def _write(self, job: _Job) -> Report:
-        """Write the files of this writer, under names of its own until all are known."""
+    def _write(self, job: _Job) -> WriterReport:
+        """Write the files of this writer; `assemble` gives them their final names."""
         make_folder(job.partial)
         if (job.partial / report_name(self.number)).exists():
             raise CheckpointError(
@@ -273,20 +269,22 @@ class Writer:
             for kind, entries in (("model", job.model), ("optimizer", job.optimizer))
             for place, part in enumerate(cut(entries, self.max_shard_bytes))
         }
-        done = side_by_side(
+        done = run_parallel(
             partial(write_tensors, job.partial / name, parts[name], self.number, _check_ranks) for name in parts
         )
         files: dict[str, dict[str, File]] = {"model": {}, "optimizer": {}}
-        held: dict[str, dict[str, Held]] = {"model": {}, "optimizer": {}}
+        written: dict[str, dict[str, TensorEntry]] = {"model": {}, "optimizer": {}}
         for name, (file, tensors) in zip(parts, done, strict=True):
             kind = name.partition("-")[0]
             files[kind][name] = file
-            held[kind] |= tensors
-        slots = {name: {slot: held["optimizer"][f"{name}/{slot}"] for slot in each} for name, each in job.slots.items()}
-        model = {entry.key: held["model"][entry.key] for entry in job.model}
-        return Report(files["model"], model, files["optimizer"], slots)
+            written[kind] |= tensors
+        slots = {
+            name: {slot: written["optimizer"][f"{name}/{slot}"] for slot in names} for name, names in job.slots.items()
+        }
+        model = {entry.key: written["model"][entry.key] for entry in job.model}
+        return WriterReport(files["model"], model, files["optimizer"], slots)
 
-    def _publish(self, job: _Job, own: Report) -> None:
+    def _publish(self, job: _Job, own: WriterReport) -> None:
         reports = gather(job.partial, own, self.count, self.deadline, _check_ranks)
         files, model, optimizer = assemble(job.partial, reports)
         for name, data in job.assets.items():
@@ -306,14 +304,14 @@ class Writer:
 
 
 def _check_ranks() -> None:
-    """Give a checkpoint up when the job lost a rank: what that one had to write never comes."""
+    """Abort a checkpoint when the job lost a rank, whose files will never come."""
     lost = lost_rank()
     if lost:
         raise CheckpointError(lost)
 
 
 def environment() -> dict[str, Any]:
-    """What wrote a checkpoint.
+    """Return the versions and the host that write a checkpoint.
 
     >>> sorted(environment())
     ['host', 'platform', 'python', 'safetensors', 'stageline', 'torch']
@@ -328,8 +326,8 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _prefixed(prefix: str, entries: list[Entry]) -> list[Entry]:
-    return [Entry(prefix + entry.key, entry.dtype, entry.shape, entry.take) for entry in entries]
+def _prefixed(prefix: str, entries: list[TensorSource]) -> list[TensorSource]:
+    return [TensorSource(prefix + entry.key, entry.dtype, entry.shape, entry.take) for entry in entries]
 
 
 def _key(name: str) -> str:
@@ -345,7 +343,7 @@ def _slot(name: str, slot: str) -> str:
 
 
 def check_json(value: Any, where: str) -> Any:
-    """A copy of plain data, or an error that says where it is not: what is saved must come back as it was.
+    """Return a copy of JSON data; raise an error that names the place of a value that JSON cannot represent.
 
     >>> check_json({"lr": 0.1, "order": (1, 2)}, "state")
     {'lr': 0.1, 'order': [1, 2]}
@@ -358,9 +356,9 @@ def check_json(value: Any, where: str) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, list | tuple):
-        return [check_json(each, f"{where}[{place}]") for place, each in enumerate(value)]
+        return [check_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: check_json(each, f"{where}[{key!r}]") for key, each in value.items()}
+        return {key: check_json(item, f"{where}[{key!r}]") for key, item in value.items()}
     raise CheckpointError(
         f"{where} is {shorten(value)}, which JSON cannot hold; expected numbers, texts, true, false, null, lists and "
         "objects"
@@ -380,9 +378,10 @@ def _check_assets(assets: Mapping[str, bytes]) -> None:
 
 
 def prune(folder: Path, keep: int, spare: Path) -> list[Path]:
-    """Remove what is older than the newest `keep` whole ones, and neither spared nor being read; returns what went.
+    """Remove checkpoints that are older than the newest `keep` undamaged ones; return the removed ones.
 
-    Whole is meant by sizes. A damaged checkpoint does not count, and goes only when it is older than all that stay.
+    `spare`, and checkpoints that are being read, stay. Only presence and sizes of files are checked. A damaged
+    checkpoint does not count, and is removed if it is older than all that stay.
 
     >>> from stageline.train.checkpoint import Writer
     >>> with Writer("checkpoint", keep=0) as writer:
@@ -391,20 +390,20 @@ def prune(folder: Path, keep: int, spare: Path) -> list[Path]:
     >>> [path.name for path in prune(Path("checkpoint"), 2, Path("checkpoint/step-00000003"))]
     ['step-00000001']
     """
-    whole = 0
-    gone = []
+    num_kept = 0
+    removed = []
     for path in reversed(published(folder)):
         if path.suffix == ".replaced":
-            continue  # another of its step is there
-        if path != spare and whole >= keep:
+            continue  # there is a newer one of its step
+        if path != spare and num_kept >= keep:
             if discard(path):
-                gone.append(path)
-        elif _is_whole(path):
-            whole += 1
-    return gone
+                removed.append(path)
+        elif _is_undamaged(path):
+            num_kept += 1
+    return removed
 
 
-def _is_whole(path: Path) -> bool:
+def _is_undamaged(path: Path) -> bool:
     try:
         with open_checkpoint(path) as checkpoint:
             return not checkpoint.verify(deep=False)

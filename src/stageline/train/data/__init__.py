@@ -1,4 +1,8 @@
-"""Data of a training job: sources of samples, their order, and the share of each replica."""
+"""The data of a job: sources of samples, their order, and the share of each replica.
+
+Read in order: `opening`, `source`, `documents`, `memmap`, `stream`, `collate`, `loader`, `tokenizer`. Nothing here
+knows a model or a pipeline.
+"""
 
 from stageline.train.data.collate import Batch
 from stageline.train.data.loader import Loader, Prefetch

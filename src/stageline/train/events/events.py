@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Logs:
-    """What a job shows and keeps of itself; one rank of it (`main`) does, and the others' calls do nothing.
+    """Logs the events of a job in its `main` process; in other processes, calls do nothing.
 
-    The first event is the start, which says the step that the job begins or goes on from: lines of later steps, from an
-    earlier life, are cut off the file. See `docs/report.md` for the events.
+    The first event is the start, with the step that the job starts or resumes from: lines of later steps, from an
+    earlier start, are removed from the file. See `docs/report.md` for the events.
 
     >>> from stageline.train.config.config import Config
     >>> with Logs(Config(), "outputs", main=True, total_steps=2) as logs:
@@ -43,19 +43,19 @@ class Logs:
     def __init__(
         self, config: Config, folder: str | Path, *, main: bool, total_steps: int, console: Console | None = None
     ) -> None:
-        """Get ready; nothing is written before the first event."""
+        """Nothing is written before the first event."""
         self.folder = Path(folder)
         self.total_steps = total_steps
         self._main = main
         self._every = max(1, config.metrics.log_freq)
-        self._lock = threading.Lock()  # a checkpoint may report from a thread of its own
+        self._lock = threading.Lock()  # a checkpoint may report from its own thread
         self._file: MetricsFile | None = None
         self._board: TensorBoard | None = None
         self._closed = False
         self._pace = Pace()
-        self._begun: float | None = None
+        self._started: float | None = None
         self._last: Row | None = None
-        self._told: int | None = None
+        self._shown_step: int | None = None
         if not main:
             return
         self._screen: Screen = open_screen(console, colour=not config.metrics.disable_color_printing)
@@ -63,22 +63,22 @@ class Logs:
             self._board = TensorBoard(self.folder / config.metrics.save_tb_folder)
 
     def event(self, event: str, **row: Any) -> None:
-        """Tell of an event: its kind, its `step`, and whatever belongs to it."""
+        """Log an event: its kind, its `step`, and its other values."""
         if not self._main:
             return
         full = checked({"event": event, **row, "time": row.get("time", time.time())})
         with self._lock:
             if self._closed:
-                raise StagelineError(f"the logs of {self.folder} are closed, and {shorten(full)} comes too late")
+                raise StagelineError(f"the logs of {self.folder} are closed; cannot log {shorten(full)}")
             if self._file is None:
                 self._file = MetricsFile(self.folder / METRICS, full["step"] if event == "start" else None)
             self._file.write(full)
-            self._tell(full)
+            self._print(full)
             if self._board is not None:
                 self._board.write(full)
 
     def close(self) -> None:
-        """Close the files and leave the terminal as it was; a second time does nothing."""
+        """Close the files and restore the terminal; a second call does nothing."""
         with self._lock:
             if self._closed or not self._main:
                 return
@@ -91,15 +91,13 @@ class Logs:
                 self._board.close()
 
     def __enter__(self) -> Logs:
-        """Give itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
-    def _tell(self, row: Row) -> None:
-        """Print what people want to know; other events are for the file alone."""
+    def _print(self, row: Row) -> None:
+        """Print the events that people want to see."""
         match row["event"]:
             case "step":
                 self._step(row)
@@ -120,7 +118,7 @@ class Logs:
                 self._screen.say(f"finished: {where}" if why == "finished" else f"ended after {where}: {why}", style)
 
     def _begin(self, row: Row) -> None:
-        self._begun = number_or_none(row["time"]) if self._begun is None else self._begun
+        self._started = number_or_none(row["time"]) if self._started is None else self._started
 
     def _step(self, row: Row) -> None:
         self._begin(row)
@@ -131,19 +129,19 @@ class Logs:
             self._show(now=first or last)
 
     def _finish_steps(self) -> None:
-        """See to it that the last step is shown, whichever it is."""
-        if self._last is not None and self._told != self._last["step"]:
+        """Show the last step, if it is not shown yet."""
+        if self._last is not None and self._shown_step != self._last["step"]:
             self._show(now=True)
 
     def _show(self, *, now: bool) -> None:
         assert self._last is not None
         row, total = self._last, self.total_steps
-        now_is, taken = number_or_none(row["time"]), None
-        if row["step"] >= total and now_is is not None and self._begun is not None:
-            taken = now_is - self._begun
+        time_of_step, taken = number_or_none(row["time"]), None
+        if row["step"] >= total and time_of_step is not None and self._started is not None:
+            taken = time_of_step - self._started
         left = self._pace.left(row["step"], total)
         self._screen.show(parts_of(row, total, left, taken), row["step"] / max(1, total), now=now)
-        self._told = row["step"]
+        self._shown_step = row["step"]
 
 
 def _steps(count: int) -> str:
@@ -152,39 +150,39 @@ def _steps(count: int) -> str:
 
 def _validation(row: Row) -> str:
     loss, samples, seconds = (number_or_none(row.get(name)) for name in ("loss", "samples", "seconds"))
-    said = "no loss" if loss is None else f"loss {format_loss(loss)}"
-    said += "" if samples is None else f" on {samples:,.0f} sample{'s' * (samples != 1)}"
-    return said if seconds is None else f"{said}, {format_duration(seconds)}"
+    text = "no loss" if loss is None else f"loss {format_loss(loss)}"
+    text += "" if samples is None else f" on {samples:,.0f} sample{'s' * (samples != 1)}"
+    return text if seconds is None else f"{text}, {format_duration(seconds)}"
 
 
 def _checkpoint(row: Row) -> str:
     size, seconds, blocked = (number_or_none(row.get(name)) for name in ("bytes", "seconds", "blocked"))
-    said = [] if size is None else [format_size(size, fixed=True)]
-    said += [] if seconds is None else [f"written in {format_duration(seconds)}"]
-    said += [] if blocked is None else [f"training waited {format_duration(blocked)}"]
-    return f": {', '.join(said)}" if said else ""
+    parts = [] if size is None else [format_size(size, fixed=True)]
+    parts += [] if seconds is None else [f"written in {format_duration(seconds)}"]
+    parts += [] if blocked is None else [f"training waited {format_duration(blocked)}"]
+    return f": {', '.join(parts)}" if parts else ""
 
 
-LEFT_OUT = ("step", "time")
+EXCLUDED = ("step", "time")
 
 
 class TensorBoard:
     """Writes every number of an event as a scalar: train/loss, train/bubble, validation/loss, checkpoint/seconds."""
 
     def __init__(self, folder: Path) -> None:
-        """See to it that torch can write for TensorBoard; the files come with the first event."""
+        """Import TensorBoard; files are created with the first event."""
         try:
             self._module = importlib.import_module("torch.utils.tensorboard")
         except ImportError as error:
             raise StagelineError(
                 f"metrics.enable_tensorboard needs tensorboard, which cannot be imported ({error}): "
-                "pip install 'stageline[tensorboard]', or leave the setting out"
+                "pip install 'stageline[tensorboard]', or remove the option"
             ) from None
         self._folder = folder
         self._writer: Any = None
 
     def write(self, row: Row) -> None:
-        """Write the numbers of an event; one that starts again at a step takes back what came after it."""
+        """Write the numbers of an event; a resumed run removes those of later steps."""
         step = row["step"]
         if self._writer is None:
             again = step + 1 if row["event"] == "start" and step > 0 else None
@@ -195,11 +193,11 @@ class TensorBoard:
         now = number_or_none(row.get("time"))
         for key, value in row.items():
             number = number_or_none(value)
-            if key not in LEFT_OUT and number is not None:
+            if key not in EXCLUDED and number is not None:
                 self._writer.add_scalar(f"{name}/{key}", number, step, walltime=now)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close the files."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -1,4 +1,4 @@
-"""The file of a run's events: one JSON object a line, whole up to the last line even after a kill."""
+"""The metrics file of a run: one JSON object per line, complete up to the last line even after a kill."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from stageline.common.files import write_text
 Row = dict[str, Any]
 
 LARGEST_STEP = 10**12
-# JSON has no words for these. Python's float and JavaScript's Number both read the strings.
+# JSON cannot represent these. Python's float and JavaScript's Number both read the strings.
 WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 REPEATED = ("step", "validation", "checkpoint", "timeline")
-"""What happens once a step: where a file has it twice, the later one counts."""
+"""Events that occur once per step: of two in a file, the later one counts."""
 
 
 class History(NamedTuple):
-    """What a file of events says."""
+    """The contents of a metrics file."""
 
     rows: list[Row]
-    """The events that count, in order."""
+    """The valid events, in order."""
     broken: int
-    """How many whole lines could not be read; a last line that a kill tore is not one of them."""
+    """The number of unreadable lines, without a last line that was cut off by a kill."""
 
     def of(self, event: str) -> list[Row]:
-        """All events of one kind."""
+        """Return all events of one kind."""
         return [row for row in self.rows if row["event"] == event]
 
 
 def encode(row: Row) -> str:
-    """Write an event as one line of JSON, without a line break at its end.
+    """Return an event as one line of JSON, without a line break.
 
     >>> encode({"event": "step", "step": 3, "loss": float("nan")})
     '{"event": "step", "step": 3, "loss": "NaN"}'
@@ -43,7 +43,7 @@ def encode(row: Row) -> str:
 
 
 def decode(line: str) -> Row | None:
-    """Read one line; None if it is no event.
+    """Parse a line; None if it is not an event.
 
     >>> decode('{"event": "step", "step": 3, "loss": "NaN"}')
     {'event': 'step', 'step': 3, 'loss': nan}
@@ -62,19 +62,17 @@ def decode(line: str) -> Row | None:
 
 
 def checked(row: Row) -> Row:
-    """Give an event as those see it who read it from the file."""
+    """Return an event as it will be read from the file; raise if it is invalid."""
     read = decode(encode(row))
     if read is None:
-        raise StagelineError(
-            f"an event needs its kind as 'event' and its 'step', a whole number from 0; got {shorten(row)}"
-        )
+        raise StagelineError(f"an event needs its kind as 'event' and its 'step', an integer >= 0; got {shorten(row)}")
     return read
 
 
 def read_metrics(path: str | Path) -> History:
-    """Read a file of events, also while the job writes it.
+    """Read a metrics file, also while the job writes it.
 
-    After a resume, what the earlier life did beyond that step no longer counts. A torn last line is passed over.
+    Events after the step of a resume are dropped. An incomplete last line is skipped.
 
     >>> file = MetricsFile("metrics.jsonl")
     >>> file.write({"event": "step", "step": 1, "loss": 2.5})
@@ -95,9 +93,9 @@ def read_metrics(path: str | Path) -> History:
             continue
         event, step = row["event"], row["step"]
         if event == "start":
-            rows = {key: each for key, each in rows.items() if each["step"] <= step}
+            rows = {key: earlier for key, earlier in rows.items() if earlier["step"] <= step}
         key = (event, step, 0) if event in REPEATED else (event, step, number + 1)
-        rows.pop(key, None)  # the later one takes its place in the order, too
+        rows.pop(key, None)  # the later one is also later in the order
         rows[key] = row
     torn = bool(last) and not last.endswith("\n") and decode(last) is None
     return History(list(rows.values()), broken - torn)
@@ -112,10 +110,9 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 class MetricsFile:
-    """A file that events are added to, each on disk before the call returns.
+    """A file that events are appended to, and flushed.
 
-    With `resume_step`, lines of later steps are cut off first, so that they are not there twice; the old file stays
-    until the new one is whole. Without it, only a torn last line goes.
+    With `resume_step`, lines of later steps are removed first, atomically. Without it, only an incomplete last line is.
 
     >>> with MetricsFile("metrics.jsonl") as file:
     ...     file.write({"event": "step", "step": 1, "loss": 2.5})
@@ -126,7 +123,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
-        """Cut the file back, and open it to add to it."""
+        """Remove later lines, and open the file to append."""
         self.path = Path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,25 +134,23 @@ class MetricsFile:
             raise StagelineError(f"cannot write {self.path}: {error.strerror or error}") from None
 
     def write(self, row: Row) -> None:
-        """Add one event, which has at least its kind (`event`) and its `step`."""
+        """Append an event, which has at least its kind (`event`) and its `step`."""
         self._file.write(encode(checked(row)) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Close it; a second time does nothing."""
+        """Close the file; a second call does nothing."""
         self._file.close()
 
     def __enter__(self) -> MetricsFile:
-        """Give itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
 
 def _cut(path: Path, step: int) -> None:
-    """Keep the lines up to a step, and leave the file alone where that is all of them."""
+    """Remove the lines of later steps; do not write the file if there are none."""
     kept, whole = [], True
     for line in _lines(path):
         row, ended = decode(line), line.endswith("\n")
@@ -168,11 +163,11 @@ def _cut(path: Path, step: int) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy and torch as Python's, what JSON has no word for in words, all else as text."""
+    """Convert numbers of numpy and torch to Python's, non-finite ones to words, and other objects to text."""
     if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, bool | int | str | None):
         return value
     if isinstance(value, float):

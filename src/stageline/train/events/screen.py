@@ -22,28 +22,28 @@ if TYPE_CHECKING:
 
 
 PIPE = 80
-"""Columns of a line where nobody says how wide the output is."""
+"""Columns of a line in a pipe."""
 REFRESH = 0.1
 
 
 class Screen(Protocol):
-    """What lines are shown on."""
+    """A destination for lines."""
 
     updates: bool
-    """Whether each line of a step takes the place of the one before, so that every step can be shown."""
+    """Whether the progress line replaces the previous one, so that every step can be shown."""
 
     def show(self, parts: list[Part], share: float, *, now: bool = False) -> None:
-        """Show where the job stands, and which share of it is done; `now` is not to be left out."""
+        """Show the progress line and the fraction that is done; `now` shows it at once."""
 
     def say(self, text: str, style: str = "") -> None:
         """Print a line that stays."""
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
 
 
 def clean(text: str) -> str:
-    """What came from elsewhere must not steer a terminal, nor break a line.
+    """Replace control characters and line breaks of a text.
 
     >>> clean("out of memory\\n\\x1b[2Jrank 3")
     'out of memory �[2Jrank 3'
@@ -52,7 +52,7 @@ def clean(text: str) -> str:
 
 
 def put(line: str, file: IO[str] | None = None) -> bool:
-    """Print a line, and give back whether it could be: that nobody reads along is no reason to end a training job.
+    """Print a line; return whether that worked, because a closed pipe must not end a training job.
 
     >>> put("one line")
     one line
@@ -64,9 +64,9 @@ def put(line: str, file: IO[str] | None = None) -> bool:
             print(line, file=to, flush=True)
         except UnicodeEncodeError:
             print(line.encode("ascii", "replace").decode(), file=to, flush=True)
-    except OSError:  # whoever read along went away, or the disk of the output is full
+    except OSError:  # the reader closed the pipe, or the disk is full
         if to is sys.stdout:
-            with suppress(OSError, ValueError):  # what is still in the buffer goes nowhere, also at the very end
+            with suppress(OSError, ValueError):  # discard what is still in the buffer
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, to.fileno())
                 os.close(nowhere)
@@ -75,7 +75,7 @@ def put(line: str, file: IO[str] | None = None) -> bool:
 
 
 class Lines:
-    """Plain lines, for a pipe, a file, or where rich is not installed."""
+    """Plain lines, for a pipe or a file."""
 
     updates = False
 
@@ -93,19 +93,19 @@ class Lines:
         self._print(clean(text))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
     def _print(self, line: str) -> None:
         self._gone = self._gone or not put(line, self._file)
 
 
 class Terminal:
-    """One line at the bottom that updates; all else is printed above it."""
+    """A progress line at the bottom that updates; other lines are printed above it."""
 
     updates = True
 
     def __init__(self, console: Console) -> None:
-        """Take the terminal; the line appears with the first step."""
+        """The progress line appears with the first step."""
         self._console = console
         self._live: Any = None
         self._shown = 0.0
@@ -120,24 +120,24 @@ class Terminal:
 
         text = self._text(parts, share)
         if self._live is None:
-            # No thread of its own refreshes it: the steps do.
+            # Refreshed by the steps, not by a thread.
             self._live = Live(text, console=self._console, auto_refresh=False)
             self._live.start(refresh=True)
-            atexit.register(self.close)  # whatever ends the process, the cursor comes back
+            atexit.register(self.close)  # restores the cursor
         clock = time.monotonic()
         due = now or clock - self._shown >= REFRESH
         self._live.update(text, refresh=due)
         self._shown = clock if due else self._shown
 
     def say(self, text: str, style: str = "") -> None:
-        """Print a line above."""
+        """Print a line above the progress line."""
         from rich.text import Text
 
-        with suppress(OSError):  # a style of print's own would be that of the line below, too
+        with suppress(OSError):  # a style given to print would also apply to the progress line
             self._console.print(Text(clean(text), style=style), highlight=False)
 
     def close(self) -> None:
-        """Leave the last line where it is, below all others."""
+        """Stop updating; the last line stays."""
         if self._live is not None:
             atexit.unregister(self.close)
             with suppress(OSError):
@@ -148,7 +148,7 @@ class Terminal:
     def _text(self, parts: list[Part], share: float) -> Text:
         from rich.text import Text
 
-        # The last column stays free: some terminals begin a new line as soon as it is written.
+        # Leave the last column free: some terminals wrap when it is written.
         width = self._console.width - 1
         kept = choose(parts, width)
         text = Text(no_wrap=True, overflow="ellipsis", end="")
@@ -165,7 +165,7 @@ class Terminal:
 
 
 def open_screen(console: Console | None, *, colour: bool) -> Screen:
-    """The terminal where there is one, and rich; else plain lines."""
+    """Return a terminal if stdout is one, else plain lines."""
     if console is None:
         if not sys.stdout.isatty():
             return Lines()
@@ -217,22 +217,22 @@ class Pace:
         self._before = None if now is None else (step, now)
         self._steps += 1
         if self._steps == WARM_UP + 1:
-            self._taken.clear()  # until here the slow first steps were all there was
+            self._taken.clear()  # forget the slow first steps
         if taken is not None and math.isfinite(taken) and taken >= 0:
             self._taken.append(taken)
 
     @property
     def seconds(self) -> float | None:
-        """What one step takes; None as long as nobody knows."""
+        """The median time of a step; None before it is known."""
         return statistics.median(self._taken) if self._taken else None
 
     def left(self, step: int, total: int) -> float | None:
-        """How long the steps after this one will take."""
+        """Return the estimated time of the remaining steps."""
         return None if self.seconds is None else self.seconds * max(0, total - step)
 
 
 def parts_of(row: Row, total: int, left: float | None, taken: float | None = None) -> list[Part]:
-    """What is on the line for a step, in its order; `left` is the time to go, `taken` the time that a whole run took.
+    """Return the parts of the progress line; `left` is the remaining time, `taken` the time of a finished run.
 
     >>> row = {"event": "step", "step": 12, "loss": 2.31, "tokens_per_s": 15234.0, "bubble": 0.21,
     ...        "planned_bubble": 0.18, "memory": 1288490189}
@@ -241,33 +241,33 @@ def parts_of(row: Row, total: int, left: float | None, taken: float | None = Non
     >>> fit(parts_of(row, total=300, left=151.0), 40)
     ' 12/300  loss 2.3100  2:31 left'
     """
-    found = [Part(f"{row['step']:>{len(str(total))}}/{total}", 9, "bold")]
+    parts = [Part(f"{row['step']:>{len(str(total))}}/{total}", 9, "bold")]
     values = {
         name: number_or_none(row.get(name)) for name in ("loss", "tokens_per_s", "bubble", "planned_bubble", "memory")
     }
     if values["loss"] is not None:
         finite = math.isfinite(values["loss"])
-        found.append(Part(f"loss {format_loss(values['loss'])}", 8, "" if finite else "bold red"))
+        parts.append(Part(f"loss {format_loss(values['loss'])}", 8, "" if finite else "bold red"))
     if row.get("skipped") is True:
-        found.append(Part("skipped", 6, "yellow"))
+        parts.append(Part("skipped", 6, "yellow"))
     if values["tokens_per_s"] is not None:
-        found.append(Part(f"{format_count(values['tokens_per_s'])} tok/s", 4))
+        parts.append(Part(f"{format_count(values['tokens_per_s'])} tok/s", 4))
     if values["bubble"] is not None:
-        found.append(Part(f"bubble {format_percent(values['bubble'])}", 5))
+        parts.append(Part(f"bubble {format_percent(values['bubble'])}", 5))
     if values["planned_bubble"] is not None:
         plan = f"plan {format_percent(values['planned_bubble'])}"
-        found.append(Part(f"({plan})" if values["bubble"] is not None else f"bubble {plan}", 3, "dim"))
+        parts.append(Part(f"({plan})" if values["bubble"] is not None else f"bubble {plan}", 3, "dim"))
     if values["memory"] is not None:
-        found.append(Part(format_size(values["memory"], fixed=True), 2))
+        parts.append(Part(format_size(values["memory"], fixed=True), 2))
     if taken is not None:
-        found.append(Part(f"took {format_clock(taken)}", 7))
+        parts.append(Part(f"took {format_clock(taken)}", 7))
     elif left is not None:
-        found.append(Part(f"{format_clock(left)} left", 7, "cyan"))
-    return found
+        parts.append(Part(f"{format_clock(left)} left", 7, "cyan"))
+    return parts
 
 
 def choose(parts: list[Part], width: int) -> list[Part]:
-    """The parts that have room, in their order."""
+    """Return the parts that fit into the width, in order; those with the smallest weight are left out first."""
     kept = list(parts)
     while len(kept) > 1 and len(joined(kept)) > width:
         kept.remove(min(kept, key=lambda part: part.weight))
@@ -275,15 +275,15 @@ def choose(parts: list[Part], width: int) -> list[Part]:
 
 
 def joined(parts: list[Part]) -> str:
-    """The parts as one line; the plan stands close to what it is the plan of."""
+    """Return the parts as one line."""
     return "".join(gap + part.text for gap, part in zip(gaps(parts), parts, strict=True))
 
 
 def gaps(parts: list[Part]) -> list[str]:
-    """What stands before each part."""
+    """Return the space before each part; a part in brackets follows the previous one closely."""
     return ["" if not at else " " if part.text.startswith("(") else BETWEEN for at, part in enumerate(parts)]
 
 
 def fit(parts: list[Part], width: int) -> str:
-    """Write a line no longer than this, without what has no room."""
+    """Return a line of at most this width."""
     return joined(choose(parts, width))[:width]
