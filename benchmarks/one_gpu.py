@@ -29,7 +29,7 @@ from torch.distributed import pipelining
 from torch.nn import functional
 
 import stageline as sl
-from stageline.runtime.batch import Batch
+from stageline.runtime.microbatches import Batch
 from stageline.testing import one_process_step
 
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import stageline as sl
-from stageline.runtime.batch import Batch
+from stageline.runtime.microbatches import Batch
 from stageline.testing import assert_same_bits, one_process_step
 from support.gradients import gradients
 from support.pipelines import Average, Block, batch, noisy

@@ -16,8 +16,8 @@ from stageline.model.compiled_models import unwrapped
 from stageline.model.huggingface import own_loss
 from stageline.model.split import check_positive
 from stageline.runtime._torch_private import pytree
-from stageline.runtime.batch import Batch
 from stageline.runtime.batches.chunk_specs import ChunkSpecs
+from stageline.runtime.microbatches import Batch
 from stageline.runtime.pipeline import Pipeline
 from stageline.runtime.reference import (
     FINE,

@@ -1,61 +1,219 @@
-"""From a user's batch to the microbatches of a step."""
+"""From a user's batch to the microbatches of a step: check it, agree on it with all ranks, and cut it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from stageline.common.errors import StagelineError, shorten
+from stageline.common.errors import PipelineError, StagelineError, shorten
+from stageline.distributed.rank_host import Floats, World
+from stageline.model.huggingface import own_loss
 from stageline.runtime._torch_private import pytree
+from stageline.runtime.batches import comparison
 from stageline.runtime.batches.block_mask import is_mask
-from stageline.runtime.batches.chunk_specs import ChunkSpecs, Rule, cut_of
+from stageline.runtime.batches.chunk_specs import ChunkSpecs, Keywords, Rule, cut_of
+from stageline.runtime.batches.comparison import COUNT, MODE, NAMES, REFUSED, SCALE, BatchRow
+from stageline.runtime.batches.input_gradients import Roots, prepare_inputs
 from stageline.runtime.batches.opaque_objects import is_plain
-
-Reduction = Literal["mean", "sum", "count"]
-Keywords = Mapping[int | str, Mapping[str, Any]]
-"""Keyword inputs by the number of their stage; under "all", those of every stage that takes them."""
-
-
-def check_reduction(given: str) -> None:
-    """Refuse what is not a reduction."""
-    if given not in ("mean", "sum", "count"):
-        raise StagelineError(f"loss_reduction is 'mean', 'sum' or 'count', got {given!r}")
+from stageline.runtime.executor import StepRequest
+from stageline.runtime.rank_executors import ExecutorSet
+from stageline.runtime.setup.model_stages import ModelStages
+from stageline.runtime.setup.options import PipelineOptions, Reduction
+from stageline.schedules.schedule import Schedule
 
 
-class BatchRow(NamedTuple):
-    """The batch of this process as numbers that are compared between processes."""
+@dataclass(frozen=True)
+class Batch:
+    """What a user asks to be run, in this replica."""
 
-    samples: int | None
-    """None where this process has no batch."""
-    row: NDArray[np.float64]
-    """The number of samples and digests of the parts; 0 for what this process does not have, -1 for what it refused."""
+    inputs: Any
+    targets: Any = None
+    keywords: Keywords | None = None
+    training: bool = False
+    with_targets: bool = True
+    keep: bool = False
+    """Whether the outputs are wanted."""
+    count: float | None = None
+    scale: float = 1.0
+    sync: bool = True
+    """Whether gradients are added up over replicas."""
+    check_gradients: bool = True
+    """Whether gradients that are not finite fail the step."""
+
+    @property
+    def columns(self) -> list[int]:
+        """The indices into `NAMES` of what must be the same on all ranks of a replica."""
+        return [0, 1, 2, 3, SCALE, COUNT, MODE] if self.with_targets else [0, 1, 3, MODE]
+
+    @property
+    def mode(self) -> int:
+        """Training, evaluation or prediction, and `sync`, as a number."""
+        return 1 + self.training + 2 * self.with_targets + 4 * self.sync
 
 
-REFUSED = (0.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0)
-"""The row of a process that refused its batch."""
-NAMES = (
-    "the number of samples",
-    "the inputs",
-    "the targets",
-    "the keyword inputs of all stages",
-    "scale=",
-    "count=",
-    "the mode of the model",
-)
-SCALE, COUNT, MODE = 4, 5, 6
-MODES = {1.0: "model.eval()", 2.0: "model.train()"}
+@dataclass(frozen=True)
+class Agreement:
+    """What the ranks agreed on before a step."""
+
+    samples: int
+    """Of this replica."""
+    total: int
+    """Of all replicas."""
+    rows: Callable[[], Floats]
+    """Waits for the rows of all ranks of this replica, to be compared."""
+    refused: Exception | None = None
+    """Why this process cannot run the batch."""
+
+
+class ReplicaAgreement(Protocol):
+    """What all replicas agree on before a step (see `replicas`)."""
+
+    def row(self, batch: BatchRow, mode: int, count: float | None, elements: int, refused: bool) -> Floats:
+        """The row that this process sends to all others."""
+
+    def agree(
+        self, known: Floats, columns: list[int], needs: Mapping[int, set[int]], refused: Exception | None
+    ) -> list[int]:
+        """The samples of each replica, if the rows of all processes agree."""
+
+
+class BatchIntake:
+    """Takes in the batches of a pipeline, on all processes alike."""
+
+    def __init__(
+        self,
+        options: PipelineOptions,
+        schedule: Schedule,
+        world: World,
+        stages: ModelStages,
+        replicas: ReplicaAgreement | None,
+    ) -> None:
+        self._options, self._world, self._stages, self._replicas = options, world, stages, replicas
+        self.parts, self._stage_count = schedule.microbatches, schedule.stages
+        """How many microbatches a batch is cut into."""
+        table = schedule.placement.table
+        self.first_ranks, self.last_ranks = (sorted(set(table[:, stage].tolist())) for stage in (0, -1))
+        self.readers = {1: set(self.first_ranks), 2: set(self.last_ranks)}
+        """By index into `NAMES`: the ranks that read the inputs, and those that read the targets."""
+        self.agreed: int | None = None
+        """How many samples all ranks had in the last step."""
+
+    def targets(self, targets: Any) -> Any:
+        """The targets of the loss: a model that computes its own loss has them among its inputs."""
+        return None if self._options.loss_fn is own_loss else targets
+
+    def validate(self, batch: Batch) -> BatchRow:
+        """Make sure that a batch can be cut."""
+        specs, alone = self._options.chunk_specs, self._world.single_process
+        if alone and specs.kwargs is not None and batch.training:
+            specs.refuse_unknown(batch.inputs, batch.keywords)
+        if batch.keep:
+            specs.refuse_merge()
+        valid = validate_batch(self._stage_count, batch.inputs, batch.targets, batch.keywords, not alone, specs)
+        if alone and batch.inputs is None:
+            raise StagelineError("the inputs are None; the first stage needs them")
+        if alone and valid.samples is None:
+            raise StagelineError(
+                "the chunk specs give all of the batch to every microbatch, so there is nothing to cut into "
+                f"{self.parts} microbatches; let them cut one tensor at least"
+            )
+        settings = [float(batch.scale), float(batch.count or 0), 2.0 if self._stages.model.training else 1.0]
+        return BatchRow(valid.samples, np.concatenate([valid.row, settings]))
+
+    def disagreement(self, rows: Floats, batch: Batch) -> str:
+        """Say what is wrong with the batches of the ranks; empty if all of them agree."""
+        if rows[0, 1] > 0 and bool((rows == rows[0]).all()):  # the usual case
+            return ""
+        return comparison.disagreement(rows, batch.columns, self.readers)
+
+    def agree(self, batch: Batch, elements: int) -> Agreement:
+        """Agree on the batch with all ranks.
+
+        Nothing waits, except for a rank that was given nothing, or another number of samples than in the last step: it
+        waits until it knows what the others were given. Where there are replicas, all ranks wait.
+        """
+        world, replicas = self._world, self._replicas
+        refused: Exception | None = None
+        try:
+            own = self.validate(batch)
+        except StagelineError as error:
+            if world.single_process and replicas is None:
+                raise
+            refused, own = error, BatchRow(None, np.array(REFUSED))
+        if replicas is not None:
+            row = replicas.row(own, batch.mode, batch.count, elements, refused is not None)
+            known = world.all_gather(row)
+            counts = replicas.agree(known, [] if world.single_process else batch.columns, self.readers, refused)
+            compared = known[world.replica, :, : len(NAMES)]
+            return Agreement(counts[world.replica], sum(counts), lambda: compared)
+        gathered = world.all_gather_async(own.row)
+
+        def rows() -> Floats:
+            first: Floats = gathered()[0]
+            return first
+
+        if own.samples is not None and (world.single_process or own.samples == self.agreed):
+            return Agreement(own.samples, own.samples, rows, refused)
+        known = rows()
+        sizes = set(known[:, 0].tolist()) - {0.0}
+        apart = comparison.difference(known, [0])
+        if not sizes or (apart and self.agreed not in sizes):  # and every rank knows it
+            raise refused or PipelineError(apart or "no rank was given the inputs")
+        samples = int(self.agreed) if apart and self.agreed is not None else int(sizes.pop())
+        return Agreement(samples, samples, rows, refused or (PipelineError(apart) if apart else None))
+
+    def request(self, executors: ExecutorSet, batch: Batch, step: int, samples: int, total: int) -> StepRequest:
+        """Cut the batch, and refuse what a step cannot do with it; parts that would be empty are left out.
+
+        `samples` are those of this replica, `total` those of all.
+        """
+        parts, specs, training = self.parts, self._options.chunk_specs, batch.training
+        filled = min(parts, samples)
+        whole: Any = batch.inputs
+        wants: Sequence[bool] = ()
+        roots: Roots = ()
+        if training and not (_has_no_graph(batch.inputs) and _has_no_graph(batch.targets) and not batch.keywords):
+            replicas = self._world.layout.replicas
+            whole, wants, roots = prepare_inputs(batch.inputs, batch.targets, batch.keywords, replicas)
+        with torch.enable_grad() if wants else nullcontext():  # gradients go from the parts to the whole
+            inputs = input_parts(whole, parts, filled, specs)
+        request = StepRequest(
+            step=step,
+            samples=total,
+            inputs=inputs,
+            inputs_want=wants,
+            input_roots=roots,
+            targets=target_parts(batch.targets, parts, filled, specs) if batch.with_targets else [],
+            weights=weights(
+                self._options.loss_reduction, samples, parts, filled, batch.count, not batch.with_targets, total
+            ),
+            keywords=keyword_parts(batch.keywords, self._stage_count, parts, filled, specs) if batch.keywords else {},
+            training=training,
+            keep_outputs=batch.keep,
+            scale=batch.scale,
+            check_finite=self._options.check_finite,
+            check_gradients=batch.check_gradients,
+        )
+        if training and not self._stages.plain:
+            self._stages.placed.refuse_hooks(self._stages.name_of)
+        for executor in executors.executors if request.keywords else ():
+            for stage, keywords in request.keywords.items():
+                if stage in executor.stages:
+                    executor.stages[stage].check_keywords(list(keywords[0]))
+        return request
 
 
 def validate_batch(
     stages: int, inputs: Any, targets: Any, keywords: Keywords | None, digests: bool, specs: ChunkSpecs
 ) -> BatchRow:
-    """Refuse parts with different numbers of samples; compute digests if they are to be compared."""
+    """Make sure that everything given has as many samples; take digests of it if they are to be compared."""
     sizes = _sizes(inputs, _inputs_spec(inputs, specs), "the inputs", "", needed=specs.default)
     option = "so by targets_chunk_spec=, with None in its place"
     # One without dimensions goes to every microbatch.
@@ -63,12 +221,12 @@ def validate_batch(
     sizes += _sizes(targets, _targets_spec(targets, specs), "the targets", option, needed=needed)
     if keywords is not None and not isinstance(keywords, Mapping):
         raise StagelineError(f"stage_kwargs is a dict by stage, got {shorten(keywords)}")
-    for stage, given in (keywords or {}).items():
+    for stage, values in (keywords or {}).items():
         if stage != "all" and not (isinstance(stage, int) and 0 <= stage < stages):
             raise StagelineError(f"stage_kwargs has the key {stage!r}; give a stage from 0 to {stages - 1}, or 'all'")
-        if not isinstance(given, Mapping):
-            raise StagelineError(f"stage_kwargs[{stage!r}] is {shorten(given)}; give a dict of keyword inputs")
-        for name, part in given.items():
+        if not isinstance(values, Mapping):
+            raise StagelineError(f"stage_kwargs[{stage!r}] is {shorten(values)}; give a dict of keyword inputs")
+        for name, part in values.items():
             what, option = f"stage_kwargs[{stage!r}][{name!r}]", f"so: kwargs_chunk_spec={{{name!r}: None}}"
             sizes += _sizes(part, specs.of_keyword(name), what, option)
     for size, what in sizes[1:]:
@@ -115,87 +273,19 @@ def _sizes(part: Any, spec: Any, what: str, option: str, needed: bool = False) -
     return sizes
 
 
-def difference(rows: NDArray[np.float64], columns: Sequence[int], names: Sequence[int] | None = None) -> str:
-    """Say which rank was given another batch than which; empty where all that was given is the same.
-
-    `names` are what the ranks are called, where that is not their number.
-
-    >>> difference(np.array([[8.0, 5, 0, 0], [0, 0, 0, 0], [8, 6, 0, 0]]), [0, 1])
-    'rank 2 was given another batch than rank 0: the inputs differ'
-    >>> difference(np.array([[8.0, 5, 0, 0, 1.0], [8, 5, 0, 0, 0.5]]), [0, 4])
-    'rank 1 and rank 0 differ in scale=: rank 1 has 0.5 and rank 0 has 1.0; give all ranks the same'
-    """
-    for column in columns:
-        given = {value: int(np.argmax(rows[:, column] == value)) for value in rows[:, column].tolist() if value > 0}
-        if len(given) > 1:
-            rows_apart = sorted(given.values())[:2]
-            first, second = (rank if names is None else names[rank] for rank in rows_apart)
-            if column >= SCALE:
-                one, two = (_setting(column, float(rows[row, column])) for row in rows_apart)
-                return (
-                    f"rank {second} and rank {first} differ in {NAMES[column]}: rank {second} has {two} and rank "
-                    f"{first} has {one}; give all ranks the same"
-                )
-            return f"rank {second} was given another batch than rank {first}: {NAMES[column]} differ"
-    return ""
-
-
-def settings_row(scale: float, count: float | None, training: bool) -> list[float]:
-    """What all ranks must be given alike beside the batch, as the last columns of a row; 0 for what was not given."""
-    return [float(scale), float(count or 0), 2.0 if training else 1.0]
-
-
-def _setting(column: int, value: float) -> str:
-    return MODES[value] if column == MODE else repr(value)
-
-
-def disagreement(
-    rows: NDArray[np.float64],
-    columns: Sequence[int],
-    needs: Mapping[int, Collection[int]],
-    names: Sequence[int] | None = None,
-) -> str:
-    """Say what is wrong with what the ranks were given: different batches, or nothing where it is needed.
-
-    `needs` says for the inputs and for the targets which ranks read them. Targets may be None, but on all ranks.
-
-    >>> disagreement(np.array([[8.0, 5, 7, 0], [8, 5, 0, 0]]), [0, 1, 2], {1: {0}, 2: {1}})
-    'rank 0 was given the targets, and rank 1, which reads them, was given None; give them to rank 1'
-    """
-    apart = difference(rows, columns, names)
-    if apart:
-        return apart
-    for column in (1, 2):
-        if column not in columns or (rows[:, column] < 0).any():  # what was refused is told by who refused it
-            continue
-        given = np.flatnonzero(rows[:, column] > 0)
-        if not len(given):
-            if column == 1:
-                return f"no rank was given {NAMES[column]}"
-            continue
-        for rank in sorted(needs[column]):
-            if not rows[rank, column]:
-                one, two = (int(each) if names is None else names[int(each)] for each in (given[0], rank))
-                return (
-                    f"rank {one} was given {NAMES[column]}, and rank {two}, which reads them, was given None; give "
-                    f"them to rank {two}"
-                )
-    return ""
-
-
 def digest(tree: Any) -> int:
     """A number of 52 bits, exact in a float, that tells batches apart; 0 for None."""
     if tree is None:
         return 0
-    found = hashlib.blake2b(digest_size=8)
+    hasher = hashlib.blake2b(digest_size=8)
     for leaf in [tree] if type(tree) is Tensor else pytree.tree_leaves(tree, is_leaf=is_mask):
         if isinstance(leaf, Tensor):
-            found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            hasher.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
             plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            found.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+            hasher.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
         else:  # the text of an object may hold its address, which is another one on every rank
-            found.update((repr(leaf) if is_plain(leaf) else type(leaf).__qualname__).encode())
-    return (int.from_bytes(found.digest(), "big") >> 12) | 1
+            hasher.update((repr(leaf) if is_plain(leaf) else type(leaf).__qualname__).encode())
+    return (int.from_bytes(hasher.digest(), "big") >> 12) | 1
 
 
 def keyword_parts(
@@ -204,13 +294,13 @@ def keyword_parts(
     """For each stage that has keyword inputs of its own or shares those of all: them, by microbatch."""
     if not keywords:
         return {}
-    found: dict[int, list[dict[str, Any]]] = {}
+    by_stage: dict[int, list[dict[str, Any]]] = {}
     for stage in range(stages):
-        given = {**keywords.get("all", {}), **keywords.get(stage, {})}
-        if given:
-            columns = {name: _parts(part, specs.of_keyword(name), name, parts, filled) for name, part in given.items()}
-            found[stage] = [{name: column[part] for name, column in columns.items()} for part in range(filled)]
-    return found
+        values = {**keywords.get("all", {}), **keywords.get(stage, {})}
+        if values:
+            columns = {name: _parts(part, specs.of_keyword(name), name, parts, filled) for name, part in values.items()}
+            by_stage[stage] = [{name: column[part] for name, column in columns.items()} for part in range(filled)]
+    return by_stage
 
 
 def input_parts(inputs: Any, parts: int, filled: int, specs: ChunkSpecs) -> list[Any]:
@@ -258,3 +348,8 @@ def weights(
     if reduction == "sum":
         return [1.0] * filled
     return [(samples // parts + (part < samples % parts)) / (total or samples) for part in range(filled)]
+
+
+def _has_no_graph(value: Any) -> bool:
+    """Whether a value is a plain tensor without a graph, or None."""
+    return value is None or (type(value) is Tensor and not value.requires_grad)

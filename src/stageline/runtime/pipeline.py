@@ -20,13 +20,12 @@ from stageline.distributed.layout import mesh_of, ranks_of
 from stageline.distributed.process_host import find_world
 from stageline.distributed.rank_host import Floats, World
 from stageline.model.staged import Staged
-from stageline.runtime.batch import Batch
-from stageline.runtime.batches.chunk_specs import ChunkSpecs
+from stageline.runtime.batches.chunk_specs import ChunkSpecs, Keywords
 from stageline.runtime.continuous.rollback import Make
 from stageline.runtime.continuous.run import Rates, Run
 from stageline.runtime.grad_norm import norm_dtype, norms_of, total_norm
 from stageline.runtime.guards.loss_reads import Tensors, listed
-from stageline.runtime.microbatches import Keywords, Reduction
+from stageline.runtime.microbatches import Batch
 from stageline.runtime.optimizer_step import GradientRules, scale_gradients
 from stageline.runtime.penalty import Penalty
 from stageline.runtime.rank_executors import ExecutorCache
@@ -36,7 +35,7 @@ from stageline.runtime.setup.automatic_plan import automatic
 from stageline.runtime.setup.compile import Compile
 from stageline.runtime.setup.handshake import common_seed, facts_of
 from stageline.runtime.setup.model_stages import ModelStages, named_tensors
-from stageline.runtime.setup.options import PipelineOptions
+from stageline.runtime.setup.options import PipelineOptions, Reduction
 from stageline.runtime.setup.stages import (
     check_options,
     count_layers,

@@ -14,7 +14,7 @@ from stageline.distributed.rank_host import RankExecutors, World
 from stageline.model.stage_module.stage_module import StagePart
 from stageline.runtime.executor import Executor
 from stageline.runtime.guards.foreign_reads import ForeignReads, holders_of
-from stageline.runtime.guards.loss_reads import LossReads, Tensors
+from stageline.runtime.guards.loss_reads import LossReads, Tensors, is_torch_function
 from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.stage import Stage, StageOptions
 from stageline.runtime.step_report import SummaryLayout
@@ -116,12 +116,13 @@ class ExecutorCache:
         stages = self._stages
         copies = module.copies() if isinstance(module, StagePart) else {}
         twins: dict[int, Any] = {**stages.placed.twins.get(module, {}), **copies}
+        watches_loss = stage == schedule.stages - 1 and not is_torch_function(self._options.loss_fn)
         return Stage(
             stage,
             module,
             self._options,
             spread=stages.exact,
-            loss_reads=self._loss_reads(module, schedule) if stage == schedule.stages - 1 else None,
+            loss_reads=self._loss_reads(module, schedule) if watches_loss else None,
             watch=stages.shared_state.watch(stage, twins),
             foreign=self._foreign_reads(stage, module) if stage in stages.readers else None,
         )

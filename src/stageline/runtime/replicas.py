@@ -15,9 +15,9 @@ from stageline.common.errors import PipelineError
 from stageline.distributed.collectives import ReplicaGroup
 from stageline.distributed.rank_host import Floats, World
 from stageline.runtime._torch_private import buffer_named
+from stageline.runtime.batches.comparison import NAMES, SCALE, BatchRow, disagreement
 from stageline.runtime.grad_reduce import Reducer
 from stageline.runtime.guards.initial_weights import compare_weights, held_by_several
-from stageline.runtime.microbatches import NAMES, SCALE, BatchRow, disagreement
 from stageline.runtime.setup.options import PipelineOptions
 from stageline.runtime.shared_parameters import Placed
 from stageline.runtime.step_report import Outcome

@@ -21,14 +21,13 @@ from stageline.distributed.failures import GRADIENTS, failure, note_record
 from stageline.distributed.rank_host import Floats, HostedStep, World
 from stageline.faults.monitor.verdict import Failure, Verdict, located
 from stageline.runtime._torch_private import version_of
-from stageline.runtime.batch import Agreement, Batch, BatchIntake
 from stageline.runtime.batches.input_gradients import exchange, give_gradients
 from stageline.runtime.executor import RankResult, StepRequest
 from stageline.runtime.grad_reduce import Reducer
 from stageline.runtime.guards.initial_weights import compare_weights, held_by_several
 from stageline.runtime.guards.loss_reads import Tensors, reaches
 from stageline.runtime.guards.non_finite import NotFinite, not_finite
-from stageline.runtime.microbatches import disagreement, input_parts
+from stageline.runtime.microbatches import Agreement, Batch, BatchIntake, input_parts
 from stageline.runtime.penalty import add_gradients, terms_of, values_of
 from stageline.runtime.penalty import not_finite as penalty_not_finite
 from stageline.runtime.rank_executors import ExecutorCache, ExecutorSet
@@ -288,7 +287,8 @@ class StepRunner:
         if replicas is not None and batch.training:
             replicas.start()
         versions = list(map(version_of, self.stages.model.buffers())) if self._two_directions else []
-        generators = Generators.now()
+        on_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        generators = Generators.now() if on_gpus else torch.get_rng_state()
         if request is not None and executors.devices:  # ranks begin after what the caller's streams hold
             began = {device: (_event(device), time.perf_counter()) for device in executors.devices}
             request = replace(request, began=began)
@@ -302,11 +302,11 @@ class StepRunner:
         except PipelineError as error:
             if refused is not None and not isinstance(refused, PipelineError):
                 raise refused from error  # this rank's own error, in its own words
-            apart = "" if world.single_process else disagreement(agreed.rows(), batch.columns, self.batches.readers)
+            apart = "" if world.single_process else self.batches.disagreement(agreed.rows(), batch)
             raise (PipelineError(apart) if apart else error) from error.__cause__
         assert request is not None
         if not world.single_process and replicas is None:  # replicas compare their batches before the step
-            apart = disagreement(agreed.rows(), batch.columns, self.batches.readers)
+            apart = self.batches.disagreement(agreed.rows(), batch)
             if apart:
                 raise PipelineError(apart)
         outcome = executors.summary.read(totals)
@@ -400,7 +400,9 @@ class StepRunner:
         error.__cause__ = cause
         return error
 
-    def _check(self, executors: ExecutorSet, outcome: Outcome, versions: Sequence[int], generators: Generators) -> None:
+    def _check(
+        self, executors: ExecutorSet, outcome: Outcome, versions: Sequence[int], generators: Generators | Tensor
+    ) -> None:
         """Check the penalties, the buffers and the random numbers of a training step."""
         if self.options.penalty is not None and self.options.check_finite:
             names = [name for name, _ in self.stages.model.named_parameters()]
@@ -416,9 +418,12 @@ class StepRunner:
                 )
         self.check_generators(generators, [executors])
 
-    def check_generators(self, before: Generators, executors: Sequence[ExecutorSet]) -> None:
-        """Warn if something drew from torch's global generators, and look at all layers again in the next step."""
-        if not before.moved():
+    def check_generators(self, before: Generators | Tensor, executors: Sequence[ExecutorSet]) -> None:
+        """Warn if something drew from torch's global generators, and look at all layers again in the next step.
+
+        `before` is the state of the host's generator, or of all generators where GPUs are in use.
+        """
+        if torch.equal(before, torch.get_rng_state()) if isinstance(before, Tensor) else not before.moved():
             return
         for executor_set in executors:
             executor_set.check_random_layers()

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from stageline.common.errors import StagelineError, nearest
 from stageline.model.huggingface import own_loss
-from stageline.runtime.microbatches import Reduction
+from stageline.runtime.setup.options import Reduction
 
 IGNORED = -100
 """The target that is ignored, as in torch and transformers."""

@@ -30,6 +30,9 @@ class Rule(Enum):
     REPLICATE = "whole to every microbatch"
 
 
+Keywords: TypeAlias = Mapping[int | str, Mapping[str, Any]]
+"""Keyword inputs by the number of their stage; under "all", those of every stage that takes them."""
+
 How: TypeAlias = Rule | int
 """What is done with a leaf; a number is the dimension that it is cut along."""
 KNOWN = "TensorChunkSpec(dim) of torch.distributed.pipelining, or None for what every microbatch gets whole"

@@ -16,7 +16,7 @@ from torch import Tensor
 from stageline.common.errors import PipelineError, StagelineError
 from stageline.distributed.rank_host import World
 from stageline.runtime._torch_private import pytree
-from stageline.runtime.microbatches import Keywords
+from stageline.runtime.batches.chunk_specs import Keywords
 from stageline.tensors.pytree import learn, tensors_of
 from stageline.tensors.subclasses import detached
 from stageline.tensors.thread_context import plain_precision
@@ -25,12 +25,33 @@ Gradients = Mapping[int, Sequence[Tensor | None]]
 """For each microbatch, the gradient of every tensor among its inputs."""
 
 
-def wanted(inputs: Any) -> list[bool]:
+Roots = Sequence[tuple[Tensor, Tensor]]
+"""Inputs that come from a graph, and the leaves that are cut into microbatches in their place."""
+
+
+def prepare_inputs(
+    inputs: Any, targets: Any, keywords: Keywords | None, replicas: int
+) -> tuple[Any, Sequence[bool], Roots]:
+    """The inputs with leaves in place of tensors that come from a graph, which of them require grad, and these leaves.
+
+    Refuses batches whose gradients a pipeline cannot compute.
+    """
+    wants = require_gradients(inputs)
+    _refuse_graphs(inputs, replicas)
+    _refuse_keywords(keywords)
+    _refuse_target_graphs(targets)
+    if not wants:
+        return inputs, (), ()
+    whole, roots = with_leaves(inputs)
+    return whole, wants, roots
+
+
+def require_gradients(inputs: Any) -> list[bool]:
     """For every tensor of the inputs, whether it requires a gradient; empty if none does.
 
-    >>> wanted({"a": torch.ones(2), "b": torch.ones(2, requires_grad=True)})
+    >>> require_gradients({"a": torch.ones(2), "b": torch.ones(2, requires_grad=True)})
     [False, True]
-    >>> wanted(torch.ones(2))
+    >>> require_gradients(torch.ones(2))
     []
     """
     learn(inputs)
@@ -38,8 +59,8 @@ def wanted(inputs: Any) -> list[bool]:
     return flags if any(flags) else []
 
 
-def refuse_graphs(inputs: Any, replicas: int) -> None:
-    """Refuse inputs with a graph where there are replicas: nobody would add up what lies behind the graph."""
+def _refuse_graphs(inputs: Any, replicas: int) -> None:
+    """Refuse inputs with a graph if there are replicas: nothing would add up the gradients behind the graph."""
     if replicas > 1 and any(tensor.grad_fn is not None for tensor in tensors_of(pytree.tree_leaves(inputs))):
         raise StagelineError(
             f"the inputs come from a graph, and there are {replicas} replicas: the gradients of what computed them "
@@ -48,7 +69,7 @@ def refuse_graphs(inputs: Any, replicas: int) -> None:
         )
 
 
-def refuse_keywords(keywords: Keywords | None) -> None:
+def _refuse_keywords(keywords: Keywords | None) -> None:
     """Refuse keyword inputs whose gradients would be computed twice, or by several stages at once."""
     users: dict[int, list[str]] = {}
     for stage, values in (keywords or {}).items():
@@ -70,10 +91,10 @@ def refuse_keywords(keywords: Keywords | None) -> None:
                     )
 
 
-def refuse_target_graphs(targets: Any) -> None:
-    """Refuse targets that come from a graph, which each microbatch would run backwards once more.
+def _refuse_target_graphs(targets: Any) -> None:
+    """Refuse targets that come from a graph, which each microbatch would run backwards again.
 
-    >>> refuse_target_graphs(torch.ones(2, requires_grad=True) * 3)
+    >>> _refuse_target_graphs(torch.ones(2, requires_grad=True) * 3)
     Traceback (most recent call last):
     stageline.StagelineError: the targets come from a graph (MulBackward0), which each microbatch would run
     backwards once more; detach them (targets.detach()), or give them among the inputs
@@ -120,10 +141,6 @@ def exchange(world: World, owners: Sequence[int], wants: Sequence[bool], own: Gr
 
 def _describe(grad: Tensor | None) -> tuple[list[int], str] | None:
     return None if grad is None else (list(grad.shape), str(grad.dtype).removeprefix("torch."))
-
-
-Roots = Sequence[tuple[Tensor, Tensor]]
-"""Inputs that come from a graph, and the leaves that are cut into microbatches in their place."""
 
 
 def with_leaves(inputs: Any) -> tuple[Any, Roots]:

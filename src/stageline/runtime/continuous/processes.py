@@ -13,9 +13,9 @@ from stageline.common.errors import PeerFailed, PipelineError, StagelineError
 from stageline.distributed.failures import RankFailure
 from stageline.distributed.process_host import ProcessWorld
 from stageline.distributed.rank_host import Floats, HostedStep
+from stageline.runtime.batches.comparison import NAMES, BatchRow, disagreement
 from stageline.runtime.continuous.rank_loop import LEFT, DecidedStep, PlannedStep, RankLoop, RunOptions
 from stageline.runtime.executor import RankResult
-from stageline.runtime.microbatches import NAMES, BatchRow, disagreement
 from stageline.runtime.rank_executors import MOST_TIMES
 from stageline.runtime.step import no_collections
 

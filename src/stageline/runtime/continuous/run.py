@@ -20,8 +20,7 @@ from stageline.distributed.process_host import ProcessWorld
 from stageline.distributed.rank_host import Floats
 from stageline.distributed.thread_host import ThreadWorld
 from stageline.runtime._torch_private import optimizer_hooks
-from stageline.runtime.batch import Batch
-from stageline.runtime.batches.input_gradients import wanted as wants_gradients
+from stageline.runtime.batches.input_gradients import require_gradients
 from stageline.runtime.continuous.processes import NextBatch, ProcessRun, ProcessServices
 from stageline.runtime.continuous.rank_loop import (
     DecidedStep,
@@ -34,6 +33,7 @@ from stageline.runtime.continuous.rank_loop import (
 from stageline.runtime.continuous.rollback import Make, OptimizerPart, find_optimizer
 from stageline.runtime.continuous.threads import ThreadRun
 from stageline.runtime.grad_norm import norm_dtype
+from stageline.runtime.microbatches import Batch
 from stageline.runtime.optimizer_step import GradientRules, step_optimizer
 from stageline.runtime.step import StepRunner
 from stageline.runtime.step_report import Measured, StepStats, lengths_of
@@ -104,7 +104,7 @@ def read_batch(runner: StepRunner, item: Any) -> Batch:
             f"a batch is a pair of inputs and targets, a tensor or a dict of inputs alone, or None where a rank needs "
             f"none; got {shorten(item)}"
         )
-    if wants_gradients(arguments["inputs"]):
+    if require_gradients(arguments["inputs"]):
         raise StagelineError(
             "inputs of a run require grad, and the next batch is read before their gradients are known; call "
             "pipe.step(inputs, targets) and optimizer.step() in a loop instead, or detach the inputs"

@@ -6,7 +6,9 @@ they are threads, two of them would add into one gradient at the same time.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -111,6 +113,17 @@ def leaves_below(root: Tensor, ends: Iterable[Any] = ()) -> Iterator[Tensor]:
             if below is not None and below not in seen:
                 seen.add(below)
                 waiting.append(below)
+
+
+def is_torch_function(function: Any) -> bool:
+    """Whether a loss function is one of torch's own, which reads nothing but its arguments.
+
+    >>> is_torch_function(nn.functional.mse_loss), is_torch_function(lambda output, target: output.sum())
+    (True, False)
+    """
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    own = module is not None and module.__name__.partition(".")[0] == "torch"
+    return own and isinstance(function, FunctionType) and getattr(module, function.__name__, None) is function
 
 
 class LossReads:

@@ -18,7 +18,6 @@ from torch.nn.parameter import is_lazy
 from stageline._version import __version__
 from stageline.common.errors import StagelineError, shorten
 from stageline.distributed.rank_host import World
-from stageline.runtime.microbatches import digest
 from stageline.schedules.schedule import Schedule
 
 
@@ -32,7 +31,8 @@ def facts_of(model: nn.Module, schedule: Schedule) -> dict[str, str]:
     >>> facts["the modules of the model"]
     'the model itself: torch.nn.modules.linear.Linear(in_features=2, out_features=1, bias=True)'
     """
-    order = digest([torch.from_numpy(part) for part in (schedule.kinds, schedule.stage_ids, schedule.microbatch_ids)])
+    actions = (schedule.kinds, schedule.stage_ids, schedule.microbatch_ids)
+    order = hashlib.blake2b(b"".join(part.tobytes() for part in actions), digest_size=8).hexdigest()
     shapes = [f"{name} {_shape(parameter)}" for name, parameter in model.named_parameters()]
     types = [f"{name} {tensor.dtype}" for name, tensor in (*model.named_parameters(), *model.named_buffers())]
     frozen = [f"{name} requires_grad={parameter.requires_grad}" for name, parameter in model.named_parameters()]

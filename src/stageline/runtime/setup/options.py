@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
@@ -13,7 +13,6 @@ from stageline.autograd.recompute import Choice, Policy
 from stageline.common.errors import StagelineError, shorten
 from stageline.runtime.batches.chunk_specs import ChunkSpecs
 from stageline.runtime.grad_reduce import check_buckets
-from stageline.runtime.microbatches import Reduction, check_reduction
 from stageline.runtime.penalty import Penalty, check_penalty
 from stageline.runtime.replan import Replan, check_replan
 from stageline.runtime.setup.compile import Compile
@@ -23,6 +22,10 @@ from stageline.timeline.costs import Costs
 
 if TYPE_CHECKING:
     from stageline.planning.plan import Plan
+
+
+Reduction: TypeAlias = Literal["mean", "sum", "count"]
+"""How loss_fn reduces the losses of a microbatch's samples."""
 
 
 @dataclass
@@ -57,7 +60,8 @@ class PipelineOptions:
 
     def __post_init__(self) -> None:
         refuse_arrays(self.example, "the example")
-        check_reduction(self.loss_reduction)
+        if self.loss_reduction not in ("mean", "sum", "count"):
+            raise StagelineError(f"loss_reduction is 'mean', 'sum' or 'count', got {self.loss_reduction!r}")
         check_buckets(self.bucket_mb, self.reduce_dtype)
         check_penalty(self.penalty)
         check_replan(self.replan, self.replan_every)

@@ -1,0 +1,99 @@
+"""Comparing the batches of all ranks: each sends a row of numbers, and all of them see who was given another batch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class BatchRow(NamedTuple):
+    """What this process knows of a step's batch."""
+
+    samples: int | None
+    """None if it was given nothing."""
+    row: NDArray[np.float64]
+    """The numbers of `NAMES`, to be compared between processes; 0 for what was not given here, -1 for what was refused
+    here."""
+
+
+REFUSED = (0.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0)
+"""The row of a process that refused its batch."""
+NAMES = (
+    "the number of samples",
+    "the inputs",
+    "the targets",
+    "the keyword inputs of all stages",
+    "scale=",
+    "count=",
+    "the mode of the model",
+)
+SCALE, COUNT, MODE = 4, 5, 6
+MODES = {1.0: "model.eval()", 2.0: "model.train()"}
+
+
+def difference(rows: NDArray[np.float64], columns: Sequence[int], names: Sequence[int] | None = None) -> str:
+    """Say which ranks were given different batches; empty if there is no difference.
+
+    `names` are the numbers of the ranks, if they are not 0, 1, 2, and so on.
+
+    >>> difference(np.array([[8.0, 5, 0, 0], [0, 0, 0, 0], [8, 6, 0, 0]]), [0, 1])
+    'rank 2 was given another batch than rank 0: the inputs differ'
+    >>> difference(np.array([[8.0, 5, 0, 0, 1.0], [8, 5, 0, 0, 0.5]]), [0, 4])
+    'rank 1 and rank 0 differ in scale=: rank 1 has 0.5 and rank 0 has 1.0; give all ranks the same'
+    """
+    for column in columns:
+        first_rows = {
+            value: int(np.argmax(rows[:, column] == value)) for value in rows[:, column].tolist() if value > 0
+        }
+        if len(first_rows) > 1:
+            rows_apart = sorted(first_rows.values())[:2]
+            first, second = (rank if names is None else names[rank] for rank in rows_apart)
+            if column >= SCALE:
+                one, two = (_setting(column, float(rows[row, column])) for row in rows_apart)
+                return (
+                    f"rank {second} and rank {first} differ in {NAMES[column]}: rank {second} has {two} and rank "
+                    f"{first} has {one}; give all ranks the same"
+                )
+            return f"rank {second} was given another batch than rank {first}: {NAMES[column]} differ"
+    return ""
+
+
+def _setting(column: int, value: float) -> str:
+    return MODES[value] if column == MODE else repr(value)
+
+
+def disagreement(
+    rows: NDArray[np.float64],
+    columns: Sequence[int],
+    needs: Mapping[int, Collection[int]],
+    names: Sequence[int] | None = None,
+) -> str:
+    """Say what is wrong with the batches of the ranks: they differ, or a rank that reads them was given none.
+
+    `needs` says for the inputs and for the targets which ranks read them. Targets may be None, but on all ranks.
+
+    >>> disagreement(np.array([[8.0, 5, 7, 0], [8, 5, 0, 0]]), [0, 1, 2], {1: {0}, 2: {1}})
+    'rank 0 was given the targets, and rank 1, which reads them, was given None; give them to rank 1'
+    """
+    apart = difference(rows, columns, names)
+    if apart:
+        return apart
+    for column in (1, 2):
+        if column not in columns or (rows[:, column] < 0).any():  # the rank that refused it reports why
+            continue
+        holders = np.flatnonzero(rows[:, column] > 0)
+        if not len(holders):
+            if column == 1:
+                return f"no rank was given {NAMES[column]}"
+            continue
+        for rank in sorted(needs[column]):
+            if not rows[rank, column]:
+                one, two = (int(row) if names is None else names[int(row)] for row in (holders[0], rank))
+                return (
+                    f"rank {one} was given {NAMES[column]}, and rank {two}, which reads them, was given None; give "
+                    f"them to rank {two}"
+                )
+    return ""
