@@ -78,5 +78,5 @@ def test_a_rank_that_tells_another_number_of_figures_is_named(monkeypatch: pytes
             return np.array([ord(letter) for letter in str(error)])
 
     said = ["".join(map(chr, found.astype(int))) for found in on_all(3, 16, gather, monkeypatch)]
-    assert said[0].startswith("rank 2 tells 3 numbers at the end of a step and rank 0 expects 2")
+    assert said[0].startswith("rank 2 sent 3 numbers at the end of a step and rank 0 expects 2")
     assert said[1] == said[2] == "nothing came"

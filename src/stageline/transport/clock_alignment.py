@@ -1,7 +1,7 @@
 """Clocks of several ranks on one scale: `time.perf_counter` of two hosts counts from two unrelated moments.
 
-A rank asks the rank above it in a tree what time it is, several times over, and believes the answer that came back
-fastest: whenever the other clock was read in between, its reading is off by no more than half of the round trip.
+A rank asks the rank above it in a tree for the time, several times, and uses the answer that came back fastest:
+whenever the other clock was read in between, the reading is off by at most half of the round trip.
 
     rank       t0 ──────────────────────────────▶ t3        offset = ((t1 − t0) + (t2 − t3)) / 2
     above              t1 ──────────▶ t2                    uncertainty = ((t3 − t0) − (t2 − t1)) / 2
@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 DRIFT = 5e-5
-"""How many seconds two clocks may drift apart in a second: what crystals do that nothing keeps in step."""
+"""How many seconds two clocks may drift apart per second: the tolerance of free-running crystals."""
 
 TRIPS = 8
-"""How many round trips are made: the first may wait for the other rank to be there, and some are disturbed."""
+"""How many round trips are made: the first may wait for the other rank, and some are disturbed."""
 
 
 class Reading(NamedTuple):
@@ -34,18 +34,18 @@ class Reading(NamedTuple):
     uncertainty: float
 
 
-def offset_of(asked: float, heard: float, answered: float, back: float) -> Reading:
-    """What one round trip tells of the other clock.
+def offset_of(sent: float, received: float, answered: float, back: float) -> Reading:
+    """The offset of the other clock, by one round trip.
 
-    >>> offset_of(asked=10.0, heard=110.25, answered=110.5, back=10.75)
+    >>> offset_of(sent=10.0, received=110.25, answered=110.5, back=10.75)
     Reading(offset=100.0, uncertainty=0.25)
     """
-    return Reading(((heard - asked) + (answered - back)) / 2, max(0.0, ((back - asked) - (answered - heard)) / 2))
+    return Reading(((received - sent) + (answered - back)) / 2, max(0.0, ((back - sent) - (answered - received)) / 2))
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """What the ranks of a pipeline know of each other's clocks.
+    """The offsets between the clocks of a pipeline's ranks.
 
     >>> clocks = Alignment((0.0, 100.0, 7.0), (0.0, 1e-4, 2e-4), moment=50.0)
     >>> clocks.uncertainty(50.0), clocks.uncertainty(150.0)
@@ -57,9 +57,9 @@ class Alignment:
     offsets: tuple[float, ...]
     """For each rank, what to add to its `time.perf_counter` to get that of the first."""
     uncertainties: tuple[float, ...]
-    """For each rank, by how much that may be wrong, in seconds; 0 where the rank reads the very clock of the first."""
+    """For each rank, by how many seconds that may be wrong; 0 if the rank reads the same clock as the first."""
     moment: float
-    """When this was found out, by the clock of this rank."""
+    """When this was measured, by the clock of this rank."""
 
     @property
     def exact(self) -> bool:
@@ -75,9 +75,9 @@ class Alignment:
 
 
 def aligned(rows: NDArray[np.float64], moment: float) -> Alignment:
-    """Read what all ranks told: offset, uncertainty, and which clock they read.
+    """The alignment by the rows of all ranks: offset, uncertainty, and a number of the clock they read.
 
-    Ranks whose clock says that it is the same as the first one's, and that measured no difference, read one clock.
+    Ranks whose clock has the number of the first one's, and that measured no difference, read the same clock.
     """
     offsets, uncertainties = [], []
     for offset, uncertainty, clock in rows.tolist():

@@ -1,4 +1,4 @@
-"""What a transport is: ordered channels between ranks, every wait with a deadline, and a way to tell of a failure."""
+"""The transport protocol: ordered channels between ranks, a deadline for every wait, and a way to report failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Traffic: TypeAlias = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Header:
-    """What a message is: checked on arrival, so that a mix-up is an error and never a wrong number."""
+    """Identifies a message; checked on arrival, so that a mix-up is an error and never a wrong number."""
 
     source: int
     target: int
@@ -28,7 +28,7 @@ class Header:
     step: int
 
     def __str__(self) -> str:
-        """Say it as an error would."""
+        """As errors name it."""
         what = "output" if self.traffic == "forward" else "gradient"
         return (
             f"the {what} of stage {self.stage}, microbatch {self.microbatch}, step {self.step}, of rank {self.source}"
@@ -77,29 +77,29 @@ class Transport(Protocol):
     rank: int
     ranks: int
     arrived: float
-    """When the message that was received last had come, by `time.perf_counter`."""
+    """When the last received message arrived, by `time.perf_counter`."""
 
     def send(self, message: Message) -> None:
-        """Send to the rank that the header names; does not wait for the receiver."""
+        """Send to the rank in the header; does not wait for the receiver."""
 
     def receive(self, header: Header, deadline: float) -> Message:
-        """Wait for the next message of the header's channel, at most `deadline` seconds; it must bear this header."""
+        """Wait for the next message of the header's channel, at most `deadline` seconds; it must have this header."""
 
     def fail(self, error: BaseException, where: str) -> None:
-        """Tell all ranks that this one failed, so that none waits for it."""
+        """Report to all ranks that this one failed, so that none waits for it."""
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Close connections and end threads."""
 
 
-def check_message(found: Message, expected: Header) -> None:
-    """Refuse a message that is not the one expected on its channel, or does not hold what it announces."""
-    if found.header != expected:
-        raise TransportError(f"rank {expected.target} expected {expected}, and got {found.header}")
-    if not found.announced:
+def check_message(message: Message, expected: Header) -> None:
+    """Refuse a message that is not the expected one of its channel, or does not hold what it announces."""
+    if message.header != expected:
+        raise TransportError(f"rank {expected.target} expected {expected}, and got {message.header}")
+    if not message.announced:
         raise TransportError(
-            f"rank {expected.target} expected {expected} as {_listed(found.kinds)}, and got "
-            f"{_listed(kinds_of(found.leaves))}"
+            f"rank {expected.target} expected {expected} as {_listed(message.kinds)}, and got "
+            f"{_listed(kinds_of(message.leaves))}"
         )
 
 

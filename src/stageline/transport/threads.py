@@ -13,17 +13,16 @@ from stageline.transport.gpu.streams import read, written
 from stageline.transport.protocol import Header, Message, Traffic, check_message
 
 Arrive = Callable[[], None]
-"""What is still to be done for a message when it is taken, on the thread that takes it."""
-
+"""What to call when a message is taken, on the thread that takes it."""
 
 Failed = tuple[int, str, BaseException]
 """The rank that failed, where it did, and its error."""
 
 ANY = -1
-"""Earlier than every step."""
+"""Before every step."""
 
 _Waiting = tuple[Message | TransportError, Arrive, float]
-"""A message, what to do when it is taken, and when it came."""
+"""A message, what to call when it is taken, and when it arrived."""
 
 
 def _nothing() -> None:
@@ -50,7 +49,7 @@ class ThreadHub:
         """The first failure, if there was one."""
         self._failed_step = ANY
         self.patience: Callable[[int], bool] = lambda rank: False
-        """Asked when a deadline has passed: whether there is reason to go on waiting for that rank."""
+        """Called when a deadline has passed: whether to keep waiting for that rank."""
 
     def end(self, rank: int) -> ThreadTransport:
         """One rank's end."""
@@ -65,7 +64,7 @@ class ThreadHub:
     def put(
         self, channel: tuple[int, int, Traffic], message: Message | TransportError, arrive: Arrive = _nothing
     ) -> None:
-        """Append to the channel that the message came through, whatever its header says, or that it was unreadable."""
+        """Append a message, or why it cannot be read, to the channel it came through, whatever its header says."""
         came = time.perf_counter()
         changed = self._changed[channel[1]]
         with changed:
@@ -73,7 +72,7 @@ class ThreadHub:
             changed.notify_all()
 
     def take(self, header: Header, deadline: float) -> tuple[Message, float]:
-        """Take the first message of a channel, and when it came; or fail with the name of who was waited for."""
+        """Take the first message of a channel, and when it arrived."""
         message, arrive, came = self._wait(header, deadline)
         if isinstance(message, TransportError):
             raise TransportError(f"rank {header.target} expected {header}: {message}") from message
@@ -100,7 +99,7 @@ class ThreadHub:
         return self.failure if step >= self._failed_step else None
 
     def set_failure(self, rank: int, error: BaseException, where: str, step: int = ANY) -> None:
-        """Keep the first failure and wake everyone; steps before the one that failed go on."""
+        """Keep the first failure and wake all ranks; steps before the failed one continue."""
         if self.failure is None or step < self._failed_step:
             self.failure, self._failed_step = (rank, where, error), step
         for changed in self._changed:
@@ -119,7 +118,7 @@ class ThreadTransport:
         self.arrived = 0.0
 
     def send(self, message: Message) -> None:
-        """Hand the message over; what a GPU is still writing is waited for by the GPU that reads it."""
+        """Hand the message over; a GPU that reads it waits for the GPU that still writes it."""
         channel = (self.rank, message.header.target, message.header.traffic)
         event = written(message.leaves)
         if event is None:
@@ -148,8 +147,8 @@ class ThreadTransport:
 def stopped_waiting(header: Header, failure: Failed) -> PeerFailed:
     """The error of a rank that waits for a message when another one fails."""
     origin, where, error = failure
-    said = f"rank {header.target} stopped waiting for {header}: {where}: {type(error).__name__}: {error}"
-    stopped = PeerFailed(said, origin)
+    text = f"rank {header.target} stopped waiting for {header}: {where}: {type(error).__name__}: {error}"
+    stopped = PeerFailed(text, origin)
     stopped.__cause__ = error
     return stopped
 

@@ -1,7 +1,7 @@
 """A message as bytes: a prefix of five numbers, a header of typed JSON, and the bytes of the tensors. No pickle.
 
-The prefix says how long the rest is, so a header that cannot be read costs one message and not the channel: what
-belongs to it is taken off the wire, and the next message starts where it should.
+The prefix holds the length of the rest, so a header that cannot be read costs one message and not the channel: its
+bytes are skipped, and the next message begins where it should.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ DTYPES: dict[str, torch.dtype] = {
 TRAFFIC: tuple[Traffic, ...] = ("forward", "backward")
 _PREFIX = struct.Struct("<5q")
 HEAD = 512
-"""Bytes that every message starts with: the prefix, and the header as far as it has room beside it."""
+"""How many bytes every message begins with: the prefix, and as much of the header as fits."""
 ROOM = HEAD - _PREFIX.size
 _MAGIC = 0x7374_6167_656C_696E
 _LONGEST, _LONGEST_TEXT = 1 << 40, 1 << 30
 
 
 class Prefix(NamedTuple):
-    """What every message starts with: the turn it belongs to, how long the rest is, and a check sum of the header."""
+    """What every message begins with: the turn it belongs to, the length of the rest, and a checksum of the header."""
 
     turn: int
     text: int
@@ -45,17 +45,17 @@ class Prefix(NamedTuple):
 
 
 class TensorMeta(NamedTuple):
-    """A tensor as its header tells it."""
+    """What a header says about a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     device: str
     apart: bool
-    """Whether it travels on a group of its own, and not with the header."""
+    """Whether it travels on a process group of its own, not with the header."""
     strides: tuple[int, ...] | None = None
-    """How it lies in memory, where it is not contiguous: kernels choose by it, and so it decides bits."""
+    """Its strides if it is not contiguous: kernels choose by them, so they affect bits."""
     expanded: tuple[int, ...] | None = None
-    """The shape that it is expanded to when it has arrived."""
+    """The shape that it is expanded to on arrival."""
 
     @property
     def size(self) -> int:
@@ -71,7 +71,7 @@ class TensorMeta(NamedTuple):
 
 @dataclass(frozen=True)
 class Contents:
-    """What a header tells but for who sends what when; it is the same from one microbatch to the next."""
+    """What a header says, without its first line; the same from one microbatch to the next."""
 
     leaves: list[Leaf | TensorMeta]
     tree: str
@@ -90,18 +90,18 @@ class Contents:
 
     @cached_property
     def simple(self) -> bool:
-        """Whether all tensors are of the host and without gaps, so that each can be read into its own memory."""
+        """Whether all tensors are on the host and without gaps, so that each can be read into its own memory."""
         return all(meta.simple for meta in self.metas)
 
 
 class Announcement(NamedTuple):
-    """A header that was read: the message without the contents of its tensors."""
+    """A header that was read: the message without the values of its tensors."""
 
     header: Header
     contents: Contents
 
     def message(self, tensors: Sequence[Tensor]) -> Message:
-        """Put the tensors in their places."""
+        """The message with these tensors."""
         contents = self.contents
         remaining = iter(_expanded(tensors, contents.metas))
         leaves = [next(remaining) if isinstance(leaf, TensorMeta) else leaf for leaf in contents.leaves]
@@ -116,7 +116,7 @@ def _expanded(tensors: Sequence[Tensor], metas: Sequence[TensorMeta]) -> list[Te
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor as they lie in memory, in that same memory if there are no gaps in it.
+    """The bytes of a tensor in the order of its memory, and in that memory if it has no gaps.
 
     >>> bytes_of(torch.ones(2, 3, dtype=torch.bfloat16)).shape
     torch.Size([12])
@@ -130,7 +130,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The memory of a tensor of the host that has no gaps, for as long as the tensor lives.
+    """The memory of a host tensor without gaps; valid as long as the tensor lives.
 
     >>> t = torch.zeros(2, dtype=torch.int16)
     >>> memory_of(t)[2] = 7
@@ -142,7 +142,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def pieces_of(tensor: Tensor) -> tuple[Tensor, memoryview]:
-    """The bytes of a tensor of the host as they lie in memory, and the tensor that keeps them."""
+    """The tensor that owns the bytes of a host tensor, and these bytes."""
     form = _form(tensor.dtype, tensor.shape, tensor.stride(), "cpu", False)
     plain = form.dense and not tensor.is_neg() and not tensor.is_conj()
     kept = tensor if plain else bytes_of(tensor)
@@ -150,7 +150,7 @@ def pieces_of(tensor: Tensor) -> tuple[Tensor, memoryview]:
 
 
 def base_of(tensor: Tensor) -> Tensor:
-    """A tensor without the repetitions of an expanded one, which need not travel.
+    """A tensor without the repetitions of an expanded one, which need not be sent.
 
     >>> base_of(torch.ones(2, 1).expand(2, 5)).shape
     torch.Size([2, 1])
@@ -164,7 +164,7 @@ def base_of(tensor: Tensor) -> Tensor:
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int | None:
-    """How many elements of memory a tensor spans; None where two elements may share one."""
+    """How many elements of memory a tensor spans; None if two elements may share one."""
     span = 1
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
         if stride < span:
@@ -174,14 +174,14 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int | None:
 
 
 def room_for(described: TensorMeta, device: str | torch.device = "cpu") -> Tensor:
-    """Memory for a tensor, laid out as the sender's is."""
+    """An uninitialized tensor with the strides of the sender's."""
     if described.strides is None:
         return torch.empty(described.shape, dtype=described.dtype, device=device)
     return torch.empty_strided(described.shape, described.strides, dtype=described.dtype, device=device)
 
 
 def fill(room: Tensor, piece: Tensor) -> Tensor:
-    """Put bytes into a tensor's memory; the copy does not wait where one side is on a GPU and the other pinned."""
+    """Copy bytes into a tensor's memory, asynchronously if one side is on a GPU and the other pinned."""
     if _extent(room.shape, room.stride()) == room.numel():
         bytes_of(room).copy_(piece, non_blocking=True)
         return room
@@ -221,13 +221,13 @@ def expect(header: Header, turn: int, pattern: Pattern) -> tuple[bytes, Message,
 
 
 def write_text(message: Message, apart: Callable[[Tensor], bool] = lambda tensor: False) -> bytes:
-    """Describe a message: all that it is, but for the contents of its tensors.
+    """The header of a message as text.
 
     >>> header = Header(0, 1, "forward", 0, 0, 0)
     >>> read_text(write_text(Message(header, [torch.zeros(3), 2, None], "*", [True, False, False]))).contents.leaves
     [TensorMeta(dtype=torch.float32, shape=(3,), device='cpu', apart=False, strides=None, expanded=None), 2, None]
     """
-    # What was announced goes along only where it is not what is sent, which is a fault that the receiver will name.
+    # What was announced is sent only if it is not what the message holds; the receiver reports that.
     forms = [_form_of(leaf, apart(leaf)) if isinstance(leaf, Tensor) else None for leaf in message.leaves]
     wants = tuple([bool(want) for want in message.wants_gradient])
     if None not in forms:
@@ -243,7 +243,7 @@ def write_text(message: Message, apart: Callable[[Tensor], bool] = lambda tensor
 
 
 def refuse_classes(message: Message) -> None:
-    """Refuse a tensor of a class of the user's: the class and its attributes would not arrive."""
+    """Refuse tensor subclasses: the class and its attributes would not arrive."""
     for leaf in message.leaves:
         if isinstance(leaf, Tensor) and type(leaf) is not Tensor and not isinstance(leaf, nn.Parameter):
             name, head = type(leaf).__name__, message.header
@@ -255,11 +255,11 @@ def refuse_classes(message: Message) -> None:
 
 
 def write_fields(head: Header) -> bytes:
-    """The first line of a header: who sends what when."""
+    """The first line of a header: who sends what, and when."""
     numbers = (head.source, head.target, head.stage, head.microbatch, head.step)
     if all(type(number) is int for number in numbers):
         fields = f'[{head.source}, {head.target}, "{head.traffic}", {head.stage}, {head.microbatch}, {head.step}]'
-    else:  # a fault that the receiver will name
+    else:  # the receiver reports that
         fields = json.dumps([head.source, head.target, head.traffic, head.stage, head.microbatch, head.step])
     return fields.encode()
 
@@ -270,7 +270,7 @@ def _written(described: tuple[Any, ...], tree: str, wants: tuple[bool, ...], kin
 
 
 class _Form(NamedTuple):
-    """How a tensor of some type, shape and layout travels."""
+    """How tensors of one dtype, shape and layout are sent."""
 
     dense: bool
     """Whether there are no gaps in its memory."""
@@ -289,7 +289,7 @@ def _form(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], devic
     span = _extent(shape, strides) if shape.numel() else None
     kept: tuple[int, ...] | None = None
     if shape.numel() and strides != _contiguous(shape):
-        # Any layout without gaps, and those with gaps that do not blow the tensor up.
+        # Any layout without gaps, and those whose gaps take little memory.
         kept = strides if span is not None and span <= (1 if apart else 4) * shape.numel() else None
     meta = (str(dtype).removeprefix("torch."), tuple(shape), device, apart, kept, expanded)
     return _Form(expanded is None and span == shape.numel(), meta, kind)
@@ -304,7 +304,7 @@ def _form_of(tensor: Tensor, apart: bool) -> _Form:
 
 
 def read_text(text: bytes) -> Announcement:
-    """Read a header again, refusing what is not one."""
+    """Read a header; refuse what is not one."""
     try:
         first, rest = text.split(b"\n", 1)
         fields = json.loads(first)
@@ -319,7 +319,7 @@ def read_text(text: bytes) -> Announcement:
 
 @lru_cache(maxsize=4096)
 def _read_rest(rest: bytes) -> Contents:
-    """All but the fields; not changed by who reads it."""
+    """Everything after the first line; readers do not change it."""
     described, tree, wants, kinds = json.loads(rest)
     return Contents(
         [_tensor(item) if isinstance(item, list) else _plain(item) for item in described],
@@ -351,24 +351,24 @@ def _plain(item: Any) -> Leaf:
 
 
 def write_head(turn: int, text: bytes, payload: int) -> bytes:
-    """What a message starts with, so many bytes of tensors coming after its header; all but those."""
+    """Everything before the bytes of the tensors, of which there are `payload`."""
     prefix = _PREFIX.pack(_MAGIC, turn, len(text), payload, zlib.crc32(text))
     return (prefix + text).ljust(HEAD, b"\0")
 
 
-def read_head(found: bytes) -> tuple[Prefix, bytes]:
-    """Read the prefix, and the header as far as it is there; without a prefix, nothing can be understood."""
-    magic, *numbers = _PREFIX.unpack_from(found)
+def read_head(head: bytes) -> tuple[Prefix, bytes]:
+    """Read the prefix, and the part of the header that follows it."""
+    magic, *numbers = _PREFIX.unpack_from(head)
     prefix = Prefix(*numbers)
     if magic != _MAGIC or not 0 < prefix.text < _LONGEST_TEXT or not 0 <= prefix.payload < _LONGEST:
         raise TransportError(
             f"bytes that are no message arrived (they start with {magic:#x}, and {_MAGIC:#x} was expected)"
         )
-    return prefix, found[_PREFIX.size : _PREFIX.size + prefix.text]
+    return prefix, head[_PREFIX.size : _PREFIX.size + prefix.text]
 
 
 def check_text(text: bytes, prefix: Prefix) -> None:
-    """Refuse a header that is not as it was sent."""
+    """Refuse a header that does not match its checksum."""
     if zlib.crc32(text) != prefix.check:
         raise TransportError(f"a header arrived with check sum {zlib.crc32(text):#x}, and {prefix.check:#x} was sent")
 

@@ -1,10 +1,10 @@
-"""Tensors of a GPU on their way through the memory of the host, while the GPU goes on computing.
+"""Tensors of a GPU on their way through host memory, while the GPU keeps computing.
 
-Out: a stream beside the compute stream waits for what was computed so far, copies it into pinned memory, and an event
-says when it is there. In: another stream copies from pinned memory to the GPU, and the compute stream waits for it, on
-the GPU, when the message is taken. The thread that computes never waits.
+Out: a stream beside the compute stream waits for what was computed so far and copies it into pinned memory; an event
+marks the end of the copy. In: another stream copies from pinned memory to the GPU, and the compute stream waits for it,
+on the GPU, when the message is taken. The thread that computes never waits.
 
-Nothing here is called, and no part of torch.cuda is touched, before a tensor of a GPU is sent or received.
+Nothing here is called, and torch.cuda is not touched, before a tensor of a GPU is sent or received.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stageline.transport.wire import TensorMeta, bytes_of, fill, room_for
 
 
 def pinned(size: int) -> Tensor:
-    """So many bytes of the host's memory that a GPU can copy from and to by itself."""
+    """So many bytes of pinned host memory."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
@@ -33,10 +33,10 @@ class Staging:
         self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def to_host(self, tensors: Sequence[Tensor], places: Sequence[Tensor]) -> torch.cuda.Event:
-        """Copy tensors into places of pinned memory once they are computed; the event comes when they are there.
+        """Copy tensors into pinned memory once they are computed; the event marks the end of the copies.
 
-        Called on the thread that computes; the tensors may be dropped at once, and their memory is not used again
-        before it is copied.
+        Called on the thread that computes. The tensors may be dropped at once; their memory is not reused before it is
+        copied.
         """
         pieces = [bytes_of(tensor) for tensor in tensors]  # on the compute stream, where one has gaps
         self._out.wait_event(torch.cuda.current_stream(self.device).record_event())
@@ -48,22 +48,22 @@ class Staging:
             done.record(self._out)
         return done
 
-    def to_device(self, places: Sequence[Tensor], described: Sequence[TensorMeta]) -> tuple[list[Tensor], Arrive]:
-        """Start to copy from pinned memory; what is given back is to be called by the thread that takes the message."""
+    def to_device(self, places: Sequence[Tensor], metas: Sequence[TensorMeta]) -> tuple[list[Tensor], Arrive]:
+        """Start to copy from pinned memory; the thread that takes the message calls the returned function."""
         tensors: list[Tensor] = []
         with torch.cuda.device(self.device), torch.cuda.stream(self._in):
-            for place, each in zip(places, described, strict=True):
-                tensors.append(fill(room_for(each, self.device), place))
+            for place, meta in zip(places, metas, strict=True):
+                tensors.append(fill(room_for(meta, self.device), place))
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._in)
         return tensors, lambda: self._take(tensors, lambda stream: stream.wait_event(done))
 
     def beside(self) -> torch.cuda.StreamContext:
-        """Run what follows on the stream for arrivals, so that it does not wait for what is being computed."""
+        """Run what follows on the stream for arrivals, so that it does not wait for the compute stream."""
         return torch.cuda.stream(self._in)
 
     def take(self, tensors: Sequence[Tensor], wait: Callable[[], object]) -> None:
-        """Let the compute stream wait for what `wait` waits for, and let it keep the tensors as long as it needs."""
+        """Let the compute stream call `wait`, and keep the tensors as long as it needs them."""
         self._take(tensors, lambda stream: wait())
 
     def _take(self, tensors: Sequence[Tensor], wait: Callable[[torch.cuda.Stream], object]) -> None:

@@ -1,13 +1,13 @@
-"""Tensors on groups of their own, beside the headers: how messages travel between GPUs.
+"""Tensors on process groups of their own, beside the headers: how messages travel between GPUs.
 
-A header goes from host to host and is read by the host, which runs ahead of its GPU: by the time the GPU comes to the
-message, the header is long there and the receive is posted, with just the size that the header told.
+A header goes from host to host, and hosts run ahead of their GPUs: by the time the GPU gets to the message, the header
+has arrived and the receive is posted, with the size in the header.
 
-On one communicator a send could stand in line behind a receive, and two ranks could wait for each other. So there is
-a group for every traffic and way, up to higher ranks or down to lower ones: 4 groups, on each of which a pair of ranks
-only ever sends in one direction, in the order of the headers.
+On one communicator a send could queue behind a receive, and two ranks could wait for each other. So there is a group
+for every traffic and direction, up to higher ranks or down to lower ones: 4 groups, on each of which a pair of ranks
+only sends in one direction, in the order of the headers.
 
-NCCL itself was not run by the tests, which have no two GPUs: they run this file with gloo as the backend, on the host.
+The tests have no two GPUs, so they do not run NCCL: they run this file with gloo as the backend, on the host.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PayloadGroups:
     """The groups for tensors of one type of device; made by all ranks together."""
 
     def __init__(self, backend: str = "nccl", device_type: str = "cuda") -> None:
-        """Make the groups; communicators come with the first message."""
+        """Create the groups; the first message creates their communicators."""
         self.device_type = device_type
         self._groups = {
             (traffic, up): dist.new_group(backend=backend, group_desc=f"stageline {traffic} {'up' if up else 'down'}")
@@ -42,19 +42,19 @@ class PayloadGroups:
         return tensor.device.type == self.device_type and tensor.numel() > 0
 
     def send(self, tensor: Tensor, source: int, target: int, traffic: Traffic) -> tuple[Any, Tensor]:
-        """Send once the compute stream has come to here; the bytes must be kept until the work is done."""
+        """Send after what the compute stream holds so far; the bytes must be kept until the work is done."""
         sent = bytes_of(tensor)
         work = dist.isend(sent, group_dst=target, group=self._groups[(traffic, source < target)])
         return (work if tensor.is_cuda else _Awaited(work)), sent
 
     def receive(
-        self, described: TensorMeta, source: int, target: int, traffic: Traffic, staging: Staging | None
+        self, meta: TensorMeta, source: int, target: int, traffic: Traffic, staging: Staging | None
     ) -> tuple[Tensor, Arrive | None]:
-        """Post the receive of a tensor; where it fills memory of a GPU, say how its compute stream waits for it."""
+        """Post the receive of a tensor; if it fills memory of a GPU, return how the compute stream waits for it."""
         group = self._groups[(traffic, source < target)]
-        # Of the stream for arrivals, where no computation is in the way.
+        # On the stream for arrivals, which does not wait for computations.
         with staging.beside() if staging is not None else nullcontext():
-            tensor = room_for(described, "cpu" if staging is None else staging.device)
+            tensor = room_for(meta, "cpu" if staging is None else staging.device)
             work = dist.irecv(bytes_of(tensor), group_src=source, group=group)
         assert work is not None
         if staging is None:
@@ -64,7 +64,7 @@ class PayloadGroups:
 
 
 class _Awaited:
-    """A send of gloo, which tells that it is done only to who waits for it."""
+    """A send of gloo, which is done only when something waits for it."""
 
     def __init__(self, work: Any) -> None:
         """Wait on a thread."""

@@ -1,4 +1,4 @@
-"""Tensors that go from one stream or GPU to another: the reader waits for the writer, and the host for neither."""
+"""Tensors that go from one CUDA stream or GPU to another: the reader waits for the writer, the host for neither."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stageline.tensors.pytree import Leaf
 
 
 def written(leaves: Sequence[Leaf]) -> Any:
-    """An event after which the leaves of this rank's stream are there; None where there is nothing to wait for."""
+    """An event after which this rank's stream has written the leaves; None if there is nothing to wait for."""
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.is_cuda:
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -28,14 +28,14 @@ def read(leaves: Sequence[Leaf], event: Any) -> list[Leaf]:
     here = torch.cuda.current_device()
     mine = torch.cuda.current_stream(here)
     mine.wait_event(event)
-    found: list[Leaf] = []
+    here_leaves: list[Leaf] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.is_cuda:
             theirs = torch.cuda.current_stream(leaf.device)
             if leaf.device.index != here:  # a copy between GPUs runs in both their streams
                 theirs.wait_event(event)
-            leaf.record_stream(theirs)  # its memory is not given away before this rank has read it
-            found.append(leaf if leaf.device.index == here else leaf.to(f"cuda:{here}", non_blocking=True))
+            leaf.record_stream(theirs)  # its memory is not reused before this rank has read it
+            here_leaves.append(leaf if leaf.device.index == here else leaf.to(f"cuda:{here}", non_blocking=True))
         else:
-            found.append(leaf)
-    return found
+            here_leaves.append(leaf)
+    return here_leaves

@@ -1,5 +1,5 @@
 """Ranks as processes, on TCP connections of their own.
 
-Read in order: `transport`, `links` (the connections), `outbox` (what the network did not accept at once), `exchange`
-(rows of numbers that all ranks share at the end of a step).
+Read in order: `transport`, `channels` (the two ends of a channel), `links` (the connections), `exchange` (rows of
+numbers that ranks share before and after a step).
 """

@@ -169,28 +169,25 @@ def after(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
 
 
 Ready = Callable[[], object]
-"""Waits until a GPU has written what is to be sent."""
+"""Waits until a GPU has written the memory of a message."""
 
 
 class Outbox:
-    """Sends in order, for the time of a step.
+    """Sends messages in order.
 
-    What the network takes at once is written by the rank's own thread, so a small message costs no other thread. What
-    it does not take, and what must first come from a GPU, is left to a thread that ends with the step. It writes to
-    whichever receiver takes something: none stands in line behind another.
-
-    Sends of tensors on groups of their own are asked whether they are done whenever another message is sent.
+    The rank's own thread writes what the network takes at once, so a small message needs no other thread. A thread that
+    ends with the step sends the rest, and what must first come from a GPU. It writes to whichever receiver takes
+    something, so no receiver waits for another.
     """
 
     def __init__(self) -> None:
-        """Start with nothing sent."""
         self._changed = threading.Condition()
         self._waiting: dict[Outbound, deque[tuple[list[memoryview], Ready | None, object]]] = {}
-        """For each receiver: what is left of a message, what it waits for, and what its memory belongs to."""
+        """For each receiver: what is left of a message, what it waits for, and the owner of its memory."""
         self._apart: deque[tuple[Any, object]] = deque()
         self._thread: threading.Thread | None = None
-        self._ears: tuple[socket.socket, socket.socket] | None = None
-        """As long as there is a thread: what it is woken by, and what it listens to."""
+        self._wakers: tuple[socket.socket, socket.socket] | None = None
+        """While there is a thread: the sockets that wake it, to write to and to read from."""
         self._ending = False
         self._failure: tuple[int, BaseException] | None = None
         self._gone: set[int] = set()
@@ -203,17 +200,17 @@ class Outbox:
 
     @property
     def kept(self) -> int:
-        """How many pieces are on their way."""
+        """How many messages are not sent yet."""
         with self._changed:
             return sum(map(len, self._waiting.values())) + len(self._apart)
 
     def send(self, link: Outbound, pieces: list[memoryview], ready: Ready | None = None, owner: object = None) -> None:
-        """Send in the order of the calls, each after its `ready` has returned; what has to wait for that is not copied.
+        """Send in the order of the calls, each message after its `ready` has returned.
 
-        `owner` is what the memory belongs to, which is kept as long as it is needed.
+        `owner` keeps the memory alive as long as it is needed.
         """
         if link.target in self._gone:
-            raise TransportError(f"an earlier message could not be sent: {self._said()}")
+            raise TransportError(f"an earlier message could not be sent: {self._problem()}")
         with self._changed:
             idle = not self._waiting.get(link)
         if idle and ready is None:
@@ -221,32 +218,32 @@ class Outbox:
                 pieces = link.write(pieces)
             except OSError as error:
                 self._fail(link.target, error)
-                raise TransportError(f"a message could not be sent: {self._said()}") from error
+                raise TransportError(f"a message could not be sent: {self._problem()}") from error
             if not pieces:
                 return
         if ready is None:
-            # The memory is the model's, which may change it; what waits is a copy.
+            # The memory belongs to the model, which may change it, so what waits is a copy.
             pieces, owner = [memoryview(bytes(piece)) for piece in pieces], None
         with self._changed:
             self._waiting.setdefault(link, deque()).append((pieces, ready, owner))
             if self._thread is None or self._ending:
                 self._end_late()
-                self._ending, self._ears = False, socket.socketpair()
-                for ear in self._ears:
-                    ear.setblocking(False)
+                self._ending, self._wakers = False, socket.socketpair()
+                for waker in self._wakers:
+                    waker.setblocking(False)
                 self._thread = threading.Thread(
-                    target=self._send_all, args=(self._ears[1],), name="stageline sender", daemon=True
+                    target=self._send_all, args=(self._wakers[1],), name="stageline sender", daemon=True
                 )
                 self._thread.start()
-        self._ring()
+        self._wake()
 
     def keep(self, sent: tuple[Any, object]) -> None:
-        """Keep what a group of its own is sending."""
+        """Keep a tensor that a process group is sending, until it is sent."""
         self._apart.append(sent)
         self._drop_done()
 
     def flush(self, end: float) -> None:
-        """Wait, at most until that moment of `time.monotonic`, until nothing is on its way; leave no thread."""
+        """Wait until everything is sent, at most until a moment of `time.monotonic`; then end the thread."""
         with self._changed:
             self._changed.wait_for(lambda: not any(self._waiting.values()), max(0.0, end - time.monotonic()))
             late = sum(map(len, self._waiting.values()))
@@ -254,7 +251,7 @@ class Outbox:
             self._drop_done()
             time.sleep(0.0002)
         if self._failure is not None:
-            raise TransportError(f"a message could not be sent: {self._said()}") from self._failure[1]
+            raise TransportError(f"a message could not be sent: {self._problem()}") from self._failure[1]
         if late or self._apart:
             raise TransportError(f"{late + len(self._apart)} messages were not taken by their receivers")
         self.close(max(0.1, end - time.monotonic()))
@@ -263,29 +260,29 @@ class Outbox:
         """End the thread."""
         if self._thread is not None:
             self._ending = True
-            self._ring()
+            self._wake()
             self._thread.join(patience)
             if not self._thread.is_alive():
                 self._thread = None
-                for ear in self._ears or ():
-                    ear.close()
-                self._ears = None
+                for waker in self._wakers or ():
+                    waker.close()
+                self._wakers = None
 
     def _end_late(self) -> None:
-        """A thread that was told to end, and had no time to yet, ends before another one starts."""
+        """Wait for a thread that is ending, before another one starts."""
         if self._thread is not None:
-            self._ring()
+            self._wake()
             self._thread.join()
             self._thread = None
-            for ear in self._ears or ():
-                ear.close()
+            for waker in self._wakers or ():
+                waker.close()
 
-    def _ring(self) -> None:
-        if self._ears is not None:
+    def _wake(self) -> None:
+        if self._wakers is not None:
             with contextlib.suppress(OSError):
-                self._ears[0].send(b"!")
+                self._wakers[0].send(b"!")
 
-    def _said(self) -> str:
+    def _problem(self) -> str:
         target, error = self._failure or (-1, None)
         return f"to rank {target}: {error}"
 
@@ -293,19 +290,19 @@ class Outbox:
         while self._apart and self._apart[0][0].is_completed():
             self._apart.popleft()
 
-    def _send_all(self, ear: socket.socket) -> None:
+    def _send_all(self, waker: socket.socket) -> None:
         while not self._ending:
             with self._changed:
                 links = {link.link.fileno(): link for link, jobs in self._waiting.items() if jobs}
             poll = select.poll()
-            poll.register(ear, select.POLLIN)
+            poll.register(waker, select.POLLIN)
             for number in links:
                 poll.register(number, select.POLLOUT)
             for number, _ in poll.poll():
                 if number in links:
                     self._send_some(links[number])
             with contextlib.suppress(BlockingIOError):
-                while ear.recv(4096):
+                while waker.recv(4096):
                     pass
 
     def _send_some(self, link: Outbound) -> None:

@@ -1,4 +1,4 @@
-"""What several ranks tell each other at the end of a step: a row of numbers from each, known to all of them."""
+"""Rows of numbers that several ranks share before and after a step: each sends one, and all get all of them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ CHECK_EVERY = 0.05
 """Seconds after which a rank that waits for another checks whether that one is alive."""
 
 FAN = 16
-"""How many ranks tell one at most. A few messages after each other cost less than waking all ranks once more."""
+"""How many ranks send to one at most. A few messages in a row cost less than another level of the tree."""
 
 
 class Exchange:
-    """One rank's end. The ranks are a tree; what is known goes up to its root, and from there down to all:
+    """One rank's end. The ranks form a tree; rows go up to its root, and all of them from there down to every rank:
 
-                 0                rows go up as soon as they are known, so those of ranks that come to their end early
-         ╭────┬──┴─┬────╮         are there when the last one comes: from then on it takes two messages after each
-         1    2    …    16        other, up and down, for every level that the tree has
+                 0                rows go up as soon as they are known, so those of early ranks are there when the
+         ╭────┬──┴─┬────╮         last one is ready; from then on it takes two messages, up and down, for every level
+         1    2    …    16        of the tree
        ╭─┴─╮
        17  …
 
@@ -41,68 +41,68 @@ class Exchange:
     """
 
     def __init__(self, links: Links, outbox: Outbox, ranks: Sequence[int], number: int = 0) -> None:
-        """Between these ranks, of which this is one; `number` tells the pipelines apart that share connections."""
+        """Between these ranks, of which this is one; `number` identifies the pipeline on shared connections."""
         self._links, self._outbox = links, outbox
         self._ranks = list(ranks)
         size, place = len(self._ranks), self._ranks.index(links.rank)
         self._above = None if place == 0 else self._ranks[(place - 1) // FAN]
         below = range(FAN * place + 1, min(FAN * place + FAN, size - 1) + 1)
         self._below = [(self._ranks[child], len(_subtree(child, size))) for child in below]
-        """The ranks right below this one, and of how many each tells."""
+        """The ranks right below this one, and how many rows each sends."""
         self._inbound: dict[int, Inbound] = {}
         self._outbound: dict[int, Outbound] = {}
         self._order = np.argsort(_subtree(0, size)) if place == 0 else None
         self._rounds = number
 
     def gather(self, row: NDArray[np.float64], check: Callable[[], None]) -> NDArray[np.float64]:
-        """The rows of all ranks, in order; `check` is called now and then while one is waited for, and may raise."""
+        """The rows of all ranks, in order; `check` is called now and then while this waits, and may raise."""
         self._rounds += TURNS
         known = np.ascontiguousarray(row, dtype=np.float64)[None]
         width = known.shape[1]
         for child, ranks in self._below:
-            known = np.concatenate([known, self._hear(child, ranks * width, check).reshape(ranks, width)])
+            known = np.concatenate([known, self._receive(child, ranks * width, check).reshape(ranks, width)])
         if self._above is not None:
-            self._tell(self._above, known)
-            known = self._hear(self._above, len(self._ranks) * width, check).reshape(-1, width)
+            self._send(self._above, known)
+            known = self._receive(self._above, len(self._ranks) * width, check).reshape(-1, width)
         else:
             known = known[self._order]
         for child, _ in self._below:
-            self._tell(child, known)
+            self._send(child, known)
         return known
 
     def align(self, check: Callable[[], None]) -> Alignment:
-        """Find out how far the clocks of all ranks are apart, all together; `check` is called as in `gather`."""
+        """Measure the offsets between the clocks of all ranks, which all call this; `check` is as in `gather`."""
         self._rounds += TURNS
         mine = Reading(0.0, 0.0)
         if self._above is not None:
             mine = self._ask(self._above, check)
         for child, _ in self._below:
             for _ in range(TRIPS):
-                self._hear(child, 1, check)
-                heard = time.perf_counter()
-                self._tell(child, np.array([*mine, heard, time.perf_counter()]))
+                self._receive(child, 1, check)
+                received = time.perf_counter()
+                self._send(child, np.array([*mine, received, time.perf_counter()]))
         row = np.array([*mine, clock_number()])
         return aligned(self.gather(row, check), time.perf_counter())
 
     def _ask(self, above: int, check: Callable[[], None]) -> Reading:
-        """The clock of the first rank, by that of the rank above."""
+        """The offset to the clock of the first rank, through the rank above."""
         readings = []
         for _ in range(TRIPS):
-            asked = time.perf_counter()
-            self._tell(above, np.array([asked]))
-            offset, uncertainty, heard, answered = self._hear(above, 4, check).tolist()
-            step = offset_of(asked, heard, answered, time.perf_counter())
+            sent = time.perf_counter()
+            self._send(above, np.array([sent]))
+            offset, uncertainty, received, answered = self._receive(above, 4, check).tolist()
+            step = offset_of(sent, received, answered, time.perf_counter())
             readings.append(Reading(offset + step.offset, uncertainty + step.uncertainty))
         return min(readings, key=lambda reading: reading.uncertainty)
 
-    def _tell(self, target: int, rows: NDArray[np.float64]) -> None:
+    def _send(self, target: int, rows: NDArray[np.float64]) -> None:
         head = wire.write_head(self._rounds, b"-", rows.nbytes)
         pieces = [memoryview(head), memoryview(rows.tobytes())]
         if target not in self._outbound:
             self._outbound[target] = self._links.outbound(target, "exchange")
         self._outbox.send(self._outbound[target], pieces)
 
-    def _hear(self, source: int, count: int, check: Callable[[], None]) -> NDArray[np.float64]:
+    def _receive(self, source: int, count: int, check: Callable[[], None]) -> NDArray[np.float64]:
         if source not in self._inbound:
             self._inbound[source] = self._links.inbound(source, "exchange")
         inbound = self._inbound[source]
@@ -113,26 +113,26 @@ class Exchange:
             room = np.empty(prefix.payload // 8)
             return room, [memoryview(room).cast("B")]  # type: ignore[arg-type]
 
-        while (found := inbound.take(open_it, time.monotonic() + CHECK_EVERY)) is None:
+        while (rows := inbound.take(open_it, time.monotonic() + CHECK_EVERY)) is None:
             if inbound.link is None:
                 self._links.connect(inbound, CHECK_EVERY, wakeful=False)
             check()
-        if len(found) != count:
+        if len(rows) != count:
             raise TransportError(
-                f"rank {source} tells {len(found)} numbers at the end of a step and rank {self._links.rank} expects "
+                f"rank {source} sent {len(rows)} numbers at the end of a step and rank {self._links.rank} expects "
                 f"{count}: one of them evaluates while the other trains, or they run different schedules"
             )
-        return found
+        return rows
 
 
 def _subtree(place: int, size: int) -> list[int]:
-    """A place of the tree and all below it, in the order in which their rows are told.
+    """A place of the tree and all below it, in the order in which their rows are sent.
 
     >>> _subtree(1, 19)
     [1, 17, 18]
     """
     below = range(FAN * place + 1, min(FAN * place + FAN, size - 1) + 1)
-    return [place, *(each for child in below for each in _subtree(child, size))]
+    return [place, *(lower for child in below for lower in _subtree(child, size))]
 
 
 def other_turn(came: int, expected: int) -> str:

@@ -1,8 +1,8 @@
-"""The connections between the processes of a job: one for each sender, receiver and traffic, made when first used.
+"""The connections between the processes of a job: one for each sender, receiver and kind of channel, made when needed.
 
-Every process listens on one port, and a sender connects to it and says hello. What comes in is read by whoever waits
-for it, straight from the socket, so a message wakes one thread of the receiver and no other. A wait ends early when the
-process is woken (`wake`), from any thread.
+Every process listens on one port; a sender connects to it and says hello. The thread that waits for a message reads it
+straight from the socket, so a message wakes one thread of the receiver and no other. `wake` ends all waits early, from
+any thread.
 
 Both ends prove that they know the secret of the job (`common/trust.py`), and a sender need not wait for an answer: a
 listener publishes its address with a nonce and a proof of both, and a hello proves the sender, the kind of its channel,
@@ -33,18 +33,18 @@ from stageline.transport.tcp.channels import ChannelKind, Inbound, Outbound
 
 KINDS: tuple[ChannelKind, ...] = ("forward", "backward", "exchange")
 CONNECT = 30.0
-"""Seconds in which another process that lives answers a call."""
+"""Seconds in which another living process accepts a connection."""
 STRANGERS = 64
-"""How many that have not said hello are listened to, beside the ranks."""
+"""How many connections that have not said hello are kept, beside those of the ranks."""
 PATIENCE = 5.0
 """Seconds in which a stranger must say hello."""
 _HELLO = struct.Struct("<8s32s64sii")
 _MAGIC = b"stagelin"
 
 _open: weakref.WeakSet[Links] = weakref.WeakSet()
-"""What a forked child must let go of."""
+"""What a forked child must close."""
 _joined: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""How often the processes of a default group joined each other: a process may be new, and the others not."""
+"""How often the processes of a default group joined each other."""
 
 
 class Links:
@@ -81,7 +81,7 @@ class Links:
         self._in: dict[tuple[int, ChannelKind], Inbound] = {}
         self._out: dict[tuple[int, ChannelKind], Outbound] = {}
         self._accepting = threading.Lock()
-        # With the last pipeline that uses them; not at the end of Python, which leaves nothing to close them with.
+        # With the last pipeline that uses them; not at exit, when the modules that this needs may be gone.
         own = (self._listener, self._bell, self.alarm)
         self._closing = weakref.finalize(self, _close, own, self._in, self._out, self._strangers)
         self._closing.atexit = False
@@ -89,7 +89,7 @@ class Links:
 
     @classmethod
     def join(cls, host: str = "127.0.0.1") -> Links:
-        """Listen, and learn by the store of the default group where the others do; all its processes call this."""
+        """Listen, and exchange addresses through the store of the default group; all its processes call this."""
         store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
         links = cls(rank, ranks, host)
         default = dist.group.WORLD
@@ -98,16 +98,16 @@ class Links:
         share = Sharing(store, f"{key}/token", rank, here=one_machine(ranks))
         try:
             token = share(secrets.token_hex(32))
-            # A rank says where it listens once it has the secret; so when all have said it, the file can go.
+            # A rank publishes its address once it has the secret, so when all have, the file can go.
             store.set(f"{key}/{rank}", f"{links.address}|{proof(token, 'listener', rank, links.address)}")
-            said = [store.get(f"{key}/{other}").decode(errors="replace") for other in range(ranks)]
+            published = [store.get(f"{key}/{other}").decode(errors="replace") for other in range(ranks)]
         finally:
             share.done()
-        links.meet([_proven(text, other, rank, token) for other, text in enumerate(said)], token)
+        links.meet([_proven(text, other, rank, token) for other, text in enumerate(published)], token)
         return links
 
     def meet(self, addresses: Sequence[str], token: str) -> None:
-        """Learn where the others listen, and the secret by which they know each other."""
+        """Take the addresses of all processes, and the secret by which they know each other."""
         self._addresses = list(addresses)
         self._token = token
 
@@ -119,7 +119,7 @@ class Links:
         return self._in[key]
 
     def outbound(self, target: int, kind: ChannelKind) -> Outbound:
-        """The sending end of a channel; connects if it is not."""
+        """The sending end of a channel; connects it if needed."""
         key = (target, kind)
         if key not in self._out:
             host, port, _ = self._addresses[target].rsplit("|", 2)
@@ -140,7 +140,7 @@ class Links:
         return _HELLO.pack(_MAGIC, nonce.encode(), claim.encode(), self.rank, number)
 
     def connect(self, inbound: Inbound, timeout: float, *, wakeful: bool = True) -> None:
-        """Wait until the sender of a channel has connected, or someone called, or an alarm, or for so many seconds."""
+        """Wait for the sender of a channel to connect; returns early after any connection or an alarm."""
         poll = select.poll()
         with self._accepting:
             if self._accept(inbound):
@@ -167,7 +167,7 @@ class Links:
                 pass
 
     def _accept(self, wanted: Inbound) -> bool:
-        """Take the calls that came, and hear who says hello; whether the one that is wanted is there."""
+        """Accept connections and read their hellos; return whether the wanted sender is connected."""
         now = time.monotonic()
         for link, (_, since) in list(self._strangers.items()):
             self._listen(link)
@@ -176,11 +176,11 @@ class Links:
         while (call := self._take_call()) is not None:
             call.setblocking(False)
             self._strangers[call] = (b"", now)
-            self._listen(call)  # a rank says hello at once, and is no stranger any more when the next one comes
+            self._listen(call)  # a rank says hello at once, so it is no stranger when the next one connects
         return wanted.link is not None
 
     def _take_call(self) -> socket.socket | None:
-        """The next that calls; None if nobody does. Nobody can fill the table: the oldest strangers go before it."""
+        """The next connection; None if there is none. The oldest strangers go before the table is full."""
         while len(self._strangers) >= STRANGERS + len(KINDS) * self.ranks:
             self._dismiss(next(iter(self._strangers)))
         while True:
@@ -198,24 +198,24 @@ class Links:
         link.close()
 
     def _listen(self, link: socket.socket) -> None:
-        """Hear what a stranger says; one that proves to be a rank gets its channel, any other has to go."""
-        said, since = self._strangers[link]
+        """Read the hello of a stranger; one that proves to be a rank gets its channel, any other is closed."""
+        hello, since = self._strangers[link]
         try:
-            more = link.recv(_HELLO.size - len(said))
+            more = link.recv(_HELLO.size - len(hello))
         except BlockingIOError:
             return
         except OSError:
             more = b""
-        said += more
-        if more and len(said) < _HELLO.size:
-            self._strangers[link] = (said, since)
-        elif more and self._welcome(link, said):
+        hello += more
+        if more and len(hello) < _HELLO.size:
+            self._strangers[link] = (hello, since)
+        elif more and self._welcome(link, hello):
             del self._strangers[link]
         else:
             self._dismiss(link)
 
-    def _welcome(self, link: socket.socket, said: bytes) -> bool:
-        magic, nonce, claim, source, number = _HELLO.unpack(said)
+    def _welcome(self, link: socket.socket, hello: bytes) -> bool:
+        magic, nonce, claim, source, number = _HELLO.unpack(hello)
         if magic != _MAGIC or not 0 <= source < self.ranks or not 0 <= number < len(KINDS):
             return False
         facts = ("sender", source, self.rank, number, self.address, nonce.decode(errors="replace"))
@@ -229,13 +229,13 @@ class Links:
         return True
 
     def hang_up(self) -> None:
-        """End all connections: whoever waits on one, here or there, learns it at once."""
+        """Shut down all connections, which ends all waits on them at both ends."""
         for link in self._ends():
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Close all sockets."""
         self._closing()
 
     def _ends(self) -> list[socket.socket]:
@@ -256,7 +256,7 @@ def _close(
     outgoing: Mapping[Any, Outbound],
     strangers: Mapping[socket.socket, Any],
 ) -> None:
-    """Wake who waits, and close everything."""
+    """End all waits, and close everything."""
     with contextlib.suppress(OSError):
         own[1].send(b"!")
     for link in (*_ends(incoming, outgoing), *strangers, *own):
@@ -264,18 +264,18 @@ def _close(
 
 
 def _proven(text: str, source: int, rank: int, token: str) -> str:
-    """The address that a rank left in the store, if that rank did it."""
+    """The address that a rank left in the store, if it proves to be from that rank."""
     address, _, claim = text.rpartition("|")
     if not proves(claim, token, "listener", source, address):
         raise TransportError(
-            f"rank {rank} does not believe the address of rank {source} in the store: who wrote it does not know the "
+            f"rank {rank} does not trust the address of rank {source} in the store: its writer does not know the "
             "secret of this job"
         )
     return address
 
 
 def _forget() -> None:
-    """In a forked child: the connections are the parent's. Held open by a child, they would hide its death."""
+    """In a forked child, close the parent's connections: held open here, they would hide the parent's death."""
     for links in list(_open):
         for link in links._sockets():
             link.close()

@@ -1,16 +1,16 @@
 """Ranks as processes, on connections of their own: each message is a typed header and then the bytes of its tensors.
 
-A rank writes its messages itself, as far as the network takes them at once, and reads what it waits for itself: a small
-message wakes one thread, the one that needs it. Where messages are large, or of a GPU, a thread for the time of the
-step takes them in while the rank computes.
+A rank writes its messages itself as far as the network takes them at once, and reads what it waits for itself, so a
+small message wakes one thread, the one that needs it. A thread for the time of the step takes in messages that are
+large or from a GPU while the rank computes.
 
-Every step, each channel carries just as many messages as both ends were told: one more is refused by the sender, and in
-place of those that it cannot send it sends notes. So a step that failed leaves nothing on the way.
+In every step, each channel carries as many messages as both ends were told. The sender refuses one more, and in place
+of those that it cannot send it sends failure notes. So a failed step leaves nothing on the way.
 
 ```text
  tensors of the host   header and bytes, over TCP
- tensors of a GPU      the same, through pinned memory (cuda.py); or only the header, and the tensors over NCCL
-                       (payloads.py)
+ tensors of a GPU      the same, through pinned memory (gpu/host_staging.py); or only the header, and the tensors over
+                       NCCL (gpu/payloads.py)
 ```
 """
 
@@ -36,28 +36,28 @@ from stageline.transport.threads import Arrive, ThreadHub, stopped_waiting, wait
 from stageline.transport.wire import Announcement, Pattern, TensorMeta
 
 FAILED = -1
-"""The stage that a note of failure is from."""
+"""The stage in the header of a failure note."""
 
 GRACE = 10.0
-"""Seconds that the end of a step is waited for at least: ranks whose deadline is short still have to hear of it."""
+"""The least number of seconds to wait for the end of a step: with a short deadline, notes still have to arrive."""
 
 LARGE = 1 << 18
-"""Bytes from which on a channel's messages are taken in by a thread: the network does not hold many of them."""
+"""Above so many bytes, a thread takes in a channel's messages, since the network cannot buffer many of them."""
 
 Channel = tuple[int, Traffic]
 """The rank at the other end, and the traffic."""
 
 Arrival = tuple[Message | TransportError, Arrive]
-"""A message, or why it cannot be read, and what is to be done when it is taken."""
+"""A message, or why it cannot be read, and what to call when it is taken."""
 
 
 class SocketTransport:
-    """One process's end. `begin` is told how many messages each channel will bring in this step."""
+    """One process's end of all its channels."""
 
     def __init__(self, links: Links, payloads: PayloadGroups | None = None, number: int = 0) -> None:
         """Send over these connections; `payloads` carry tensors apart from the headers.
 
-        `number` tells the transports of several pipelines apart that share connections.
+        `number` identifies the transport among those of other pipelines on the same connections.
         """
         self._number = number
         self.rank = links.rank
@@ -88,9 +88,9 @@ class SocketTransport:
         owed: Mapping[Channel, int] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Begin a step; `owed` is how many messages each channel from here will carry.
+        """Begin a step, in which each channel brings or takes so many messages.
 
-        `device` is where tensors that left a GPU are to arrive, unless this rank sends some of its own.
+        `device` is where tensors from a GPU are to arrive, unless this rank sends some of its own.
         """
         if self._broken:
             raise TransportError(
@@ -120,7 +120,7 @@ class SocketTransport:
             thread.start()
 
     def finish(self, deadline: float) -> None:
-        """Wait until everything is sent and received; a message that was announced and not sent is a failure."""
+        """Wait until everything is sent and received; a message that was expected but not sent is a failure."""
         if self._owed is not None and any(self._owed.values()):
             missing = TransportError(f"rank {self.rank} ended its step without sending it")
             self._send_notes(self.rank, f"rank {self.rank} has no more to send", missing)
@@ -135,7 +135,7 @@ class SocketTransport:
                 if time.monotonic() > end:
                     if not any(self.patience(rank) for rank in range(self.ranks) if rank != self.rank):
                         raise late
-                    end = time.monotonic() + max(deadline, GRACE)  # a rank that is slow, and lives
+                    end = time.monotonic() + max(deadline, GRACE)  # a rank is slow, but alive
             if self._broken:
                 raise TransportError(self._broken)
         except TransportError as error:
@@ -144,7 +144,7 @@ class SocketTransport:
         self._threads = []
 
     def _late(self, end: float) -> TransportError | None:
-        """What is not sent or not received at that moment; None if everything is, or never will be."""
+        """What is not sent or received by that moment; None if everything is, or never will be."""
         try:
             self._outbox.flush(end)
         except TransportError as error:
@@ -161,11 +161,11 @@ class SocketTransport:
 
     @property
     def kept(self) -> int:
-        """How many messages are kept because the network did not take them yet."""
+        """How many messages the network has not taken yet."""
         return self._outbox.kept
 
     def send(self, message: Message) -> None:
-        """Send what the network takes; the rest is kept until it is gone."""
+        """Send what the network takes; a thread sends the rest."""
         head = message.header
         if head.traffic == "forward" and any(type(leaf) is not Tensor for leaf in message.leaves):
             wire.refuse_classes(message)
@@ -215,9 +215,9 @@ class SocketTransport:
                 end = time.monotonic() + deadline
 
     def interrupt(self, culprit: int, text: str, *, final: bool = False) -> None:
-        """Wake this rank if it waits for a message: another one failed. May be called from any thread.
+        """Wake this rank if it waits for a message, since another one failed. May be called from any thread.
 
-        If that one is lost, the end of the step, which all ranks come to together otherwise, is not waited for.
+        With `final`, that rank is lost, and `finish` does not wait for it.
         """
         if final:
             self._lost = text
@@ -226,7 +226,7 @@ class SocketTransport:
 
     @property
     def patience(self) -> Callable[[int], bool]:
-        """Asked when a deadline has passed: whether there is reason to go on waiting for that rank."""
+        """Called when a deadline has passed: whether to keep waiting for that rank."""
         return self._inbox.patience
 
     @patience.setter
@@ -234,16 +234,16 @@ class SocketTransport:
         self._inbox.patience = ask
 
     def fail(self, error: BaseException, where: str) -> None:
-        """Stop this rank's own waits, and send a note of failure in place of every message that it still owes.
+        """Stop this rank's own waits, and send a failure note in place of every message that it still owes.
 
-        So every receive comes to its end, the news travels from rank to rank, and no message is left on the way that
-        the next step could take for its own.
+        So every receive ends, the news travels from rank to rank, and no message is left that the next step could
+        mistake for its own.
         """
         self._inbox.set_failure(self.rank, error, where)
         self._send_notes(error.origin if isinstance(error, PeerFailed) else self.rank, where, error)
 
     def close(self, patience: float = 0.1) -> None:
-        """After a rank was lost: end the connections, and with them the threads. Between steps there is none."""
+        """After a rank was lost, shut down the connections, and with them the threads."""
         end = time.monotonic() + patience
         self._links.hang_up()
         self._outbox.close(patience)
@@ -251,7 +251,7 @@ class SocketTransport:
             thread.join(max(0.0, end - time.monotonic()))
 
     def exchange(self, ranks: Sequence[int]) -> Exchange:
-        """A way for some of the ranks, this one among them, to tell each other numbers; all of them make it."""
+        """An exchange of numbers between some of the ranks, this one among them; all of them create it."""
         return Exchange(self._links, self._outbox, ranks, self._number)
 
     # Sending.
@@ -264,7 +264,7 @@ class SocketTransport:
                 note = Message(header, [origin, where, f"{type(error).__name__}: {error}"], "", [False] * 3)
                 try:
                     self._send(note, (target, traffic))
-                except (TransportError, RuntimeError) as lost:  # a rank that is gone; the others must hear of it
+                except (TransportError, RuntimeError) as lost:  # that rank is gone; the others must still hear
                     self._broken = self._broken or f"nothing can be sent to rank {target}: {lost}"
                     break
 
@@ -295,11 +295,11 @@ class SocketTransport:
                     pieces.append(memory)
         self._outbox.send(link, pieces, ready, kept)
         if self._payloads is not None:
-            for tensor in (each for each in tensors if apart(each)):
+            for tensor in filter(apart, tensors):
                 self._outbox.keep(self._payloads.send(tensor, self.rank, *channel))
 
     def _fill(self, payload: Tensor, tensors: Sequence[Tensor]) -> Callable[[], object] | None:
-        """Copy the bytes of tensors one after the other; where some are of a GPU, say how to wait for them."""
+        """Copy the bytes of tensors one after the other; if some are on a GPU, return how to wait for them."""
         places = wire.cut(payload, [tensor.numel() * tensor.element_size() for tensor in tensors])
         from_device: list[tuple[Tensor, Tensor]] = []
         for tensor, place in zip(tensors, places, strict=True):
@@ -314,7 +314,7 @@ class SocketTransport:
         return event.synchronize
 
     def _stage(self, device: torch.device | None = None) -> Staging:
-        """The streams beside the compute stream, made when the first tensor of a GPU is sent or received."""
+        """The streams beside the compute stream, created when the first tensor of a GPU is sent or received."""
         if self._staging is None:
             self._device = device or self._device or torch.device("cuda", torch.cuda.current_device())
             self._staging = Staging(self._device)
@@ -323,7 +323,7 @@ class SocketTransport:
     # Receiving.
 
     def _receive_all(self, inbound: Inbound) -> None:
-        """On a thread of its own: take all messages of a step."""
+        """On a thread of its own, take in all messages of a step."""
         channel = (inbound.source, self.rank, inbound.kind)
         while inbound.left and not self._broken:
             arrival = self._take(inbound, time.monotonic() + 1.0, wakeful=False)
@@ -333,7 +333,7 @@ class SocketTransport:
     def _take(
         self, inbound: Inbound, end: float, guess: Guess | None = None, *, wakeful: bool = True
     ) -> Arrival | None:
-        """The next message that comes in time and is no note of failure; a channel that is broken brings no more."""
+        """The next message that comes in time and is no failure note; a broken channel brings no more."""
         try:
             while inbound.left:
                 if inbound.link is None:
@@ -352,7 +352,7 @@ class SocketTransport:
         return None
 
     def _open(self, prefix: wire.Prefix, text: bytes) -> tuple[_Opened, list[memoryview]]:
-        """Find out what comes, and make room for it."""
+        """Read the header of a message, and allocate memory for its tensors."""
         if prefix.turn != self._turn:
             raise TransportError(other_turn(prefix.turn, self._turn))
         announcement = _read(text, prefix)
@@ -381,11 +381,11 @@ class SocketTransport:
             return announcement, _as_expected
         if isinstance(announcement, TransportError):
             if self._payloads is not None:
-                raise announcement  # what travels apart cannot be taken off the wire without it
+                raise announcement  # without it, what travels apart cannot be received
             return announcement, _nothing
         if announcement.header.stage == FAILED:
-            origin, where, said = announcement.contents.leaves
-            self._inbox.set_failure(int(str(origin)), RuntimeError(str(said)), str(where))
+            origin, where, text = announcement.contents.leaves
+            self._inbox.set_failure(int(str(origin)), RuntimeError(str(text)), str(where))
             self._links.wake()
             return None
         traffic: Traffic = "forward" if inbound.kind == "forward" else "backward"
@@ -399,7 +399,7 @@ class SocketTransport:
     def _tensors(
         self, announcement: Announcement, payload: Tensor, source: int, traffic: Traffic
     ) -> tuple[list[Tensor], Arrive]:
-        """The tensors of a message, and what is to be done when it is taken."""
+        """The tensors of a message, and what to call when it is taken."""
         metas = announcement.contents.metas
         tensors: dict[int, Tensor] = {}
         arrivals: list[Arrive] = []
@@ -429,15 +429,15 @@ class SocketTransport:
 
 
 class _Opened(NamedTuple):
-    """A message whose header has come: what it tells, and the memory that its tensors are read into."""
+    """A message whose header has arrived, and the memory that its tensors are read into."""
 
     announcement: Announcement | Message | TransportError
-    """What was read, or why it could not be; or the whole message, where it is the one that was expected."""
+    """What the header says, or why it cannot be read; or the whole message, if it is the expected one."""
     size: int
     tensors: list[Tensor] | None
-    """The tensors themselves, where their bytes go straight into them."""
+    """The tensors themselves, if their bytes go straight into them."""
     payload: Tensor
-    """The bytes of all tensors, where they do not."""
+    """The bytes of all tensors otherwise."""
 
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
@@ -452,13 +452,13 @@ def _read(text: bytes, prefix: wire.Prefix) -> Announcement | TransportError:
 
 
 def _never(tensor: Tensor) -> bool:
-    """Whether a tensor travels apart, where none does."""
+    """Without payload groups, no tensor travels apart."""
     return False
 
 
 def _as_expected() -> None:
-    """A message that is just what was expected needs no other check."""
+    """Marks a message that is exactly as expected and needs no other check."""
 
 
 def _nothing() -> None:
-    """A message that cannot be read is not waited for."""
+    """Nothing to do: the tensors are already in memory."""
