@@ -15,7 +15,7 @@ from stageline.common.units import Size, parse_sizes
 from stageline.model import huggingface
 from stageline.model.build.build import describe
 from stageline.model.compiled_models import unwrapped
-from stageline.model.partition.partition import even_sizes
+from stageline.model.partition.partition import even_sizes, spans_of
 from stageline.model.partition.schedule_cuts import CutConstraints, UnitCosts, cut_by_cost
 from stageline.model.profile.profile import Profile
 from stageline.model.profile.profiler import profile_units
@@ -170,7 +170,7 @@ def split_by_units(
                 )
             flow = None  # the plan was made with other inputs than the library's example
         around = uncalled(model, defined, units, example is not None)
-    return Staged(model, tuple(units), tuple(_consecutive(counts)), None, None, flow, False, around)
+    return Staged(model, tuple(units), tuple(spans_of(counts)), None, None, flow, False, around)
 
 
 def _spans(units: Sequence[Unit], stages: int, by: By, layers_per_stage: Sequence[int] | None) -> Spans:
@@ -184,12 +184,8 @@ def _spans(units: Sequence[Unit], stages: int, by: By, layers_per_stage: Sequenc
 def _even_spans(units: Sequence[Unit], stages: int) -> Spans:
     blocks = [index for index, unit in enumerate(units) if unit.block]
     if stages > len(blocks):
-        return _consecutive(even_sizes(len(units), stages))
+        return spans_of(even_sizes(len(units), stages))
     return _spans_of_blocks(units, blocks, even_sizes(len(blocks), stages))
-
-
-def _consecutive(sizes: Sequence[int]) -> Spans:
-    return list(pairwise(accumulate(sizes, initial=0)))
 
 
 def _spans_of_blocks(units: Sequence[Unit], blocks: Sequence[int], sizes: Sequence[int]) -> Spans:
@@ -207,7 +203,7 @@ def _spans_by_counts(units: Sequence[Unit], stages: int, counts: list[int]) -> S
     if sum(counts) == len(blocks):
         return _spans_of_blocks(units, blocks, counts)
     if sum(counts) == len(units):
-        return _consecutive(counts)
+        return spans_of(counts)
     raise StagelineError(
         f"layers_per_stage is {counts}, {sum(counts)} in total, but the model has {len(blocks)} blocks ({len(units)} "
         "units with those before and after them); it must add up to one of these"

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from stageline.common.errors import ScheduleError, StagelineError
-from stageline.model.partition.partition import even_sizes, partition
+from stageline.model.partition.partition import even_sizes, partition, spans_of
 from stageline.model.profile.profile import Profile
 from stageline.planning.memory import RankMemory
-from stageline.planning.stage_costs import Recompute, spans_of
+from stageline.planning.stage_costs import Recompute
 from stageline.schedules.placement import Pattern, Placement
 from stageline.schedules.registry import families, schedule
 from stageline.schedules.runs import backward, forward, weave

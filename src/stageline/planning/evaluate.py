@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from stageline.model.partition.partition import spans_of
 from stageline.model.profile.profile import Profile
 from stageline.planning.candidates import Candidate
 from stageline.planning.memory import RankMemory, parameter_bytes, rank_memory
 from stageline.planning.request import PlanRequest
-from stageline.planning.stage_costs import spans_of, stage_costs
+from stageline.planning.stage_costs import stage_costs
 from stageline.timeline.costs import Costs, Floats
 from stageline.timeline.timeline import Timeline
 

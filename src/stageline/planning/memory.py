@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from stageline.common.checked_json import NonNegative
+from stageline.model.partition.partition import spans_of
 from stageline.model.profile.profile import Profile
-from stageline.planning.stage_costs import spans_of
 from stageline.timeline.costs import Floats, per_stage
 from stageline.timeline.timeline import Timeline
 

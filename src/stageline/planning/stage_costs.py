@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from typing import TypeAlias
 
+from stageline.model.partition.partition import spans_of
 from stageline.model.profile.profile import Layer, Profile
 from stageline.timeline.costs import Costs, PerPair
 
@@ -20,15 +20,6 @@ class Links:
 
     transfer: PerPair = 0.0
     bandwidth: PerPair | None = None
-
-
-def spans_of(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first unit of every stage and the one after its last, from the number of units of each.
-
-    >>> spans_of([2, 3])
-    [(0, 2), (2, 5)]
-    """
-    return list(pairwise(accumulate(counts, initial=0)))
 
 
 def stage_costs(profile: Profile, counts: Sequence[int], recompute: Recompute, links: Links) -> Costs:

@@ -98,6 +98,15 @@ def even_sizes(count: int, parts: int) -> list[int]:
     return [count // parts + (part < count % parts) for part in range(parts)]
 
 
+def spans_of(counts: Sequence[int]) -> list[Span]:
+    """Return the first layer of every stage and the one after its last, from the number of layers of each.
+
+    >>> spans_of([2, 3])
+    [(0, 2), (2, 5)]
+    """
+    return list(pairwise(accumulate(counts, initial=0)))
+
+
 def uniform(layers: int, stages: int) -> list[Span]:
     """Cut into stages of equal layer counts, the larger ones first.
 
@@ -109,7 +118,7 @@ def uniform(layers: int, stages: int) -> list[Span]:
             f"{layers} layers cannot be cut into {stages} stages; every stage needs a layer: "
             f"give at most {layers} stages (ranks times chunks), and at least 1"
         )
-    return list(pairwise(accumulate(even_sizes(layers, stages), initial=0)))
+    return spans_of(even_sizes(layers, stages))
 
 
 def partition(
