@@ -414,7 +414,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
         MODEL, link, "refused", "link"
     ),
     "a pipe": ("config.json", pipe, "refused", "no regular file"),
-    "a pipe for a manifest": ("manifest.json", pipe, "manifest", "no plain"),
+    "a pipe for a manifest": ("manifest.json", pipe, "manifest", "no regular"),
 }  # fmt: skip
 
 

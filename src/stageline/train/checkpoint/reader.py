@@ -212,9 +212,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     try:
         status = stat_regular(file)
         if status is None or status.st_size > LARGEST:
-            why = (
-                "is a link or no regular file; refused" if status is None else f"has {status.st_size:,} bytes; refused"
-            )
+            why = "is a link or no regular file" if status is None else f"has {status.st_size:,} bytes"
             raise CheckpointError(f"{file} {why}; refused")
         handle = hold(where)
         manifest = Manifest.from_bytes(file.read_bytes(), str(file))
