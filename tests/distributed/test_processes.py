@@ -603,7 +603,7 @@ def test_a_rank_that_dies_is_an_error_on_all_others_long_before_their_deadline(t
     assert [process.returncode for process in started] == [0, 0, 3], answers
     for message, _ in answers[:2]:
         assert message.startswith("rank 2 died (its process ended without a word)"), answers
-        assert "start it again" in message
+        assert "restart it" in message
     assert "rank 2" in answers[1][0]
 
 

@@ -241,7 +241,7 @@ def lost(job: Job, culprit: int, capsys: pytest.CaptureFixture[str], kind: str, 
     for rank, answer in job.wait(culprit).items():
         unharmed(answer)
         assert answer["text"].startswith(f"rank {culprit} {words}"), answer["text"]
-        assert "this job cannot go on: start it again" in answer["text"]
+        assert "this job cannot continue: restart it" in answer["text"]
         assert f"stageline: rank {rank}: rank {culprit} {words}" in job.log(rank)
         assert answer["threads"] == [] or kind == "frozen", answer["threads"]
     diagnosis = doctor(job.folder / f"flights-{step}", capsys)

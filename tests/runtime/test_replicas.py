@@ -489,4 +489,4 @@ def test_a_killed_rank_of_one_replica_is_named_by_all_others(started: list[Child
         assert started[rank].wait(200) == 0, (tmp_path / f"log-{rank}").read_text()
         text = (tmp_path / f"said-{rank}").read_text()
         assert text.startswith("rank 2 (replica 1) died (its process ended without a word)"), text
-        assert "this job cannot go on: start it again" in text
+        assert "this job cannot continue: restart it" in text

@@ -70,7 +70,7 @@ class JobFailures:
     def over(self, verdict: Verdict) -> PipelineError:
         """The error of a job that lost a rank."""
         self.lost = str(verdict)
-        error = PipelineError(f"{verdict}; {GRADIENTS.split(':')[0]}; this job cannot go on: start it again")
+        error = PipelineError(f"{verdict}; {GRADIENTS.split(':')[0]}; this job cannot continue: restart it")
         if verdict.traceback:
             error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
         note_record(error, [self.record(verdict)])
@@ -85,8 +85,8 @@ class JobFailures:
         self.lost = self._groups.lost() or (text if verdict is None else f"{verdict} ({text})")
         self._groups.lose(self.lost)
         error = PipelineError(
-            f"{self.lost}; no parameter was changed, and this pipeline cannot go on: start the processes again, or, "
-            "if all of them are alive, make a new Pipeline in each"
+            f"{self.lost}; no parameter was changed, and this pipeline cannot continue: restart the processes, or, if "
+            "all of them are alive, create a new Pipeline in each"
         )
         if verdict is not None and verdict.traceback and verdict.culprit != self.control.rank:
             error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")

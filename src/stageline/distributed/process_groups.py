@@ -87,10 +87,10 @@ class Groups:
         def make(backend: str) -> list[Any]:
             """A group for every replica and every rank: all processes make all of them, in the same order."""
             rows = [dist.new_group(row, backend=backend, group_desc="stageline replica") for row in layout.rows]
-            columns = [
+            across = [
                 dist.new_group(ranks, backend=backend, group_desc="stageline replica group") for ranks in replica_groups
             ]
-            return [rows[replica], columns[rank]]
+            return [rows[replica], across[rank]]
 
         with own_part_of_store(self._prefix):
             mine = make("gloo")

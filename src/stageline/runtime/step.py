@@ -318,7 +318,7 @@ class StepRunner:
             losses, has_metrics, changed, good = replicas.losses(outcome, taken, wrong is None)
         if batch.training:
             if not all(good):
-                raise self._failure(executors, wrong, good.index(False))
+                raise self._not_finite_error(executors, wrong, good.index(False))
             self._check(executors, outcome, versions, generators)
             if not self.stages.plain:
                 gather(self.stages.placed, world.broadcast_tensor, world.single_process)
@@ -384,7 +384,7 @@ class StepRunner:
         wrong = not_finite(outcome.losses, outcome.events, outcome.bad, executors.schedule)
         return wrong if wrong is None or not request.inputs else wrong.with_inputs(request.inputs)
 
-    def _failure(self, executors: ExecutorSet, wrong: NotFinite | None, replica: int) -> PipelineError:
+    def _not_finite_error(self, executors: ExecutorSet, wrong: NotFinite | None, replica: int) -> PipelineError:
         """The error of a loss or gradient that is not finite, on all ranks of all replicas alike."""
         world, layout = self.world, self.world.layout
         own = {} if wrong is None else {"process": layout.rows[world.replica][wrong.rank], **wrong.to_json()}

@@ -246,7 +246,7 @@ class Prefetch:
                 lambda: self._ready or self._error or self._closed, min(0.2, self._timeout)
             ):
                 if lost := lost_rank():
-                    raise StagelineError(f"{lost}; this job cannot go on: start it again")
+                    raise StagelineError(f"{lost}; this job cannot continue: restart it")
             if self._closed:
                 raise StagelineError("the prefetcher is closed")
             if self._ready:
