@@ -124,9 +124,9 @@ def theirs(rank: int, stages: list[FaultyStage], planter: Planter) -> None:
     honest = dist.batch_isend_irecv
 
     def spoiling(operations: list[Any]) -> Any:
-        for each in operations:
-            if each.op is dist.isend and planter.armed and planter.place == "wire" and rank == planter.stage:
-                each.tensor = planter.spoil(each.tensor)
+        for operation in operations:
+            if operation.op is dist.isend and planter.armed and planter.place == "wire" and rank == planter.stage:
+                operation.tensor = planter.spoil(operation.tensor)
         return honest(operations)
 
     dist.batch_isend_irecv = spoiling  # type: ignore[assignment]
@@ -155,12 +155,12 @@ def work(rank: int, world: str, folder: str, place: str, fault: str, stage: int)
     planter = Planter(Path(folder), place, fault, stage)
     if place == "start" and fault != "exit":
         planter.note()
-    said = "nothing: the step went through"
+    message = "no error: the step succeeded"
     try:
         (theirs if world == "torch" else ours)(rank, stages, planter)
     except BaseException as error:
-        said = f"{type(error).__name__}: {error}"
-    (Path(folder) / f"left-{rank}").write_text(json.dumps({"at": time.time(), "said": said}))
+        message = f"{type(error).__name__}: {error}"
+    (Path(folder) / f"left-{rank}").write_text(json.dumps({"at": time.time(), "said": message}))
     if fault != "exit" or rank != stage:
         os._exit(0)  # how long Python takes to end is not what is measured
 
@@ -185,7 +185,7 @@ class Case:
     def result(self) -> dict[str, Any]:
         """End what is left, and read what the ranks said."""
         planted = float((self.folder / "planted").read_text()) if (self.folder / "planted").exists() else self.began
-        said: dict[int, str] = {}
+        messages: dict[int, str] = {}
         seconds = 0.0
         for rank, child in self.children.items():
             hangs = child.poll() is None
@@ -195,21 +195,21 @@ class Case:
             alone = self.world == "threads"
             victim = not alone and rank == self.stage and FAULTS[self.name][1] in ("kill", "stop", "interrupt", "exit")
             if path.exists():
-                found = json.loads(path.read_text())
-                said[rank] = found["said"]
-                seconds = max(seconds, found["at"] - planted)
+                left = json.loads(path.read_text())
+                messages[rank] = left["said"]
+                seconds = max(seconds, left["at"] - planted)
             elif not victim:
-                said[rank] = "nothing: it hung and was killed" if hangs else f"it ended with code {child.code}"
+                messages[rank] = "no error: it hung and was killed" if hangs else f"exited with code {child.code}"
                 seconds = max(seconds, LIMIT if hangs else 0.0)
             if victim:
-                said.pop(rank, None)
-        return {"world": self.world, "fault": self.name, "stage": self.stage, "seconds": seconds, "said": said}
+                messages.pop(rank, None)
+        return {"world": self.world, "fault": self.name, "stage": self.stage, "seconds": seconds, "said": messages}
 
 
 def start(nursery: Nursery, world: str, name: str, stage: int, folder: Path) -> Case:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
     place, fault = FAULTS[name]
     folder.mkdir()
     children = {}
@@ -224,8 +224,8 @@ def start(nursery: Nursery, world: str, name: str, stage: int, folder: Path) -> 
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             }
-        given = [rank, world, str(folder), place, fault, stage]
-        children[rank] = nursery.start(__file__, "work", given, log=folder / f"log-{rank}", environment=environment)
+        arguments = [rank, world, str(folder), place, fault, stage]
+        children[rank] = nursery.start(__file__, "work", arguments, log=folder / f"log-{rank}", environment=environment)
     return Case(world, name, stage, folder, children, time.time())
 
 
@@ -255,12 +255,14 @@ def cell(results: list[dict[str, Any]]) -> tuple[str, str]:
     if not results:
         return "", ""
     middle = min(results, key=lambda result: abs(result["stage"] - 1))
-    said: dict[str, list[int]] = {}
+    ranks_by_message: dict[str, list[int]] = {}
     for rank, text in middle["said"].items():
-        said.setdefault(shortened(text), []).append(rank)
-    every = len(said) == 1
-    told = "; ".join(text if every else f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items())
-    return f"{max(result['seconds'] for result in results):.1f}", told
+        ranks_by_message.setdefault(shortened(text), []).append(rank)
+    every = len(ranks_by_message) == 1
+    listing = "; ".join(
+        text if every else f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_by_message.items()
+    )
+    return f"{max(result['seconds'] for result in results):.1f}", listing
 
 
 def main() -> None:
@@ -284,15 +286,15 @@ def main() -> None:
         print(json.dumps(results))
         return
     if options.markdown:
-        print("| fault | where | seconds | what the ranks said |\n| --- | --- | ---: | --- |")
+        print("| fault | where | seconds | error messages |\n| --- | --- | ---: | --- |")
     for name in names:
         for world in options.worlds:
-            found = [result for result in results if (result["fault"], result["world"]) == (name, world)]
-            seconds, said = cell(found)
-            if found:
+            rows = [result for result in results if (result["fault"], result["world"]) == (name, world)]
+            seconds, message = cell(rows)
+            if rows:
                 shown = world if world == "torch" else f"stageline, {world}"
-                print(f"| {name} | {shown} | {seconds} | {said} |" if options.markdown else
-                      f"{name:34} {shown:22} {seconds:>6} s  {said}")  # fmt: skip
+                print(f"| {name} | {shown} | {seconds} | {message} |" if options.markdown else
+                      f"{name:34} {shown:22} {seconds:>6} s  {message}")  # fmt: skip
 
 
 if __name__ == "__main__":

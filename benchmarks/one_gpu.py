@@ -69,8 +69,8 @@ def peer(name: str, parts: list[nn.Sequential], tokens: Tensor) -> Callable[[], 
     stages = [
         pipelining.PipelineStage(part, index, len(parts), torch.device("cuda")) for index, part in enumerate(parts)
     ]
-    made = getattr(pipelining.schedules, PEERS[name])(stages, MICROBATCHES, loss_fn=loss_fn)
-    return lambda: made.step(tokens, target=tokens, losses=[])
+    peer = getattr(pipelining.schedules, PEERS[name])(stages, MICROBATCHES, loss_fn=loss_fn)
+    return lambda: peer.step(tokens, target=tokens, losses=[])
 
 
 def work_of(pipe: sl.Pipeline, tokens: Tensor) -> Any:
@@ -85,8 +85,8 @@ def held_by_stage(pipe: sl.Pipeline, tokens: Tensor) -> list[tuple[float, float]
         parameter.grad = torch.zeros_like(parameter)  # so that no gradient is taken for an activation
     stages = {
         index: stage
-        for each in pipe.runner.executors_for(MICROBATCHES, True).executors
-        for index, stage in each.stages.items()
+        for executor in pipe.runner.executors_for(MICROBATCHES, True).executors
+        for index, stage in executor.stages.items()
     }
     leaves: Any = [work.inputs[0]]
     held = []
@@ -105,15 +105,15 @@ def held_by_stage(pipe: sl.Pipeline, tokens: Tensor) -> list[tuple[float, float]
     for index in sorted(stages, reverse=True):
         outputs.pop()
         leaves = []
-        given = None if grad is None else [grad]
+        grads = None if grad is None else [grad]
         if split:
-            (grad,), _ = stages[index].backward_input(0, given)
-            del given
+            (grad,), _ = stages[index].backward_input(0, grads)
+            del grads
             before = ready()
             stages[index].backward_weight(0)
             held[index][1] = float(before - ready())
         else:
-            (grad,), _ = stages[index].backward(0, given)
+            (grad,), _ = stages[index].backward(0, grads)
     pipe.zero_grad()
     return [(first, second) for first, second in held]
 
@@ -144,31 +144,31 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="these cases alone, beside the plain loop")
     parser.add_argument("--profile", action="store_true", help="say where the host's time of the split backward goes")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    given = parser.parse_args()
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU")
     meeting = os.path.join(tempfile.mkdtemp(), "store")
     dist.init_process_group("nccl", store=dist.FileStore(meeting, 1), rank=0, world_size=1)  # type: ignore[attr-defined]
     torch.manual_seed(0)
-    layers = [nn.Embedding(VOCABULARY, given.width), *(Block(given.width) for _ in range(given.blocks))]
-    model = nn.Sequential(*layers, nn.Linear(given.width, VOCABULARY, bias=False)).to("cuda", torch.bfloat16)
-    tokens = torch.randint(0, VOCABULARY, (given.samples * MICROBATCHES, LENGTH), device="cuda")
+    layers = [nn.Embedding(VOCABULARY, options.width), *(Block(options.width) for _ in range(options.blocks))]
+    model = nn.Sequential(*layers, nn.Linear(options.width, VOCABULARY, bias=False)).to("cuda", torch.bfloat16)
+    tokens = torch.randint(0, VOCABULARY, (options.samples * MICROBATCHES, LENGTH), device="cuda")
     pipes = {
         name: sl.Pipeline(model, loss_fn=loss_fn, schedule=family, ranks=ranks, microbatches=MICROBATCHES, **options)
         for name, (family, ranks, options) in CASES.items()
-        if not given.only or name in given.only
+        if not options.only or name in options.only
     }
     runs: dict[str, Callable[[], Any]] = {
         "plain loop": lambda: one_process_step(model, loss_fn, tokens, tokens, MICROBATCHES)
     }
     runs |= {name: (lambda pipe=pipe: pipe.step(tokens, tokens)) for name, pipe in pipes.items()}  # type: ignore[misc]
-    if not given.only:
+    if not options.only:
         parts = [copy.copy(part) for part in pipes["interleaved, 1 rank"].runner.stages.parts]
         runs |= {name: peer(name, parts, tokens) for name in PEERS}
     taken: dict[str, list[float]] = {name: [] for name in runs}
     peaks: dict[str, float] = {}
     own = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    for turn in range(given.repeats + 2):
+    for turn in range(options.repeats + 2):
         for name, run in runs.items():
             model.zero_grad()
             torch.cuda.synchronize()
@@ -188,17 +188,18 @@ def main() -> None:
             model.zero_grad()
             row["by certificate"] = by_certificate(pipes[name], held_by_stage(pipes[name], tokens)) / 2**30
         rows.append(row)
-    if given.json:
+    if options.json:
         print(json.dumps(rows, indent=2))
     else:
         print(
-            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {given.blocks} blocks of width {given.width}"
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.blocks} blocks "
+            f"of width {options.width}"
         )
         for row in rows:
-            said = f", by certificate {row['by certificate']:6.2f}" if "by certificate" in row else ""
+            certified = f", by certificate {row['by certificate']:6.2f}" if "by certificate" in row else ""
             print(f"{row['case']:24} {row['ms']:8.1f} ms   {row['times plain']:.3f} times plain", end="")
-            print(f"   {row['GiB']:6.2f} GiB{said}")
-    if given.profile:
+            print(f"   {row['GiB']:6.2f} GiB{certified}")
+    if options.profile:
         for name in pipes:
             if "1 rank" in name:
                 profile_step(name, pipes[name], tokens)

@@ -49,7 +49,7 @@ def measure(rank: int, name: str, microbatches: int, megabytes: float, repeats: 
     pipe = sl.Pipeline(stages, loss_fn=functional.mse_loss, schedule=schedule, replicas=2)
     replicas: Any = pipe.runner.replicas
     x = torch.ones(microbatches, 8)
-    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in range(repeats + 1):
         for way in WAYS:
             pipe.zero_grad(set_to_none=False)
@@ -59,8 +59,8 @@ def measure(rank: int, name: str, microbatches: int, megabytes: float, repeats: 
             began = time.perf_counter()
             pipe.step(x, x, sync=way != "without")
             if turn:
-                found[way].append(time.perf_counter() - began)
-    return found
+                times[way].append(time.perf_counter() - began)
+    return times
 
 
 def main() -> None:
@@ -70,13 +70,13 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="one family, few repeats")
-    given = parser.parse_args()
-    families, repeats = (["looped-bfs"], 3) if given.quick else (given.families, given.repeats)
-    print(f"2 replicas × 2 ranks, {given.microbatches} microbatches, {given.megabytes:g} MB a rank; ms a step")
+    options = parser.parse_args()
+    families, repeats = (["looped-bfs"], 3) if options.quick else (options.families, options.repeats)
+    print(f"2 replicas × 2 ranks, {options.microbatches} microbatches, {options.megabytes:g} MB a rank; ms a step")
     print(f"{'family':12} {'without':>9} {'after':>9} {'overlapped':>11} {'after/overlapped':>17} {'hidden':>7}")
     for name in families:
-        every = run_ranks(measure, 4, name, given.microbatches, given.megabytes, repeats, timeout=300)
-        took = {way: min(map(max, zip(*(each[way] for each in every), strict=True))) for way in WAYS}
+        every = run_ranks(measure, 4, name, options.microbatches, options.megabytes, repeats, timeout=300)
+        took = {way: min(map(max, zip(*(process[way] for process in every), strict=True))) for way in WAYS}
         extra = took["after"] - took["without"]
         hidden = (took["after"] - took["overlapped"]) / extra if extra > 0 else 0.0
         milliseconds = f"{1e3 * took['without']:9.1f} {1e3 * took['after']:9.1f} {1e3 * took['overlapped']:11.1f}"

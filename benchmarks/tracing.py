@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=200, help="steps of each (default 200)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)))
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="interleaved-zb", ranks=1, microbatches=8, chunks=4)
@@ -39,7 +39,7 @@ def main() -> None:
     clock, flight = module.perf_counter, pipe.runner.world.flight(0)
     rings = (flight.actions, flight.sent, flight.received)
     taken: dict[str, list[float]] = {"traced": [], "not traced": []}
-    for turn in range(given.repeats + 5):
+    for turn in range(options.repeats + 5):
         for how, times in taken.items():
             traced = how == "traced"
             module.perf_counter = clock if traced else float
@@ -50,7 +50,7 @@ def main() -> None:
                 times.append(time.perf_counter() - began)
     medians = {how: 1e3 * statistics.median(times) for how, times in taken.items()}
     cost = medians["traced"] / medians["not traced"] - 1
-    if given.json:
+    if options.json:
         print(json.dumps({**medians, "cost": cost}))
         return
     actions = pipe.schedule.num_actions

@@ -31,17 +31,17 @@ class Turns:
 
     def __init__(self, warmup: int, steps: int, tell: int) -> None:
         """`tell` is the file to say it to."""
-        self.warmup, self.steps, self.made, self.tell, self.used = warmup, steps, -warmup, tell, 0.0
+        self.warmup, self.steps, self.done, self.tell, self.used = warmup, steps, -warmup, tell, 0.0
 
     def before_step(self, loss: float | None = None) -> None:
         """Come here before every step, with the loss of the last; the process ends when there are no more turns."""
-        if self.made == -self.warmup or (self.made >= 0 and self.made % self.steps == 0):
+        if self.done == -self.warmup or (self.done >= 0 and self.done % self.steps == 0):
             report = {"cpu": time.process_time() - self.used, "loss": loss}
             os.write(self.tell, json.dumps(report).encode() + b"\n")
             if sys.stdin.readline().strip() != "go":
                 os._exit(0)
             self.used = time.process_time()
-        self.made += 1
+        self.done += 1
 
 
 class Job:
