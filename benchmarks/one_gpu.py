@@ -69,8 +69,8 @@ def peer(name: str, parts: list[nn.Sequential], tokens: Tensor) -> Callable[[], 
     stages = [
         pipelining.PipelineStage(part, index, len(parts), torch.device("cuda")) for index, part in enumerate(parts)
     ]
-    peer = getattr(pipelining.schedules, PEERS[name])(stages, MICROBATCHES, loss_fn=loss_fn)
-    return lambda: peer.step(tokens, target=tokens, losses=[])
+    schedule = getattr(pipelining.schedules, PEERS[name])(stages, MICROBATCHES, loss_fn=loss_fn)
+    return lambda: schedule.step(tokens, target=tokens, losses=[])
 
 
 def work_of(pipe: sl.Pipeline, tokens: Tensor) -> Any:
@@ -154,8 +154,8 @@ def main() -> None:
     model = nn.Sequential(*layers, nn.Linear(options.width, VOCABULARY, bias=False)).to("cuda", torch.bfloat16)
     tokens = torch.randint(0, VOCABULARY, (options.samples * MICROBATCHES, LENGTH), device="cuda")
     pipes = {
-        name: sl.Pipeline(model, loss_fn=loss_fn, schedule=family, ranks=ranks, microbatches=MICROBATCHES, **options)
-        for name, (family, ranks, options) in CASES.items()
+        name: sl.Pipeline(model, loss_fn=loss_fn, schedule=family, ranks=ranks, microbatches=MICROBATCHES, **extra)
+        for name, (family, ranks, extra) in CASES.items()
         if not options.only or name in options.only
     }
     runs: dict[str, Callable[[], Any]] = {
