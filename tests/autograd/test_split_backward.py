@@ -161,21 +161,21 @@ def both_ways(
     output = model(mine)
     split = SplitBackward([output], [grad], [mine])
     with Count() as first:
-        (found,) = split.input_gradients()
+        (input_grad,) = split.input_gradients()
     before = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert all(value is None for value in before.values()), "I leaves every parameter alone"
     with Count() as second:
         split.weight_gradients()
-    assert found is not None
+    assert input_grad is not None
     assert other.grad is not None
-    return model, plain, split, found, other.grad, whole, first, second
+    return model, plain, split, input_grad, other.grad, whole, first, second
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_halves_give_the_bits_of_the_whole(name: str) -> None:
     build, unsplit = MODULES[name]
-    model, plain, split, found, expected, _, _, _ = both_ways(build)
-    assert torch.equal(found, expected)
+    model, plain, split, input_grad, expected, _, _, _ = both_ways(build)
+    assert torch.equal(input_grad, expected)
     assert_same_bits(
         {key: parameter.grad for key, parameter in model.named_parameters()},
         {key: parameter.grad for key, parameter in plain.named_parameters()},
@@ -234,10 +234,10 @@ def compare_halves(model: nn.Module, x: Tensor) -> None:
     grad = torch.randn(output.shape).to(output.dtype)
     expected.backward(grad)
     split = SplitBackward([output], [grad], [mine])
-    (found,) = split.input_gradients()
+    (input_grad,) = split.input_gradients()
     split.weight_gradients()
     assert_same_bits(
-        {"input": found} | {key: parameter.grad for key, parameter in model.named_parameters()},
+        {"input": input_grad} | {key: parameter.grad for key, parameter in model.named_parameters()},
         {"input": other.grad} | {key: parameter.grad for key, parameter in plain.named_parameters()},
     )
 
@@ -256,9 +256,9 @@ def test_batched_products_run_once_and_in_their_own_half() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.einsum("bti,bio->bto", x, self.weight)
 
-    model, plain, _, found, expected, whole, first, second = both_ways(Experts)
+    model, plain, _, input_grad, expected, whole, first, second = both_ways(Experts)
     assert (first.products(), second.products(), whole.products()) == (1, 1, 2)
-    assert torch.equal(found, expected)
+    assert torch.equal(input_grad, expected)
     assert_same_bits(
         {key: parameter.grad for key, parameter in model.named_parameters()},
         {key: parameter.grad for key, parameter in plain.named_parameters()},
@@ -305,13 +305,13 @@ def test_the_first_stage_stops_where_the_data_enters(name: str) -> None:
     """Nobody waits for a gradient of its input; I still runs what leads to the first layer, and W that layer."""
     build, data, products = FIRST[name]
     torch.manual_seed(0)
-    model, given = build(), data()
+    model, inputs = build(), data()
     plain = copy.deepcopy(model)
-    output = plain(given)
+    output = plain(inputs)
     grad = torch.randn_like(output)
     with Count() as whole:
         output.backward(grad)
-    split = SplitBackward([model(given)], [grad], [])
+    split = SplitBackward([model(inputs)], [grad], [])
     with Count() as first:
         assert split.input_gradients() == []
     assert all(parameter.grad is None for parameter in model.parameters()), "I leaves every parameter alone"
@@ -349,9 +349,9 @@ class Exponential(nn.Module):
     result: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        found = torch.exp(x)
-        Exponential.result = weakref.ref(found.untyped_storage())
-        return found * 3
+        value = torch.exp(x)
+        Exponential.result = weakref.ref(value.untyped_storage())
+        return value * 3
 
 
 def test_a_plan_is_made_once_and_a_graph_of_another_form_gets_its_own() -> None:
@@ -361,18 +361,18 @@ def test_a_plan_is_made_once_and_a_graph_of_another_form_gets_its_own() -> None:
     for turn, order in enumerate([(0, 1), (0, 1), (1, 0), (0, 2), (0, 1), (0,)]):
         x = torch.randn(3, 8, requires_grad=True)
         twin = copy.deepcopy(nn.ModuleList(layers))
-        for each in (*layers, *twin):
-            each.zero_grad()
+        for layer in (*layers, *twin):
+            layer.zero_grad()
         value, other = x, x
         for index in order:
             value, other = torch.tanh(layers[index](value)), torch.tanh(twin[index](other))
         grad = torch.randn(3, 8)
         torch.autograd.backward(other, grad)
         split = SplitBackward([value], [grad], [x], plans)
-        (found,) = split.input_gradients()
+        (input_grad,) = split.input_gradients()
         split.weight_gradients()
-        assert found is not None
-        assert torch.equal(found, torch.as_tensor(x.grad))
+        assert input_grad is not None
+        assert torch.equal(input_grad, torch.as_tensor(x.grad))
         assert_same_bits(
             {key: parameter.grad for key, parameter in nn.ModuleList(layers).named_parameters()},
             {key: parameter.grad for key, parameter in twin.named_parameters()},
@@ -383,10 +383,10 @@ def test_a_plan_is_made_once_and_a_graph_of_another_form_gets_its_own() -> None:
 def test_a_leaf_that_every_forward_makes_anew_is_no_new_form_and_is_not_kept() -> None:
     linear = nn.Linear(8, 8)
     plans: list[Any] = []
-    made: list[Any] = []
+    leaves: list[Any] = []
     for _ in range(3):
         x, leaf = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
-        made.append(weakref.ref(leaf))
+        leaves.append(weakref.ref(leaf))
         output = linear(x) * leaf
         split = SplitBackward([output], [torch.ones_like(output)], [x], plans)
         split.input_gradients()
@@ -395,7 +395,7 @@ def test_a_leaf_that_every_forward_makes_anew_is_no_new_form_and_is_not_kept() -
         del split, output, leaf
     gc.collect()
     assert len(plans) == 1
-    assert all(each() is None for each in made)
+    assert all(reference() is None for reference in leaves)
 
 
 @pytest.mark.parametrize("name", ["a custom function", "linear", "a layer used twice", "attention"])
@@ -405,7 +405,7 @@ def test_hooks_of_parameters_fire_once(name: str) -> None:
     named: list[tuple[str, Any]] = list(model.named_parameters())
     for key, parameter in named:
         parameter.register_hook(lambda grad, key=key: counts.update([f"{key} arrived"]))
-        parameter.register_post_accumulate_grad_hook(lambda each, key=key: counts.update([f"{key} added"]))
+        parameter.register_post_accumulate_grad_hook(lambda parameter, key=key: counts.update([f"{key} added"]))
     x = torch.randn(4, 5, 8, requires_grad=True)
     output = model(x)
     split = SplitBackward([output], [torch.ones_like(output)], [x])
@@ -435,11 +435,11 @@ def test_torchs_checkpointing_recomputes_once_and_is_not_split(reentrant: bool) 
     everything.zero_grad()
     runs.clear()
     split = SplitBackward([forward(x)], [grad], [x])
-    (found,) = split.input_gradients()
+    (input_grad,) = split.input_gradients()
     split.weight_gradients()
     assert len(runs) == 2
-    assert found is not None
-    assert torch.equal(found, torch.as_tensor(gradient))
+    assert input_grad is not None
+    assert torch.equal(input_grad, torch.as_tensor(gradient))
     assert_same_bits({key: parameter.grad for key, parameter in everything.named_parameters()}, expected)
     inner = sum(parameter.numel() for parameter in inside.parameters())
     assert split.unsplit == (split.total if reentrant else inner)
@@ -474,11 +474,11 @@ def test_mixed_precision_is_split() -> None:
     grad = torch.randn(4, 8).to(mine.dtype)
     theirs.backward(grad)
     split = SplitBackward([mine], [grad], [x])
-    (found,) = split.input_gradients()
+    (input_grad,) = split.input_gradients()
     assert all(parameter.grad is None for parameter in model.parameters())
     split.weight_gradients()
-    assert found is not None
-    assert torch.equal(found, torch.as_tensor(other.grad))
+    assert input_grad is not None
+    assert torch.equal(input_grad, torch.as_tensor(other.grad))
     assert split.unsplit == 0
     assert_same_bits(
         {key: parameter.grad for key, parameter in model.named_parameters()},
@@ -499,9 +499,9 @@ def test_outputs_of_several_kinds() -> None:
     grads = [torch.randn(3, 8), torch.randn(8), torch.randn(3, 8)]
     expected = torch.autograd.grad(outputs(), [x, weight, other], grads)
     split = SplitBackward(outputs(), grads, [x])
-    (found,) = split.input_gradients()
-    assert found is not None
-    assert torch.equal(found, expected[0])
+    (input_grad,) = split.input_gradients()
+    assert input_grad is not None
+    assert torch.equal(input_grad, expected[0])
     assert weight.grad is None
     assert other.grad is None
     split.weight_gradients()
@@ -513,7 +513,7 @@ def test_a_graph_of_the_same_form_whose_input_stands_elsewhere_is_another_one() 
     first, second = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
     plans: list[Any] = []
     for swapped in (False, True, False):
-        found = []
+        grads = []
         for whole in (True, False):
             x, own = torch.full((3,), 2.0, requires_grad=True), torch.full((3,), 5.0, requires_grad=True)
             one, other = (own, x) if swapped else (x, own)
@@ -526,8 +526,8 @@ def test_a_graph_of_the_same_form_whose_input_stands_elsewhere_is_another_one() 
                 split = SplitBackward([output], [torch.ones_like(output)], [x], plans)
                 (grad,) = split.input_gradients()
                 split.weight_gradients()
-            found.append((grad, first.grad, second.grad))
-        for expected, got in zip(*found, strict=True):
+            grads.append((grad, first.grad, second.grad))
+        for expected, got in zip(*grads, strict=True):
             assert expected is not None
             assert got is not None
             assert torch.equal(expected, got)
@@ -539,17 +539,17 @@ class Own(Tensor):
 
 def test_tensors_of_other_classes_are_run_backwards_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(3, requires_grad=True)
-    usual, asked = torch.autograd.backward, 0
+    usual, calls = torch.autograd.backward, 0
 
-    def count(*given: Any, **named: Any) -> None:
-        nonlocal asked
-        asked += 1
-        usual(*given, **named)
+    def count(*arguments: Any, **options: Any) -> None:
+        nonlocal calls
+        calls += 1
+        usual(*arguments, **options)
 
     monkeypatch.setattr(torch.autograd, "backward", count)
     engine.backward([x * 3], [torch.ones(3)])
-    assert asked == 0
+    assert calls == 0
     engine.backward([(x * 2).as_subclass(Own)], [torch.ones(3)])
-    assert asked > 0
+    assert calls > 0
     assert x.grad is not None
     assert x.grad.tolist() == [5.0, 5.0, 5.0]

@@ -103,10 +103,10 @@ def test_one_warning_says_that_links_trust_the_store_across_machines(monkeypatch
     assert Sharing(store, "control", 1, here=False)("") == Sharing(store, "links", 1, here=False)("") == "known"
 
 
-def knock(address: tuple[str, int], said: bytes) -> None:
+def knock(address: tuple[str, int], message: bytes) -> None:
     """Say something to a port, whoever listens; what it does with it shows later."""
     with contextlib.suppress(OSError), socket.create_connection(address, timeout=10) as link:
-        link.sendall(said)
+        link.sendall(message)
 
 
 def train_beside_a_stranger(rank: int) -> int:

@@ -70,7 +70,7 @@ def tied(rank: int) -> tuple[dict[str, Tensor | None], float]:
     return dict(pipe.named_gradients()), norm
 
 
-def test_tied_weights_and_clipping_are_as_on_threads() -> None:
+def test_tied_weights_and_clipping_match_ranks_on_threads() -> None:
     """Both processes that use a tied weight hold the same gradient, and the norm is over all of them."""
     (first, norm), (second, other) = run_ranks(tied, 2)
     together, expected = tied(0)
@@ -109,7 +109,7 @@ def mistakes(rank: int) -> list[str]:
     return errors
 
 
-def test_differences_between_ranks_are_found_and_named() -> None:
+def test_differences_between_ranks_are_named() -> None:
     first, second = run_ranks(mistakes, 2)
     for answer in (first, second):
         assert "rank 1 and rank 0 differ in the schedule" in answer[0]
@@ -192,7 +192,7 @@ def test_models_losses_and_weights_that_differ_between_ranks_are_named_with_both
             assert part in errors.pop(0)
 
 
-def differently_asked(rank: int) -> list[str]:
+def differing_options(rank: int) -> list[str]:
     """Ranks whose options, modes or arguments of a step differ."""
     errors = []
     x, y = batch()
@@ -228,7 +228,7 @@ def differently_asked(rank: int) -> list[str]:
 
 
 def test_options_modes_and_arguments_that_differ_between_ranks_are_named_with_both_values() -> None:
-    for errors in run_ranks(differently_asked, 2):
+    for errors in run_ranks(differing_options, 2):
         for part in (
             "differ in check_finite: rank 1 has 'False' and rank 0 has 'True'",
             "differ in recompute: rank 1 has 'stages True' and rank 0 has 'stages False'",
@@ -326,7 +326,7 @@ def fails(rank: int, stage: int, name: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize(("stage", "name"), [(0, "1f1b"), (1, "zb-h1"), (2, "gpipe")])
-def test_an_exception_on_one_rank_reaches_all_and_the_next_step_is_right(stage: int, name: str) -> None:
+def test_all_ranks_report_an_exception_and_the_next_step_is_correct(stage: int, name: str) -> None:
     for message, threads in run_ranks(fails, 3, stage, name):
         assert message.startswith(f"rank {stage} failed in F of stage {stage}, microbatch 0: ArithmeticError: planted")
         assert threads == ["stageline control"], "no other is left behind"
@@ -348,7 +348,7 @@ def last_loss_fails(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_waits_for_nobody_hears_of_a_failure_too() -> None:
+def test_a_rank_that_waits_for_nobody_also_learns_of_a_failure() -> None:
     for message in run_ranks(last_loss_fails, 2):
         assert message.startswith("rank 1 failed in F of stage 1, microbatch 3: ArithmeticError: planted")
 
@@ -362,7 +362,7 @@ def noisy_step(rank: int) -> tuple[list[float], dict[str, float]]:
     return list(stats.losses), stats.metrics
 
 
-def test_dropout_and_metrics_are_as_on_threads() -> None:
+def test_dropout_and_metrics_match_ranks_on_threads() -> None:
     expected = noisy_step(0)
     assert run_ranks(noisy_step, 2) == [expected, expected]
 
@@ -432,7 +432,7 @@ def tensors(state: dict[str, Any]) -> dict[str, Tensor | None]:
 
 
 @pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (3, "zb-h1")])
-def test_the_gathered_state_is_that_of_one_process_on_every_rank(ranks: int, schedule: str) -> None:
+def test_every_rank_gathers_the_state_of_one_process(ranks: int, schedule: str) -> None:
     answers = run_ranks(gathers, ranks, ranks, schedule)
     expected = gathers(0, ranks, schedule)
     assert {"0.weight", "5.weight", "2.norm.running_mean", "4.norm.num_batches_tracked"} <= set(expected)
@@ -499,7 +499,7 @@ def test_a_norm_over_the_parameters_of_one_process_warns() -> None:
     assert run_ranks(clips, 2) == [["clip_grad_norm_", "a filter", "get_total_norm"]] * 2
 
 
-def test_no_clipping_warns_where_all_parameters_are_here() -> None:
+def test_clipping_does_not_warn_if_one_process_holds_all_parameters() -> None:
     pipe = sl.Pipeline(blocks(2), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
     pipe.step(*batch())
     nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)  # a warning would be an error
@@ -581,7 +581,7 @@ os._exit(0)
 """
 
 
-def test_a_rank_that_dies_is_an_error_on_all_others_long_before_their_deadline(tmp_path: Path) -> None:
+def test_a_death_is_an_error_on_all_other_ranks_long_before_their_deadline(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(DEATH)
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     started = [
@@ -678,7 +678,7 @@ def in_another_order(rank: int) -> str:
     return str(caught.value)
 
 
-def test_pipelines_that_are_run_in_different_orders_are_found_out() -> None:
+def test_running_pipelines_in_different_orders_is_refused() -> None:
     errors = run_ranks(in_another_order, 2)
     assert any("the ranks run their pipelines in different orders" in error for error in errors), errors
 
@@ -692,7 +692,7 @@ def one_evaluates(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_evaluates_while_others_train_is_found_out() -> None:
+def test_evaluating_on_one_rank_while_others_train_is_refused() -> None:
     errors = run_ranks(one_evaluates, 2)
     assert any("evaluates while the other trains" in error for error in errors), errors
 
@@ -737,7 +737,7 @@ def over_and_over(rank: int) -> list[int]:
     return counts
 
 
-def test_pipelines_that_are_gone_leave_nothing_open() -> None:
+def test_deleted_pipelines_leave_no_file_open() -> None:
     for counts in run_ranks(over_and_over, 2):
         assert counts[-1] == counts[1], counts
 
@@ -755,7 +755,7 @@ def interrupted(rank: int) -> str:
     return str(caught.value)
 
 
-def test_an_interrupt_before_the_first_action_is_told_to_all() -> None:
+def test_all_ranks_learn_of_an_interrupt_before_the_first_action() -> None:
     assert "rank 1" in run_ranks(interrupted, 2)[0]
 
 
@@ -770,7 +770,7 @@ def tied_v(rank: int) -> Tensor:
     return torch.as_tensor(gradients["0.weight"]) if "0.weight" in gradients else torch.zeros(0)
 
 
-def test_a_tied_weight_whose_uses_are_on_one_rank_of_several() -> None:
+def test_a_tied_weight_may_be_used_on_one_rank_only() -> None:
     """That rank thought that there was nobody to tell, and the others waited for it."""
     (first, second), expected = run_ranks(tied_v, 2), tied_v(0)
     assert torch.equal(first, expected)

@@ -131,8 +131,8 @@ class MyDict(dict[str, Any]):
 
 
 def scaled_pipe(model: nn.Module, **options: Any) -> sl.Pipeline:
-    given = {"schedule": "1f1b", "ranks": 2, "microbatches": 4, **options}
-    return sl.Pipeline(model, loss_fn=functional.mse_loss, **given)
+    arguments = {"schedule": "1f1b", "ranks": 2, "microbatches": 4, **options}
+    return sl.Pipeline(model, loss_fn=functional.mse_loss, **arguments)
 
 
 def loop(model: Any, x: Tensor, y: Tensor, infos: list[Any], parts: int) -> None:
@@ -325,8 +325,8 @@ class Attends(nn.Module):
 
         q, k, v = (part.unsqueeze(1) for part in self.qkv(x).chunk(3, -1))
         if not torch.is_grad_enabled():
-            found: Any = flex_attention(q, k, v, block_mask=mask)
-            return torch.as_tensor(x + found.squeeze(1))
+            attended: Any = flex_attention(q, k, v, block_mask=mask)
+            return torch.as_tensor(x + attended.squeeze(1))
         full = create_mask(mask.mask_mod, len(x), 1, x.shape[1], x.shape[1], device="cpu")
         return x + functional.scaled_dot_product_attention(q, k, v, attn_mask=full).squeeze(1)
 
@@ -352,7 +352,7 @@ def test_a_block_mask_is_cut_with_its_function(samples: int) -> None:
     common = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device="cpu", BLOCK_SIZE=8)
     pipe = scaled_pipe(model, microbatches=2)
     masks: dict[int | str, Any] = {0: {"mask": mask_of(documents)}, 1: {"mask": common}}
-    found = pipe.predict(x, stage_kwargs=masks)
+    predicted = pipe.predict(x, stage_kwargs=masks)
     pipe.step(x, y, stage_kwargs=masks)
     outputs = []
     for xi, yi, rows in zip(x.tensor_split(2), y.tensor_split(2), documents.tensor_split(2), strict=True):
@@ -360,7 +360,7 @@ def test_a_block_mask_is_cut_with_its_function(samples: int) -> None:
             outputs.append(plain[1](plain[0](xi, mask=mask_of(rows)), mask=common))
         out = plain[1](plain[0](xi, mask=mask_of(rows)), mask=common)
         backward(functional.mse_loss(out, yi) * (len(xi) / samples))
-    assert torch.equal(found, torch.cat(outputs))
+    assert torch.equal(predicted, torch.cat(outputs))
     assert_same_bits(gradients(model), gradients(plain))
     with pytest.raises(sl.StagelineError, match=f"{samples} samples of inputs and 3 of stage_kwargs"):
         pipe.step(x, y, stage_kwargs={0: {"mask": mask_of(documents[:3])}})
@@ -425,8 +425,8 @@ def test_tensors_are_cut_along_the_dimension_of_their_spec(name: str) -> None:
     expected = rows_loop(plain, inputs, target)
     assert stats.samples == 7
     assert_same_bits(gradients(model), gradients(plain))
-    found, table, factor = pipe.predict(inputs)
-    assert torch.equal(found, expected)
+    rows, table, factor = pipe.predict(inputs)
+    assert torch.equal(rows, expected)
     assert torch.equal(table, inputs[1])
     assert factor == 0.5
 
@@ -438,7 +438,7 @@ def rows_rank(rank: int) -> tuple[Any, Any, list[str]]:
     pipe = rows_pipe(model, "zb-h1")
     pipe.step(inputs if rank == 0 else None, target if rank == 1 else None)
     outputs = pipe.predict(inputs if rank == 0 else None)
-    said = []
+    errors = []
     for mistake in (
         lambda: pipe.step((inputs[0], inputs[1]), target),
         lambda: rows_pipe(model, "zb-h1", args_chunk_spec=(TensorChunkSpec(rank), None, None)),
@@ -446,19 +446,19 @@ def rows_rank(rank: int) -> tuple[Any, Any, list[str]]:
         try:
             mistake()
         except sl.StagelineError as error:
-            said.append(str(error))
-    return dict(pipe.named_gradients()), None if outputs is None else outputs[0], said
+            errors.append(str(error))
+    return dict(pipe.named_gradients()), None if outputs is None else outputs[0], errors
 
 
 def test_chunk_specs_on_processes() -> None:
     """Each process is given its part of the batch; what does not fit is said on every rank."""
     torch.manual_seed(0)
     plain = nn.Sequential(Rows(), Rows())
-    (first, _, said), (second, outputs, other) = run_ranks(rows_rank, 2)
+    (first, _, errors), (second, outputs, other) = run_ranks(rows_rank, 2)
     expected = rows_loop(plain, *rows_batch())
     assert_same_bits({**first, **second}, gradients(plain))
     assert torch.equal(outputs, expected)
-    for words in (said, other):
+    for words in (errors, other):
         assert len(words) == 2
         assert "the chunk spec of the inputs has 3 parts, and the value has 2" in words[0]
         assert "the chunk specs" in words[1]
@@ -560,12 +560,12 @@ def test_outputs_are_merged_as_their_spec_says() -> None:
     merged = {"sum": reducer, "columns": TensorChunkSpec(1), "width": None}
     pipe = sl.Pipeline(layers, loss_fn=functional.mse_loss, microbatches=3, output_merge_spec=merged)
     x = torch.randn(7, 4)
-    found = pipe.predict(x)
+    merged = pipe.predict(x)
     rows = layers[0](x)
-    assert torch.allclose(found["sum"], rows.sum(), atol=1e-5)
-    assert torch.allclose(found["rows"], rows)
-    assert torch.allclose(found["columns"], rows.T)
-    assert found["width"] == 4
+    assert torch.allclose(merged["sum"], rows.sum(), atol=1e-5)
+    assert torch.allclose(merged["rows"], rows)
+    assert torch.allclose(merged["columns"], rows.T)
+    assert merged["width"] == 4
 
 
 def half(x: Tensor) -> Tensor:

@@ -114,9 +114,9 @@ def test_the_graph_of_inputs_runs_once(name: str) -> None:
     calls: list[int] = []
     pipe = pipeline(model, name)
     for step in range(2):
-        given = front(x)
-        given.register_hook(lambda grad: calls.append(1))
-        pipe.step(given, y)
+        inputs = front(x)
+        inputs.register_hook(lambda grad: calls.append(1))
+        pipe.step(inputs, y)
         leaf = other(x).detach().requires_grad_()
         loop(plain, pipe, leaf, y)
         other(x).backward(leaf.grad)

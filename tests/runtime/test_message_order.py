@@ -33,12 +33,12 @@ def additions(schedule: sl.Schedule, stage: int) -> list[int]:
     """The microbatches in the order in which a stage adds their gradients."""
     program = schedule.programs[schedule.rank_of(stage)]
     actions = [part for entry in program for part in (entry if isinstance(entry, sl.Overlap) else (entry,))]
-    return [each.microbatch for each in actions if each.kind in "BW" and each.stage == stage]
+    return [action.microbatch for action in actions if action.kind in "BW" and action.stage == stage]
 
 
 def expected(schedule: sl.Schedule, steps: int) -> dict[str, Tensor | None]:
     """The gradients of plain loops over the microbatches, for each stage in its own order."""
-    found: dict[str, Tensor | None] = {}
+    grads: dict[str, Tensor | None] = {}
     for stage in range(schedule.stages):
         model = layers(schedule.stages)
         x, y = samples(schedule.microbatches)
@@ -46,8 +46,8 @@ def expected(schedule: sl.Schedule, steps: int) -> dict[str, Tensor | None]:
         for microbatch in steps * additions(schedule, stage):
             xi, yi = parts[microbatch]
             torch.autograd.backward(functional.mse_loss(model(xi), yi) * (len(xi) / len(x)))
-        found |= {name: grad for name, grad in gradients(model).items() if name.startswith(f"{stage}.")}
-    return found
+        grads |= {name: grad for name, grad in gradients(model).items() if name.startswith(f"{stage}.")}
+    return grads
 
 
 def reordered(ranks: int, seed: int) -> sl.Schedule:
@@ -111,7 +111,7 @@ def test_steps_that_interlock_keep_the_bits() -> None:
 
 def train(rank: int, seeds: list[int], apart: bool) -> list[dict[str, Tensor | None]]:
     """On processes; with tensors on groups of their own, as NCCL carries them, where asked for."""
-    found = []
+    grads = []
     for seed in seeds:
         schedule = reordered(2, seed)
         model = layers(schedule.stages)
@@ -122,8 +122,8 @@ def train(rank: int, seeds: list[int], apart: bool) -> list[dict[str, Tensor | N
         for _ in range(2):
             pipe.step(*samples(schedule.microbatches))
         own = [f"{stage}." for stage in range(schedule.stages) if schedule.rank_of(stage) == rank]
-        found.append({name: grad for name, grad in gradients(model).items() if name.startswith(tuple(own))})
-    return found
+        grads.append({name: grad for name, grad in gradients(model).items() if name.startswith(tuple(own))})
+    return grads
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["with their headers", "apart"])

@@ -38,11 +38,11 @@ def test_every_family_gives_the_bits_of_one_process(name: str, dtype: torch.dtyp
 
     bfloat16 for every second of these sizes, and for all of them if the environment says STAGELINE_SWEEP=full.
     """
-    found = list(sizes(name))
+    cases = list(sizes(name))
     if dtype == torch.bfloat16 and os.environ.get("STAGELINE_SWEEP") != "full":
-        found = found[::2]
-    assert found
-    for ranks, microbatches in found:
+        cases = cases[::2]
+    assert cases
+    for ranks, microbatches in cases:
         train_beside_the_loop(name, ranks, microbatches, dtype)
 
 
@@ -117,9 +117,9 @@ def test_several_steps_accumulate_exactly(name: str) -> None:
 def test_frozen_stages_anywhere(name: str, frozen: list[int]) -> None:
     """torch's zero-bubble schedules give the stage after a frozen first one no gradient at all."""
     model, plain = blocks(4), blocks(4)
-    for each in (model, plain):
+    for layers in (model, plain):
         for index in frozen:
-            each[index].requires_grad_(False)
+            layers[index].requires_grad_(False)
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, ranks=2, microbatches=4)
     pipe.step(*batch())
     one_process_step(plain, functional.mse_loss, *batch(), microbatches=4)
@@ -258,7 +258,7 @@ def test_trees_of_tensors_numbers_strings_and_none_pass_between_stages() -> None
         assert_same_bits(gradients(mine), gradients(plain))
 
 
-def test_nothing_is_run_for_a_rehearsal() -> None:
+def test_no_step_is_run_for_rehearsal() -> None:
     """torch runs the model once more to learn its shapes: BatchNorm counts five batches of four."""
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Tanh())
     plain = copy.deepcopy(model)
@@ -275,9 +275,9 @@ def test_evaluation_leaves_gradients_and_buffers_alone() -> None:
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=4).eval()
     before = copy.deepcopy(model.state_dict())
     x, y = torch.randn(8, 4), torch.randn(8, 4)
-    found = pipe.evaluate(x, y, outputs=True)
-    assert found.loss == one_process_step(copy.deepcopy(model), functional.mse_loss, x, y, 4)
-    assert torch.equal(found.outputs, torch.cat([model(part) for part in x.tensor_split(4)]).detach())
+    result = pipe.evaluate(x, y, outputs=True)
+    assert result.loss == one_process_step(copy.deepcopy(model), functional.mse_loss, x, y, 4)
+    assert torch.equal(result.outputs, torch.cat([model(part) for part in x.tensor_split(4)]).detach())
     assert_same_bits(dict(model.state_dict()), dict(before))
     assert all(grad is None for grad in gradients(model).values())
 
@@ -356,9 +356,9 @@ def test_a_stage_that_raises_is_named_and_the_pipeline_can_be_used_again(name: s
     assert_same_bits(gradients(model), gradients(plain))
 
 
-def test_mistakes_are_told_in_words() -> None:
-    def make(stages: Any = None, **given: Any) -> sl.Pipeline:
-        return sl.Pipeline(stages or blocks(4), **{"loss_fn": functional.mse_loss, "microbatches": 4, **given})
+def test_invalid_arguments_are_refused() -> None:
+    def make(stages: Any = None, **options: Any) -> sl.Pipeline:
+        return sl.Pipeline(stages or blocks(4), **{"loss_fn": functional.mse_loss, "microbatches": 4, **options})
 
     x, y = batch()
     wrong: Any = {0: 3}
@@ -394,13 +394,13 @@ def test_mistakes_are_told_in_words() -> None:
             mistake()
 
 
-def test_options_that_there_are_not_are_told_with_the_nearest_and_the_number_of_stages_where_it_comes_from() -> None:
-    def make(*given: Any, **named: Any) -> Any:
+def test_unknown_options_are_refused_with_the_nearest_name() -> None:
+    def make(*arguments: Any, **options: Any) -> Any:
         kind: Any = sl.Pipeline
-        return kind(*given, **named)
+        return kind(*arguments, **options)
 
     common: dict[str, Any] = {"loss_fn": functional.mse_loss, "microbatches": 4, "ranks": 2}
-    made = sl.schedule("1f1b", 2, 4)
+    schedule = sl.schedule("1f1b", 2, 4)
     mistakes: list[tuple[Callable[[], Any], str]] = [
         (lambda: make(blocks(4), stages=4), r"follows from the schedule: ranks × chunks; pass ranks=4 for one stage"),
         (lambda: make(blocks(4), stages=4, **common), r"schedule='interleaved', ranks=2, chunks=2$"),
@@ -417,15 +417,15 @@ def test_options_that_there_are_not_are_told_with_the_nearest_and_the_number_of_
             "did you mean 'chunks'.*takes chunks, group",
         ),
         (
-            lambda: make(blocks(4), schedule=made, chunks=2, **common),
+            lambda: make(blocks(4), schedule=schedule, chunks=2, **common),
             "nor a finished schedule has an option 'chunks'",
         ),
         (lambda: make(blocks(4), layers_per_stage=[1, 3], **common), "split it first: sl.Pipeline"),
     ]
     for mistake, words in mistakes:
-        with pytest.raises(TypeError, match=words) as told:
+        with pytest.raises(TypeError, match=words) as caught:
             mistake()
-        assert isinstance(told.value, sl.StagelineError)
+        assert isinstance(caught.value, sl.StagelineError)
     assert make(stages=blocks(4), **common).ranks == 2
 
 
@@ -433,19 +433,19 @@ def test_options_that_there_are_not_are_told_with_the_nearest_and_the_number_of_
 @pytest.mark.parametrize(("name", "ranks"), [("gpipe", 2), ("1f1b", 4), ("zb-v", 2), ("interleaved", 4), ("zb-h1", 3)])
 def test_dropout_draws_the_same_for_every_schedule_and_number_of_ranks(name: str, ranks: int, recompute: Any) -> None:
     """And when a forward is run once more; and a step leaves torch's own generator as it was."""
-    found = []
-    given: dict[str, Any]
-    for given in ({"schedule": "gpipe", "ranks": 1}, {"schedule": name, "ranks": ranks, "recompute": recompute}):
+    runs = []
+    options: dict[str, Any]
+    for options in ({"schedule": "gpipe", "ranks": 1}, {"schedule": name, "ranks": ranks, "recompute": recompute}):
         model = noisy()
-        pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, microbatches=4, seed=7, **given)
+        pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, microbatches=4, seed=7, **options)
         x, y = batch()
         before = torch.get_rng_state()
         losses = [pipe.step(x, y).losses for _ in range(2)]
         assert torch.equal(torch.get_rng_state(), before)
-        found.append((losses, gradients(model)))
-    assert found[0][0] == found[1][0]
-    assert found[0][0][0] != found[0][0][1], "another step draws other numbers"
-    assert_same_bits(found[0][1], found[1][1])
+        runs.append((losses, gradients(model)))
+    assert runs[0][0] == runs[1][0]
+    assert runs[0][0][0] != runs[0][0][1], "another step draws other numbers"
+    assert_same_bits(runs[0][1], runs[1][1])
 
 
 @pytest.mark.parametrize("name", ["chimera", "dualpipe"])
@@ -456,19 +456,19 @@ def test_two_directions_refuse_buffers_that_change(name: str) -> None:
         pipe.step(torch.randn(8, 4), torch.randn(8, 4))
 
 
-def test_metrics_come_with_the_loss_and_are_weighed_as_it_is() -> None:
+def test_metrics_are_weighted_as_the_loss_is() -> None:
     def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Any]]:
         return functional.mse_loss(output, target), {"largest": output.detach().amax(), "one": 1.0}
 
     model = blocks(4)
     pipe = sl.Pipeline(model, loss_fn=loss_fn, schedule="1f1b", ranks=2, microbatches=4)
     x, y = batch()
-    stats, found = pipe.step(x, y), pipe.evaluate(x, y)
+    stats, result = pipe.step(x, y), pipe.evaluate(x, y)
     parts = [(float(model(part).detach().amax()), len(part) / len(x)) for part in x.tensor_split(4)]
     assert stats.metrics["largest"] == pytest.approx(sum(value * weight for value, weight in parts))
     assert stats.metrics["one"] == pytest.approx(1.0)
-    assert found.metrics == stats.metrics
-    assert found.loss == stats.loss
+    assert result.metrics == stats.metrics
+    assert result.loss == stats.loss
 
 
 def test_a_count_of_targets_weighs_padded_batches_over_several_steps() -> None:
@@ -539,7 +539,7 @@ def test_experts_and_outputs_that_get_no_gradient_in_some_microbatches(name: str
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
-def test_a_layer_that_stands_in_several_places_runs_in_each(name: str) -> None:
+def test_a_layer_may_stand_in_several_places(name: str) -> None:
     """Across stages each place is a use of its own; within a stage autograd adds them up."""
     torch.manual_seed(11)
     shared, other = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -550,8 +550,8 @@ def test_a_layer_that_stands_in_several_places_runs_in_each(name: str) -> None:
     stats = pipe.step(x, y)
     # The reference: a copy of the shared layer for every stage that holds it, and their sums in the order of stages.
     copies = {index: copy.deepcopy(shared) for index in range(stages)}
-    for each in copies.values():
-        each.zero_grad()
+    for layer_copy in copies.values():
+        layer_copy.zero_grad()
     twin, layers = copy.deepcopy(other), 8 // stages
     plain: Any = nn.Sequential(
         *(
@@ -563,14 +563,14 @@ def test_a_layer_that_stands_in_several_places_runs_in_each(name: str) -> None:
     assert stats.loss == one_process_step(plain, functional.mse_loss, x, y, 3)
     used = [copies[index] for index in range(stages) if copies[index].weight.grad is not None]
     total = torch.as_tensor(used[0].weight.grad).clone()
-    for each in used[1:]:
-        total += torch.as_tensor(each.weight.grad)
+    for layer_copy in used[1:]:
+        total += torch.as_tensor(layer_copy.weight.grad)
     assert torch.equal(torch.as_tensor(shared.weight.grad), total)
     assert_same_bits(gradients(other), gradients(twin))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "chimera"])
-def test_keyword_inputs_of_single_stages_are_cut_as_the_batch_is(name: str) -> None:
+def test_keyword_inputs_of_single_stages_are_split_like_the_batch(name: str) -> None:
     class Masked(Block):
         def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
             x = super().forward(x) * scale
@@ -581,13 +581,13 @@ def test_keyword_inputs_of_single_stages_are_cut_as_the_batch_is(name: str) -> N
     plain = copy.deepcopy(model)
     x, y = batch()
     masks = {1: torch.rand(10, 3) > 0.5, 3: torch.rand(10, 3) > 0.5}
-    given: dict[int | str, Any] = {1: {"mask": masks[1], "scale": 2.0}, 3: {"mask": masks[3]}}
+    stage_kwargs: dict[int | str, Any] = {1: {"mask": masks[1], "scale": 2.0}, 3: {"mask": masks[3]}}
     pipe = sl.Pipeline(
         model, loss_fn=functional.mse_loss, schedule=name, microbatches=4, ranks=4 if name[0] != "z" else 2
     )
     if pipe.schedule.stages == 2:
-        given = {0: given[1], 1: given[3]}
-    stats = pipe.step(x, y, stage_kwargs=given)
+        stage_kwargs = {0: stage_kwargs[1], 1: stage_kwargs[3]}
+    stats = pipe.step(x, y, stage_kwargs=stage_kwargs)
     directions = pipe.schedule.placement.direction.tolist()
     losses = []
     kept: dict[Any, Any] = {}
@@ -595,7 +595,7 @@ def test_keyword_inputs_of_single_stages_are_cut_as_the_batch_is(name: str) -> N
         if way:
             kept = {parameter: parameter.grad for parameter in plain.parameters()}
             plain.zero_grad()
-        parts = zip(*(each.tensor_split(4) for each in (x, y, masks[1], masks[3])), range(4), strict=True)
+        parts = zip(*(tensor.tensor_split(4) for tensor in (x, y, masks[1], masks[3])), range(4), strict=True)
         for xi, yi, first, second, index in parts:
             if directions[index] == way:
                 output = plain[3](plain[2](plain[1](plain[0](xi), first, 2.0)), second)
@@ -606,9 +606,9 @@ def test_keyword_inputs_of_single_stages_are_cut_as_the_batch_is(name: str) -> N
             parameter.grad = before.add_(parameter.grad)
     assert list(stats.losses) == [loss for _, loss in sorted(losses)]
     assert_same_bits(gradients(model), gradients(plain))
-    found = pipe.evaluate(x, y, stage_kwargs=given, outputs=True)
-    assert found.losses == stats.losses
-    assert torch.equal(pipe.predict(x, stage_kwargs=given), found.outputs)
+    result = pipe.evaluate(x, y, stage_kwargs=stage_kwargs, outputs=True)
+    assert result.losses == stats.losses
+    assert torch.equal(pipe.predict(x, stage_kwargs=stage_kwargs), result.outputs)
 
 
 def test_keyword_inputs_for_all_stages_reach_those_that_take_them() -> None:
@@ -625,7 +625,7 @@ def test_keyword_inputs_for_all_stages_reach_those_that_take_them() -> None:
     assert torch.allclose(pipe.predict(x, stage_kwargs={"all": {"shift": shift}}), expected)
 
 
-def test_a_layer_that_draws_is_found_though_nothing_in_its_names_says_so() -> None:
+def test_a_layer_that_draws_random_numbers_is_detected_whatever_its_name() -> None:
     class Quiet(Block):
         def forward(self, x: Tensor) -> Tensor:
             return functional.dropout(super().forward(x), 0.5)
@@ -633,19 +633,19 @@ def test_a_layer_that_draws_is_found_though_nothing_in_its_names_says_so() -> No
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         return functional.mse_loss(output, target + torch.randn_like(target))
 
-    found = []
+    runs = []
     for name, ranks in (("gpipe", 1), ("zb-h1", 4), ("interleaved", 2)):
         torch.manual_seed(14)
         model: Any = nn.Sequential(Block(), Quiet(), Block(), Quiet())
         pipe = sl.Pipeline(model, loss_fn=loss_fn, schedule=name, ranks=ranks, microbatches=4, seed=3)
         losses = [pipe.step(*batch()).losses for _ in range(2)]
-        found.append((losses, gradients(model)))
-    assert found[0][0] == found[1][0] == found[2][0]
-    for _, grads in found[1:]:
-        assert_same_bits(found[0][1], grads)
+        runs.append((losses, gradients(model)))
+    assert runs[0][0] == runs[1][0] == runs[2][0]
+    for _, grads in runs[1:]:
+        assert_same_bits(runs[0][1], grads)
 
 
-def test_a_layer_that_begins_to_draw_later_is_told_of_and_found() -> None:
+def test_a_layer_that_begins_to_draw_later_is_detected_with_a_warning() -> None:
     class Late(Block):
         begun = False
 
@@ -665,7 +665,7 @@ def test_a_layer_that_begins_to_draw_later_is_told_of_and_found() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_pipeline_says_what_it_is() -> None:
+def test_the_repr_of_a_pipeline_describes_it() -> None:
     assert repr(linear_pipeline(schedule="zb-v")) == (
         "<Pipeline of Sequential: 4 stages on 2 ranks, schedule zb-v, 2 microbatches; ranks are threads of this "
         "process on cpu>"

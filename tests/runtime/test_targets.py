@@ -86,10 +86,14 @@ def test_a_run_without_targets(batch: str) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     plain = copy.deepcopy(model)
     xs = [torch.randn(4, 4) for _ in range(3)]
-    given: Any = {"a tensor": xs, "a pair": [(x, None) for x in xs], "a dict of arguments": [{"inputs": x} for x in xs]}
+    batches: Any = {
+        "a tensor": xs,
+        "a pair": [(x, None) for x in xs],
+        "a dict of arguments": [{"inputs": x} for x in xs],
+    }
     pipe = sl.Pipeline(model, loss_fn=squared, schedule="zb-h1", ranks=2, microbatches=2)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    run = pipe.run(given[batch], optimizer=torch.optim.SGD(pipe.parameters(), lr=0.1))
+    run = pipe.run(batches[batch], optimizer=torch.optim.SGD(pipe.parameters(), lr=0.1))
     assert len(list(run)) == 3
     for x in xs:
         for xi in x.tensor_split(2):
@@ -108,7 +112,7 @@ def without(rank: int) -> tuple[Any, float, int, list[str]]:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     x, y = torch.randn(6, 4), torch.randn(6, 4)
     pipe = sl.Pipeline(model, loss_fn=picky, schedule="zb-h1", ranks=2, microbatches=3)
-    said = []
+    errors = []
     wrong: Any = x.numpy()
     for inputs, targets in (
         (x, y if rank == 0 else None),
@@ -118,7 +122,7 @@ def without(rank: int) -> tuple[Any, float, int, list[str]]:
         try:
             pipe.step(inputs, targets)
         except sl.StagelineError as error:
-            said.append(str(error))
+            errors.append(str(error))
     pipe.zero_grad()
     loss = pipe.step(x if rank == 0 else None).loss
     grads = {name: None if grad is None else grad.clone() for name, grad in pipe.named_gradients()}
@@ -128,8 +132,8 @@ def without(rank: int) -> tuple[Any, float, int, list[str]]:
     try:
         list(pipe.run([(x, y if rank == 0 else None)], optimizer=optimizer))
     except sl.StagelineError as error:
-        said.append(str(error))
-    return grads, loss, steps, said
+        errors.append(str(error))
+    return grads, loss, steps, errors
 
 
 def test_processes_agree_on_whether_there_are_targets() -> None:
@@ -143,14 +147,14 @@ def test_processes_agree_on_whether_there_are_targets() -> None:
         backward(part)
         loss += float(part.detach())
     assert_same_bits({**answers[0][0], **answers[1][0]}, gradients(plain))
-    for _, told, steps, said in answers:
-        assert told == loss
+    for _, last_loss, steps, errors in answers:
+        assert last_loss == loss
         assert steps == 2
-        assert len(said) == 4
-        assert "rank 0 was given the targets, and rank 1, which reads them, was given None" in said[0]
-        assert "rank 1 was given the inputs, and rank 0, which reads them, was given None" in said[1]
-        assert "are a numpy array" in said[2]  # what rank 0 refused is not taken for missing
-        assert "rank 0 was given the targets, and rank 1" in said[3]
+        assert len(errors) == 4
+        assert "rank 0 was given the targets, and rank 1, which reads them, was given None" in errors[0]
+        assert "rank 1 was given the inputs, and rank 0, which reads them, was given None" in errors[1]
+        assert "are a numpy array" in errors[2]  # what rank 0 refused is not taken for missing
+        assert "rank 0 was given the targets, and rank 1" in errors[3]
 
 
 @pytest.mark.parametrize("wrap", [lambda target: target, lambda target: (target,)])
@@ -169,7 +173,7 @@ def test_targets_without_dimensions_go_to_every_microbatch(wrap: Any) -> None:
     for part in parts:
         backward(part)
     assert loss == sum(float(part.detach()) for part in parts)
-    assert_same_bits(dict(pipe.named_gradients()), {name: each.grad for name, each in plain.named_parameters()})
+    assert_same_bits(dict(pipe.named_gradients()), gradients(plain))
 
 
 def test_targets_with_a_graph_are_refused_and_told_to_be_detached() -> None:

@@ -107,8 +107,8 @@ def structures(rank: int) -> int:
         x = torch.randn(8, 4)
         pipe.step(x, x)
         one_process_step(plain, mean_of, x, x, 2)
-        found = dict(pipe.named_gradients())
-        assert_same_bits(found, {each: grad for each, grad in gradients(plain).items() if each in found})
+        mine = dict(pipe.named_gradients())
+        assert_same_bits(mine, {key: grad for key, grad in gradients(plain).items() if key in mine})
     return 4
 
 
@@ -204,15 +204,15 @@ class Spreading(nn.Module):
 
 def distributed(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    said = []
+    errors = []
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh, [Replicate()]))
     x = torch.randn(4, 4)
-    for given in (model, [Spreading(mesh), nn.Linear(4, 4)]):
+    for stages in (model, [Spreading(mesh), nn.Linear(4, 4)]):
         with pytest.raises(sl.StagelineError) as caught:
-            sl.Pipeline(given, loss_fn=functional.mse_loss, ranks=2, microbatches=2).step(x, x)
-        said.append(str(caught.value))
-    return said
+            sl.Pipeline(stages, loss_fn=functional.mse_loss, ranks=2, microbatches=2).step(x, x)
+        errors.append(str(caught.value))
+    return errors
 
 
 def test_distributed_tensors_are_refused_by_name() -> None:
