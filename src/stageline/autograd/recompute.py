@@ -47,12 +47,12 @@ class Recompute:
     """Identifies the pipeline: pipelines that share a model recompute only their own choice."""
 
 
-def understand(choice: Choice, policy: Policy | None) -> Recompute:
+def parse_recompute(choice: Choice, policy: Policy | None) -> Recompute:
     """Read the options `recompute` and `recompute_policy`.
 
-    >>> understand("stage", None)
+    >>> parse_recompute("stage", None)
     Recompute(stages=True, chosen=None, policy=None)
-    >>> understand(["*.mlp", nn.Linear], None).chosen("3.mlp", nn.Identity())
+    >>> parse_recompute(["*.mlp", nn.Linear], None).chosen("3.mlp", nn.Identity())
     True
     """
     if policy is not None and not (callable(policy) or isinstance(policy, list | tuple)):

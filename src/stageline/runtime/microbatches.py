@@ -136,8 +136,8 @@ class BatchIntake:
     def agree(self, batch: Batch, elements: int) -> Agreement:
         """Agree on the batch with all ranks.
 
-        Nothing waits, except for a rank that was given nothing, or another number of samples than in the last step: it
-        waits until it knows what the others were given. Where there are replicas, all ranks wait.
+        Only a rank without a batch, or with another number of samples than in the last step, waits until it knows the
+        batches of the others. With replicas, all ranks wait.
         """
         world, replicas = self._world, self._replicas
         refused: Exception | None = None
@@ -213,10 +213,10 @@ class BatchIntake:
 def validate_batch(
     stages: int, inputs: Any, targets: Any, keywords: Keywords | None, digests: bool, specs: ChunkSpecs
 ) -> BatchRow:
-    """Make sure that everything given has as many samples; take digests of it if they are to be compared."""
+    """Refuse parts with different numbers of samples; compute digests if they are to be compared."""
     sizes = _sizes(inputs, _inputs_spec(inputs, specs), "the inputs", "", needed=specs.default)
     option = "so by targets_chunk_spec=, with None in its place"
-    # One without dimensions goes to every microbatch.
+    # A target without dimensions goes to every microbatch.
     needed = specs.default and not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(targets))
     sizes += _sizes(targets, _targets_spec(targets, specs), "the targets", option, needed=needed)
     if keywords is not None and not isinstance(keywords, Mapping):
@@ -274,7 +274,7 @@ def _sizes(part: Any, spec: Any, what: str, option: str, needed: bool = False) -
 
 
 def digest(tree: Any) -> int:
-    """A number of 52 bits, exact in a float, that tells batches apart; 0 for None."""
+    """A digest of a batch as a number of 52 bits, which a float holds exactly; 0 for None."""
     if tree is None:
         return 0
     hasher = hashlib.blake2b(digest_size=8)
@@ -283,7 +283,7 @@ def digest(tree: Any) -> int:
             hasher.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
             plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
             hasher.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
-        else:  # the text of an object may hold its address, which is another one on every rank
+        else:  # the repr of an object may hold its address, which differs between ranks
             hasher.update((repr(leaf) if is_plain(leaf) else type(leaf).__qualname__).encode())
     return (int.from_bytes(hasher.digest(), "big") >> 12) | 1
 
@@ -291,7 +291,7 @@ def digest(tree: Any) -> int:
 def keyword_parts(
     keywords: Keywords | None, stages: int, parts: int, filled: int, specs: ChunkSpecs
 ) -> dict[int, list[dict[str, Any]]]:
-    """For each stage that has keyword inputs of its own or shares those of all: them, by microbatch."""
+    """The keyword inputs of each stage that has some, by microbatch."""
     if not keywords:
         return {}
     by_stage: dict[int, list[dict[str, Any]]] = {}
@@ -304,7 +304,7 @@ def keyword_parts(
 
 
 def input_parts(inputs: Any, parts: int, filled: int, specs: ChunkSpecs) -> list[Any]:
-    """The microbatches of the inputs that are not empty; none for None."""
+    """The microbatches of the inputs, without empty ones; none for None."""
     if inputs is None:
         return []
     return _parts(inputs, _inputs_spec(inputs, specs), "the inputs", parts, filled)
@@ -317,7 +317,7 @@ def _parts(value: Any, spec: Any, what: str, parts: int, filled: int) -> list[An
 
 
 def target_parts(targets: Any, parts: int, filled: int, specs: ChunkSpecs) -> list[Any]:
-    """The targets of the microbatches that are not empty; None for each where there are no targets."""
+    """The targets of the microbatches, without empty ones; None for each if there are no targets."""
     if targets is None:
         return [None] * filled
     return _parts(targets, _targets_spec(targets, specs), "the targets", parts, filled)
@@ -332,7 +332,7 @@ def weights(
     predicting: bool,
     total: int | None = None,
 ) -> list[float]:
-    """What each microbatch's loss is multiplied by; `total` is the samples of all replicas, where there are several.
+    """The factor of each microbatch's loss; `total` is the number of samples of all replicas.
 
     >>> weights("mean", samples=5, parts=2, filled=2, count=None, predicting=False)
     [0.6, 0.4]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from stageline.autograd.recompute import Choice, Policy, mark, understand
+from stageline.autograd.recompute import Choice, Policy, mark, parse_recompute
 from stageline.common.errors import PipelineError, StagelineError, shorten
 from stageline.distributed.collectives import ProcessCollectives
 from stageline.distributed.layout import mesh_of, ranks_of
@@ -198,7 +198,7 @@ class Pipeline:
         """Cut the model, join the other processes, build and place the stages, and prepare for the first step."""
         options, model = self.options, self.model
         plan_watch = watch_for(options.replan, options.replan_every, options.planned, self.plan, schedule)
-        recompute = understand(options.recompute, options.recompute_policy)
+        recompute = parse_recompute(options.recompute, options.recompute_policy)
         self.recomputed = mark(model, recompute, options.recompute)
         stages = ModelStages(source, model, schedule.stages, options.example)
         world = world or find_world(schedule.ranks, options.seconds, replicas, self._mesh)

@@ -16,6 +16,7 @@ __all__ = [
     "buffers_of",
     "is_traceable_wrapper_subclass",
     "pytree",
+    "register_namedtuple",
     "saved_tensors_hooks",
     "version_of",
     "without_torch_function",
@@ -26,6 +27,9 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 """The buffers that a module itself registered; the dictionary may be changed."""
+
+register_namedtuple: Callable[..., None] = pytree._register_namedtuple
+"""Register a named tuple under the name by which other processes know it."""
 
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 """A context in which tensor subclasses are treated as plain tensors."""

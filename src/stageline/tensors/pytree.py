@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError, shorten
-from stageline.tensors._torch_private import is_traceable_wrapper_subclass, pytree
+from stageline.tensors._torch_private import is_traceable_wrapper_subclass, pytree, register_namedtuple
 from stageline.tensors.subclasses import graph_attribute
 
 Leaf: TypeAlias = Tensor | int | float | str | bool | None
@@ -191,7 +191,7 @@ def _learn_class(kind: type) -> None:
             pytree.SUPPORTED_SERIALIZED_TYPES[kind] = known._replace(serialized_type_name=name)
             pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[name] = kind
         elif issubclass(kind, tuple):
-            pytree._register_namedtuple(kind, serialized_type_name=name)
+            register_namedtuple(kind, serialized_type_name=name)
         else:
             pytree.register_dataclass(kind, serialized_type_name=name)
 

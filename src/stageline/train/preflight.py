@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stageline.autograd.recompute import understand
+from stageline.autograd.recompute import parse_recompute
 from stageline.common.errors import StagelineError
 from stageline.distributed.bootstrap import check_environment
 from stageline.model.build.build import describe
@@ -74,7 +74,7 @@ def _job(setup: Setup) -> Iterator[str]:
     if units is not None:
         yield from too_few_units(setup.config, units, f"{setup.task.name} has {units}")
     recompute = setup.config.activation_checkpoint
-    chosen = understand(list(recompute.modules), None).chosen if recompute.mode == "selective" else None
+    chosen = parse_recompute(list(recompute.modules), None).chosen if recompute.mode == "selective" else None
     named = [(name, module) for name, module in model.named_modules() if name]
     if chosen is not None and not any(chosen(name, module) for name, module in named):
         first = ", ".join(name for name, _ in named[:4])

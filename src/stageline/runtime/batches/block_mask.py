@@ -11,19 +11,19 @@ from stageline.common.errors import StagelineError
 
 
 def is_mask(value: Any) -> bool:
-    """Whether a value is a BlockMask; flex attention is not imported for the question."""
+    """Whether a value is a BlockMask; does not import flex attention."""
     library: Any = sys.modules.get("torch.nn.attention.flex_attention")
     return library is not None and isinstance(value, library.BlockMask)
 
 
 def mask_samples(mask: Any) -> int | None:
-    """How many samples a mask is for; None where it is one for all of them."""
+    """How many samples a mask is for; None if all of them share one mask."""
     blocks = mask.kv_num_blocks
     return int(blocks.shape[0]) if blocks.dim() > 2 and blocks.shape[0] > 1 else None
 
 
 def cut_mask(mask: Any, parts: int, filled: int) -> list[Any]:
-    """The first `filled` of so many parts of a mask; each asks the mask's function about samples of the whole batch."""
+    """The first `filled` of so many parts of a mask; each calls the mask's function with samples of the whole batch."""
     if mask_samples(mask) is None:
         return [mask] * filled
     if getattr(mask, "dq_write_order", None) is not None or getattr(mask, "dq_kv_order", None) is not None:
@@ -50,7 +50,7 @@ def cut_mask(mask: Any, parts: int, filled: int) -> list[Any]:
 
 
 def _shifted(function: Any, first: int) -> Any:
-    """The function of a mask, for samples that are counted from `first` on."""
+    """The function of a mask, for samples counted from `first`."""
 
     def shifted(sample: Any, head: Any, query: Any, key: Any) -> Any:
         return function(sample + first, head, query, key)

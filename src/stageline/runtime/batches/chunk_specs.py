@@ -1,8 +1,8 @@
 """Chunk specs: along which dimension each value of a batch is cut into microbatches, and how outputs are merged.
 
 The specs are those of `torch.distributed.pipelining`: a tree of `TensorChunkSpec(dim)`, and None (or torch's
-`_Replicate`) for what every microbatch is given whole. A spec may stand for a whole subtree. What has no spec is cut
-along its first dimension.
+`_Replicate`) for values that every microbatch gets as a whole. A spec may stand for a whole subtree. Values without a
+spec are cut along their first dimension.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stageline.tensors.pytree import learn
 
 
 class Rule(Enum):
-    """What is done with a leaf that has no dimension of its own."""
+    """How to treat a leaf without a dimension of its own to cut along."""
 
     DEFAULT = "cut along the first dimension, if it has one"
     REPLICATE = "whole to every microbatch"
@@ -34,13 +34,13 @@ Keywords: TypeAlias = Mapping[int | str, Mapping[str, Any]]
 """Keyword inputs by the number of their stage; under "all", those of every stage that takes them."""
 
 How: TypeAlias = Rule | int
-"""What is done with a leaf; a number is the dimension that it is cut along."""
+"""How a leaf is cut; a number is the dimension to cut along."""
 KNOWN = "TensorChunkSpec(dim) of torch.distributed.pipelining, or None for what every microbatch gets whole"
 
 
 @dataclass(frozen=True)
 class ChunkSpecs:
-    """The specs of a pipeline, as they were given; None where all is cut along the first dimension."""
+    """The specs of a pipeline; None where everything is cut along the first dimension."""
 
     args: Any = None
     kwargs: Any = None
@@ -50,7 +50,6 @@ class ChunkSpecs:
     """Whether no spec was given, so that everything is cut along its first dimension."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no spec, before the first step."""
         object.__setattr__(self, "default", not self._named())
         for name, spec in self._named():
             check_spec(spec, name)
@@ -66,11 +65,11 @@ class ChunkSpecs:
         return not self.default
 
     def __str__(self) -> str:
-        """The same text on every rank that was given the same."""
+        """The same text on every rank with the same specs."""
         return ", ".join(f"{name}={_text(spec)}" for name, spec in self._named())
 
     def refuse_unknown(self, inputs: Any, keywords: Mapping[Any, Mapping[str, Any]] | None) -> None:
-        """Refuse a keyword of `kwargs_chunk_spec` that the batch does not have: it may be a misspelt one."""
+        """Refuse a keyword of `kwargs_chunk_spec` that the batch does not have: it may be misspelled."""
         names = set(inputs) if isinstance(inputs, Mapping) else set[str]()
         for part in (keywords or {}).values():
             names |= set(part)
@@ -103,7 +102,7 @@ class ChunkSpecs:
         return Rule.DEFAULT if spec is None else spec
 
     def refuse_merge(self) -> None:
-        """Refuse to guess how outputs are merged where inputs are not cut along the first dimension."""
+        """Refuse to guess how to merge outputs if inputs are not cut along the first dimension."""
         if self.output is None and any(dim != 0 for spec in (self.args, self.kwargs) for dim in _dims(spec)):
             raise StagelineError(
                 "the inputs are cut along another dimension than the first, and nothing says along which the outputs "
@@ -112,7 +111,7 @@ class ChunkSpecs:
 
 
 class Partly(dict[str, Any]):
-    """Specs by keyword, for a dict that may have more keywords than those."""
+    """Specs by keyword, for a dict that may have other keywords too."""
 
 
 def _is_dim(spec: Any) -> bool:
@@ -175,7 +174,7 @@ class Cut:
 
     def sizes(self) -> list[tuple[int, str]]:
         """How many samples each leaf has that is cut."""
-        found: list[tuple[int, str]] = []
+        sizes: list[tuple[int, str]] = []
         for leaf, how, where in zip(self.leaves, self.how, self.where, strict=True):
             if isinstance(how, int):
                 if isinstance(leaf, Tensor) and leaf.is_nested:
@@ -185,8 +184,8 @@ class Cut:
                     )
                 size = mask_samples(leaf) if is_mask(leaf) else int(leaf.shape[how])
                 if size is not None:
-                    found.append((size, where))
-        return found
+                    sizes.append((size, where))
+        return sizes
 
     def parts(self, parts: int, filled: int) -> list[Any]:
         """The first `filled` of so many microbatches: sizes differ by at most one, larger first."""
@@ -202,10 +201,10 @@ class Cut:
 
 
 def cut_of(value: Any, spec: Any, what: str, option: str, refuse: bool = True) -> Cut:
-    """Find out how each leaf of a value is cut.
+    """How each leaf of a value is cut.
 
-    `what` names the value in errors, and `option` what says that it is replicated. `refuse=False` leaves out the look
-    into objects, where it was done before.
+    Errors name the value `what`, and the option that replicates it `option`. `refuse=False` skips the search for
+    tensors inside objects, if it was done before.
 
     >>> cut_of((torch.zeros(3, 4), 2), Rule.DEFAULT, "the inputs", "").how
     [0, <Rule.REPLICATE: 'whole to every microbatch'>]
@@ -315,7 +314,7 @@ def _children(value: Any) -> dict[Any, Any] | None:
 
 
 def merge(outputs: Sequence[Any], spec: Any, join: Callable[[Sequence[Any]], Any]) -> Any:
-    """The outputs of all microbatches put together as the spec says; by `join` where there is none."""
+    """Merge the outputs of all microbatches as the spec says, or by `join` without one."""
     if spec is None:
         return join(outputs)
     learn(outputs[0])

@@ -1,7 +1,7 @@
 """Gradients of the inputs of a step: the pipeline as the tail of a larger model, or an input that is learned.
 
-Stage 0 gathers them microbatch by microbatch. When the step is over, leaves get theirs in `.grad`, one microbatch after
-the other as in one process, and the graph that other inputs came from runs its backward once, for the whole batch.
+Stage 0 collects them microbatch by microbatch. After the step, leaves get theirs in `.grad`, one microbatch after the
+other as in one process, and the graph behind the other inputs runs its backward once, for the whole batch.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _refuse_graphs(inputs: Any, replicas: int) -> None:
 
 
 def _refuse_keywords(keywords: Keywords | None) -> None:
-    """Refuse keyword inputs whose gradients would be computed twice, or by several stages at once."""
+    """Refuse keyword inputs whose gradients would be computed twice, or by several stages at the same time."""
     users: dict[int, list[str]] = {}
     for stage, values in (keywords or {}).items():
         for name, value in values.items():
@@ -81,7 +81,7 @@ def _refuse_keywords(keywords: Keywords | None) -> None:
                 users.setdefault(id(tensor), []).append(place)
                 if tensor.grad_fn is not None or stage == "all" or len(users[id(tensor)]) > 1:
                     why = (
-                        "comes from a graph, which each microbatch would run backwards once more"
+                        "comes from a graph, which each microbatch would run backwards again"
                         if tensor.grad_fn is not None
                         else "is given to several stages, which would add to its gradient at once"
                     )
@@ -97,28 +97,28 @@ def _refuse_target_graphs(targets: Any) -> None:
     >>> _refuse_target_graphs(torch.ones(2, requires_grad=True) * 3)
     Traceback (most recent call last):
     stageline.StagelineError: the targets come from a graph (MulBackward0), which each microbatch would run
-    backwards once more; detach them (targets.detach()), or give them among the inputs
+    backwards again; detach them (targets.detach()), or give them among the inputs
     """
     for tensor in tensors_of(pytree.tree_leaves(targets)):
         if tensor.grad_fn is not None:
             raise StagelineError(
                 f"the targets come from a graph ({type(tensor.grad_fn).__name__}), which each microbatch would run "
-                "backwards once more; detach them (targets.detach()), or give them among the inputs"
+                "backwards again; detach them (targets.detach()), or give them among the inputs"
             )
 
 
 def exchange(world: World, owners: Sequence[int], wants: Sequence[bool], own: Gradients) -> Gradients:
-    """Give all processes the gradients of all ranks that run stage 0; all processes call this together."""
+    """Share the gradients of all ranks that run stage 0 with all processes, which all call this."""
     gathered: dict[int, Sequence[Tensor | None]] = {}
-    said: dict[int, Any] = {}
+    wants_of: dict[int, Any] = {}
     for owner in owners:
         mine = owner in world.here
         shapes = {microbatch: [_describe(grad) for grad in grads] for microbatch, grads in own.items()} if mine else {}
-        told = json.loads(
+        report = json.loads(
             world.broadcast(json.dumps({"wants": list(wants), "shapes": shapes}) if mine else "{}", owner)
         )
-        said[owner] = told["wants"]
-        for text, described in told["shapes"].items():
+        wants_of[owner] = report["wants"]
+        for text, described in report["shapes"].items():
             grads: list[Tensor | None] = []
             for index, shape in enumerate(described):
                 if shape is None:
@@ -131,7 +131,7 @@ def exchange(world: World, owners: Sequence[int], wants: Sequence[bool], own: Gr
             gathered[int(text)] = grads
     first = owners[0]
     for owner in owners[1:]:
-        if said[owner] != said[first]:
+        if wants_of[owner] != wants_of[first]:
             raise PipelineError(
                 f"ranks {first} and {owner} both run stage 0, and only one of them was given inputs that require grad; "
                 "give both the same"
@@ -167,7 +167,7 @@ def with_leaves(inputs: Any) -> tuple[Any, Roots]:
 
 
 def give_gradients(parts: Sequence[Any], roots: Roots, gradients: Gradients) -> None:
-    """Add to the `.grad` of the inputs that are leaves, and run the graph of the others backwards, once.
+    """Add to the `.grad` of inputs that are leaves, and run the backward of the graph of the others, once.
 
     >>> leaf = torch.zeros(2, requires_grad=True)
     >>> give_gradients(leaf.tensor_split(2), [], {0: [torch.ones(1)], 1: [torch.full((1,), 2.0)]})

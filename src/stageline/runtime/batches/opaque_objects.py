@@ -1,4 +1,4 @@
-"""Objects that hold tensors where nobody can cut them: found, and refused by name."""
+"""Objects that hold tensors which cannot be cut into microbatches: refused by name."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _PLAIN = (
     torch.memory_format, torch.Generator, range, slice, type(Ellipsis),
 )  # fmt: skip
 MOST = 20_000
-"""How many objects are looked at inside of one; more than that is refused as if there were a tensor."""
+"""How many objects to search inside of one; one with more is refused as if it held a tensor."""
 
 
 def is_plain(leaf: Any) -> bool:
-    """Whether a leaf of a batch is a number, a text or another value that holds nothing."""
+    """Whether a leaf of a batch is a number, a string or another value that holds no other objects."""
     return isinstance(leaf, _PLAIN)
 
 
 def refuse_opaque(leaf: Any, where: str, option: str) -> None:
-    """Refuse a leaf of a batch that is no tensor and holds some: every microbatch would be given all of them."""
-    proxy = isinstance(leaf, weakref.ProxyTypes)  # it says that it is a tensor where it stands for one
+    """Refuse a leaf of a batch that is no tensor but holds some: every microbatch would get all of them."""
+    proxy = isinstance(leaf, weakref.ProxyTypes)  # isinstance says that the proxy of a tensor is one
     own = isinstance(leaf, (type, types.ModuleType)) and _is_users(_namespace_of(leaf))
     if not (proxy or own) and (isinstance(leaf, (Tensor, *_PLAIN)) or is_mask(leaf)):
         return
@@ -64,10 +64,10 @@ def refuse_opaque(leaf: Any, where: str, option: str) -> None:
 
 
 def tensor_inside(value: Any) -> str | None:
-    """Where an object holds a tensor or an array, or its code reads one; None where there is none.
+    """Where an object holds a tensor or an array, or its code reads one; None if there is none.
 
-    What it refers to is looked at first. Then follow the globals that its functions read and the attributes of its
-    classes, where these are the user's. A tensor without dimensions counts for nothing, as it holds no samples.
+    The search begins with the objects it refers to. Then follow the globals that its functions read and the attributes
+    of its classes, if these are the user's. A tensor without dimensions holds no samples, so it does not count.
 
     >>> tensor_inside(functools.partial(torch.add, other=torch.ones(2)))
     'partial.other'
@@ -92,7 +92,7 @@ def tensor_inside(value: Any) -> str | None:
             return f"{path}, past {MOST} objects"
         waiting += [(f"{path}{name}", part) for name, part in _referents(inner)]
         read += [(f"{path}{name}", part) for name, part in _reads(inner)]
-    while read and len(seen) <= MOST:  # nearest first; nobody gave these, so many of them are no reason to refuse
+    while read and len(seen) <= MOST:  # nearest first; these are no part of the batch, so many of them are fine
         path, inner = read.popleft()
         if _holds_samples(inner):
             return path
@@ -109,7 +109,7 @@ def _holds_samples(value: Any) -> bool:
 
 
 def _reads(value: Any) -> Iterator[tuple[str, Any]]:
-    """What the user's code of an object reads: globals of its functions, and attributes of its classes."""
+    """What an object's code reads, if it is the user's: globals of its functions, and attributes of its classes."""
     if isinstance(value, types.FunctionType):
         yield from _read_by(value.__code__, value.__globals__)
         return
@@ -139,12 +139,12 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def _namespace_of(value: type | types.ModuleType) -> Mapping[str, Any]:
-    """The globals of the module that a class is of, or of the module itself."""
+    """The globals of the module that defines a class, or of the module itself."""
     return vars(value) if isinstance(value, types.ModuleType) else vars(sys.modules.get(value.__module__, sys))
 
 
 def _is_users(namespace: Mapping[str, Any]) -> bool:
-    """Whether globals are those of a module of the user's, and not of an installed package.
+    """Whether globals belong to a module of the user, not to an installed package.
 
     >>> _is_users(vars(torch)), _is_users({"__name__": "__main__"})
     (False, True)
@@ -154,7 +154,7 @@ def _is_users(namespace: Mapping[str, Any]) -> bool:
 
 
 def _referents(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object refers to, named as Python does where that is known."""
+    """What an object refers to, with its name in Python if that is known."""
     if isinstance(value, types.FunctionType):
         names = value.__code__.co_freevars
         yield from ((f".{name}", cell) for name, cell in zip(names, value.__closure__ or (), strict=True))
@@ -200,9 +200,9 @@ def _referents(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def weights_inside(function: Any) -> str | None:
-    """What a function reads that belongs to a model: a module's parameter or buffer, or a tensor that wants a gradient.
+    """What a function reads of a model: a parameter or buffer of a module, or a tensor that requires grad.
 
-    Closures, default arguments, bound objects and globals are looked through; None where there is none.
+    Searches closures, default arguments, bound objects and globals; None if there is none.
 
     >>> linear = nn.Linear(2, 2)
     >>> weights_inside(linear.forward), weights_inside(torch.relu)
@@ -234,7 +234,7 @@ def weights_inside(function: Any) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _names_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The globals and modules that code and the functions inside of it read, and all attributes."""
+    """The globals and modules that code and its inner functions read, and all attribute names."""
     names: set[str] = set()
     attributes: set[str] = set(code.co_names)
     for step in dis.get_instructions(code):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stageline.autograd.recompute import Choice, understand
+from stageline.autograd.recompute import Choice, parse_recompute
 from stageline.common.errors import StagelineError, shorten
 from stageline.distributed.bootstrap import several_processes
 from stageline.distributed.decision import decide
@@ -164,7 +164,7 @@ def _units(model: nn.Module, recompute: Choice) -> Any:
     """What is recomputed, as a plan knows it: whole units."""
     if isinstance(recompute, str) and recompute in ("auto", "none", "stage"):
         return recompute
-    chosen = understand(recompute, None).chosen
+    chosen = parse_recompute(recompute, None).chosen
     try:
         units = find_units(model) if not isinstance(model, nn.Sequential) else split(model, 1).units
     except NoStack:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from stageline.common.errors import TransportError
 from stageline.common.trust import Sharing, new_nonce, one_machine, proof, proves
+from stageline.transport._torch_private import default_store
 from stageline.transport.tcp.channels import ChannelKind, Inbound, Outbound
 
 KINDS: tuple[ChannelKind, ...] = ("forward", "backward", "exchange")
@@ -90,7 +91,7 @@ class Links:
     @classmethod
     def join(cls, host: str = "127.0.0.1") -> Links:
         """Listen, and exchange addresses through the store of the default group; all its processes call this."""
-        store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+        store, rank, ranks = default_store(), dist.get_rank(), dist.get_world_size()
         links = cls(rank, ranks, host)
         default = dist.group.WORLD
         _joined[default] = _joined.get(default, 0) + 1

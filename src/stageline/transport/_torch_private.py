@@ -1,0 +1,12 @@
+"""Private API of torch that this package relies on. Seen with torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+def default_store() -> Any:
+    """The store of the default process group."""
+    return dist.distributed_c10d._get_default_store()
