@@ -711,13 +711,13 @@ RETURNS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("what", RETURNS)
 def test_a_family_is_held_to_what_it_was_asked_for(what: str) -> None:
-    returned, said = RETURNS[what]
+    returned, message = RETURNS[what]
 
     @sl.family("odd-one", "for this test")
     def odd_one(ranks: int, microbatches: int) -> Any:
         return returned
 
-    with pytest.raises(sl.ScheduleError, match=said):
+    with pytest.raises(sl.ScheduleError, match=message):
         sl.verify(sl.schedule("odd-one", 2, 2))
 
 

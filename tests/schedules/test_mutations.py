@@ -48,10 +48,10 @@ def programs_of(schedule: sl.Schedule) -> Programs:
 
 def check(schedule: sl.Schedule, programs: Programs) -> None:
     assume(any(programs))
-    tried = mutant(schedule, programs)
-    reason = oracle.judge(tried)
+    mutated = mutant(schedule, programs)
+    reason = oracle.judge(mutated)
     event(str(reason))
-    assert rule_broken(tried) == reason
+    assert rule_broken(mutated) == reason
 
 
 # ---- Mutants ----
@@ -172,17 +172,17 @@ def _all_swaps(schedule: sl.Schedule) -> Iterator[sl.Schedule]:
 
 def test_every_swap_in_tiny_schedules_of_every_family() -> None:
     """All of them, so that it is certain that valid mutants and every kind of broken one were among them."""
-    found: Counter[str | None] = Counter()
+    outcomes: Counter[str | None] = Counter()
     for name, options in TRAINING:
         if options.get("chunks", 2) == 2 and options.get("waves", 1) == 1:
-            for tried in _all_swaps(cached_schedule(name, 2, 4 if name.startswith("dualpipe") else 2, **options)):
-                reason = oracle.judge(tried)
-                assert rule_broken(tried) == reason, [list(map(str, program)) for program in tried.programs]
-                found[reason] += 1
+            for mutated in _all_swaps(cached_schedule(name, 2, 4 if name.startswith("dualpipe") else 2, **options)):
+                reason = oracle.judge(mutated)
+                assert rule_broken(mutated) == reason, [list(map(str, program)) for program in mutated.programs]
+                outcomes[reason] += 1
                 if reason is None:
-                    found["reordered" if sl.verify(tried).reordered_channels else "in the order sent"] += 1
-    assert found.keys() == {None, "progress", "reordered", "in the order sent"}
-    assert min(found.values()) > 20
+                    outcomes["reordered" if sl.verify(mutated).reordered_channels else "in the order sent"] += 1
+    assert outcomes.keys() == {None, "progress", "reordered", "in the order sent"}
+    assert min(outcomes.values()) > 20
 
 
 # ---- What the certificate says ----
@@ -230,14 +230,14 @@ def test_the_receive_buffers_are_those_that_the_look_ahead_fills(certificate: sl
 @given(certificates())
 @settings(max_examples=examples(100))
 def test_the_channels_carry_what_is_sent_in_the_order_in_which_it_is_sent(certificate: sl.Certificate) -> None:
-    found = {
+    orders = {
         (channel.source, channel.target, "F" if channel.traffic == "forward" else "B"): [
             oracle.Task(*message) for message in channel.messages
         ]
         for channel in certificate.channels
     }
-    assert len(found) == len(certificate.channels)
-    assert found == oracle.channel_orders(certificate.schedule)
+    assert len(orders) == len(certificate.channels)
+    assert orders == oracle.channel_orders(certificate.schedule)
 
 
 @given(certificates())
@@ -252,7 +252,7 @@ def test_the_certificate_says_which_channels_are_read_in_another_order(certifica
         ends = (channel.source, channel.target, "F" if channel.traffic == "forward" else "B")
         assert [oracle.Task(*message) for message in channel.taken] == taken[ends]
         assert channel.is_reordered == (sent[ends] != taken[ends])
-    assert list(certificate.reordered_channels) == [each for each in certificate.channels if each.is_reordered]
+    assert list(certificate.reordered_channels) == [channel for channel in certificate.channels if channel.is_reordered]
 
 
 @given(certificates())

@@ -84,11 +84,11 @@ def make_batch(microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gradients_of(part: torch.nn.Module, stage: int) -> dict[str, torch.Tensor]:
-    found = {}
+    gradients = {}
     for name, parameter in part.named_parameters():
         assert parameter.grad is not None, f"stage {stage} has no gradient of {name}"
-        found[f"{stage}.{name}"] = parameter.grad
-    return found
+        gradients[f"{stage}.{name}"] = parameter.grad
+    return gradients
 
 
 def plain_loop(stages: int, microbatches: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -104,10 +104,10 @@ def plain_loop(stages: int, microbatches: int) -> tuple[dict[str, torch.Tensor],
         loss = torch.nn.functional.mse_loss(output, y[mine])
         (loss / microbatches).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
-    found: dict[str, torch.Tensor] = {}
+    gradients: dict[str, torch.Tensor] = {}
     for stage, part in enumerate(parts):
-        found |= gradients_of(part, stage)
-    return found, torch.stack(losses)
+        gradients |= gradients_of(part, stage)
+    return gradients, torch.stack(losses)
 
 
 def run_rank(rank: int, folder: Path) -> None:
@@ -146,13 +146,13 @@ def run_case(case: Case, rank: int, group: Any, folder: Path) -> None:
     losses: list[torch.Tensor] = []
     inputs = [x] if 0 in held else []
     runtime.step(*inputs, target=y if schedule.stages - 1 in held else None, losses=losses)
-    found: dict[str, torch.Tensor] = {}
+    gradients: dict[str, torch.Tensor] = {}
     for stage in held:
-        found |= gradients_of(parts[stage], stage)
+        gradients |= gradients_of(parts[stage], stage)
     if losses:
-        found["losses"] = torch.stack(losses).detach()
+        gradients["losses"] = torch.stack(losses).detach()
     aside = folder / f"{case}-{rank}.part"
-    torch.save(found, aside)
+    torch.save(gradients, aside)
     aside.rename(folder / f"{case}-{rank}.pt")
 
 
@@ -191,14 +191,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_exported_schedule_trains_in_torch(case: Case, finished: Path) -> None:
     files = [finished / f"{case}-{rank}.pt" for rank in range(case.ranks)]
     if not all(file.exists() for file in files):
-        told = "\n".join(file.read_text(encoding="utf-8") for file in sorted(finished.glob("e*.txt")))
-        pytest.fail(f"torch's runtime did not get through this case\n{told}", pytrace=False)
-    found: dict[str, torch.Tensor] = {}
+        errors = "\n".join(file.read_text(encoding="utf-8") for file in sorted(finished.glob("e*.txt")))
+        pytest.fail(f"torch's runtime did not get through this case\n{errors}", pytrace=False)
+    gradients: dict[str, torch.Tensor] = {}
     for file in files:
-        found |= torch.load(file, weights_only=True)
-    losses = found.pop("losses")
+        gradients |= torch.load(file, weights_only=True)
+    losses = gradients.pop("losses")
     expected, expected_losses = plain_loop(case.make().stages, case.microbatches)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients, expected)
     torch.testing.assert_close(losses, expected_losses)
 
 
@@ -222,12 +222,12 @@ def torch_order(
         )
         for chunk in range(chunks)
     ]
-    made = theirs.get_schedule_class(name)(held, microbatches)
+    torch_schedule = theirs.get_schedule_class(name)(held, microbatches)
     if format == "compute_comms":
-        made._prepare_schedule_with_comms(made.pipeline_order)
-        made._dump_csv(str(path))
+        torch_schedule._prepare_schedule_with_comms(torch_schedule.pipeline_order)
+        torch_schedule._dump_csv(str(path))
     else:
-        made._dump_csv(str(path), format=format)
+        torch_schedule._dump_csv(str(path), format=format)
     return sl.read_schedule(path)
 
 
@@ -334,9 +334,9 @@ def test_the_names_of_torchs_classes_and_of_its_map_are_accepted(name: str, fami
     short = name.removeprefix("Schedule")
     assert theirs.get_schedule_class(short) is getattr(theirs, name)
     for alias in (name, name.lower(), name.upper(), short, short.lower(), getattr(theirs, name)):
-        made = sl.schedule(alias, 2, 4)
-        assert made == sl.schedule(family, 2, 4)
-        assert made.name == family
+        schedule = sl.schedule(alias, 2, 4)
+        assert schedule == sl.schedule(family, 2, 4)
+        assert schedule.name == family
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
     pipe = sl.Pipeline(
         model, loss_fn=nn.functional.mse_loss, schedule=getattr(theirs, name), ranks=2, microbatches=4
@@ -351,7 +351,7 @@ def test_the_names_of_torchs_classes_and_of_its_map_are_accepted(name: str, fami
 
 def own_families() -> list[str]:
     """The families of the package: other tests may have declared more."""
-    return sorted(name for name, found in sl.families().items() if found.make.__module__.startswith("stageline."))
+    return sorted(name for name, family in sl.families().items() if family.make.__module__.startswith("stageline."))
 
 
 def test_every_family_is_covered() -> None:

@@ -67,21 +67,21 @@ def optimum(problem: Problem, most: int = 40_000) -> float | None:
     """The best objective over all orders of all ranks; None where there are too many to try."""
     pairs = list(product(range(problem.stages), range(problem.microbatches)))
     choices = [{True: (True,), False: (False,), None: (True, False)}[problem.split]] * len(pairs)
-    best, tried = math.inf, 0
+    best, count = math.inf, 0
     for chosen in product(*choices):
         split = dict(zip(pairs, chosen, strict=True))
         ways = [list(orders(problem, rank, split)) for rank in range(problem.ranks)]
-        tried += math.prod(map(len, ways))
-        if tried > most:
+        count += math.prod(map(len, ways))
+        if count > most:
             return None
         for programs in product(*ways):
             texts = [[f"{stage}{kind}{m}" for kind, stage, m in program] for program in programs]
-            made = sl.Schedule.from_programs(texts, placement=problem.placement, training=True)
+            schedule = sl.Schedule.from_programs(texts, placement=problem.placement, training=True)
             try:
-                sl.verify(made)
+                sl.verify(schedule)
             except sl.ScheduleError:
                 continue
-            timeline = sl.simulate(made, problem.costs)
+            timeline = sl.simulate(schedule, problem.costs)
             best = min(best, timeline.makespan if problem.objective == "makespan" else timeline.span)
     return best
 
@@ -240,11 +240,11 @@ def test_no_bound_exceeds_the_optimum_and_exact_search_finds_it(problem: Problem
     assert ends is not None
     starts = {code: ends[code] - board.durations[code] for program in plan.programs for code in program}
     limits: dict[str, Any] = {"seconds": 60, "effort": 60, "seed": 0, "on_bound": lambda bound: None}
-    found = exact_search(board, starts, lower_bound(problem), plan.value, **limits)
-    assert found.is_finished
-    assert found.programs is not None
-    assert found.bound == pytest.approx(best, abs=1e-6)
-    timeline = sl.simulate(schedule_of(problem, found.programs), problem.costs)
+    result = exact_search(board, starts, lower_bound(problem), plan.value, **limits)
+    assert result.is_finished
+    assert result.programs is not None
+    assert result.bound == pytest.approx(best, abs=1e-6)
+    timeline = sl.simulate(schedule_of(problem, result.programs), problem.costs)
     achieved = timeline.makespan if problem.objective == "makespan" else timeline.span
     assert achieved == pytest.approx(best, abs=1e-6)
 
@@ -296,17 +296,17 @@ def test_a_cap_of_one_leaves_no_choice_and_the_bound_says_so() -> None:
 @given(st.lists(st.tuples(*[st.integers(0, 8)] * 3), min_size=1, max_size=6))
 @settings(max_examples=examples(100))
 def test_one_rank_is_between_the_simple_bounds_and_any_order(jobs: list[tuple[int, int, int]]) -> None:
-    found = one_rank([(float(head), float(time), float(tail)) for head, time, tail in jobs])
-    assert found >= max(head + time + tail for head, time, tail in jobs)
+    length = one_rank([(float(head), float(time), float(tail)) for head, time, tail in jobs])
+    assert length >= max(head + time + tail for head, time, tail in jobs)
     for chosen in range(1, 2 ** len(jobs)):
         some = [job for at, job in enumerate(jobs) if chosen >> at & 1]
         low, tail = min(job[0] for job in some), min(job[2] for job in some)
-        assert found >= low + sum(job[1] for job in some) + tail
+        assert length >= low + sum(job[1] for job in some) + tail
     now = longest = 0
     for head, time, tail in sorted(jobs):
         now = max(now, head) + time
         longest = max(longest, now + tail)
-    assert found <= longest
+    assert length <= longest
 
 
 @given(st.sampled_from(["1f1b", "zb-h1", "zb-h2", "gpipe", "eager-1f1b"]), st.integers(1, 5), st.integers(1, 7))
@@ -319,12 +319,12 @@ def test_the_fast_simulation_agrees_with_simulate(name: str, ranks: int, microba
         transfer=[[dice.uniform(0, 2) for _ in range(ranks)] for _ in range(ranks)],
         scale=[dice.uniform(0.5, 2) for _ in range(microbatches)],
     )
-    made = sl.schedule(name, ranks, microbatches)
+    schedule = sl.schedule(name, ranks, microbatches)
     problem = problem_of(costs, ranks, microbatches, None, 1, "loop", "makespan", None)
-    ends = end_times(Board(problem), programs_of(made))
+    ends = end_times(Board(problem), programs_of(schedule))
     assert ends is not None
-    timeline = sl.simulate(made, costs)
-    codes = [code for program in programs_of(made) for code in program]
+    timeline = sl.simulate(schedule, costs)
+    codes = [code for program in programs_of(schedule) for code in program]
     assert [ends[code] for code in codes] == pytest.approx(timeline.end.tolist())
 
 
@@ -354,11 +354,11 @@ def test_a_repeated_middle_is_valid_and_needs_no_more_memory(seed: int) -> None:
     if plan is None:
         return
     peaks = [peak_memory_of(short, program) for program in plan.programs]
-    for made in periodic_plans(short, plan, long, tries=10, is_over=lambda: False):
-        schedule = schedule_of(long.problem, made.programs)
+    for periodic in periodic_plans(short, plan, long, tries=10, is_over=lambda: False):
+        schedule = schedule_of(long.problem, periodic.programs)
         assert sl.verify(schedule).in_order
         timeline = sl.simulate(schedule, long.problem.costs)
-        assert made.value == pytest.approx(timeline.makespan)
+        assert periodic.value == pytest.approx(timeline.makespan)
         if more == 12:  # a multiple of every part, so that none is run in part
             assert all(now <= before for now, before in zip(timeline.peak_memory, peaks, strict=True))
 

@@ -26,7 +26,7 @@ def measured(residue: float = 1.0) -> sl.Costs:
 
 
 @st.composite
-def asked(draw: st.DrawFn) -> dict[str, Any]:
+def requests(draw: st.DrawFn) -> dict[str, Any]:
     """Anything one may ask for: unequal stages, ranks, memory, transfers and microbatches, in any placement."""
     dice = random.Random(draw(st.integers(0, 2**32 - 1)))
     ranks, count = draw(st.integers(1, 4)), draw(st.integers(1, 6))
@@ -109,23 +109,23 @@ def best_family(request: dict[str, Any], caps: Any, placement: sl.Placement) -> 
     ]
     for name, options in choices:
         try:
-            made = sl.schedule(name, request["ranks"], request["microbatches"], **options)
-            certificate = sl.verify(made)
+            schedule = sl.schedule(name, request["ranks"], request["microbatches"], **options)
+            certificate = sl.verify(schedule)
         except sl.ScheduleError:
             continue
-        kinds = {action.kind for program in made.programs for action in program if isinstance(action, sl.Action)}
+        kinds = {action.kind for program in schedule.programs for action in program if isinstance(action, sl.Action)}
         wrong = {True: "B", False: "I", None: "-"}[request["split"]]
-        same = made.training and made.placement.table.tolist() == placement.table.tolist()
-        if not same or wrong in kinds or not certificate.in_order or made.has_overlaps:
+        same = schedule.training and schedule.placement.table.tolist() == placement.table.tolist()
+        if not same or wrong in kinds or not certificate.in_order or schedule.has_overlaps:
             continue
-        timeline = sl.simulate(made, request["costs"])
-        limits = np.broadcast_to(np.inf if caps is None else caps, (made.ranks,))
+        timeline = sl.simulate(schedule, request["costs"])
+        limits = np.broadcast_to(np.inf if caps is None else caps, (schedule.ranks,))
         if (np.asarray(timeline.peak_memory) <= limits).all():
             best = min(best, timeline.makespan if request["objective"] == "makespan" else timeline.span)
     return best
 
 
-@given(asked())
+@given(requests())
 @settings(max_examples=examples(60))
 def test_whatever_is_asked_for_is_valid_in_order_within_memory_and_not_worse_than_a_family(
     request: dict[str, Any],
@@ -168,12 +168,12 @@ def test_unequal_stages_under_the_memory_of_1f1b_are_shorter_than_1f1b() -> None
 @pytest.mark.parametrize(("chunks", "placement"), [(1, "loop"), (2, "loop"), (2, "v")])
 def test_the_same_seed_gives_the_same_schedule(chunks: int, placement: str) -> None:
     costs = sl.Costs(forward=[3, 5, 4] * chunks, backward_input=4, backward_weight=[2, 3, 2] * chunks, transfer=0.5)
-    made = [
+    results = [
         sl.synthesize(costs, 3, 6, memory=4 * chunks, chunks=chunks, placement=placement, seed=7, time_limit=20)
         for _ in range(2)
     ]
-    assert not any(r.was_cut for r in made)
-    assert made[0].schedule == made[1].schedule
+    assert not any(r.was_cut for r in results)
+    assert results[0].schedule == results[1].schedule
 
 
 def test_without_a_cap_many_microbatches_leave_no_gap() -> None:
@@ -200,12 +200,12 @@ def test_a_family_of_the_users_own_is_one_to_start_from() -> None:
 
 
 def test_progress_is_told_and_never_gets_worse() -> None:
-    told: list[Progress] = []
-    r = sl.synthesize(measured(), 4, 8, memory=5, progress=told.append)
-    assert told
-    assert all(one.achieved >= two.achieved for one, two in pairwise(told))
-    assert told[-1].achieved == r.achieved
-    assert all(step.lower_bound <= step.achieved for step in told)
+    states: list[Progress] = []
+    r = sl.synthesize(measured(), 4, 8, memory=5, progress=states.append)
+    assert states
+    assert all(one.achieved >= two.achieved for one, two in pairwise(states))
+    assert states[-1].achieved == r.achieved
+    assert all(step.lower_bound <= step.achieved for step in states)
 
 
 def test_an_interrupt_keeps_the_best_so_far() -> None:
@@ -263,7 +263,7 @@ def test_caps_of_their_own_are_answered_with_caps_that_work() -> None:
     assert r.timeline.peak_memory[1:] == (2, 4, 3)
 
 
-@given(asked())
+@given(requests())
 @settings(max_examples=examples(60))
 def test_the_smallest_cap_works_and_a_smaller_one_does_not(request: dict[str, Any]) -> None:
     request = {**request, "memory": None}
@@ -335,13 +335,13 @@ def test_gradients_are_those_of_one_process() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
     x, y = torch.randn(10, 8), torch.randn(10, 8)
-    found = []
+    gradients = []
     for schedule in (r.schedule, "gpipe"):
         model.zero_grad()
         pipe = sl.Pipeline(model, loss_fn=torch.nn.functional.mse_loss, schedule=schedule, ranks=3, microbatches=5)
         pipe.step(x, y)
-        found.append([parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None])
-    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+        gradients.append([parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None])
+    assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
 
 
 def test_the_command_shows_what_was_achieved_and_what_is_needed(
@@ -359,9 +359,9 @@ def test_the_command_shows_what_was_achieved_and_what_is_needed(
     assert data["achieved"] == data["makespan"]
     assert data["gap"] == 0
     assert "2F0" in data["programs"][1]
-    made = sl.read_schedule(tmp_path / "a.json")
-    assert made.placement.table.tolist() == [[0, 1, 1, 0]]
-    assert [[str(entry) for entry in program] for program in made.programs] == data["programs"]
+    schedule = sl.read_schedule(tmp_path / "a.json")
+    assert schedule.placement.table.tolist() == [[0, 1, 1, 0]]
+    assert [[str(entry) for entry in program] for program in schedule.programs] == data["programs"]
     assert (tmp_path / "a.svg").read_text().startswith("<svg")
     assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
 

@@ -88,9 +88,9 @@ def test_large_svgs_draw_outlines() -> None:
 
 
 def unpack(page: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    data = json.loads(found.group(1))
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert match is not None
+    data = json.loads(match.group(1))
     assert isinstance(data, dict)
     return data
 
@@ -102,13 +102,13 @@ def test_the_page_holds_every_start_and_end(name: str) -> None:
     (panel,) = data["panels"]
     step = data["step"]
     for rank, row in enumerate(panel["ranks"]):
-        clock, found = 0, []
+        clock, drawn = 0, []
         for gap, time in zip(row["gap"], row["time"], strict=True):
-            found.append((clock + gap, clock + gap + time))
+            drawn.append((clock + gap, clock + gap + time))
             clock += gap + time
         boxes = sorted({(timed.start, timed.end) for timed in t.actions(rank)})
-        assert len(found) == len(t.schedule.programs[rank])
-        for (start, end), (first, last) in zip(found, boxes, strict=True):
+        assert len(drawn) == len(t.schedule.programs[rank])
+        for (start, end), (first, last) in zip(drawn, boxes, strict=True):
             assert start * step == pytest.approx(first, abs=2 * step)
             assert end * step == pytest.approx(last, abs=2 * step)
 

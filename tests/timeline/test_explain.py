@@ -60,22 +60,22 @@ def test_the_parts_of_every_rank_add_up_to_the_step(schedule: sl.Schedule, seed:
     """Times are whole numbers, so sums are exact."""
     measured = measured_like(schedule, seed)
     planned = sl.simulate(schedule, sl.Costs(forward=costs, backward_input=3, backward_weight=2, transfer=1))
-    found = sl.explain(planned, measured)
-    assert [parts.total for parts in found.ranks] == [measured.makespan] * schedule.ranks
-    assert [parts.total for parts in found.planned_ranks] == [planned.makespan] * schedule.ranks
-    assert min(min(parts) for parts in (*found.ranks, *found.planned_ranks)) >= 0
-    for rank, parts in enumerate(found.ranks):
+    explanation = sl.explain(planned, measured)
+    assert [parts.total for parts in explanation.ranks] == [measured.makespan] * schedule.ranks
+    assert [parts.total for parts in explanation.planned_ranks] == [planned.makespan] * schedule.ranks
+    assert min(min(parts) for parts in (*explanation.ranks, *explanation.planned_ranks)) >= 0
+    for rank, parts in enumerate(explanation.ranks):
         assert parts.compute + parts.slow == measured.busy[rank]
-        assert sum(each.extra for each in found.slow if each.rank == rank) == pytest.approx(parts.slow)
+        assert sum(slow.extra for slow in explanation.slow if slow.rank == rank) == pytest.approx(parts.slow)
 
 
 @settings(max_examples=examples(100))
 @given(schedule=st.one_of(of_families(), of_no_family()), seed=st.integers(0, 2**32))
 def test_without_a_plan_the_step_itself_says_what_was_planned(schedule: sl.Schedule, seed: int) -> None:
     measured = measured_like(schedule, seed)
-    found = sl.explain(None, measured)
-    assert found.planned.costs == typical_costs(measured)
-    for parts in found.ranks:
+    explanation = sl.explain(None, measured)
+    assert explanation.planned.costs == typical_costs(measured)
+    for parts in explanation.ranks:
         assert parts.total == pytest.approx(measured.makespan)
         assert min(parts) >= 0
 
@@ -106,7 +106,7 @@ def test_each_fault_is_found_in_its_own_part() -> None:
     plan = sl.simulate(s)
     slow = sl.explain(plan, sl.simulate(s, sl.Costs(forward=[1, 1, 3, 1])))
     assert [parts.slow for parts in slow.ranks] == [0, 0, 16, 0]
-    assert [(each.kind, each.stage, each.rank, each.extra) for each in slow.slow] == [("F", 2, 2, 16)]
+    assert [(group.kind, group.stage, group.rank, group.extra) for group in slow.slow] == [("F", 2, 2, 16)]
     assert min(slow.ranks[rank].late for rank in (0, 1, 3)) > 0
     assert slow.ranks[2].late == 0
     far = sl.explain(plan, sl.simulate(s, sl.Costs(transfer=1)))
@@ -283,11 +283,11 @@ def test_trace_explains_and_draws_both_on_one_axis(capsys: Capture) -> None:
 
 def test_trace_without_costs_plans_with_what_was_typical(capsys: Capture) -> None:
     in_seconds().write("run.json")
-    found = json.loads(call("trace run.json --json", capsys))
-    assert found["planned_makespan"] == pytest.approx(found["measured_makespan"])
-    assert found["costs"]["forward"] == pytest.approx([0.010, 0.010, 0.013, 0.010])
-    assert set(found["ranks"][0]) == set(Parts._fields)
-    assert found["slow"] == [] or max(each["extra"] for each in found["slow"]) < 1e-9
+    report = json.loads(call("trace run.json --json", capsys))
+    assert report["planned_makespan"] == pytest.approx(report["measured_makespan"])
+    assert report["costs"]["forward"] == pytest.approx([0.010, 0.010, 0.013, 0.010])
+    assert set(report["ranks"][0]) == set(Parts._fields)
+    assert report["slow"] == [] or max(group["extra"] for group in report["slow"]) < 1e-9
 
 
 def test_trace_writes_pictures_of_both(tmp_path: Path, capsys: Capture) -> None:

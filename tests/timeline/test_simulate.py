@@ -44,8 +44,8 @@ def one_or_each(draw: st.DrawFn, value: st.SearchStrategy[float], count: int) ->
     if draw(st.booleans()):
         one = draw(value)
         return one, [one] * count
-    each = draw(st.lists(value, min_size=count, max_size=count))
-    return each, each
+    values = draw(st.lists(value, min_size=count, max_size=count))
+    return values, values
 
 
 def one_or_square(draw: st.DrawFn, value: st.SearchStrategy[float], count: int) -> tuple[Any, list[list[float]]]:
@@ -113,9 +113,9 @@ def cases(draw: st.DrawFn, training: bool = False) -> Case:
 @settings(max_examples=examples(300))
 def test_every_action_starts_and_ends_when_an_event_simulation_says(case: Case) -> None:
     step = oracle.play(case.schedule, case.prices)
-    found = {timed.action: (timed.start, timed.end) for timed in case.timeline.actions()}
-    assert found.keys() == step.start.keys()
-    for task, (start, end) in found.items():
+    times = {timed.action: (timed.start, timed.end) for timed in case.timeline.actions()}
+    assert times.keys() == step.start.keys()
+    for task, (start, end) in times.items():
         assert start == pytest.approx(step.start[oracle.Task(*task)])
         assert end == pytest.approx(step.end[oracle.Task(*task)])
 
@@ -129,8 +129,8 @@ def test_every_message_leaves_and_arrives_when_an_event_simulation_says(case: Ca
         for task in plan.tasks
         if (source := plan.source(task)) and plan.home(source) != plan.home(task)
     }
-    found = {tuple(message)[:4]: (message.start, message.end) for message in case.timeline.messages()}
-    assert found == {key: pytest.approx(value) for key, value in expected.items()}
+    times = {tuple(message)[:4]: (message.start, message.end) for message in case.timeline.messages()}
+    assert times == {key: pytest.approx(value) for key, value in expected.items()}
 
 
 @given(cases())
@@ -154,9 +154,9 @@ def test_a_pair_takes_what_both_take_unless_given_a_time_of_its_own() -> None:
     pair = next(entry for entry in schedule.programs[0] if isinstance(entry, sl.Overlap))
 
     def length(costs: sl.Costs) -> float:
-        found = {timed.action: (timed.start, timed.end) for timed in sl.simulate(schedule, costs).actions()}
-        assert found[pair.forward] == found[pair.backward]
-        return found[pair.forward][1] - found[pair.forward][0]
+        times = {timed.action: (timed.start, timed.end) for timed in sl.simulate(schedule, costs).actions()}
+        assert times[pair.forward] == times[pair.backward]
+        return times[pair.forward][1] - times[pair.forward][0]
 
     assert length(sl.Costs(forward=3, backward=5)) == 8
     assert length(sl.Costs(forward=3, backward=5, overlap=6)) == 6
@@ -453,7 +453,7 @@ def test_costs_are_read_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "not JSON"),
         ("[" * 100_000, "not JSON"),
@@ -467,10 +467,10 @@ def test_costs_are_read_from_a_file(tmp_path: Path) -> None:
         ('{"forwards": 10}', "did you mean 'forward'"),
     ],
 )
-def test_a_file_without_good_costs_is_refused_in_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+def test_a_file_without_good_costs_is_refused_in_one_sentence(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text)
-    with pytest.raises(sl.CostError, match=said) as caught:
+    with pytest.raises(sl.CostError, match=message) as caught:
         sl.Costs.read(path)
     assert len(str(caught.value)) < 400
 
@@ -481,7 +481,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given_costs", "said"),
+    ("given_costs", "message"),
     [
         ({"forward": -1}, r"forward must be a number from 0 upwards, got -1"),
         ({"forward": float("nan")}, r"forward must be .*nan"),
@@ -504,13 +504,13 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_costs_that_no_step_can_have_are_refused_by_name(given_costs: dict[str, Any], said: str) -> None:
-    with pytest.raises(sl.CostError, match=said):
+def test_costs_that_no_step_can_have_are_refused_by_name(given_costs: dict[str, Any], message: str) -> None:
+    with pytest.raises(sl.CostError, match=message):
         sl.Costs(**given_costs)
 
 
 @pytest.mark.parametrize(
-    ("given_costs", "said"),
+    ("given_costs", "message"),
     [
         ({"forward": [1, 2, 3]}, "forward has 3 values and the schedule has 2 stages"),
         ({"backward_weight": [1]}, "backward_weight has 1 values and the schedule has 2 stages"),
@@ -521,8 +521,8 @@ def test_costs_that_no_step_can_have_are_refused_by_name(given_costs: dict[str, 
     ],
     ids=str,
 )
-def test_costs_that_do_not_fit_the_schedule_are_refused(given_costs: dict[str, Any], said: str) -> None:
-    with pytest.raises(sl.CostError, match=said):
+def test_costs_that_do_not_fit_the_schedule_are_refused(given_costs: dict[str, Any], message: str) -> None:
+    with pytest.raises(sl.CostError, match=message):
         assert sl.simulate(cached_schedule("1f1b", 2, 4), sl.Costs(**given_costs)).peak_memory
 
 
@@ -535,16 +535,17 @@ def test_without_bandwidth_the_size_of_a_message_does_not_count() -> None:
 
 
 def test_inference_holds_an_activation_only_while_it_runs() -> None:
-    made = sl.schedule("forward-only", 3, 5, chunks=2)
-    assert sl.simulate(made, sl.Costs(activation=4, transient=0.5)).peak_memory == (4.5, 4.5, 4.5)
-    assert sl.verify(made).peak_activations == sl.verify(made).peak_held == (1, 1, 1)
+    schedule = sl.schedule("forward-only", 3, 5, chunks=2)
+    assert sl.simulate(schedule, sl.Costs(activation=4, transient=0.5)).peak_memory == (4.5, 4.5, 4.5)
+    assert sl.verify(schedule).peak_activations == sl.verify(schedule).peak_held == (1, 1, 1)
 
 
 def test_what_a_rank_sends_to_itself_needs_no_bandwidth() -> None:
     costs = sl.Costs(bandwidth=[[0, 2], [4, 0]], message=8)
-    made = sl.schedule("zb-v", 2, 1)
+    schedule = sl.schedule("zb-v", 2, 1)
     hops = {
-        (moved.source_rank, moved.target_rank): moved.end - moved.start for moved in sl.simulate(made, costs).messages()
+        (moved.source_rank, moved.target_rank): moved.end - moved.start
+        for moved in sl.simulate(schedule, costs).messages()
     }
     assert hops == {(0, 1): 4.0, (1, 0): 2.0}
 

@@ -55,8 +55,8 @@ def test_a_stage_that_takes_twice_as_long_is_named_once_and_soon(forward_alone: 
             rows[begin:, 1, stage] *= 2
         else:
             rows[begin:, :, stage] *= 2
-        ((step, found),) = named(rows)
-        assert found == stage
+        ((step, reported),) = named(rows)
+        assert reported == stage
         assert WINDOW <= step - begin + 1 <= 10
 
 
@@ -134,9 +134,9 @@ def train(rank: int, how: str, stragglers: bool = True, at: int = 14, count: int
 @pytest.mark.parametrize("how", ["step", "run"])
 @pytest.mark.parametrize("where", ["threads", "processes"])
 def test_a_planted_sleep_is_named_by_one_line(how: str, where: str) -> None:
-    told = [train(0, how)] if where == "threads" else run_ranks(train, 3, how, timeout=200)
-    assert [len(lines) for lines in told] == [1] + [0] * (len(told) - 1)
-    (line,) = told[0]
+    warnings = [train(0, how)] if where == "threads" else run_ranks(train, 3, how, timeout=200)
+    assert [len(lines) for lines in warnings] == [1] + [0] * (len(warnings) - 1)
+    (line,) = warnings[0]
     assert "stage 1 on rank 1 became slower than the other stages and stays so" in line
     step = int(line.split("after step ")[1].split(",")[0])
     assert 14 <= step < 24
