@@ -21,7 +21,7 @@ from stageline.timeline.costs import Costs, Floats
 from stageline.timeline.drift import Drift, deviations, drift_of, typical_of
 from stageline.timeline.explain import typical_costs
 from stageline.timeline.simulate import simulate
-from stageline.timeline.stragglers import Straggler, Stragglers
+from stageline.timeline.stragglers import Stragglers
 from stageline.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ WINDOW = 3
 """How many steps at the end of every period count; their median does."""
 TIME_LIMIT = 1.0
 """Time limit of the search for another order, in seconds; all ranks wait for it."""
+LOOK_EVERY = 5
+"""After how many steps stragglers are looked for, in all of these steps together."""
 logger = logging.getLogger("stageline")
 
 
@@ -177,13 +179,21 @@ class StepWatch:
         self.stragglers, self.plan = stragglers, plan
         self.replans: list[Replanned] = []
         """The changes of the order so far."""
+        self.lengths: list[tuple[int, Schedule, Floats]] = []
+        """Steps in which stragglers are still to be looked for: their numbers, schedules and lengths of actions."""
 
-    def log_stragglers(self, step: int, stragglers: Sequence[Straggler], world: World) -> None:
+    def find_stragglers(self, world: World) -> None:
         """Log the stages that became slower and stay so."""
-        first, *others = stragglers
-        more = f" (and {len(others)} more)" if others else ""
-        where = f"replica {world.replica}, " if world.layout.replicas > 1 else ""
-        logger.warning("%s", f"after step {step}, {where}{first}{more}; stragglers=False is silent")
+        for step, schedule, lengths in self.lengths:
+            if self.stragglers is None or self.stragglers.schedule is not schedule:  # another order starts anew
+                self.stragglers = Stragglers(schedule)
+            stragglers = self.stragglers.after(lengths)
+            if stragglers:
+                first, *others = stragglers
+                more = f" (and {len(others)} more)" if others else ""
+                where = f"replica {world.replica}, " if world.layout.replicas > 1 else ""
+                logger.warning("%s", f"after step {step}, {where}{first}{more}; stragglers=False is silent")
+        self.lengths.clear()
 
     def compare(
         self, step: int, measured: Callable[[], Timeline] | None, schedule: Schedule, world: World

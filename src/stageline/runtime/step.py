@@ -31,7 +31,7 @@ from stageline.runtime.microbatches import Agreement, Batch, BatchIntake, input_
 from stageline.runtime.penalty import add_gradients, terms_of, values_of
 from stageline.runtime.penalty import not_finite as penalty_not_finite
 from stageline.runtime.rank_executors import ExecutorCache, ExecutorSet
-from stageline.runtime.replan import StepWatch
+from stageline.runtime.replan import LOOK_EVERY, StepWatch
 from stageline.runtime.replicas import Replicas
 from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.setup.options import PipelineOptions
@@ -42,7 +42,6 @@ from stageline.schedules.verify import verify
 from stageline.tensors.buffers import Taken, all_buffers, put_back
 from stageline.tensors.pytree import plain
 from stageline.tensors.random_numbers import Generators
-from stageline.timeline.stragglers import Stragglers
 
 
 @dataclass(frozen=True)
@@ -152,11 +151,9 @@ class StepRunner:
         self.steps += 1
         watch, whole = self.watch, len(request.weights) == self.batches.parts
         if watch.stragglers is not None and lengths_are_known and whole and not executors.devices:
-            if watch.stragglers.schedule is not executors.schedule:  # another order starts anew
-                watch.stragglers = Stragglers(executors.schedule)
-            stragglers = watch.stragglers.after(lengths())
-            if stragglers:
-                watch.log_stragglers(self.steps - 1, stragglers, self.world)
+            watch.lengths.append((self.steps - 1, executors.schedule, lengths()))
+            if len(watch.lengths) == LOOK_EVERY:
+                watch.find_stragglers(self.world)
         if watch.plan is not None:
             better = watch.compare(self.steps - 1, measured.timeline if whole else None, self.schedule, self.world)
             if better is not None:
