@@ -56,18 +56,18 @@ def same(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and bits(one) == bits(other)
 
 
-def is_step(found: Checkpoint, step: int) -> bool:
+def is_step(checkpoint: Checkpoint, step: int) -> bool:
     """All of what `checkpoint_process.save` saved at a step."""
-    held, slots = found.read_model(), found.read_optimizer()
+    held, slots = checkpoint.read_model(), checkpoint.read_optimizer()
     return (
-        found.step == step
-        and found.state == {"step": step}
+        checkpoint.step == step
+        and checkpoint.state == {"step": step}
         and held.keys() == process.model(step).keys()
         and all(same(held[name], tensor) for name, tensor in process.model(step).items())
         and all(
             same(slots[name][slot], tensor)
-            for name, each in process.optimizer(step).items()
-            for slot, tensor in each.items()
+            for name, expected in process.optimizer(step).items()
+            for slot, tensor in expected.items()
         )
     )
 
@@ -75,10 +75,10 @@ def is_step(found: Checkpoint, step: int) -> bool:
 def whole(folder: Path) -> Checkpoint:
     """The newest, of a folder in which none is damaged."""
     damages: list[Damage] = []
-    found = newest(folder, damages.append)
+    checkpoint = newest(folder, damages.append)
     assert not damages
-    assert found is not None
-    return found
+    assert checkpoint is not None
+    return checkpoint
 
 
 def save_steps(folder: Path, *steps: int, **options: Any) -> None:
@@ -96,14 +96,14 @@ def tensors(draw: st.DrawFn) -> Tensor:
     shape = draw(st.lists(st.integers(0, 5), max_size=3))
     count = torch.Size(shape).numel()
     if dtype == torch.bool:
-        found = torch.tensor(draw(st.lists(st.booleans(), min_size=count, max_size=count)), dtype=dtype).reshape(shape)
+        tensor = torch.tensor(draw(st.lists(st.booleans(), min_size=count, max_size=count)), dtype=dtype).reshape(shape)
     else:
         data = draw(st.binary(min_size=count * dtype.itemsize, max_size=count * dtype.itemsize))
         raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        found = raw.view(dtype).reshape(shape)
-    if found.dim() > 1 and draw(st.booleans()):
-        found = found.transpose(0, 1)
-    return found[..., ::2] if found.dim() and draw(st.booleans()) else found
+        tensor = raw.view(dtype).reshape(shape)
+    if tensor.dim() > 1 and draw(st.booleans()):
+        tensor = tensor.transpose(0, 1)
+    return tensor[..., ::2] if tensor.dim() and draw(st.booleans()) else tensor
 
 
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(lambda n: n != "__metadata__")
@@ -133,8 +133,8 @@ def test_what_any_writers_wrote_is_read_back_bit_by_bit(
         with Writer(folder, number, count, max_shard_bytes=most, deadline=60.0) as writer:
             writer.save(
                 3,
-                {name: each for name, each in model.items() if owner[name] == number},
-                {name: each for name, each in optimizer.items() if owner[name] == number},
+                {name: tensor for name, tensor in model.items() if owner[name] == number},
+                {name: tensor for name, tensor in optimizer.items() if owner[name] == number},
                 {"number": number},
                 attempt="a/strange one",
                 background=background,
@@ -143,33 +143,33 @@ def test_what_any_writers_wrote_is_read_back_bit_by_bit(
     with tempfile.TemporaryDirectory() as folder:
         with ThreadPoolExecutor(count) as pool:
             list(pool.map(write, range(count)))
-        found = newest(folder)
-        assert found is not None
-        assert found.state == {"number": 0}
-        asked = data.draw(st.lists(st.sampled_from(sorted(model)), unique=True)) if model else []
-        held = found.read_model(asked)
-        assert list(held) == asked
-        assert all(same(held[name], model[name]) for name in asked)
-        assert all(same(each, model[name]) for name, each in found.read_model().items())
-        asked = data.draw(st.lists(st.sampled_from(sorted(optimizer)), unique=True)) if optimizer else []
-        slots = found.read_optimizer(asked)
-        assert list(slots) == asked
-        assert all(slots[name].keys() == optimizer[name].keys() for name in asked)
-        assert all(same(slots[name][slot], each) for name in asked for slot, each in optimizer[name].items())
+        checkpoint = newest(folder)
+        assert checkpoint is not None
+        assert checkpoint.state == {"number": 0}
+        wanted = data.draw(st.lists(st.sampled_from(sorted(model)), unique=True)) if model else []
+        held = checkpoint.read_model(wanted)
+        assert list(held) == wanted
+        assert all(same(held[name], model[name]) for name in wanted)
+        assert all(same(tensor, model[name]) for name, tensor in checkpoint.read_model().items())
+        wanted = data.draw(st.lists(st.sampled_from(sorted(optimizer)), unique=True)) if optimizer else []
+        slots = checkpoint.read_optimizer(wanted)
+        assert list(slots) == wanted
+        assert all(slots[name].keys() == optimizer[name].keys() for name in wanted)
+        assert all(same(slots[name][slot], tensor) for name in wanted for slot, tensor in optimizer[name].items())
         assert {path.name for path in Path(folder).iterdir()} == {"latest", "step-00000003"}
-        found.close()
+        checkpoint.close()
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     weight = torch.ones(1000)
     with Writer(tmp_path) as writer:
         for step in range(4):
             writer.save(step, {"weight": weight}, {"weight": {"sum": weight}})
             weight.add_(1)
     for step, path in enumerate(published(tmp_path), 1):
-        with open_checkpoint(path) as found:
-            assert same(found.read_model()["weight"], torch.full((1000,), 1.0 + step))
-            assert same(found.read_optimizer()["weight"]["sum"], torch.full((1000,), 1.0 + step))
+        with open_checkpoint(path) as checkpoint:
+            assert same(checkpoint.read_model()["weight"], torch.full((1000,), 1.0 + step))
+            assert same(checkpoint.read_optimizer()["weight"]["sum"], torch.full((1000,), 1.0 + step))
 
 
 def test_only_one_checkpoint_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,17 +186,17 @@ def test_only_one_checkpoint_is_being_written(tmp_path: Path, monkeypatch: pytes
         free.set()
         second.join()
         assert published(tmp_path)[0].name == "step-00000001"
-    found = newest(tmp_path)
-    assert found is not None
-    assert is_step(found, 2)
+    checkpoint = newest(tmp_path)
+    assert checkpoint is not None
+    assert is_step(checkpoint, 2)
 
 
 def test_a_script_that_ends_finishes_its_checkpoint(tmp_path: Path, nursery: Nursery) -> None:
     child = nursery.start(SCRIPT, "end_at_once", [str(tmp_path / "c")], log=tmp_path / "log")
     assert child.wait(300) == 0, (tmp_path / "log").read_text()
-    found = newest(tmp_path / "c")
-    assert found is not None
-    assert is_step(found, 1)
+    checkpoint = newest(tmp_path / "c")
+    assert checkpoint is not None
+    assert is_step(checkpoint, 1)
 
 
 def test_hugging_face_opens_a_checkpoint_as_it_is(
@@ -227,8 +227,8 @@ def test_hugging_face_opens_a_checkpoint_as_it_is(
         assert all(same(one, other) for one, other in zip(half.parameters(), fresh.parameters(), strict=True))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out-0")
     assert all(same(one, other) for one, other in zip(half.parameters(), again.parameters(), strict=True))
-    with open_checkpoint(tmp_path / "out-2") as made:
-        assert made.verify() == []
+    with open_checkpoint(tmp_path / "out-2") as converted:
+        assert converted.verify() == []
     assert "LlamaForCausalLM" in capsys.readouterr().out + call(["list", str(tmp_path / "c")], capsys)
 
 
@@ -252,13 +252,13 @@ def test_a_writer_killed_at_random_leaves_what_it_published(tmp_path: Path, nurs
         steps = [int(line) for line in log.read_text().split()]
         assert len(steps) >= expected
         damages: list[Damage] = []
-        found = newest(folder, damages.append)
+        checkpoint = newest(folder, damages.append)
         assert not damages
-        assert (found.step if found else -1) >= max(steps, default=-1)
-        if found is not None:
-            assert is_step(found, found.step)
-            first = seed.choice([found.step, found.step + 1])  # a resumed job may save a step again
-            found.close()
+        assert (checkpoint.step if checkpoint else -1) >= max(steps, default=-1)
+        if checkpoint is not None:
+            assert is_step(checkpoint, checkpoint.step)
+            first = seed.choice([checkpoint.step, checkpoint.step + 1])  # a resumed job may save a step again
+            checkpoint.close()
 
 
 def test_a_writer_killed_before_any_change_of_the_disk_leaves_a_whole_one(tmp_path: Path, nursery: Nursery) -> None:
@@ -274,9 +274,9 @@ def test_a_writer_killed_before_any_change_of_the_disk_leaves_a_whole_one(tmp_pa
             child = nursery.start(SCRIPT, "die_at", [str(folder), str(log), step, fatal], log=tmp_path / "log")
             code = child.wait(300)
             assert code == (0 if log.exists() else -9), (tmp_path / "log").read_text()
-            with whole(folder) as found:
-                assert is_step(found, found.step)
-                assert found.step in (1, step)
+            with whole(folder) as checkpoint:
+                assert is_step(checkpoint, checkpoint.step)
+                assert checkpoint.step in (1, step)
             save_steps(folder, 3)  # and the next job cleans up after it
             assert {path.name.split("-")[0] for path in folder.iterdir()} == {"latest", "step"}
             assert all("." not in path.name for path in folder.iterdir())
@@ -303,7 +303,7 @@ def test_nothing_is_published_before_it_is_on_the_disk(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "replace", note_rename)
     save_steps(tmp_path, 1, max_shard_bytes=1000)
     path = tmp_path / "step-00000001"
-    assert {str(each.stat().st_ino) for each in (path, *path.iterdir())} <= set(at_publication)
+    assert {str(file.stat().st_ino) for file in (path, *path.iterdir())} <= set(at_publication)
     assert str(tmp_path.stat().st_ino) in synced
 
 
@@ -323,16 +323,16 @@ def test_a_killed_writer_is_named_by_the_first(tmp_path: Path, nursery: Nursery)
 
     assert start(1, (0, 1, 2), 60.0) == ["done"] * 3
     assert start(2, (2,), 60.0) == ["done"]
-    said = start(2, (0,), 0.3)
-    assert said[0].startswith("the checkpoint of step 2 is not saved: writer 1 of 3 did not finish")
-    assert "shares this folder" in said[0]
+    outputs = start(2, (0,), 0.3)
+    assert outputs[0].startswith("the checkpoint of step 2 is not saved: writer 1 of 3 did not finish")
+    assert "shares this folder" in outputs[0]
     assert [path.name for path in published(folder)] == ["step-00000001"]
     assert not list(folder.glob("*.partial"))
     assert start(3, (0, 1, 2), 60.0) == ["done"] * 3
-    with whole(folder) as found:
-        assert is_step(found, 3)
-        assert {file.writer for file in found.manifest.files.values()} == {0, 1, 2}
-        assert found.manifest.world == {"writers": 3}
+    with whole(folder) as checkpoint:
+        assert is_step(checkpoint, 3)
+        assert {file.writer for file in checkpoint.manifest.files.values()} == {0, 1, 2}
+        assert checkpoint.manifest.world == {"writers": 3}
 
 
 def test_attempts_never_mix(tmp_path: Path) -> None:
@@ -341,8 +341,8 @@ def test_attempts_never_mix(tmp_path: Path) -> None:
     with Writer(tmp_path, 0, 2, deadline=60.0) as first, Writer(tmp_path, 1, 2) as second:
         first.save(5, {"a": torch.ones(2)}, attempt="second")
         second.save(5, {"b": torch.ones(2)}, attempt="second")
-    with whole(tmp_path) as found:
-        assert found.read_model()["b"].tolist() == [1.0, 1.0]
+    with whole(tmp_path) as checkpoint:
+        assert checkpoint.read_model()["b"].tolist() == [1.0, 1.0]
     assert not list(tmp_path.glob("*.partial"))
     with Writer(tmp_path, 1, 2) as again:
         again.save(6, {}, attempt="third")
@@ -360,8 +360,8 @@ def test_one_step_is_replaced_and_a_reader_of_the_old_one_is_told(tmp_path: Path
     with pytest.raises(CheckpointError, match="was replaced while it was read"):
         old.read_model()
     old.close()
-    with whole(tmp_path) as found:
-        assert same(found.read_model()["head.bias"], process.model(1)["head.bias"] + 1)
+    with whole(tmp_path) as checkpoint:
+        assert same(checkpoint.read_model()["head.bias"], process.model(1)["head.bias"] + 1)
 
 
 # Damage
@@ -428,16 +428,16 @@ def test_damage_is_named_and_the_one_before_is_used(tmp_path: Path, name: str, c
         shutil.rmtree(tmp_path / "c/step-00000001")
         shutil.copytree(kept, tmp_path / "c/step-00000001")
     damages: list[Damage] = []
-    found = newest(tmp_path / "c", damages.append)
-    assert found is not None
-    assert is_step(found, 1)
+    checkpoint = newest(tmp_path / "c", damages.append)
+    assert checkpoint is not None
+    assert is_step(checkpoint, 1)
     assert (file, what) in [(damage.file, damage.what) for damage in damages]
     assert text in str(damages[[damage.file for damage in damages].index(file)])
     out = call(["verify", str(tmp_path / "c")], capsys, code=1)
     assert f"step-00000002/{file}: " in out
     assert "1 of 2 checkpoints are intact" in out
     report = json.loads(call(["verify", str(tmp_path / "c"), "--json"], capsys, code=1))
-    assert [each["whole"] for each in report["checkpoints"]] == [True, False]
+    assert [row["whole"] for row in report["checkpoints"]] == [True, False]
     assert [path.name for path in published(tmp_path / "c")] == ["step-00000001", "step-00000002"]
 
 
@@ -550,8 +550,8 @@ def test_a_full_disk_is_named_and_what_was_there_stays(tmp_path: Path, nursery: 
     assert ".partial/model-00000-00000.safetensors: File too large" in log.read_text()
     assert {path.name for path in folder.iterdir()} == {"latest", "step-00000001", "step-00000004"}
     for path in published(folder):
-        with open_checkpoint(path) as found:
-            assert is_step(found, int(path.name[5:]))
+        with open_checkpoint(path) as checkpoint:
+            assert is_step(checkpoint, int(path.name[5:]))
 
 
 def test_no_space_is_said_with_the_space_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,7 +576,7 @@ def test_no_space_is_said_with_the_space_there_is(tmp_path: Path, monkeypatch: p
 def test_a_writer_that_fails_tells_the_first_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Writer(tmp_path, 0, 2, deadline=1000.0) as first, Writer(tmp_path, 1, 2) as second:
         with monkeypatch.context() as patch:
-            patch.setattr("stageline.train.checkpoint.writer.write_tensors", lambda *given: 1 / 0)
+            patch.setattr("stageline.train.checkpoint.writer.write_tensors", lambda *arguments: 1 / 0)
             second.save(1, {"b": torch.ones(2)}, attempt="x")
             with pytest.raises(CheckpointError, match="ZeroDivisionError"):
                 second.wait()
@@ -646,12 +646,12 @@ def test_several_writers_must_agree(tmp_path: Path) -> None:
 
 def test_names_that_are_not_there_are_said_with_the_nearest(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
-    found = newest(tmp_path)
-    assert found is not None
+    checkpoint = newest(tmp_path)
+    assert checkpoint is not None
     with pytest.raises(CheckpointError, match=r"no parameter 'layers.0.wieght' \(did you mean 'layers.0.weight'"):
-        found.read_model(["layers.0.wieght"])
+        checkpoint.read_model(["layers.0.wieght"])
     with pytest.raises(CheckpointError, match=r"no optimizer state of 'head.bais' \(did you mean 'head.bias'"):
-        found.read_optimizer(["head.bais"])
+        checkpoint.read_optimizer(["head.bais"])
 
 
 def test_no_checkpoint_is_none_and_none_whole_is_an_error(tmp_path: Path) -> None:
@@ -666,29 +666,29 @@ def test_no_checkpoint_is_none_and_none_whole_is_an_error(tmp_path: Path) -> Non
 def test_sizes_alone_are_asked_for(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     flip(tmp_path / "step-00000001/config.json")
-    found = newest(tmp_path, deep=False)
-    assert found is not None
-    assert [damage.what for damage in found.verify()] == ["checksum"]
+    checkpoint = newest(tmp_path, deep=False)
+    assert checkpoint is not None
+    assert [damage.what for damage in checkpoint.verify()] == ["checksum"]
 
 
 def test_what_was_read_outlives_the_file(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
-    found = newest(tmp_path)
-    assert found is not None
-    held = found.read_model()
-    for path in found.path.iterdir():
+    checkpoint = newest(tmp_path)
+    assert checkpoint is not None
+    held = checkpoint.read_model()
+    for path in checkpoint.path.iterdir():
         os.truncate(path, 0)
     assert all(same(held[name], tensor) for name, tensor in process.model(1).items())
 
 
 def test_a_checkpoint_that_is_open_is_not_pruned(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
-    found = newest(tmp_path)
-    assert found is not None
+    checkpoint = newest(tmp_path)
+    assert checkpoint is not None
     save_steps(tmp_path, 2, 3, keep=1)
     assert [path.name for path in published(tmp_path)] == ["step-00000001", "step-00000003"]
-    assert is_step(found, 1)
-    found.close()
+    assert is_step(checkpoint, 1)
+    checkpoint.close()
     save_steps(tmp_path, 4, keep=1)
     assert [path.name for path in published(tmp_path)] == ["step-00000004"]
     assert (tmp_path / "latest").read_text() == "step-00000004\n"

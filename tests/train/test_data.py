@@ -31,11 +31,11 @@ def test_the_embedded_data_is_a_few_megabytes_and_always_the_same() -> None:
     assert 2_000_000 < len(first.train.array) < 5_000_000
     text = bytes(tokens_of(first)).replace(b"\xff", b"").decode()
     assert "class ArgumentParser" in text
-    said = first.describe()
+    description = first.describe()
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    assert said.startswith("python: 3.")
-    assert f" M tokens of the standard library of Python {version}, " in said
-    assert "windows of 128, " in said
+    assert description.startswith("python: 3.")
+    assert f" M tokens of the standard library of Python {version}, " in description
+    assert "windows of 128, " in description
     assert first.vocab_size == 256
 
 
@@ -102,12 +102,12 @@ def test_text_is_encoded_with_a_tokenizer_file(monkeypatch: pytest.MonkeyPatch) 
     data = open_data(job("text", "a.txt,b.txt", model__tokenizer_path="tokenizer.json"))
     assert data.tokenizer is not None
     assert data.vocab_size == tokenizer.size
-    found = tokens_of(data)
-    assert len(found) < 50
-    assert found.count(0) == 1
-    at = found.index(0)
-    assert tokenizer.decode(found[:at]) == Path("a.txt").read_text()
-    assert tokenizer.decode(found[at + 1 :]) == "né"
+    tokens = tokens_of(data)
+    assert len(tokens) < 50
+    assert tokens.count(0) == 1
+    at = tokens.index(0)
+    assert tokenizer.decode(tokens[:at]) == Path("a.txt").read_text()
+    assert tokenizer.decode(tokens[at + 1 :]) == "né"
     assert isinstance(data.train, Tokens)
     assert data.train.array[:].dtype == np.uint16
     assert File(".").fingerprint == tokenizer.fingerprint
@@ -123,10 +123,13 @@ def test_a_long_document_is_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -
     tokenizer = train_tokenizer()
     monkeypatch.setattr("stageline.train.data.tokenizer.MAX_CHARACTERS", 40)
     documents = ["the line\n" * 30, "x" * 100, "", "end"]
-    for each in (tokenizer, Bytes()):
-        found = np.concatenate(list(encode_documents(each, documents)))
-        ends = np.flatnonzero(found == each.separator)
-        assert [each.decode(part[part != each.separator]) for part in np.split(found, ends)] == [*documents[:2], "end"]
+    for codec in (tokenizer, Bytes()):
+        tokens = np.concatenate(list(encode_documents(codec, documents)))
+        ends = np.flatnonzero(tokens == codec.separator)
+        assert [codec.decode(part[part != codec.separator]) for part in np.split(tokens, ends)] == [
+            *documents[:2],
+            "end",
+        ]
 
 
 def test_tokens_are_kept_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:

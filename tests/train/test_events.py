@@ -106,11 +106,11 @@ def test_a_resume_cuts_the_file_back_to_its_step(tmp_path: Path) -> None:
     with Logs(Config(), tmp_path, main=True, total_steps=9) as logs:
         logs.event("start", step=3, resumed=True)
         logs.event(**step_row(4, loss=7.0))
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(row["event"], row["step"]) for row in found] == [
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["event"], row["step"]) for row in rows] == [
         ("start", 0), ("step", 1), ("step", 2), ("step", 3), ("start", 3), ("step", 4),
     ]  # fmt: skip
-    assert found[-1]["loss"] == 7.0
+    assert rows[-1]["loss"] == 7.0
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
@@ -161,11 +161,11 @@ def test_the_later_line_of_a_step_wins_and_a_resume_forgets_what_came_after_it(
             wanted = {key: value for key, value in wanted.items() if key[1] <= step}
         else:
             wanted[event, step] = at
-    found = read_metrics(path)
-    got = {(row["event"], row["step"]): row["at"] for row in found.rows if row["event"] != "start"}
+    history = read_metrics(path)
+    got = {(row["event"], row["step"]): row["at"] for row in history.rows if row["event"] != "start"}
     assert got == wanted
-    assert found.broken == 0
-    assert len(found.of("step")) == sum(key[0] == "step" for key in wanted)
+    assert history.broken == 0
+    assert len(history.of("step")) == sum(key[0] == "step" for key in wanted)
 
 
 def test_lines_that_say_nothing_are_counted_and_passed_over(tmp_path: Path) -> None:
@@ -213,8 +213,8 @@ def test_threads_may_report_at_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     logs.close()
-    found = read_metrics(tmp_path / "metrics.jsonl")
-    assert (len(found.of("checkpoint")), found.broken) == (200, 0)
+    history = read_metrics(tmp_path / "metrics.jsonl")
+    assert (len(history.of("checkpoint")), history.broken) == (200, 0)
 
 
 # --- lines for people -------------------------------------------------------------------------------------------------
@@ -374,15 +374,15 @@ def in_a_terminal(folder: Path, settings: str, last: str = "logs.close()") -> st
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"}
     with subprocess.Popen([sys.executable, "-c", code], stdout=other, stderr=other, env=environment):
         os.close(other)
-        found = b""
+        output = b""
         deadline = time.monotonic() + 300
         while time.monotonic() < deadline and select.select([main], [], [], 300)[0]:
             try:
-                found += os.read(main, 65536)
+                output += os.read(main, 65536)
             except OSError:  # the other end is closed
                 break
     os.close(main)
-    return found.decode()
+    return output.decode()
 
 
 def test_a_process_that_dies_gives_the_terminal_back(tmp_path: Path) -> None:
@@ -462,12 +462,12 @@ def test_parts_stand_in_their_order_and_the_heaviest_stays() -> None:
 
 
 class Writer:
-    made: list[Writer] = []  # noqa: RUF012
+    writers: list[Writer] = []  # noqa: RUF012
 
     def __init__(self, folder: str, purge_step: int | None = None) -> None:
         self.folder, self.purge_step, self.closed = folder, purge_step, False
         self.scalars: list[tuple[str, float, int]] = []
-        Writer.made.append(self)
+        Writer.writers.append(self)
 
     def add_scalar(self, tag: str, value: float, step: int, walltime: float | None = None) -> None:
         self.scalars.append((tag, value, step))
@@ -482,12 +482,12 @@ def test_tensorboard_gets_every_number_and_forgets_what_a_resume_takes_back(
     stand_in = types.ModuleType("torch.utils.tensorboard")
     stand_in.SummaryWriter = Writer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stand_in)
-    monkeypatch.setattr(Writer, "made", [])
+    monkeypatch.setattr(Writer, "writers", [])
     with Logs(config(enable_tensorboard=True), tmp_path, main=True, total_steps=9) as logs:
         logs.event("start", step=3, resumed=True)
         logs.event(**step_row(4))
         logs.event("validation", step=4, loss=2.0, note="words")
-    [writer] = Writer.made
+    [writer] = Writer.writers
     assert (writer.folder, writer.purge_step, writer.closed) == (str(tmp_path / "tb"), 4, True)
     assert ("train/loss", 3.96, 4) in writer.scalars
     assert ("validation/loss", 2.0, 4) in writer.scalars
@@ -507,8 +507,8 @@ def test_what_tensorboard_reads_is_what_was_logged(tmp_path: Path) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with Logs(config(enable_tensorboard=True), tmp_path, main=True, total_steps=9) as logs:
         run_of(logs, range(1, 5))
-    found = reader.EventAccumulator(str(tmp_path / "tb"))
-    found.Reload()
-    assert [(each.step, each.value) for each in found.Scalars("train/loss")] == [
+    accumulator = reader.EventAccumulator(str(tmp_path / "tb"))
+    accumulator.Reload()
+    assert [(scalar.step, scalar.value) for scalar in accumulator.Scalars("train/loss")] == [
         (step, pytest.approx(4.0 - step / 100)) for step in range(1, 5)
     ]

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_killed_job_goes_on_as_if_nothing_had_been(nursery: Nursery, tokens: Path, processes: int) -> None:
+def test_a_killed_job_resumes_with_the_same_bits(nursery: Nursery, tokens: Path, processes: int) -> None:
     """Dropout and shuffling are on; the threads' whole run is the measure of all."""
     assert exit_codes(start(nursery, tokens, "whole")) == [0], log_of(tokens, "whole")
     draw = random.Random(processes)
@@ -106,7 +106,7 @@ def test_a_checkpoint_that_one_rank_could_not_write_ends_all_of_them_with_its_er
     assert "error: the checkpoint of step 4 is not saved: No space left on device; " in log_of(tokens, "run")
 
 
-def test_a_checkpoint_of_processes_goes_on_as_threads_and_back(nursery: Nursery, tokens: Path) -> None:
+def test_a_checkpoint_of_processes_resumes_on_threads_and_back(nursery: Nursery, tokens: Path) -> None:
     assert exit_codes(start(nursery, tokens, "whole")) == [0]
     for processes, more in (
         (2, ["--training.time_limit=0.00001"]),

@@ -61,7 +61,7 @@ def in_plain_python(place: int, size: int, seed: int, epoch: int) -> int:
     """The order once more in integers without a size, which no platform and no version of numpy can bend."""
     words = hashlib.blake2b(f"{seed}/{epoch}/{size}".encode(), digest_size=64).digest()
     keys = [int.from_bytes(words[at : at + 8], "little") for at in range(0, 64, 8)]
-    columns = next(each for each in range(1, size + 1) if each * each >= size)
+    columns = next(count for count in range(1, size + 1) if count * count >= size)
     rows = math.ceil(size / columns)
 
     def mixed(number: int, key: int) -> int:
@@ -140,11 +140,11 @@ def test_going_on_from_a_position_is_as_if_never_stopped(
 def test_the_same_samples_are_trained_on_with_any_number_of_replicas() -> None:
     loader = Loader(counting(50), batch=12, seed=3)
     for replicas, local in ((1, 12), (1, 4), (2, 3), (3, 4), (6, 1)):
-        found = []
+        parts = []
         for turn in range(loader.turns(replicas, local)):
             at = 24 + turn * replicas * local
-            found += [loader.batch(at, replica, replicas, local)[0] for replica in range(replicas)]
-        assert torch.equal(torch.cat(found), loader.batch(24)[0])
+            parts += [loader.batch(at, replica, replicas, local)[0] for replica in range(replicas)]
+        assert torch.equal(torch.cat(parts), loader.batch(24)[0])
 
 
 def test_batches_that_do_not_fit_are_refused_with_the_nearest_that_do() -> None:

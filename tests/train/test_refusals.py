@@ -56,13 +56,13 @@ def text(empty_folder: None) -> None:
     Path("text.txt").write_text("one two three four five six seven\n" * 40)
 
 
-def train(*more: str, **given: Any) -> Result:
-    return Trainer(Config.read(None, *TINY, *more), **given).run()
+def train(*more: str, **arguments: Any) -> Result:
+    return Trainer(Config.read(None, *TINY, *more), **arguments).run()
 
 
-def refused(match: str, *more: str, **given: Any) -> None:
+def refused(match: str, *more: str, **arguments: Any) -> None:
     with pytest.raises(StagelineError, match=match):
-        train(*more, **given)
+        train(*more, **arguments)
 
 
 def events(kind: str, run: str = "run") -> list[dict[str, Any]]:
@@ -109,11 +109,11 @@ def fail_from(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(28, "No space left on device")
         return write_tensors(path, *rest)
 
-    def after_the_checkpoint(self: TrainingStep, *given: Any) -> Any:
+    def after_the_checkpoint(self: TrainingStep, *arguments: Any) -> Any:
         for thread in threading.enumerate():
             if thread.name == "stageline-checkpoint":
                 thread.join()
-        return step_of(self, *given)
+        return step_of(self, *arguments)
 
     monkeypatch.setattr("stageline.train.checkpoint.writer.write_tensors", refuse)
     monkeypatch.setattr(TrainingStep, "train", after_the_checkpoint)
@@ -186,12 +186,12 @@ def test_every_class_needs_a_weight() -> None:
 def test_a_model_that_shifts_by_itself_is_given_the_targets_of_the_data() -> None:
     task = Task("mine", Small, "own")
     row = torch.arange(10)[None]
-    given, _ = task.batch(row[:, :-1], row[:, 1:])
-    assert torch.equal(given["labels"], row[:, :-1])
+    inputs, _ = task.batch(row[:, :-1], row[:, 1:])
+    assert torch.equal(inputs["labels"], row[:, :-1])
     padded = row[:, 1:].clone()
     padded[:, 4:] = -100
-    given, _ = task.batch(row[:, :-1], padded)
-    assert given["labels"].tolist() == [[0, 1, 2, 3, 4, -100, -100, -100, -100]]
+    inputs, _ = task.batch(row[:, :-1], padded)
+    assert inputs["labels"].tolist() == [[0, 1, 2, 3, 4, -100, -100, -100, -100]]
     labels = torch.tensor([3])
     assert task.batch(row, labels)[0]["labels"] is labels
 
@@ -237,7 +237,7 @@ def test_a_model_may_know_more_words_than_there_are_bytes() -> None:
     assert Path("run/sample.txt").exists()
 
 
-def test_that_a_run_begins_anew_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_note_says_that_a_run_starts_again(capsys: pytest.CaptureFixture[str]) -> None:
     more = ("checkpoint.enable=false", "lr_scheduler.warmup_steps=1")
     train(*more)
     assert "note:" not in capsys.readouterr().out
@@ -256,8 +256,8 @@ def test_a_run_that_stopped_early_says_how_to_go_on(capsys: pytest.CaptureFixtur
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is always full")
 @pytest.mark.parametrize("reader", ["gone", "full"])
-def test_a_job_goes_on_when_nobody_can_read_what_it_says(reader: str) -> None:
-    words = [f"--{each}" for each in TINY]
+def test_a_job_continues_when_its_output_cannot_be_written(reader: str) -> None:
+    words = [f"--{option}" for option in TINY]
     if reader == "gone":
         ours, theirs = os.pipe()
         os.close(ours)
@@ -369,7 +369,7 @@ def test_rows_of_tokens_from_python_need_a_vocabulary() -> None:
     assert train("model.vocab_size=16", data=rows).step == 4
 
 
-def test_a_model_that_sees_what_it_is_to_foretell_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_note_says_that_a_model_sees_the_tokens_it_is_to_predict(capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import BertConfig, GPT2Config
 
     sizes: dict[str, Any] = {"vocab_size": 256, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -409,16 +409,16 @@ def test_a_warm_up_that_leaves_no_step_to_the_rest_is_told_of(
     warmup: int, far: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(f"lr_scheduler.warmup_steps={warmup}")
-    said = f"lr_scheduler.warmup_steps is {warmup} and training.steps is 4: the learning rate only rises, {far}"
-    assert capsys.readouterr().out.count(f"note: {said}\n") == 1
+    note = f"lr_scheduler.warmup_steps is {warmup} and training.steps is 4: the learning rate only rises, {far}"
+    assert capsys.readouterr().out.count(f"note: {note}\n") == 1
     assert max(row["lr"] for row in events("step")) == events("step")[-1]["lr"]
 
 
-@pytest.mark.parametrize(("asked", "used"), [(1, 4), (2, 7), (5, 7)])
+@pytest.mark.parametrize(("wanted", "used"), [(1, 4), (2, 7), (5, 7)])
 @pytest.mark.parametrize("loss", ["mse", "cross_entropy"])
-def test_every_sample_that_is_held_back_counts_once_at_most(loss: str, asked: int, used: int) -> None:
+def test_every_validation_sample_counts_at_most_once(loss: str, wanted: int, used: int) -> None:
     """7 of 40 samples are held back, and a batch has 4; the loss is that of one pass over them."""
-    more = ("validation.freq=4", f"validation.steps={asked}", "validation.fraction=0.175", f"training.loss={loss}")
+    more = ("validation.freq=4", f"validation.steps={wanted}", "validation.fraction=0.175", f"training.loss={loss}")
     data = pictures() if loss == "cross_entropy" else SAMPLES
     trainer = Trainer(Config.read(None, *TINY, *more), model=Small if loss == "mse" else Wide, data=data)
     result = trainer.run()
@@ -437,11 +437,11 @@ class Wide(nn.Sequential):
 
 
 @given(st.integers(1, 50), st.integers(1, 60), st.integers(1, 6), st.integers(1, 5))
-def test_replicas_share_what_is_held_back(held: int, asked: int, local: int, replicas: int) -> None:
-    batches = validation_batches(held, asked, local, replicas)
+def test_replicas_share_the_validation_samples(held: int, wanted: int, local: int, replicas: int) -> None:
+    batches = validation_batches(held, wanted, local, replicas)
     taken = [number for first, samples in batches for number in range(first, first + samples)]
     assert taken == list(range(len(taken)))
-    assert min(held, asked) - replicas < len(taken) <= min(held, asked)
+    assert min(held, wanted) - replicas < len(taken) <= min(held, wanted)
     assert all(replicas <= samples <= local * replicas for _, samples in batches)
 
 

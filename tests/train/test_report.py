@@ -73,9 +73,9 @@ class Page(HTMLParser):
 
     def attributes(self, tag: str, **wanted: str) -> list[dict[str, str]]:
         return [
-            found
-            for name, found in self.elements
-            if name == tag and all(found.get(key) == value for key, value in wanted.items())
+            attributes
+            for name, attributes in self.elements
+            if name == tag and all(attributes.get(key) == value for key, value in wanted.items())
         ]
 
     @property
@@ -85,8 +85,8 @@ class Page(HTMLParser):
     @property
     def data(self) -> dict[str, Any]:
         """What the page's own script reads; strict JSON."""
-        found: dict[str, Any] = json.loads(self.all("script", id="data")[0], parse_constant=refuse)
-        return found
+        points: dict[str, Any] = json.loads(self.all("script", id="data")[0], parse_constant=refuse)
+        return points
 
 
 def refuse(word: str) -> Any:
@@ -191,16 +191,16 @@ def test_the_parts_of_every_rank_are_those_of_explain(tmp_path: Path) -> None:
     folder = make(tmp_path / "run", step_rows(3))
     planned, measured = plan("zb-h1", 4, 8), slower(plan("zb-h1", 4, 8), 1.5)
     keep(folder, {"planned": planned, "step-00000002": planned, "step-00000010": measured})
-    found = sl.explain(planned, measured)
+    explanation = sl.explain(planned, measured)
     page = page_of(folder)
     rows = re.findall(r"(rank \d|mean|plan)((?:\d+\.\d\d)+)", "\n".join(page.all("tr")))
     table = {name: re.findall(r"\d+\.\d\d", cells) for name, cells in rows}
-    for rank, parts in enumerate(found.ranks):
+    for rank, parts in enumerate(explanation.ranks):
         assert table[f"rank {rank}"] == [f"{1000 * value:.2f}" for value in (*parts, parts.total)]
-    assert table["mean"] == [f"{1000 * value:.2f}" for value in (*found.mean, found.mean.total)]
+    assert table["mean"] == [f"{1000 * value:.2f}" for value in (*explanation.mean, explanation.mean.total)]
     assert "Step 10 took" in page.body
     assert "(1.50 times)" in page.body
-    bars = (*found.ranks, found.mean, found.planned_mean)
+    bars = (*explanation.ranks, explanation.mean, explanation.planned_mean)
     for part in Parts._fields:
         drawn = [float(box["width"]) for box in page.attributes("rect", **{"class": part})]
         wanted = [1000 * getattr(parts, part) / measured.makespan for parts in bars]
@@ -240,7 +240,7 @@ def test_timelines_of_an_earlier_life_do_not_stand_for_the_last_step(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("given", "marked"),
+    ("options", "marked"),
     [
         ("[training]\nsteps = 200\nseed = 7 # mine\n", ["seed = 7 # mine"]),
         ("[training]\nsteps = 301\n[model]\nname = 'gpt'\n", ["steps = 301"]),
@@ -248,18 +248,18 @@ def test_timelines_of_an_earlier_life_do_not_stand_for_the_last_step(tmp_path: P
         ("[optimizer]\nlr = 2e-3\nname = 'SGD'\n[mine]\nlr = 5\n", ["name = 'SGD'"]),
     ],
 )
-def test_settings_that_differ_from_the_defaults_are_marked(given: str, marked: list[str], tmp_path: Path) -> None:
+def test_settings_that_differ_from_the_defaults_are_marked(options: str, marked: list[str], tmp_path: Path) -> None:
     folder = make(tmp_path / "run", [])
-    (folder / "config.toml").write_text(given)
+    (folder / "config.toml").write_text(options)
     page = page_of(folder)
     assert page.all("mark") == marked
-    assert page.all("pre") == [given.rstrip("\n")]
+    assert page.all("pre") == [options.rstrip("\n")]
 
 
 # --- runs that are not whole ------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_goes_on_or_was_killed_says_that_no_end_is_known(tmp_path: Path) -> None:
+def test_a_run_that_is_running_or_was_killed_has_no_known_end(tmp_path: Path) -> None:
     folder = make(tmp_path / "run", step_rows(7), tail='{"event": "step", "ste')
     page = page_of(folder)
     assert "Still running, or killed" in page.body
@@ -309,13 +309,13 @@ def test_broken_neighbours_are_notes_and_not_the_end(tmp_path: Path) -> None:
     (folder / "timeline").mkdir()
     (folder / "timeline/planned.json").write_text("{}")
     notes = page_of(folder).all("ul", **{"class": "notes"})[0]
-    for said in (
+    for sentence in (
         "2 lines of metrics.jsonl",
         "config.toml is not valid TOML",
         "environment.json is not a JSON object",
         "planned.json",
     ):
-        assert said in notes
+        assert sentence in notes
 
 
 def test_what_is_no_run_is_refused_with_what_was_expected(tmp_path: Path) -> None:
@@ -438,14 +438,14 @@ def test_timelines_too_large_for_the_page_are_left_to_trace(tmp_path: Path) -> N
 
 
 @given(
-    found=st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), min_size=1, max_size=400),
+    values=st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), min_size=1, max_size=400),
     places=st.integers(1, 40),
     gap=st.integers(1, 9),
 )
 def test_thinning_keeps_the_extremes_the_ends_and_every_kind_of_trouble(
-    found: list[float], places: int, gap: int
+    values: list[float], places: int, gap: int
 ) -> None:
-    rows = [{"step": gap * at, "x": value} for at, value in enumerate(found)]
+    rows = [{"step": gap * at, "x": value} for at, value in enumerate(values)]
     series = Series.of(rows, "x")
     thin = series.thinned(places)
     assert len(thin) <= max(2 * places, 4 * places + 2)
@@ -458,13 +458,13 @@ def test_thinning_keeps_the_extremes_the_ends_and_every_kind_of_trouble(
 
 
 @given(
-    found=st.lists(st.floats(-MAX_FINITE, MAX_FINITE), min_size=1, max_size=30),
+    values=st.lists(st.floats(-MAX_FINITE, MAX_FINITE), min_size=1, max_size=30),
     zero=st.booleans(),
     skewed=st.booleans(),
 )
-def test_an_axis_holds_all_values_and_its_ticks_are_on_it(found: list[float], zero: bool, skewed: bool) -> None:
-    axis = axis_of([np.array(found)], zero=zero, skewed=skewed)
-    places = axis.position(np.array(found))
+def test_an_axis_holds_all_values_and_its_ticks_are_on_it(values: list[float], zero: bool, skewed: bool) -> None:
+    axis = axis_of([np.array(values)], zero=zero, skewed=skewed)
+    places = axis.position(np.array(values))
     assert places.min() >= 0
     assert places.max() <= 1
     ticks = axis.ticks()

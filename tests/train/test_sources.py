@@ -72,7 +72,7 @@ def test_another_column_is_other_data() -> None:
     config.training.dataset_column = "other"
     second = open_data(config, cache="kept")
     assert first.tokenizer is not None
-    assert [first.tokenizer.decode(tokens_of(each)) for each in (first, second)] == ["the stage", "of the line"]
+    assert [first.tokenizer.decode(tokens_of(data)) for data in (first, second)] == ["the stage", "of the line"]
     assert first.train.fingerprint != second.train.fingerprint
 
 
@@ -120,7 +120,7 @@ def test_a_saved_data_set_is_read() -> None:
         open_data(job("dataset", "tests"))
 
 
-def test_a_data_set_in_a_stream_goes_on_where_it_was() -> None:
+def test_a_streamed_data_set_resumes_where_it_was() -> None:
     datasets = pytest.importorskip("datasets")
 
     def loader() -> Loader:
@@ -133,8 +133,8 @@ def test_a_data_set_in_a_stream_goes_on_where_it_was() -> None:
         first.batch(position)
     again = loader()
     position = again.load_state_dict(json.loads(json.dumps(first.state_dict(21))))
-    found = torch.cat([again.batch(at)[0]["input_ids"] for at in range(position, 45, 3)])
-    assert torch.equal(found, uninterrupted[21:])
+    tokens = torch.cat([again.batch(at)[0]["input_ids"] for at in range(position, 45, 3)])
+    assert torch.equal(tokens, uninterrupted[21:])
 
 
 # Functions

@@ -65,7 +65,7 @@ class Remembering(Numbers):
 
 
 def numbers(batch: Batch) -> list[int]:
-    return [int(each) for each in batch[0].flatten()]
+    return [int(number) for number in batch[0].flatten()]
 
 
 def test_a_stream_goes_through_its_epochs_in_order() -> None:
@@ -98,7 +98,7 @@ def test_a_stream_is_taken_up_where_it_was(kind: type[Numbers], drawn: int) -> N
     st.integers(0, 5),
     st.integers(1, 4),
 )
-def test_a_stream_goes_on_with_other_replicas(
+def test_a_stream_resumes_with_other_replicas(
     kind: type[Numbers], replicas: int, local: int, batches: int, ahead: int, later: int
 ) -> None:
     """The checkpoint is of a position a few batches back, as when batches are made ahead."""
@@ -107,11 +107,11 @@ def test_a_stream_goes_on_with_other_replicas(
         first.batch(turn * replicas * local, 0, replicas, local)
     position = batches * replicas * local
     state = first.state_dict(position)
-    found = []
+    samples = []
     for replica in range(later):
         again = Loader(Stream(kind()), batch=later * 3)
-        found += numbers(again.batch(again.load_state_dict(state), replica, later, 3))
-    assert found == [number % 10 for number in range(position, position + later * 3)]
+        samples += numbers(again.batch(again.load_state_dict(state), replica, later, 3))
+    assert samples == [number % 10 for number in range(position, position + later * 3)]
 
 
 @pytest.mark.parametrize("kind", [Numbers, Seeking, Remembering])
@@ -135,28 +135,28 @@ def test_a_checkpoint_right_after_going_on_is_as_good() -> None:
 
 
 def test_a_stream_is_told_its_epoch() -> None:
-    told: list[int] = []
+    epochs: list[int] = []
 
     class Told(Numbers):
         def set_epoch(self, epoch: int) -> None:
-            told.append(epoch)
+            epochs.append(epoch)
 
     Loader(Stream(Told()), batch=25).batch(0)
-    assert told == [0, 1, 2]
+    assert epochs == [0, 1, 2]
 
 
-def test_a_stream_that_goes_on_is_told_the_epoch_it_is_in() -> None:
-    told: list[int] = []
+def test_a_resumed_stream_is_given_its_epoch() -> None:
+    epochs: list[int] = []
 
     class Told(Remembering):
         def set_epoch(self, epoch: int) -> None:
-            told.append(epoch)
+            epochs.append(epoch)
 
     first, again = Loader(Stream(Told()), batch=25), Loader(Stream(Told()), batch=25)
     first.batch(0)
-    told.clear()
+    epochs.clear()
     again.batch(again.load_state_dict(first.state_dict(25)))
-    assert told == [2, 3, 4]
+    assert epochs == [2, 3, 4]
 
 
 def test_streams_that_end_say_after_how_many_samples() -> None:
@@ -207,27 +207,27 @@ def test_batches_made_ahead_are_the_same(stream: bool) -> None:
 
 
 def running() -> list[threading.Thread]:
-    return [each for each in threading.enumerate() if each.name == "stageline-prefetch"]
+    return [thread for thread in threading.enumerate() if thread.name == "stageline-prefetch"]
 
 
 def test_no_more_batches_are_made_ahead_than_allowed() -> None:
-    made = threading.Semaphore(0)
+    batches_made = threading.Semaphore(0)
     iterable = Numbers(None)
 
     class Counted(Loader):
         def batch(self, *args: Any, **kwargs: Any) -> Batch:
-            found = super().batch(*args, **kwargs)
-            made.release()
-            return found
+            batch = super().batch(*args, **kwargs)
+            batches_made.release()
+            return batch
 
     with Prefetch(Counted(Stream(iterable), batch=2), ahead=3) as batches:
         for _ in range(3):
-            assert made.acquire(timeout=30)
-        assert not made.acquire(timeout=0.2)
+            assert batches_made.acquire(timeout=30)
+        assert not batches_made.acquire(timeout=0.2)
         assert iterable.drawn == 6
         next(batches)
-        assert made.acquire(timeout=30)
-        assert not made.acquire(timeout=0.2)
+        assert batches_made.acquire(timeout=30)
+        assert not batches_made.acquire(timeout=0.2)
 
 
 def test_an_error_comes_with_its_batch_and_stays() -> None:

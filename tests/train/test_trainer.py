@@ -76,14 +76,14 @@ def by_hand(config: Config, steps: int) -> dict[int, tuple[float, float]]:
     optimizer = Optimizer(config.optimizer, model.named_parameters(), outer=outer_parameters(model))
     scale = LossScale(training.mixed_precision_param == "float16")
     parts = training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
-    found = {}
+    results = {}
     for step in range(steps):
         loss = 0.0
         for turn in range(whole // training.local_batch_size):
             inputs, targets = loader.batch(
                 step * whole + turn * training.local_batch_size, 0, 1, training.local_batch_size
             )
-            told = 0.0
+            batch_loss = 0.0
             for x, y in zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True):
                 mixed = training.mixed_precision_param
                 with torch.autocast("cpu", dtype=getattr(torch, mixed), enabled=mixed != "float32"):
@@ -91,10 +91,12 @@ def by_hand(config: Config, steps: int) -> dict[int, tuple[float, float]]:
                     summed = functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), reduction="sum")
                     mean = summed * (1.0 / (whole * training.seq_len))
                 (mean if scale.value == 1.0 else mean * scale.value).backward()  # type: ignore[no-untyped-call]
-                told += float(mean.detach())
-            loss += told
+                batch_loss += float(mean.detach())
+            loss += batch_loss
         gradients = optimizer.gradients()
-        norms = torch.stack([torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients.values()])
+        norms = torch.stack(
+            [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients.values()]
+        )
         norm = float(torch.linalg.vector_norm(norms)) / scale.value
         used = scale.value
         if scale.update(math.isfinite(norm)):
@@ -104,8 +106,8 @@ def by_hand(config: Config, steps: int) -> dict[int, tuple[float, float]]:
             optimizer.set_rate(rate(config.lr_scheduler, step, training.steps))
             optimizer.step()
         optimizer.zero_grad()
-        found[step + 1] = (loss, norm)
-    return found
+        results[step + 1] = (loss, norm)
+    return results
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ def by_hand(config: Config, steps: int) -> dict[int, tuple[float, float]]:
         ("training.continuous_steps=true", "training.mixed_precision_param=bfloat16", *NO_PAUSE),
         ("optimizer.name=SGD", "optimizer.lr=0.5", "lr_scheduler.decay_type=linear", "lr_scheduler.decay_ratio=0.5"),
     ],
-    ids=lambda more: ",".join(each.split(".")[1] for each in more) or "float32",
+    ids=lambda more: ",".join(option.split(".")[1] for option in more) or "float32",
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
 def test_a_job_has_the_losses_and_norms_of_a_loop_by_hand(tokens: Path, more: tuple[str, ...]) -> None:
@@ -142,7 +144,7 @@ def test_a_job_has_the_losses_and_norms_of_a_loop_by_hand(tokens: Path, more: tu
 @pytest.mark.parametrize(
     "change", ["parallelism.pipeline_parallel_degree=4", "parallelism.pipeline_parallel_schedule=zb-v"]
 )
-def test_a_run_goes_on_with_other_ranks_and_another_schedule(tokens: Path, change: str) -> None:
+def test_a_run_resumes_with_other_ranks_and_another_schedule(tokens: Path, change: str) -> None:
     config = make_config(tokens, "model.dropout=0.1", run="parts")
     trainer = Trainer(config)
     stop_after(trainer, 3)
@@ -178,7 +180,7 @@ def stop_after(trainer: Trainer, step: int) -> None:
     ],
     ids=lambda more: more[0].split("=")[1],
 )
-def test_every_optimizer_and_precision_goes_on_exactly(tokens: Path, more: tuple[str, ...]) -> None:
+def test_every_optimizer_and_precision_resumes_exactly(tokens: Path, more: tuple[str, ...]) -> None:
     trainer = Trainer(make_config(tokens, *more, run="parts"))
     stop_after(trainer, 3)
     trainer.run()
@@ -339,15 +341,15 @@ def test_a_model_and_data_of_ones_own(tokens: Path) -> None:
     more = ("training.loss=mse", f"training.dataset={__name__}:squares", f"model.name={__name__}:Regression",
             "validation.enable=false", "training.dataset_path=")  # fmt: skip
     train(tokens, *more, "training.steps=20", "optimizer.lr=0.05")
-    found = losses(tokens)
-    assert found[20][0] < found[1][0] / 2
+    figures = losses(tokens)
+    assert figures[20][0] < figures[1][0] / 2
     trainer = Trainer(
         make_config(tokens, *more, "training.loss=mse", "training.steps=20", "optimizer.lr=0.05", run="b")
     )
     stop_after(trainer, 7)
     trainer.run()
     train(tokens, *more, "training.steps=20", "optimizer.lr=0.05", run="b")
-    assert losses(tokens, "b") == found
+    assert losses(tokens, "b") == figures
 
 
 def test_a_trainer_takes_a_model_a_loss_and_samples_from_python(tokens: Path) -> None:
@@ -356,9 +358,9 @@ def test_a_trainer_takes_a_model_a_loss_and_samples_from_python(tokens: Path) ->
     samples = [(x, x.flip(0)) for x in inputs]
     config = make_config(tokens, "training.steps=20", "optimizer.lr=0.05")
     result = Trainer(config, model=Regression, loss_fn=functional.mse_loss, data=samples).run()
-    found = losses(tokens)
+    figures = losses(tokens)
     assert result.step == 20
-    assert found[20][0] < found[1][0]
+    assert figures[20][0] < figures[1][0]
     assert result.validation_loss is not None
 
 
