@@ -49,9 +49,11 @@ def active() -> bool:
 def raised() -> Iterator[None]:
     """Let SIGINT raise KeyboardInterrupt in this block, for a search that can return its best result so far.
 
+    >>> before = signal.signal(signal.SIGINT, end)
     >>> with raised():
     ...     signal.getsignal(signal.SIGINT) is signal.default_int_handler
     True
+    >>> _ = signal.signal(signal.SIGINT, before)
     """
     was_active = active()
     if was_active:
