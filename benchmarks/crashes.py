@@ -16,7 +16,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import sys
 import tempfile
@@ -34,9 +33,9 @@ from stageline.train.checkpoint import open_checkpoint, published
 from stageline.train.checkpoint.reader import inspect
 
 LONGEST = 240.0
-"""Seconds after which a job that does nothing has failed."""
+"""Seconds without progress after which a job counts as failed."""
 PROMPT = 20.0
-"""Seconds in which survivors must have ended."""
+"""Seconds within which survivors must exit."""
 MOMENTS = ("starting", "training", "saving")
 WORDS = [
     "--training.seq_len=16",
@@ -59,19 +58,13 @@ WORDS = [
 
 
 def train(words: list[str]) -> None:
-    """A rank."""
+    """Run a rank."""
     torch.set_num_threads(1)
     sys.exit(run(["train", *words]))
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 class Job:
-    """A job in a folder, that can be started again and again."""
+    """A job in a folder that can be restarted."""
 
     def __init__(self, nursery: Nursery, folder: Path, tokens: Path, ranks: int, steps: int) -> None:
         self.nursery, self.folder, self.ranks = nursery, folder, ranks
@@ -80,7 +73,7 @@ class Job:
         self.children: list[Child] = []
         self.starts = 0
         self.reported: set[int] = set()
-        """Steps whose checkpoints the job said it had saved."""
+        """The steps whose checkpoints the job reported as saved."""
         folder.mkdir()
 
     @property
@@ -88,6 +81,8 @@ class Job:
         return self.folder / "run" / "checkpoint"
 
     def start(self) -> None:
+        from turns import free_port  # the ranks, which load this file too, do not have its folder on their path
+
         common = {"WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks), "MASTER_ADDR": "127.0.0.1"}
         common |= {"MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         self.starts += 1
@@ -103,7 +98,7 @@ class Job:
         ]
 
     def rows(self) -> list[dict[str, Any]]:
-        """The events of the job so far."""
+        """Return the events of the job so far."""
         path = self.folder / "run" / "metrics.jsonl"
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         return [json.loads(line) for line in lines]
@@ -115,7 +110,7 @@ class Job:
         return all(child.poll() is not None for child in self.children)
 
     def wait(self, moment: str, chance: random.Random) -> None:
-        """Wait for a moment to be killed at; comes back early where the job ends before."""
+        """Wait for the moment of the crash; return early if the job ends before."""
         end, before = time.monotonic() + LONGEST, len(self.rows())
         while moment != "starting" and len(self.rows()) <= before and not self.ended():
             assert time.monotonic() < end, self.logs()
@@ -127,7 +122,7 @@ class Job:
             time.sleep(chance.uniform(0.0, 0.02))
 
     def kill(self, ranks: list[int]) -> float:
-        """Kill ranks; seconds until the last of the others had ended."""
+        """Kill ranks; return the seconds until the last of the others exited."""
         at = time.monotonic()
         for rank in ranks:
             self.children[rank].signal(signal.SIGKILL)
@@ -139,12 +134,12 @@ class Job:
         return "\n".join((self.folder / f"log-{self.starts}-{rank}").read_text()[-1500:] for rank in range(self.ranks))
 
     def hear(self) -> None:
-        """Note what it reported as saved."""
+        """Record the checkpoints that it reported as saved."""
         self.reported |= {row["step"] for row in self.rows() if row["event"] == "checkpoint"}
 
 
 def same(job: Job, reference: Job, step: int) -> str:
-    """What is wrong with a checkpoint that was reported as saved; empty if nothing is."""
+    """Return what is wrong with a checkpoint that was reported as saved; empty if it is valid."""
     paths = {path.name: path for path in published(job.checkpoints)}
     name = f"step-{step:08}"
     if name not in paths:
@@ -168,7 +163,7 @@ def same(job: Job, reference: Job, step: int) -> str:
 
 
 class Trials:
-    """Crashes one after the other."""
+    """A series of crashes."""
 
     def __init__(self, nursery: Nursery, folder: Path, options: argparse.Namespace) -> None:
         self.nursery, self.folder, self.options = nursery, folder, options
@@ -211,7 +206,7 @@ class Trials:
         self.compare(job)
 
     def crash(self, job: Job) -> None:
-        """Start a job, and kill one rank or all of them."""
+        """Start a job, and kill one rank or all ranks."""
         moment = self.chance.choice(MOMENTS)
         ranks = list(range(job.ranks))
         # Before the ranks have met, nobody can tell the others; whoever started them kills them all.
@@ -233,7 +228,7 @@ class Trials:
         return (job.folder / f"log-{job.starts}-{rank}").read_text()
 
     def compare(self, job: Job) -> None:
-        """The losses of a job that was killed now and then, and of one that was not."""
+        """Compare the losses of the interrupted job with those of an uninterrupted one."""
         mine, theirs = job.losses(), self.reference.losses()
         wrong = [step for step in theirs if mine.get(step) != theirs[step]]
         if wrong:

@@ -16,7 +16,6 @@ import datetime
 import json
 import os
 import signal
-import socket
 import tempfile
 import time
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ ON_THREADS = [name for name, (_, fault) in FAULTS.items() if fault not in ("kill
 
 
 class Planter:
-    """Notes the moment, and does what is to be done."""
+    """Records the moment, and injects the fault."""
 
     def __init__(self, folder: Path, place: str, fault: str, stage: int) -> None:
         self.folder, self.place, self.fault, self.stage = folder, place, fault, stage
@@ -148,7 +147,7 @@ def leave(rank: int, planter: Planter) -> None:
 
 
 def work(rank: int, world: str, folder: str, place: str, fault: str, stage: int) -> None:
-    """A process: run, and write what came of it."""
+    """Run a rank, and write its error to a file."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
     stages = [FaultyStage(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())) for _ in range(RANKS)]
@@ -162,12 +161,12 @@ def work(rank: int, world: str, folder: str, place: str, fault: str, stage: int)
         message = f"{type(error).__name__}: {error}"
     (Path(folder) / f"left-{rank}").write_text(json.dumps({"at": time.time(), "said": message}))
     if fault != "exit" or rank != stage:
-        os._exit(0)  # how long Python takes to end is not what is measured
+        os._exit(0)  # do not measure the shutdown of Python
 
 
 @dataclass
 class Case:
-    """A fault in one place in one world, while it runs."""
+    """A running job with one fault."""
 
     world: str
     name: str
@@ -177,13 +176,13 @@ class Case:
     began: float
 
     def over(self) -> bool:
-        """Whether every rank has left, but for one that is frozen."""
+        """Whether every rank has exited, except a frozen one."""
         running = [rank for rank, child in self.children.items() if child.poll() is None]
         frozen = FAULTS[self.name][1] == "stop"
         return running in ([], [self.stage] if frozen else []) or time.time() - self.began > LIMIT + 15
 
     def result(self) -> dict[str, Any]:
-        """End what is left, and read what the ranks said."""
+        """Kill the remaining ranks, and return the errors of all."""
         planted = float((self.folder / "planted").read_text()) if (self.folder / "planted").exists() else self.began
         messages: dict[int, str] = {}
         seconds = 0.0
@@ -207,9 +206,9 @@ class Case:
 
 
 def start(nursery: Nursery, world: str, name: str, stage: int, folder: Path) -> Case:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
+    from turns import free_port  # the ranks, which load this file too, do not have its folder on their path
+
+    port = free_port()
     place, fault = FAULTS[name]
     folder.mkdir()
     children = {}
@@ -230,7 +229,7 @@ def start(nursery: Nursery, world: str, name: str, stage: int, folder: Path) -> 
 
 
 def run(nursery: Nursery, plan: list[tuple[str, str, int]], jobs: int, folder: Path) -> list[dict[str, Any]]:
-    """Run the cases, some at the same time."""
+    """Run the cases, several at a time."""
     waiting, running, results = list(plan), [], []  # type: ignore[var-annotated]
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -244,14 +243,14 @@ def run(nursery: Nursery, plan: list[tuple[str, str, int]], jobs: int, folder: P
 
 
 def shortened(text: str, limit: int = 110) -> str:
-    """The gist of an error."""
+    """Return the essence of an error."""
     gist = " ".join(text.removeprefix("PipelineError: ").split()).split("; no parameter")[0]
     gist = gist.replace("|", "/").replace("/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/", "")
     return gist if len(gist) <= limit else gist[: limit - 1] + "…"
 
 
 def cell(results: list[dict[str, Any]]) -> tuple[str, str]:
-    """Seconds, and what the survivors said where the fault was in the middle."""
+    """Return the seconds, and the messages of the survivors for the fault in the middle."""
     if not results:
         return "", ""
     middle = min(results, key=lambda result: abs(result["stage"] - 1))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE = 120.0
-"""Seconds after which a process that does not end is killed."""
+"""Seconds after which a process that has not exited is killed."""
 
 
 def command(words: list[str]) -> list[str]:
@@ -32,7 +32,7 @@ def command(words: list[str]) -> list[str]:
 
 
 def interrupt(words: list[str], moment: float) -> dict[str, Any]:
-    """Start the command, interrupt it, and tell how it ended."""
+    """Start the command, interrupt it, and return how it exited."""
     with tempfile.TemporaryDirectory(prefix="stageline-interrupt-") as folder:
         output = Path(folder) / "output"
         with output.open("wb") as file:

@@ -15,7 +15,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import tempfile
 import time
@@ -32,7 +31,7 @@ WIDTH, DEADLINE = 64, 60.0
 
 
 def train(rank: int, ranks: int, folder: str, family: str) -> None:
-    """A rank: train until something is raised, and write what."""
+    """Train a rank until an error is raised, and write it to a file."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     stages = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()) for _ in range(ranks)]
@@ -53,16 +52,12 @@ def train(rank: int, ranks: int, folder: str, family: str) -> None:
         aside.rename(Path(folder) / f"raised-{rank}")
 
 
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
-
-
 class Job:
-    """Ranks that train, one of which is going to be killed."""
+    """A training job, one rank of which will be killed."""
 
     def __init__(self, nursery: Nursery, ranks: int, chance: random.Random) -> None:
+        from turns import free_port  # the ranks, which load this file too, do not have its folder on their path
+
         self.holder = tempfile.TemporaryDirectory(prefix="stageline-kill-", ignore_cleanup_errors=True)
         self.folder, self.victim = Path(self.holder.name), chance.randrange(ranks)
         self.family = chance.choice(["1f1b", "gpipe", "zb-h1"])
@@ -83,7 +78,7 @@ class Job:
         self.began = time.time()
 
     def tend(self) -> dict[str, Any] | None:
-        """Kill when it is time; what came of it, once all have ended."""
+        """Kill the rank when it is time; return the result once all ranks have exited."""
         now = time.time()
         if not self.ready and all((self.folder / f"ready-{rank}").exists() for rank in range(len(self.children))):
             self.ready = now

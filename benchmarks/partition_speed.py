@@ -25,11 +25,11 @@ from stageline.model.partition.partition import evaluate, partition, uniform
 SIZES = [(16, 4), (80, 8), (200, 16), (1000, 64)]
 SHAPES = [(1, "loop"), (2, "v"), (2, "loop"), (4, "loop")]
 ROOM = 1.1
-"""With caps, a rank may hold so many times its even share of random sizes: enough for most, and few cuts keep it."""
+"""The memory cap of a rank, as a multiple of its even share of random sizes; most cuts exceed it."""
 
 
 def greedy(costs: Floats, stages: int) -> list[tuple[int, int]]:
-    """Go on with a stage until it has reached its share; leave every later stage a layer."""
+    """Fill each stage until it has its share; leave at least one layer for every later stage."""
     places, share, work = [0], float(costs.sum()) / stages, 0.0
     for layer, cost in enumerate(costs.tolist()):
         missing = stages - len(places)

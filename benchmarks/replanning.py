@@ -26,7 +26,7 @@ from stageline.testing import SleepStage
 
 NOMINAL, WIDTH, TIMES = 0.01, 64, 1.5
 RESIDUE = 0.5
-"""What stays of an activation from I to W."""
+"""The residue: the share of an activation that is held from I to W."""
 
 
 def costs_of(stages: int, slow: int | None, transfer: float = 2e-4) -> sl.Costs:
@@ -42,7 +42,7 @@ def first_order(name: str, ranks: int, microbatches: int) -> sl.Schedule:
 
 
 def run(schedule: sl.Schedule, slow: int, steps: int, mode: Any) -> dict[str, Any]:
-    """Steps before the slowdown, then as many until it is seen to, and then as many again."""
+    """Run steps before the slowdown, as many while it is detected, and as many after that."""
     stages = [SleepStage(NOMINAL, NOMINAL, NOMINAL, width=WIDTH) for _ in range(schedule.stages)]
     pipe = sl.Pipeline(
         stages, loss_fn=nn.functional.mse_loss, schedule=schedule, replan=mode, replan_every=steps,

@@ -27,7 +27,7 @@ NOMINAL = 0.01
 
 
 class Heavy(nn.Module):
-    """A stage that sleeps, and has a large weight that costs nothing but to be added up."""
+    """A stage that sleeps, with a large weight whose gradient costs nothing to compute."""
 
     def __init__(self, seconds: float, elements: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Heavy(nn.Module):
 
 
 def measure(rank: int, name: str, microbatches: int, megabytes: float, repeats: int) -> dict[str, list[float]]:
-    """The seconds of every step, each way."""
+    """Return the seconds of every step, by way."""
     options = {"chunks": 4} if name in ("interleaved", "looped-bfs") else {}
     schedule = sl.schedule(name, ranks=2, microbatches=microbatches, **options)
     chunks = schedule.stages // 2
@@ -55,7 +55,7 @@ def measure(rank: int, name: str, microbatches: int, megabytes: float, repeats: 
             pipe.zero_grad(set_to_none=False)
             replicas.pending = True  # so that nothing else differs between the ways
             replicas.overlap = way == "overlapped"
-            replicas.group.broadcast("", 0)  # begin together
+            replicas.group.broadcast("", 0)  # start together
             began = time.perf_counter()
             pipe.step(x, x, sync=way != "without")
             if turn:

@@ -27,7 +27,7 @@ from typing import Any
 
 BORN = time.time()  # before torch is imported
 LONGEST = 300.0
-"""Seconds after which a job that makes no step is given up."""
+"""Seconds without a step after which a job counts as failed."""
 BUSY = "while True: pass"
 
 
@@ -35,12 +35,12 @@ BUSY = "while True: pass"
 
 
 def notes_of(folder: Path, attempt: int, rank: int) -> Path:
-    """Where a rank writes when the parts of its start were done, once it has made a step."""
+    """The file in which a rank records the times of its start-up, after its first step."""
     return folder / f"notes-{attempt}-{rank}.json"
 
 
 def work(job: str, folder: str) -> None:
-    """Train for ever."""
+    """Train until killed."""
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
     (Path(folder) / f"pid-{attempt}-{rank}").write_text(str(os.getpid()))
     notes = notes_of(Path(folder), attempt, rank)
@@ -60,7 +60,7 @@ def work(job: str, folder: str) -> None:
 
 
 def train(notes: Path, *, make_group: bool) -> None:
-    """A script of a user's own."""
+    """Run a user's script."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -115,7 +115,7 @@ class Job:
             )
 
     def step(self) -> dict[str, float]:
-        """Wait until every rank has made a step in this attempt; when the parts of the first rank's start were done."""
+        """Wait until every rank has finished a step in this attempt; return the start-up times of the first rank."""
         end = time.monotonic() + LONGEST
         notes = [notes_of(self.folder, self.attempt, rank) for rank in range(self.ranks)]
         while not all(path.exists() for path in notes):
@@ -126,7 +126,7 @@ class Job:
         return {**times[0], "all ranks": max(moments["first step"] for moments in times)}
 
     def kill(self, rank: int) -> float:
-        """Kill a rank; when that was."""
+        """Kill a rank; return the time."""
         pid = int((self.folder / f"pid-{self.attempt}-{rank}").read_text())
         at = time.time()
         os.kill(pid, signal.SIGKILL)
@@ -134,7 +134,7 @@ class Job:
         return at
 
     def end(self) -> None:
-        """End torchrun, and with it its ranks."""
+        """Terminate torchrun and its ranks."""
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(60.0)
@@ -144,7 +144,7 @@ class Job:
 
 
 def measure(kind: str, kills: int, ranks: int, chance: random.Random) -> list[dict[str, float]]:
-    """Seconds of the parts of each recovery."""
+    """Return the seconds of the parts of each recovery."""
     recoveries: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(prefix="stageline-restarts-", ignore_cleanup_errors=True) as folder:
         job = Job(kind, ranks, kills, Path(folder))

@@ -74,7 +74,7 @@ def work(notes: str, *arguments: str) -> None:
 
 
 class Run:
-    """A job in a folder, that can be started again and again."""
+    """A job in a folder that can be restarted."""
 
     def __init__(self, folder: Path, processes: int) -> None:
         self.folder, self.processes = folder, processes
@@ -82,7 +82,7 @@ class Run:
         self.starts = 0
 
     def start(self) -> float:
-        """Start it; when that was."""
+        """Start it; return the time."""
         from turns import free_port
 
         arguments = [f"--job.dump_folder={self.folder / 'run'}", f"--checkpoint.interval={EVERY}"]
@@ -121,7 +121,7 @@ class Run:
             time.sleep(0.01)
 
     def first_step(self, since: float) -> dict[str, float]:
-        """Seconds of the parts from a moment on to the first step."""
+        """Return the seconds of the parts from a time to the first step."""
         self.wait(self._notes.exists, "the first step")
         times: dict[str, float] = json.loads(self._notes.read_text())
         parts, before = {}, since
@@ -134,7 +134,7 @@ class Run:
         return {path.name for path in (self.folder / "run" / "checkpoint").glob("step-*")}
 
     def kill(self) -> float:
-        """Kill all of it; when that was."""
+        """Kill all processes; return the time."""
         at = time.time()
         for process in self.running:
             process.send_signal(signal.SIGKILL)

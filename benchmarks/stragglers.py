@@ -29,7 +29,7 @@ RANKS, WIDTH, MICROBATCHES = 4, 192, 8
 
 
 class Layer(nn.Module):
-    """Some work, and a sleep that can be planted."""
+    """A layer with some work, and an optional sleep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Layer(nn.Module):
 
 
 class Lines(logging.Handler):
-    """Keeps what is logged."""
+    """A handler that keeps log messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Lines(logging.Handler):
 
 
 def train(rank: int, steps: int, plant: tuple[int, int] | None) -> list[tuple[int, str]]:
-    """Train, and give the lines with the steps after which they came; plant (step, stage) if asked to."""
+    """Train; return the logged lines with their steps. With `plant` = (step, stage), slow that stage down."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     lines, layers = Lines(), [Layer() for _ in range(RANKS)]

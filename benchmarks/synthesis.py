@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 
 def costs_of(ranks: int, seed: int | None, residue: float = 1.0) -> sl.Costs:
-    """Costs as they are measured; with a seed, of stages that differ by up to 30%."""
+    """Return realistic costs; with a seed, of stages that differ by up to 30%."""
     dice = random.Random(seed)
     sizes = [1.0 if seed is None else dice.uniform(1 - SPREAD, 1 + SPREAD) for _ in range(ranks)]
     return sl.Costs(
@@ -40,7 +40,7 @@ def costs_of(ranks: int, seed: int | None, residue: float = 1.0) -> sl.Costs:
 
 
 def optima(arguments: argparse.Namespace) -> Iterator[Row]:
-    """The instances whose optimum is known."""
+    """Instances with a known optimum."""
     for residue, known in ((0.5, {4: 278, 5: 258, None: 257}), (1.0, {4: 278, 5: 265, None: 257})):
         costs = sl.Costs(forward=10, backward_input=11, backward_weight=7, transfer=1, residue=residue)
         for cap, optimum in known.items():
@@ -52,7 +52,7 @@ def optima(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def gaps(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Gaps without a cap, for many microbatches and for few."""
+    """Gaps without a memory cap, for many and for few microbatches."""
     for ranks in (8, 16) if arguments.quick else (8, 16, 32):
         for count in (ranks // 2, ranks, 3 * ranks // 2, 2 * ranks, 4 * ranks, 8 * ranks):
             for seeds in ([None], range(2 if arguments.quick else 6)):
@@ -90,7 +90,7 @@ def against_heuristic(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def first_answer(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Seconds to the first answer, and to the end, for large steps."""
+    """Seconds to the first result, and in total, for large steps."""
     for ranks, count, cap in ((64, 256, None), (64, 256, 64), (32, 256, 24)):
         improvements: list[Any] = []
         begun = time.perf_counter()
@@ -105,7 +105,7 @@ def first_answer(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def memory_of_1f1b(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Unequal stages in the memory of 1f1b: how much shorter than 1f1b, and how much of what is possible is gained."""
+    """Unequal stages in the memory of 1f1b: the gain over 1f1b, and its share of the possible gain."""
     for ranks in (4, 8):
         for count in (2 * ranks, 4 * ranks):
             for residue in (1.0, 0.5):

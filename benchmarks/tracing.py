@@ -20,7 +20,7 @@ from stageline.runtime import executor
 
 
 class NoRing:
-    """Keeps nothing."""
+    """A ring buffer that drops everything."""
 
     def append(self, item: object) -> None:
         pass

@@ -60,7 +60,7 @@ def model() -> GPT:
 
 
 class Embed(nn.Module):
-    """The GPT before its first block."""
+    """The embedding of the GPT."""
 
     def __init__(self, whole: GPT) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Embed(nn.Module):
 
 
 def pieces(folder: Path) -> list[nn.Module]:
-    """The model of all, as embedding, blocks and head."""
+    """Return the model as embedding, blocks and head."""
     whole = model()
     whole.load_state_dict(torch.load(folder / "weights.pt", weights_only=True))
     return [Embed(whole), *whole.blocks, nn.Sequential(whole.norm, whole.head)]
@@ -199,7 +199,7 @@ def work(job: str, folder: str, steps: str, rank: str, tell: str) -> None:
 
 
 def prepare(folder: Path, steps: int) -> None:
-    """Weights, tokens and batches, as this job would draw them."""
+    """Return weights, tokens and batches as the training job draws them."""
     from stageline.model.build.build import build
     from stageline.train.config.config import Config
     from stageline.train.data import Loader, open_data
@@ -213,7 +213,7 @@ def prepare(folder: Path, steps: int) -> None:
 
 
 def deepspeed_python(path: str) -> str:
-    """A python that has DeepSpeed; in a folder it is made if need be."""
+    """Return a python with DeepSpeed; in a folder, create its environment if needed."""
     if Path(path).is_file():
         return str(Path(path).absolute())
     python = Path(path).absolute() / "bin" / "python"
@@ -226,7 +226,7 @@ def deepspeed_python(path: str) -> str:
 
 
 def measure(pythons: dict[str, str], rounds: int, steps: int) -> dict[str, list[Turn]]:
-    """Every turn of every job."""
+    """Return all turns of all jobs."""
     own = os.pathsep.join(path for path in sys.path if path)
     source = str(Path(__file__).resolve().parents[1] / "src")
     with ExitStack() as stack:
@@ -245,7 +245,7 @@ def measure(pythons: dict[str, str], rounds: int, steps: int) -> dict[str, list[
 
 
 def summary(taken: dict[str, list[Turn]], steps: int) -> dict[str, Any]:
-    """Medians and ratios; an error if the losses are not those of the same training."""
+    """Return medians and ratios; raise an error if the losses differ."""
     losses = {name: turns[-1].loss or math.nan for name, turns in taken.items()}
     if not max(losses.values()) - min(losses.values()) < 1e-3 * max(losses.values()):
         raise RuntimeError(f"these are not the same training: the last losses are {losses}")

@@ -30,11 +30,11 @@ class Turns:
     """Waits for a job's turn before every few steps, and reports when they are done; the first turn is the warm-up."""
 
     def __init__(self, warmup: int, steps: int, tell: int) -> None:
-        """`tell` is the file to say it to."""
+        """`tell` is the file descriptor for reports."""
         self.warmup, self.steps, self.done, self.tell, self.used = warmup, steps, -warmup, tell, 0.0
 
     def before_step(self, loss: float | None = None) -> None:
-        """Come here before every step, with the loss of the last; the process ends when there are no more turns."""
+        """Call before every step, with the last loss; the process exits when there are no more turns."""
         if self.done == -self.warmup or (self.done >= 0 and self.done % self.steps == 0):
             report = {"cpu": time.process_time() - self.used, "loss": loss}
             os.write(self.tell, json.dumps(report).encode() + b"\n")
@@ -45,22 +45,21 @@ class Turns:
 
 
 class Job:
-    """Processes that work when they are told; each is started with its number and its file at the command's end."""
+    """Processes that work in turns; each is started with its rank and its report descriptor as the last arguments."""
 
     def __init__(
         self, name: str, command: Sequence[str], folder: Path, processes: int, environment: Mapping[str, str]
     ) -> None:
-        """Start them."""
         self.name, self.log = name, folder / f"{name}.log"
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.ears = []
+        self.readers = []
         common = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
         if processes > 1:
             common |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
             common |= {"GLOO_SOCKET_IFNAME": "lo"}
         with self.log.open("wb") as log:
             for rank in range(processes):
-                ear, tell = os.pipe()
+                reader, tell = os.pipe()
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
                 self.processes.append(
                     subprocess.Popen(
@@ -74,17 +73,17 @@ class Job:
                     )
                 )
                 os.close(tell)
-                self.ears.append(os.fdopen(ear))
+                self.readers.append(os.fdopen(reader))
 
     def wait(self) -> list[dict[str, Any]]:
-        """Wait until all of them wait; what they say."""
-        lines = [ear.readline() for ear in self.ears]
+        """Wait until all processes wait for their turn; return their reports."""
+        lines = [reader.readline() for reader in self.readers]
         if not all(lines):
             raise RuntimeError(f"{self.name} ended too early:\n{self.log.read_text()[-3000:]}")
         return [json.loads(line) for line in lines]
 
     def turn(self) -> Turn:
-        """Let it make its steps."""
+        """Let the job run its steps; return their cost."""
         began = time.perf_counter()
         for process in self.processes:
             assert process.stdin is not None
@@ -97,12 +96,12 @@ class Job:
         )
 
     def close(self) -> None:
-        """End them."""
+        """Kill the processes."""
         for process in self.processes:
             process.kill()
             process.communicate()
-        for ear in self.ears:
-            ear.close()
+        for reader in self.readers:
+            reader.close()
 
 
 def in_turns(jobs: Sequence[Job], rounds: int) -> dict[str, list[Turn]]:
@@ -116,7 +115,7 @@ def in_turns(jobs: Sequence[Job], rounds: int) -> dict[str, list[Turn]]:
 
 
 def free_port() -> str:
-    """A port that nobody listens on."""
+    """Return an unused port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return str(listener.getsockname()[1])

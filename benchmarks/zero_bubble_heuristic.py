@@ -31,7 +31,7 @@ class _State:
         self.programs: list[list[str]] = [[] for _ in range(ranks)]
 
     def arrives(self, kind: str, rank: int) -> float:
-        """When the next action of this kind could start; infinite while that is not known."""
+        """Return when the next action of this kind could start; infinite while that is unknown."""
         m = self.count[kind][rank]
         if m >= self.microbatches:
             return math.inf
@@ -45,7 +45,7 @@ class _State:
         return self.level[rank] + self.activation[rank] <= self.caps[rank] * (1 + 1e-9)
 
     def run(self, kind: str, rank: int) -> None:
-        """Put the next action of this kind on a rank, as early as it goes."""
+        """Schedule the next action of this kind on a rank, as early as possible."""
         m = self.count[kind][rank]
         start = self.free[rank] if kind == "W" else max(self.free[rank], self.arrives(kind, rank))
         if self.programs[rank]:
@@ -68,7 +68,7 @@ def _ratio(whole: float, part: float, most: int) -> int:
 
 
 def _warm_up(state: _State, one_more: bool, few: bool) -> list[int]:
-    """How many F every rank runs before its first I."""
+    """Return the number of F that every rank runs before its first I."""
     ranks = state.ranks
     down = [sum(state.time["F"][r] + state.hop for r in range(rank)) for rank in range(ranks)]
     wanted = []
@@ -85,7 +85,7 @@ def _warm_up(state: _State, one_more: bool, few: bool) -> list[int]:
 
 
 def _step(state: _State, rank: int, turn: list[str], skip: bool, eager: bool, warm: list[int]) -> bool:
-    """Let a rank do one thing, if what comes next on it is known; whether it did."""
+    """Run one action on a rank if the next one is known; return whether it did."""
     forwards, backwards = state.count["F"][rank], state.count["I"][rank]
     if backwards == state.microbatches:
         if state.owes(rank):
@@ -121,7 +121,7 @@ def _step(state: _State, rank: int, turn: list[str], skip: bool, eager: bool, wa
 
 
 def zero_bubble_heuristic(costs: sl.Costs, ranks: int, microbatches: int, caps: Sequence[float]) -> sl.Schedule | None:
-    """The best of its variants; None where none of them comes to its end."""
+    """Return the best of its variants; None if all of them deadlock."""
     best: tuple[float, sl.Schedule] | None = None
     for one_more, skip, eager, few in product((False, True), repeat=4):
         state = _State(costs, ranks, microbatches, caps)

@@ -1,8 +1,8 @@
-"""Models as people write them, each made a pipeline in one line: where it is cut, whether it is the same, and steps.
+"""Ordinary models, each turned into a pipeline in one line: its stages, a check against one process, and a few steps.
 
 python examples/models.py [gpt|uneven|tied|resnet|unet|translator|shared] [--ranks 2] [--schedule 1f1b] [--steps 3]
 
-None of them knows of Stageline.
+None of the models depends on Stageline.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """In the manner of nanoGPT: everything in a ModuleDict, targets and loss in the forward."""
+    """As in nanoGPT: all layers in a ModuleDict, with the targets and the loss in the forward."""
 
     def __init__(self, blocks: int = 4, drop: float = 0.0, tied: bool = False, uneven: bool = False) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class ResNet(nn.Module):
 
 
 class Translator(nn.Module):
-    """An encoder and a decoder, whose every block looks at the encoder's output."""
+    """An encoder and a decoder; every block of the decoder reads the output of the encoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Translator(nn.Module):
 
 
 class Shared(nn.Module):
-    """One layer is used after every second block."""
+    """A model that uses one layer after every second block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Shared(nn.Module):
 
 
 class Outside(nn.Module):
-    """Residuals and a parameter outside of the blocks, so that every block's output is needed till the end."""
+    """A model with residuals and a parameter outside of the blocks, so that all outputs are needed until the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Outside(nn.Module):
 
 
 class HeadFirst(nn.Module):
-    """Defines its head before its blocks."""
+    """A model that defines its head before its blocks."""
 
     def __init__(self) -> None:
         super().__init__()
