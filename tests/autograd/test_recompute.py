@@ -130,6 +130,19 @@ def test_only_the_inputs_of_a_chosen_module_are_kept() -> None:
     stage.forget()
 
 
+def test_a_recomputed_stage_does_not_keep_its_output() -> None:
+    """Its backward starts from the recomputed output."""
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=1, recompute="stage")
+    stage = pipe.runner.executors_for(1, True).executors[0].stages[0]
+    output = stage.forward(0, 0, [torch.randn(2, 8)], "tensor", [False], True, {})
+    memory = weakref.ref(torch.as_tensor(output.leaves[0]).untyped_storage())
+    del output
+    gc.collect()
+    assert memory() is None
+    stage.forget()
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_dropout_inside_a_chosen_module_draws_the_same_again(name: str) -> None:
     found = []

@@ -155,3 +155,11 @@ def test_a_failed_step_restores_buffers_that_were_replaced() -> None:
     with pytest.raises(sl.PipelineError, match="is nan on stage 2"):
         pipe.step(torch.randn(8, 4), torch.randn(8, 4))
     assert_same_bits(dict(model.named_buffers()), dict(before))
+
+
+def test_flight_records_hold_the_bytes_of_sent_and_received_messages() -> None:
+    pipe = sl.Pipeline(nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))), loss_fn=functional.mse_loss, microbatches=2)
+    pipe.step(torch.randn(6, 4), torch.randn(6, 4))
+    for executor in pipe.runner.executors_for(2, True).executors:
+        for messages in (executor.flight.sent, executor.flight.received):
+            assert [message[-1] for message in messages] == [3 * 4 * 4] * 2
