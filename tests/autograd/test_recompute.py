@@ -85,19 +85,19 @@ def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoint
 
 
 @pytest.mark.parametrize("name", ["gpipe", "zb-h1"])
-@pytest.mark.parametrize("given", [policy, [torch.ops.aten.addmm.default]])
-def test_a_policy_says_which_operators_are_not_computed_again(name: str, given: Any) -> None:
+@pytest.mark.parametrize("chosen_policy", [policy, [torch.ops.aten.addmm.default]])
+def test_a_policy_says_which_operators_are_not_computed_again(name: str, chosen_policy: Any) -> None:
     def products(**options: Any) -> tuple[int, dict[str, Tensor | None]]:
         model = counting()
         pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, ranks=1, microbatches=2, **options)
-        with Products() as found:
+        with Products() as counter:
             executors = pipe.runner.executors_for(2, True)
             request = pipe.runner.batches.request(executors, Batch(*batch(), training=True), 0, 10, 10)
             executors.executors[0].run(request)
-        return found.count, gradients(model)
+        return counter.count, gradients(model)
 
     none, plain = products()
-    some, mine = products(recompute_policy=given)
+    some, mine = products(recompute_policy=chosen_policy)
     # Without a policy each block runs its first product again; its last one is not needed for any gradient.
     whole, all_again = products(recompute="*")
     assert (some, whole) == (none, none + 2 * 4)
@@ -145,22 +145,22 @@ def test_a_recomputed_stage_does_not_keep_its_output() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_dropout_inside_a_chosen_module_draws_the_same_again(name: str) -> None:
-    found = []
+    results = []
     for recompute in ("none", ["*.dropout", "3"], "stage", "*"):
         model = noisy()
-        given: dict[str, Any] = {"schedule": name, "ranks": 2, "microbatches": 4, "seed": 7}
-        pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, recompute=recompute, **given)
-        found.append((pipe.step(*batch()).losses, gradients(model)))
-    for losses, grads in found[1:]:
-        assert losses == found[0][0]
-        assert_same_bits(grads, found[0][1])
+        options: dict[str, Any] = {"schedule": name, "ranks": 2, "microbatches": 4, "seed": 7}
+        pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, recompute=recompute, **options)
+        results.append((pipe.step(*batch()).losses, gradients(model)))
+    for losses, grads in results[1:]:
+        assert losses == results[0][0]
+        assert_same_bits(grads, results[0][1])
 
 
 def test_buffers_change_once_a_microbatch() -> None:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Tanh())
     plain = copy.deepcopy(model)
-    given: dict[str, Any] = {"schedule": "zb-h1", "ranks": 2, "microbatches": 4}
-    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, recompute=nn.BatchNorm1d, **given)
+    options: dict[str, Any] = {"schedule": "zb-h1", "ranks": 2, "microbatches": 4}
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, recompute=nn.BatchNorm1d, **options)
     x, y = torch.randn(8, 4), torch.randn(8, 4)
     pipe.step(x, y)
     one_process_step(plain, functional.mse_loss, x, y, 4)
@@ -302,9 +302,9 @@ class Spoils(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.linear(x) * 1
-        found = self.inner(hidden + 1) + self.inner(hidden)
+        total = self.inner(hidden + 1) + self.inner(hidden)
         hidden.mul_(2)
-        return torch.as_tensor(found + hidden)
+        return torch.as_tensor(total + hidden)
 
 
 def test_an_input_that_changes_before_a_module_runs_again_is_refused() -> None:
@@ -330,15 +330,15 @@ class Checkpointed(nn.Module):
 def test_dropout_inside_torchs_checkpointing_on_threads(schedule: str) -> None:
     """Its recomputation set the generator that all threads share, while others drew from it."""
     x = torch.randn(16, 16, 64)
-    found = []
+    runs = []
     for ranks in (1, 4, 4, 4):
         torch.manual_seed(0)
         model = nn.Sequential(*(Checkpointed() for _ in range(8)))
         pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=schedule, ranks=ranks, microbatches=8, seed=1)
         pipe.step(x, 0 * x)
-        found.append(gradients(model))
-    for each in found[1:]:
-        assert_same_bits(each, found[0])
+        runs.append(gradients(model))
+    for run in runs[1:]:
+        assert_same_bits(run, runs[0])
 
 
 def test_recompute_of_one_pipeline_does_not_affect_another() -> None:

@@ -48,9 +48,9 @@ SHIFTED = ["unshare", "--time", "--monotonic", "100000", "--boottime", "100000"]
 @settings(max_examples=50)
 def test_the_other_clock_is_within_the_uncertainty(apart: float, there: float, work: float, back: float) -> None:
     """However unequal the two ways are."""
-    asked = 50.0
-    heard = asked + there + apart
-    reading = offset_of(asked, heard, heard + work, asked + there + work + back)
+    sent = 50.0
+    heard = sent + there + apart
+    reading = offset_of(sent, heard, heard + work, sent + there + work + back)
     assert abs(reading.offset - apart) <= reading.uncertainty + 1e-9
     assert reading.uncertainty == pytest.approx((there + back) / 2, abs=1e-9)
 
@@ -85,19 +85,19 @@ def test_every_rank_learns_how_far_all_clocks_are_apart(fan: int, monkeypatch: p
 
     try:
         for end in ends:
-            end.meet([each.address for each in ends], "0" * 32)
+            end.meet([peer.address for peer in ends], "0" * 32)
         with ThreadPoolExecutor(len(shifts)) as pool:
             results = [result.result(100.0) for result in [pool.submit(call, rank) for rank in range(len(shifts))]]
     finally:
         for end in ends:
             end.close()
-    for found in results:
-        assert (found.offsets, found.uncertainties) == (results[0].offsets, results[0].uncertainties)
-        assert not found.exact
-        for shift, offset, uncertainty in zip(shifts, found.offsets, found.uncertainties, strict=True):
+    for alignment in results:
+        assert (alignment.offsets, alignment.uncertainties) == (results[0].offsets, results[0].uncertainties)
+        assert not alignment.exact
+        for shift, offset, uncertainty in zip(shifts, alignment.offsets, alignment.uncertainties, strict=True):
             assert abs(offset - (shifts[0] - shift)) <= uncertainty + 1e-9
         # The same clock as the first rank's is known to be the same, and adds nothing.
-        assert found.offsets[2] == found.uncertainties[2] == 0.0
+        assert alignment.offsets[2] == alignment.uncertainties[2] == 0.0
 
 
 def test_a_rank_that_is_lost_meanwhile_ends_the_exchange() -> None:
@@ -107,7 +107,7 @@ def test_a_rank_that_is_lost_meanwhile_ends_the_exchange() -> None:
     ends = [Links(rank, 2) for rank in range(2)]
     try:
         for end in ends:
-            end.meet([each.address for each in ends], "0" * 32)
+            end.meet([peer.address for peer in ends], "0" * 32)
         with pytest.raises(TransportError, match="rank 1 is lost"):
             Exchange(ends[0], Outbox(), range(2)).align(lost)
     finally:
@@ -135,12 +135,12 @@ def measured(folder: Path, second: list[str]) -> dict[str, sl.Timeline]:
         for rank in range(2)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=240)[0] for process in ranks]
+        outputs = [process.communicate(timeout=240)[0] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
             process.wait()
-    assert [process.returncode for process in ranks] == [0, 0], said
+    assert [process.returncode for process in ranks] == [0, 0], outputs
     return {path.stem: sl.read_timeline(path) for path in folder.iterdir()}
 
 
@@ -180,8 +180,8 @@ def test_a_timeline_tells_its_uncertainty_in_words_pictures_and_files(tmp_path: 
     assert MEASURED.figures()["uncertainty"] == sl.explain(None, MEASURED).to_json()["uncertainty"] == 0.002
     MEASURED.write(tmp_path / "run.json")
     assert sl.read_timeline(tmp_path / "run.json").uncertainty == 0.002
-    said = CliRunner().invoke(app, ["trace", str(tmp_path / "run.json")]).output
-    assert "aligned to ± 2 ms" in said
+    output = CliRunner().invoke(app, ["trace", str(tmp_path / "run.json")]).output
+    assert "aligned to ± 2 ms" in output
     assert "±" not in draw.text(ALIGNED)
 
 

@@ -51,8 +51,8 @@ def process_side(rank: int, apart: bool) -> tuple[str, list[str]]:
 
 @pytest.mark.parametrize("apart", [False, True], ids=["in one piece", "tensors on groups of their own"])
 def test_processes_pass_the_suite(apart: bool) -> None:
-    for said, threads in run_ranks(process_side, 2, apart):
-        assert said == "passed"
+    for outcome, threads in run_ranks(process_side, 2, apart):
+        assert outcome == "passed"
         assert len(threads) <= 1, "no thread is left behind"
 
 
@@ -287,7 +287,7 @@ def only(active: list[bool], name: str) -> dict[str, Callable[[Any], Any]]:
 
 def suffers(rank: int, names: list[str], apart: bool) -> dict[str, list[str]]:
     """Plant every fault in turn on rank 0, in a step and in an evaluation; train honestly after each."""
-    said: dict[str, list[str]] = {}
+    errors: dict[str, list[str]] = {}
     sl.Pipeline(blocks(3), loss_fn=functional.mse_loss, ranks=3, microbatches=4, deadline=60.0)  # all have come
     for name in names:
         active = [True]
@@ -300,11 +300,11 @@ def suffers(rank: int, names: list[str], apart: bool) -> dict[str, list[str]]:
         if rank == 0:
             faulty = FaultyTransport(world.transport(0), **only(active, name))
             world.transport = lambda rank, faulty=faulty: faulty
-        said[name] = []
+        errors[name] = []
         for call in (pipe.step, pipe.evaluate):
             with pytest.raises(sl.PipelineError) as caught:
                 call(*batch())
-            said[name].append(str(caught.value))
+            errors[name].append(str(caught.value))
         active.clear()
         pipe.deadline = 30.0
         pipe.zero_grad()
@@ -313,7 +313,7 @@ def suffers(rank: int, names: list[str], apart: bool) -> dict[str, list[str]]:
         expected = dict(plain.named_parameters())
         assert_same_bits(dict(pipe.named_gradients()), {key: expected[key].grad for key, _ in pipe.named_gradients()})
     assert left_over(allowed=1) == ["stageline control"]
-    return said
+    return errors
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["in one piece", "tensors on groups of their own"])

@@ -27,11 +27,11 @@ def on_all(ranks: int, fan: int, call: Callable[[int, Exchange], Rows], monkeypa
     ends = [Links(rank, ranks) for rank in range(ranks)]
     try:
         for end in ends:
-            end.meet([each.address for each in ends], "0" * 32)
-        made = [Exchange(end, Outbox(), range(ranks)) for end in ends]
+            end.meet([peer.address for peer in ends], "0" * 32)
+        exchanges = [Exchange(end, Outbox(), range(ranks)) for end in ends]
         with ThreadPoolExecutor(ranks) as pool:
-            found: list[Future[Rows]] = [pool.submit(call, rank, end) for rank, end in enumerate(made)]
-            return [each.result(100.0) for each in found]
+            futures: list[Future[Rows]] = [pool.submit(call, rank, end) for rank, end in enumerate(exchanges)]
+            return [future.result(100.0) for future in futures]
     finally:
         for end in ends:
             end.close()
@@ -52,15 +52,15 @@ def patient(seconds: float = 60.0) -> Callable[[], None]:
 def test_every_row_reaches_every_rank_in_order(ranks: int, fan: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(rank: int, end: Exchange) -> Rows:
         draw = random.Random(rank)
-        found = []
+        gathered = []
         for number in range(3):
             time.sleep(draw.choice([0.0, 0.005]))
-            found.append(end.gather(np.array([rank, number, 0.5]), patient()))
-        return np.stack(found)
+            gathered.append(end.gather(np.array([rank, number, 0.5]), patient()))
+        return np.stack(gathered)
 
     expected = np.array([[[rank, number, 0.5] for rank in range(ranks)] for number in range(3)])
-    for found in on_all(ranks, fan, gather, monkeypatch):
-        assert np.array_equal(found, expected)
+    for gathered in on_all(ranks, fan, gather, monkeypatch):
+        assert np.array_equal(gathered, expected)
 
 
 def test_a_rank_that_tells_another_number_of_figures_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +77,6 @@ def test_a_rank_that_tells_another_number_of_figures_is_named(monkeypatch: pytes
             refused.set()
             return np.array([ord(letter) for letter in str(error)])
 
-    said = ["".join(map(chr, found.astype(int))) for found in on_all(3, 16, gather, monkeypatch)]
-    assert said[0].startswith("rank 2 sent 3 numbers at the end of a step and rank 0 expects 2")
-    assert said[1] == said[2] == "nothing came"
+    errors = ["".join(map(chr, row.astype(int))) for row in on_all(3, 16, gather, monkeypatch)]
+    assert errors[0].startswith("rank 2 sent 3 numbers at the end of a step and rank 0 expects 2")
+    assert errors[1] == errors[2] == "nothing came"

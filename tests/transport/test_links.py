@@ -34,7 +34,7 @@ Pair = tuple[SocketTransport, SocketTransport]
 def connect() -> tuple[Links, Links]:
     ends = Links(0, 2), Links(1, 2)
     for end in ends:
-        end.meet([each.address for each in ends], TOKEN)
+        end.meet([peer.address for peer in ends], TOKEN)
     return ends
 
 
@@ -73,9 +73,9 @@ def test_messages_of_changing_sizes_arrive_whether_they_were_waited_for_or_not(
                 threading.Timer(0.005, sender.send, (message(number, size),)).start()
             else:
                 sender.send(message(number, size))
-            found = receiver.receive(header(number), 20.0)
-            assert torch.equal(torch.as_tensor(found.leaves[0]), torch.full((size,), float(number)))
-            assert found.header == header(number)
+            received_message = receiver.receive(header(number), 20.0)
+            assert torch.equal(torch.as_tensor(received_message.leaves[0]), torch.full((size,), float(number)))
+            assert received_message.header == header(number)
         sender.finish(20.0)
         receiver.finish(20.0)
     for end in ends:
@@ -104,8 +104,8 @@ def test_several_messages_at_once_are_taken_one_by_one_although_another_was_expe
     thread = threading.Thread(target=send_at_once)
     thread.start()
     for number, size in ((1, 3), (2, 5), (3, 1000)):
-        found = receiver.receive(header(number), 20.0)
-        assert torch.equal(torch.as_tensor(found.leaves[0]), torch.full((size,), float(number)))
+        received_message = receiver.receive(header(number), 20.0)
+        assert torch.equal(torch.as_tensor(received_message.leaves[0]), torch.full((size,), float(number)))
     thread.join()
 
 
@@ -167,7 +167,7 @@ def test_a_receiver_that_takes_nothing_does_not_hold_up_others() -> None:
     """What the network does not take waits for its receiver alone."""
     ends = [Links(rank, 3) for rank in range(3)]
     for end in ends:
-        end.meet([each.address for each in ends], TOKEN)
+        end.meet([peer.address for peer in ends], TOKEN)
     sender, second, third = (SocketTransport(end) for end in ends)
     sender.begin({}, {(1, "forward"): 1, (2, "forward"): 1})
     third.begin({(0, "forward"): 1}, {})
@@ -179,8 +179,8 @@ def test_a_receiver_that_takes_nothing_does_not_hold_up_others() -> None:
     sender.send(Message(to_third, [torch.ones(3)], "*", [True]))
     assert torch.as_tensor(third.receive(to_third, 20.0).leaves[0]).tolist() == [1.0] * 3
     second.begin({(0, "forward"): 1}, {})
-    found = torch.as_tensor(second.receive(header(0), 20.0).leaves[0])
-    assert not found.any()
+    received_tensor = torch.as_tensor(second.receive(header(0), 20.0).leaves[0])
+    assert not received_tensor.any()
     for transport in (sender, second, third):
         transport.finish(20.0)
     assert sender.kept == 0
