@@ -145,8 +145,8 @@ class Setup:
             self.task.check_length(self.tokens, config.training.seq_len)
         if config.validation.patience and self.data.validation is None:
             raise StagelineError(
-                f"validation.patience is {config.validation.patience}, and nothing is validated on: of a stream "
-                "nothing is held back; give a validation.dataset_path, or 0 for the patience"
+                f"validation.patience is {config.validation.patience}, but nothing is validated on: a stream has no "
+                "validation samples; give a validation.dataset_path, or set the patience to 0"
             )
 
     def _make_task(self) -> Task:

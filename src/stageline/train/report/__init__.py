@@ -1,6 +1,6 @@
 """The report of a run, as one self-contained page that is made from the files of its folder.
 
-Read in order: `run` (the folder), `page`, `header`, `charts`, `ranks`. Nothing here needs torch.
+Read in order: `run` (the folder), `page`, `charts`, `ranks`. Nothing here needs torch.
 """
 
 from stageline.train.report.page import make_report

@@ -1,9 +1,10 @@
-"""The page of a run: its sections, its configuration and its environment."""
+"""The page of a run: header, sections, configuration and environment."""
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -14,17 +15,18 @@ from typing import Any
 from stageline.common.checked_json import number_or_none
 from stageline.common.errors import StagelineError
 from stageline.common.files import write_text
-from stageline.common.units import format_duration, format_size
+from stageline.common.units import format_clock, format_count, format_duration, format_loss, format_percent, format_size
 from stageline.train.config.config import Config
 from stageline.train.report.charts import Chart, Line, Series, draw, step_axis
-from stageline.train.report.header import header
 from stageline.train.report.ranks import attribution, timelines
 from stageline.train.report.run import Run, read_run
-from stageline.train.run_folder import CONFIG, ENVIRONMENT, REPORT
+from stageline.train.run_folder import CONFIG, ENVIRONMENT, METRICS, REPORT
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MAX_CHECKPOINTS = 50
 MAX_SAMPLE_LENGTH = 8000
+MAX_LENGTH = 2000
+"""Maximum number of characters of a value."""
 
 
 def make_report(run_folder: str | Path, out: str | Path | None = None) -> Path:
@@ -133,9 +135,6 @@ def _checkpoints(run: Run) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}"
 
 
-MAX_LENGTH = 2000
-
-
 def non_defaults(settings: dict[str, dict[str, Any]]) -> dict[tuple[str, str], Any]:
     """Return the settings that differ from the default, by section and name, with their default.
 
@@ -193,3 +192,99 @@ def _value(value: Any) -> str:
     else:
         text = ", ".join(map(_value, value)) if isinstance(value, list) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= MAX_LENGTH else text[:MAX_LENGTH] + "…"
+
+
+WARM_UP = 2
+"""First steps of a series that medians leave out."""
+"""Maximum length of the description and of the reason for the end."""
+
+
+def header(run: Run) -> str:
+    """Return the run, how it ended, and its key figures."""
+    description = run.setting("job", "description")
+    paragraph = f"<p>{escape(description[:MAX_LENGTH])}</p>" if isinstance(description, str) and description else ""
+    notes = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
+    tiles = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(detail)}</small></dd></div>"
+        for name, value, detail in _key_figures(run)
+    )
+    style, status = _status(run)
+    return (
+        f"<header><h1>{escape(run.name)}</h1>{paragraph}"
+        f'<p class="status {style}">{escape(status)}</p>'
+        + (f'<ul class="notes">{notes}</ul>' if notes else "")
+        + (f'<dl class="tiles">{tiles}</dl>' if tiles else "")
+        + "</header>"
+    )
+
+
+def _status(run: Run) -> tuple[str, str]:
+    """Return the CSS class and a sentence that says how the run ended, or that its end is unknown."""
+    rows = run.history.rows
+    generated = f"This page was generated on {_moment(time.time())}."
+    if not rows:
+        return "open", f"No event is recorded yet: {METRICS} is empty or missing. {generated}"
+    resumes = [str(row["step"]) for row in run.history.of("start") if row.get("resumed")]
+    resumed = f" Resumed from step {', '.join(resumes[-8:])}." if resumes else ""
+    end = run.end
+    times = [seconds for row in rows[-20:] if (seconds := number_or_none(row.get("time"))) is not None]
+    last_time = f" {_moment(times[-1])}" if times else ""
+    if end is None:
+        last_event = f"Last event{last_time or ' at an unknown time'}."
+        return "open", f"Still running, or killed: no end is recorded. {last_event}{resumed} {generated}"
+    reason = str(end.get("why") or "ended")
+    style = "bad" if reason.startswith("failed") else "good" if reason == "finished" else "open"
+    when = f",{last_time}" if last_time else ""
+    return style, f"{reason[:1].upper()}{reason[1:MAX_LENGTH]}, at step {end['step']}{when}.{resumed}"
+
+
+def _moment(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return "at an unknown time"
+
+
+def _key_figures(run: Run) -> Iterator[tuple[str, str, str]]:
+    rows = run.history.of("step")
+    if not rows:
+        return
+    total = run.setting("training", "steps")
+    yield "Steps", f"{max(row['step'] for row in rows):,}", f"of {total:,}" if isinstance(total, int) else ""
+    loss = Series.of(rows, "loss")
+    smooth = loss.smoothed()
+    if len(smooth):
+        yield "Loss", format_loss(float(smooth.values[-1])), f"smoothed; from {format_loss(float(loss.finite[0]))}"
+    validation = Series.of(run.history.of("validation"), "loss")
+    if len(validation.finite):
+        best = float(validation.finite.min())
+        step = int(validation.steps[validation.values == best][0])
+        yield "Best validation loss", format_loss(best), f"at step {step:,}"
+    speed = Series.of(rows, "tokens_per_s").median(WARM_UP)
+    if speed is not None:
+        tokens = sum(Series.of(rows, "tokens").finite.tolist())
+        yield "Tokens per second", format_count(speed), f"median; {format_count(tokens)} in all"
+    bubble, planned = (Series.of(rows, name).median(WARM_UP) for name in ("bubble", "planned_bubble"))
+    if bubble is not None:
+        plan = "" if planned is None else f"; planned {format_percent(planned, 1)}"
+        yield "Makespan bubble", format_percent(bubble, 1), f"median{plan}"
+    memory = Series.of(rows, "memory").finite
+    if len(memory):
+        yield "Memory", format_size(float(memory.max()), fixed=True), "at most"
+    duration = _training_time(run)
+    if duration is not None:
+        seconds = Series.of(rows, "seconds").median(WARM_UP)
+        yield "Time", format_clock(duration), "" if seconds is None else f"{format_duration(seconds)} a step, median"
+
+
+def _training_time(run: Run) -> float | None:
+    """Return the time that the job ran, without the time between a stop and a resume."""
+    duration, previous = 0.0, None
+    for row in run.history.rows:
+        now = number_or_none(row.get("time"))
+        if now is None:
+            continue
+        if previous is not None and row["event"] != "start":
+            duration += max(0.0, now - previous)
+        previous = now
+    return None if previous is None else duration
