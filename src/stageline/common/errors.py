@@ -121,14 +121,7 @@ class FlightError(StagelineError):
 
 
 class CheckpointError(StagelineError):
-    """A checkpoint that cannot be written or read.
-
-    >>> from stageline.train.checkpoint import open_checkpoint
-    >>> open_checkpoint("nowhere")
-    Traceback (most recent call last):
-    ...
-    stageline.common.errors.CheckpointError: nowhere is no checkpoint: it does not exist
-    """
+    """A checkpoint that cannot be written or read."""
 
 
 class JsonError(StagelineError):
