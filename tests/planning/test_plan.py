@@ -373,6 +373,7 @@ def test_a_plan_is_the_same_after_a_round_trip(tmp_path: Path) -> None:
         ({"layers_per_stage": [4]}, "'layers_per_stage' must have one entry for each of the 2 stages, got 1"),
         ({"layers_per_stage": [4, -1]}, r"layers_per_stage\[1\] must be an integer from 1"),
         ({"recompute": 5}, "'recompute' must be"),
+        ({"recompute": []}, "'recompute' must be .* got an empty list"),
         ({"memory": [{"parameters": 1}]}, r"memory\[0\] lacks 'activations'"),
         ({"costs": {"forward": [1.0, -2.0]}}, "must be a number from 0"),
         ({"costs": {"forward": [1.0] * 5}}, "has 5 values"),

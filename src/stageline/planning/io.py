@@ -108,6 +108,8 @@ def parse_plan(text: str, source: str) -> Plan:
             names=field(data, "names", tuple[str, ...]),
             notes=field(data, "notes", tuple[str, ...]),
         )
+        if plan.recompute == ():
+            raise JsonError('\'recompute\' must be "none", "stage" or a list of unit names, got an empty list')
         _check_length("layers_per_stage", plan.layers_per_stage, schedule.stages, "stages")
         _check_length("memory", plan.memory, schedule.ranks, "ranks")
         if plan.names:
