@@ -29,10 +29,10 @@ from support.ports import free_port
 RANK = Path(__file__).parents[1] / "support" / "fault_rank.py"
 RANKS = 3
 LONG = 60.0
-"""A deadline that no test waits for: what is told sooner was not learnt by silence."""
+"""A deadline that no test waits for: an earlier verdict does not come from silence."""
 SHORT = 5.0
 PATIENCE = 240.0
-"""Seconds for what takes a few, on a machine that has other things to do."""
+"""Seconds allowed for what takes a few, on a busy machine."""
 ZEROED = "no parameter was changed, and gradients may hold part of this step"
 Answer = dict[str, Any]
 
@@ -83,7 +83,7 @@ class Job:
         return {**common, "MASTER_PORT": str(self.port), "GLOO_SOCKET_IFNAME": "lo"}
 
     def answers(self, rank: int) -> list[Answer]:
-        """All but that it is ready."""
+        """Return all answers except that the rank is ready."""
         path = self.folder / f"answers-{rank}"
         answers = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [answer for answer in answers if "ready" not in answer]
@@ -100,7 +100,7 @@ class Job:
         return planted[0]
 
     def wait(self, *lost: int) -> dict[int, Answer]:
-        """Wait for the survivors' ends; the last answer of each."""
+        """Wait for the survivors to end; return the last answer of each."""
         survivors = [rank for rank in self.ranks if rank not in lost]
         for rank in survivors:
             code = self.ranks[rank].wait(PATIENCE)
@@ -108,7 +108,7 @@ class Job:
         return {rank: self.answers(rank)[-1] for rank in survivors}
 
     def clean(self) -> None:
-        """End what is left, and make sure that nothing else is."""
+        """Kill the ranks, and check that no monitor and no port is left."""
         for child in self.ranks.values():
             child.signal(signal.SIGKILL)
             child.wait(PATIENCE)
@@ -137,7 +137,7 @@ def start(nursery: Nursery, tmp_path: Path) -> Iterator[Start]:
 
 
 def doctor(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    """What `stageline doctor FOLDER` says."""
+    """Run `stageline doctor FOLDER --json`."""
     capsys.readouterr()
     assert run(["doctor", str(folder), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -151,7 +151,7 @@ def unharmed(answer: Answer) -> None:
     assert any("stageline doctor" in note for note in answer["notes"]), answer["notes"]
 
 
-# Faults after which the job goes on.
+# Faults after which the job continues.
 
 STEP = {"do": "step"}
 FAULTS: dict[str, tuple[Answer, int, str, str]] = {}
@@ -184,7 +184,7 @@ PLAN = [item for planted, *_ in FAULTS.values() for item in (planted, {"do": "ri
 
 @pytest.fixture(scope="module", params=["threads", "processes"])
 def lived(request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """One job, in which every fault was planted after the other, each followed by a good step."""
+    """One job with one fault after another, each followed by a correct step."""
     threads = request.param == "threads"
     odd = [] if threads else [{"do": "odd_one", "odd": rank, "deadline": LONG} for rank in range(RANKS)]
     job = Job(
@@ -237,7 +237,7 @@ def test_all_ranks_name_a_rank_with_another_schedule(lived: Job, odd: int) -> No
 
 
 def lost(job: Job, culprit: int, capsys: pytest.CaptureFixture[str], kind: str, words: str, step: int = 1) -> None:
-    """All survivors name the one that is lost, and so does the doctor, who needs no record of it."""
+    """Check that all survivors name the lost rank, and that the doctor does without a record of it."""
     for rank, answer in job.wait(culprit).items():
         unharmed(answer)
         assert answer["text"].startswith(f"rank {culprit} {words}"), answer["text"]
@@ -323,7 +323,7 @@ def test_an_interrupt_ends_a_step_on_threads_and_the_next_one_is_correct(start: 
 def test_the_first_failure_is_named_even_if_a_later_one_is_reported_first(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a busy machine, news do not travel in the order in which things happened."""
+    """On a busy machine, reports do not arrive in the order of the failures."""
     job = start([{"do": "right"}, {"do": "unheard"}, {"do": "right"}])
     for rank, after in job.wait().items():
         answer = job.answers(rank)[1]

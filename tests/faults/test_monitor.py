@@ -1,4 +1,4 @@
-"""The control channel on real processes: who died, froze, raised, left or never came, told to all by its name."""
+"""The failure monitor on real processes: all ranks learn which one died, froze, raised, left or never started."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from stageline.faults.monitor.server import Server
 
 RANK = Path(__file__).parents[1] / "support" / "control_rank.py"
 LONG = 60.0
-"""A deadline that no test waits for: what is told sooner was not learnt by silence."""
+"""A deadline that no test waits for: an earlier verdict does not come from silence."""
 PATIENCE = 200.0
-"""Seconds for what takes one, on a machine that has other things to do."""
+"""Seconds allowed for what takes one, on a busy machine."""
 
 
 class Rank:
-    """One process, which does what it is told."""
+    """One process, which evaluates the expressions that it is sent."""
 
     def __init__(self, rank: int, ranks: int, deadline: float, start_deadline: float, meeting: Path) -> None:
         numbers = [str(number) for number in (rank, ranks, deadline, start_deadline)]
@@ -72,13 +72,13 @@ class Rank:
         return self.answer()
 
     def end(self) -> str:
-        """Let it end; what it wrote to stderr."""
+        """Wait for the process to end; return its stderr."""
         _, stderr = self.process.communicate(timeout=PATIENCE)
         return stderr
 
 
 class Job:
-    """Some ranks, the monitor they started, and the address."""
+    """Some ranks, and the address of the monitor that they started."""
 
     def __init__(self, folder: Path, ranks: int, deadline: float, start_deadline: float, missing: int | None) -> None:
         self.meeting = folder / "address"

@@ -1,4 +1,4 @@
-"""A rank of the tests of the control channel: a process that does what it is told, line by line, on stdin.
+"""A rank for tests of the failure monitor: a process that evaluates lines from stdin.
 
 A line is a Python expression with `control` in scope; the answer is its value as JSON.
 """
@@ -19,7 +19,7 @@ from stageline.faults.monitor import EVERYONE, Failure, MonitorClient
 
 
 def share_by_file(path: Path, rank: int, text: str) -> str:
-    """Rank 0 writes, the others read; nobody waits for anyone but rank 0."""
+    """Rank 0 writes the address, and the others wait for it."""
     if rank == 0:
         aside = path.with_suffix(".aside")
         aside.write_text(text)
@@ -41,7 +41,7 @@ def fail(control: MonitorClient, what: str, secondary: bool = False) -> None:
 
 
 def leave_a_child() -> int:
-    """Fork a child that lives on, as a loader of data does."""
+    """Fork a child that outlives this process, as a data loader may."""
     child = os.fork()
     if child == 0:
         os.close(0)
@@ -57,14 +57,14 @@ def raise_outside() -> None:
 
 
 def step(control: MonitorClient, doing: Any, waits: int | None) -> None:
-    """Begin a step, and say what is done in it, now and not with the next beat."""
+    """Begin a step, and send a heartbeat at once."""
     control.begin()
     control.doing, control.waits = doing, waits
     control.beat()
 
 
 def collective() -> None:
-    """Keep the main thread in native code that no signal interrupts, as a collective does; for ever."""
+    """Block the main thread for ever in native code that no signal interrupts, as a collective does."""
     library = ctypes.CDLL(None)
     mutex = ctypes.create_string_buffer(64)  # all zeros is a mutex that nobody holds
     library.pthread_mutex_lock(mutex)
@@ -72,7 +72,7 @@ def collective() -> None:
 
 
 def files() -> list[str]:
-    """What this process holds open."""
+    """The open files of this process."""
     with os.scandir("/proc/self/fd") as entries:
         return [os.readlink(entry.path) for entry in entries if os.path.lexists(entry.path)]
 

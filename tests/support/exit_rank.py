@@ -1,4 +1,4 @@
-"""A rank of a job that loses one: the last rank leaves and stays alive, and every other one ends in a way of its own.
+"""A rank of a job that loses its last rank, after which every other rank ends in a different way.
 
 Every survivor waits in a collective when it hears of the loss, and that collective never ends.
 """

@@ -1,4 +1,4 @@
-"""A rank of the tests of faults: runs a plan of steps, with faults in some of them, and writes what each came to.
+"""A rank for tests of faults: runs a plan of steps, some with faults, and writes the outcome of each.
 
 A plan is a list of items, the same for all ranks; the answer to each is a line of JSON in `answers-RANK`.
 """
@@ -43,7 +43,7 @@ def batch(width: int = 4) -> tuple[Tensor, Tensor]:
 
 
 class Faults:
-    """What can be planted, by name; each first writes that it happens."""
+    """Faults by name; each first writes a file that says that it happens."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -76,15 +76,15 @@ class Faults:
         raise KeyboardInterrupt
 
     def slow(self, value: Tensor) -> None:
-        """Longer than the deadline of a job in a hurry."""
+        """Sleep longer than the deadline of `hurry`."""
         time.sleep(6.0)
 
     def held(self, value: Tensor) -> None:
-        """Until an interrupt has come to the main thread."""
+        """Wait until the main thread is interrupted."""
         assert self.interrupted.wait(200.0)
 
     def after(self, value: Tensor) -> None:
-        """Fail when another rank has failed, and before it was told."""
+        """Fail after another rank has failed, and before that is known."""
         wait_for(self.folder / "failed")
         raise ArithmeticError("planted later")
 
@@ -93,12 +93,12 @@ class Faults:
         signal.default_int_handler(number, frame)
 
     def stay(self, value: Tensor) -> None:
-        """Long enough for a signal from outside."""
+        """Wait long enough for a signal."""
         time.sleep(60.0)
 
 
 class Wire:
-    """Spoils the next message of a stage, if told to."""
+    """Corrupts the next message of a stage, if a fault is set."""
 
     def __init__(self) -> None:
         self.fault = ""
@@ -117,7 +117,7 @@ class Wire:
 
 
 class Job:
-    """One process's side of it: all ranks as threads, or one rank."""
+    """One process of a job: all ranks as threads, or one rank."""
 
     def __init__(self, rank: int, folder: Path, deadline: float, width: int = 4) -> None:
         self.rank, self.faults, self.wire, self.width, self.steps = rank, Faults(folder), Wire(), width, 0
@@ -149,7 +149,7 @@ class Job:
         )
 
     def step(self, plant: list[Any] | None = None, wire: list[Any] | None = None) -> dict[str, Any]:
-        """A step with a fault: what was raised, and what became of parameters, buffers and threads."""
+        """Run a step with a fault; return the error, and what changed."""
         self.steps += 1
         os.environ["STAGELINE_FLIGHT_DIR"] = str(self.faults.folder / f"flights-{self.steps}")
         if plant is not None:
@@ -174,7 +174,7 @@ class Job:
         return {**outcome, "at": time.time(), "changed": changed, "threads": self.threads()}
 
     def right(self) -> dict[str, Any]:
-        """A step without a fault: whether its gradients and buffers have the bits of one process."""
+        """Run a step without a fault, and compare its bits with one process."""
         self.pipe.zero_grad()
         self.plain.zero_grad()
         self.pipe.step(*batch(self.width))
@@ -188,7 +188,7 @@ class Job:
         return {"right": True, "threads": self.threads()}
 
     def odd_one(self, odd: int, deadline: float) -> dict[str, Any]:
-        """One rank is given another schedule than the others; what the step before left is still right."""
+        """Give one rank another schedule than the others."""
         try:
             self.pipeline("gpipe" if self.rank == odd else "1f1b", deadline)
         except sl.PipelineError as error:
@@ -196,7 +196,7 @@ class Job:
         return {"error": ""}
 
     def unheard(self) -> dict[str, Any]:
-        """Rank 1 fails first, and what the monitor hears first is that rank 0 did."""
+        """Rank 1 fails first, but rank 0 reports its failure first."""
         world: Any = self.pipe.runner.world
         report = world._control.report
 
@@ -220,7 +220,7 @@ class Job:
 
     @staticmethod
     def threads() -> list[str]:
-        """Those of the pipeline that do not end, but for the one that lives as long as the process."""
+        """Return the pipeline's threads that do not end, except for the monitor client's."""
         mine = [thread for thread in threading.enumerate() if thread.name.startswith("stageline")]
         mine = [thread for thread in mine if thread.name != "stageline control"]
         for thread in mine:
@@ -229,14 +229,14 @@ class Job:
 
 
 def meet(folder: Path, rank: int, ranks: Sequence[int]) -> None:
-    """Wait until all processes of the job are there, so that none is late because it was started late."""
+    """Wait until all processes of the job have started."""
     (folder / f"here-{rank}").touch()
     for other in ranks:
         wait_for(folder / f"here-{other}")
 
 
 def wait_for(path: Path) -> None:
-    """Wait until a file is there."""
+    """Wait until a file exists."""
     end = time.monotonic() + 200.0
     while not path.exists():
         assert time.monotonic() < end, f"{path} did not come"
@@ -246,7 +246,7 @@ def wait_for(path: Path) -> None:
 def main(
     rank: int, folder: str, plan: list[dict[str, Any]], deadline: float, width: int = 4, ranks: Sequence[int] = ()
 ) -> None:
-    """Run the plan, once all of these ranks are there."""
+    """Run the plan once all ranks have started."""
     torch.set_num_threads(1)
     path = Path(folder) / f"answers-{rank}"
 

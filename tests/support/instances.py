@@ -54,7 +54,7 @@ ONE_WAY = [(name, options) for name, options in VARIANTS if name not in TWO_WAY]
 
 
 def allows(name: str, ranks: int, microbatches: int) -> bool:
-    """Say what the definitions of the families ask of P and M."""
+    """Whether the definition of a family allows this number of ranks and microbatches."""
     if name == "chimera":
         return ranks % 2 == 0
     if name == "dualpipe":
@@ -165,5 +165,5 @@ def _with_a_pair(
 
 
 def examples(count: int) -> int:
-    """How many examples a property is tried with: all of them on demand, a third otherwise."""
+    """How many examples a property test runs: all if STAGELINE_SWEEP=full, otherwise a third."""
     return count if os.environ.get("STAGELINE_SWEEP") == "full" else max(20, count // 3)

@@ -1,4 +1,4 @@
-"""Ports for jobs whose ranks find each other by an address."""
+"""Free ports for jobs whose ranks meet at an address."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 
 def free_port() -> int:
-    """A port that nobody listens at, and that the system gives to nobody who asks for any: those begin at 32768."""
+    """A port on which nobody listens, below the ephemeral ports, which begin at 32768."""
     draw = random.SystemRandom()
     while True:
         port = draw.randrange(12000, 32000)

@@ -1,6 +1,6 @@
-"""A rank that meets the others several times in one process: each time for a pipeline that fails or not.
+"""A rank that joins several rendezvous in one process, each for a pipeline that may fail.
 
-What became of each round is a line of JSON in `rounds-RANK`.
+The outcome of each round is a line of JSON in `rounds-RANK`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RANKS = 3
 
 
 def train(rank: int, fault: str) -> dict[str, Any]:
-    """A step that is right, and then a fault on the last rank."""
+    """Run a correct step, and then a fault on the last rank."""
     torch.manual_seed(1)
     stages = [nn.Linear(3, 3) for _ in range(RANKS)]
     plain = nn.Sequential(*(nn.Linear(3, 3) for _ in range(RANKS)))

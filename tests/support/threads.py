@@ -1,4 +1,4 @@
-"""Threads that are left when those that are about to end have ended."""
+"""Waiting for threads to end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 
 def left_over(before: Collection[threading.Thread] = (), allowed: int = 0) -> list[str]:
-    """The names of threads that stay, beside those of before and this one, once there are as few as allowed."""
+    """Wait until at most `allowed` new threads are left; return the names of those left after a minute at most."""
     known = {*before, threading.current_thread()}
     end = time.monotonic() + 60
     while True:
