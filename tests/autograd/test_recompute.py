@@ -1,4 +1,4 @@
-"""Activations computed once more: exactly once, for whole stages, chosen modules and chosen operators."""
+"""Recomputed activations: exactly once, for whole stages, chosen modules and chosen operators."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ class Spoils(nn.Module):
 
 
 def test_an_input_that_changes_before_a_module_runs_again_is_refused() -> None:
-    """It was computed once more from the changed input."""
+    """It was recomputed from the changed input."""
     pipe = sl.Pipeline([Spoils(), nn.Linear(4, 4)], loss_fn=functional.mse_loss, microbatches=2, recompute="*.inner")
     with pytest.raises(sl.PipelineError, match=r"an input of module 0.inner was changed in place"):
         pipe.step(torch.randn(4, 4), torch.randn(4, 4))
