@@ -38,7 +38,7 @@ class Rule:
 
     ahead: tuple[float, ...] | None = None
     """Per rank, the maximum number of activations it holds (F started, I not finished)."""
-    owed: float = math.inf
+    max_deferred: float = math.inf
     """The maximum number of weight gradients a rank defers."""
     patience: float = 0.0
     """A ready F yields to an I that arrives within this fraction of F's duration."""
@@ -221,7 +221,7 @@ class _State:
         num_deferred = len(self.deferred[rank]) - self.num_weights_run[rank]
         next_arrival = next_backward = math.inf
         blocked = False
-        for lane in self.order if num_deferred <= rule.owed else ():
+        for lane in self.order if num_deferred <= rule.max_deferred else ():
             position = positions[lane]
             if position == len(lanes[lane]):
                 continue
@@ -253,7 +253,9 @@ class _State:
             next_arrival = min(next_arrival, arrives)
         if num_deferred:
             code = self.deferred[rank][self.num_weights_run[rank]]
-            has_gap = blocked or num_deferred > rule.owed or next_arrival - now >= rule.gap * board.durations[code]
+            has_gap = (
+                blocked or num_deferred > rule.max_deferred or next_arrival - now >= rule.gap * board.durations[code]
+            )
             if has_gap and transient[code] <= room:
                 self.num_weights_run[rank] += 1
                 return code

@@ -38,7 +38,7 @@ HABITS = (
     *((0.0, 0.01, math.inf), (0.0, 1.0, math.inf), (0.0, 0.5, -1), (0.0, 0.01, 1), (0.0, 0.5, 2), (0.0, 1.0, 0)),
     *((0.5, 0.01, math.inf), (0.0, 0.01, -1), (0.0, 0.01, 2), (0.0, 1.0, -1), (1.0, 1.0, math.inf), (0.5, 0.5, 2)),
 )
-"""(patience, gap, owed) of a rule; owed −1 means one per rank."""
+"""(patience, gap, max_deferred) of a rule; −1 means one per rank."""
 
 
 class Progress(NamedTuple):
@@ -310,7 +310,9 @@ def rules_for(problem: Problem) -> Iterator[Rule]:
         priorities = [{"order": order} for order in ORDERS] + [{"order": ()}] * (chunks > 2)
     narrow_priorities: list[dict[str, Any]] = [{"order": order} for order in ORDERS[: chunks > 2]] + [{"order": ()}]
     variants = list(product(tight, narrow_priorities if on_v else priorities)) + list(product(groups, priorities))
-    for patience, gap, owed in HABITS:
-        max_owed = ranks if owed < 0 else owed
+    for patience, gap, deferred in HABITS:
+        max_deferred = ranks if deferred < 0 else deferred
         for ahead, (group, priority), whole in product(depths, variants, wholes):
-            yield Rule(ahead=ahead, owed=max_owed, patience=patience, gap=gap, whole=whole, group=group, **priority)
+            yield Rule(
+                ahead=ahead, max_deferred=max_deferred, patience=patience, gap=gap, whole=whole, group=group, **priority
+            )
