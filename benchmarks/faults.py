@@ -96,14 +96,14 @@ def ours(rank: int, stages: list[FaultyStage], planter: Planter) -> None:
         microbatches=MICROBATCHES,
         deadline=DEADLINE,
     )
-    world: Any = pipe.runner.world
-    honest = world.transport
+    host: Any = pipe.runner.host
+    honest = host.transport
 
     def replaced(message: Any) -> Any:
         mine = planter.armed and planter.place == "wire" and message.header.stage == planter.stage
         return [planter.spoil(message.leaves[0]), *message.leaves[1:]] if mine else message.leaves
 
-    world.transport = lambda rank: FaultyTransport(honest(rank), replaced=replaced)
+    host.transport = lambda rank: FaultyTransport(honest(rank), replaced=replaced)
     pipe.step(*batch())
     leave(rank, planter)
     planter.arm(stages)

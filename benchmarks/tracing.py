@@ -36,7 +36,7 @@ def main() -> None:
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="interleaved-zb", ranks=1, microbatches=8, chunks=4)
     x = torch.randn(64, 256)
     module: Any = executor
-    clock, flight = module.perf_counter, pipe.runner.world.flight(0)
+    clock, flight = module.perf_counter, pipe.runner.host.flight(0)
     rings = (flight.actions, flight.sent, flight.received)
     taken: dict[str, list[float]] = {"traced": [], "not traced": []}
     for turn in range(options.repeats + 5):

@@ -624,7 +624,7 @@ def foreign_default(rank: int, folder: str) -> list[str]:
     assert_same_bits(pipe.state_dict(gather=True), plain.state_dict())
     another = sl.Pipeline(blocks(4), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=4)
     assert another.step(*batch()).loss == loss
-    return [dist.get_backend(), dist.get_backend(another.runner.world._groups.control)]  # type: ignore[attr-defined]
+    return [dist.get_backend(), dist.get_backend(another.runner.host._groups.control)]  # type: ignore[attr-defined]
 
 
 def test_the_users_default_group_is_not_used(tmp_path: Path) -> None:

@@ -350,8 +350,8 @@ def test_a_lost_message_leaves_a_flight_record(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("STAGELINE_FLIGHT_DIR", raising=False)
     pipe = linear_pipeline(deadline=0.5)
-    honest = pipe.runner.world.transport
-    pipe.runner.world.transport = lambda rank: FaultyTransport(honest(rank), drop=lambda header: True)  # type: ignore[method-assign]
+    honest = pipe.runner.host.transport
+    pipe.runner.host.transport = lambda rank: FaultyTransport(honest(rank), drop=lambda header: True)  # type: ignore[method-assign]
     with pytest.raises(sl.PipelineError) as failed:
         pipe.step(torch.ones(4, 4), torch.ones(4, 4))
     assert any("stageline doctor stageline-flight" in note for note in failed.value.__notes__)

@@ -139,11 +139,11 @@ def test_tied_weights_and_the_gathered_state_of_a_gpu() -> None:
 def fails(rank: int) -> str:
     """A message of a GPU that is not what was announced, and an honest step after it."""
     pipe = sl.Pipeline(blocks(2).to(DEVICE), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=4)
-    world: Any = pipe.runner.world
-    honest = world.transport(rank)
+    host: Any = pipe.runner.host
+    honest = host.transport(rank)
     faulty = FaultyTransport(honest, replaced=lambda message: [leaf.half() for leaf in message.leaves])  # type: ignore[union-attr]
     if rank == 0:
-        world.transport = lambda rank: faulty
+        host.transport = lambda rank: faulty
     x, y = (part.to(DEVICE) for part in batch())
     with pytest.raises(sl.PipelineError) as caught:
         pipe.step(x, y)

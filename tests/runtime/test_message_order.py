@@ -117,8 +117,8 @@ def train(rank: int, seeds: list[int], apart: bool) -> list[dict[str, Tensor | N
         model = layers(schedule.stages)
         pipe = sl.Pipeline(list(model), loss_fn=functional.mse_loss, schedule=schedule)
         if apart:
-            world: Any = pipe.runner.world
-            world._transport._payloads = PayloadGroups("gloo", "cpu")
+            host: Any = pipe.runner.host
+            host._transport._payloads = PayloadGroups("gloo", "cpu")
         for _ in range(2):
             pipe.step(*samples(schedule.microbatches))
         own = [f"{stage}." for stage in range(schedule.stages) if schedule.rank_of(stage) == rank]
@@ -138,8 +138,8 @@ def test_a_message_that_was_not_sent_in_its_turn_is_still_refused() -> None:
     """What is parked is checked as what is taken at once."""
     schedule = reordered(2, 0)
     pipe = sl.Pipeline(list(layers(schedule.stages)), loss_fn=functional.mse_loss, schedule=schedule, deadline=5.0)
-    world: Any = pipe.runner.world
-    honest = world.transport
-    world.transport = lambda rank: FaultyTransport(honest(rank), relabel=lambda head: replace(head, microbatch=99))
+    host: Any = pipe.runner.host
+    honest = host.transport
+    host.transport = lambda rank: FaultyTransport(honest(rank), relabel=lambda head: replace(head, microbatch=99))
     with pytest.raises(sl.PipelineError, match=r"expected the output of .*, and got the output of .* microbatch 99"):
         pipe.step(*samples(schedule.microbatches))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stageline as sl
-from stageline.distributed.thread_host import ThreadWorld
+from stageline.distributed.thread_host import ThreadHost
 from stageline.planning.reorder import Reordered, reorder
 from stageline.runtime import replan
 from stageline.runtime.replan import Watch
@@ -190,10 +190,10 @@ def test_processes_reorder_together(replicas: int) -> None:
 
 def look(watch: Watch, schedule: sl.Schedule, costs: sl.Costs, steps: int) -> list[Any]:
     """Watch so many steps that are measured as these costs."""
-    world, results = ThreadWorld(schedule.ranks), []
+    host, results = ThreadHost(schedule.ranks), []
     for step in range(steps):
         seen = sl.simulate(schedule, costs) if watch.wants() else None
-        results.append(watch.after(step, seen, schedule, world))
+        results.append(watch.after(step, seen, schedule, host))
     return results
 
 
@@ -311,10 +311,10 @@ def test_noise_is_no_drift_and_a_lasting_change_is_reported_once(
         return sl.Costs(forward=forward.tolist(), backward=(2 * backward).tolist())
 
     monkeypatch.setattr(replan, "typical_costs", noisy)
-    schedule, world = sl.schedule("1f1b", ranks=4, microbatches=8), ThreadWorld(4)
+    schedule, host = sl.schedule("1f1b", ranks=4, microbatches=8), ThreadHost(4)
     timeline, watch = sl.simulate(schedule, sl.Costs()), Watch("warn", 10, None, None)
     for step in range(260):
         factors[2] = 4.0 if step >= 200 else 1.0
-        watch.after(step, timeline if watch.wants() else None, schedule, world)
+        watch.after(step, timeline if watch.wants() else None, schedule, host)
     (line,) = caplog.messages
     assert line.startswith("after step 209, stage 2 on rank 2 takes ")

@@ -293,16 +293,16 @@ def overlap(rank: int) -> tuple[int, list[int]]:
     assert pipe.runner.replicas is not None
     group: Any = pipe.runner.replicas.group
     begun, add = [], group.all_reduce_async
-    world: Any = pipe.runner.world
+    host: Any = pipe.runner.host
 
     def watched(flat: Tensor) -> Any:
-        begun.append(world._control.done)
+        begun.append(host._control.done)
         return add(flat)
 
     group.all_reduce_async = watched
-    before = world._control.done
+    before = host._control.done
     pipe.step(*data(pipe.replica))
-    return world._control.done - before, [actions - before for actions in begun]
+    return host._control.done - before, [actions - before for actions in begun]
 
 
 def several(rank: int) -> dict[str, Any]:

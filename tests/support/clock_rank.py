@@ -21,11 +21,11 @@ def main(rank: int, folder: str) -> None:
     pipe = sl.Pipeline(
         stages, loss_fn=functional.mse_loss, ranks=2, schedule="1f1b", microbatches=4, replan="warn", replan_every=3
     )
-    world: Any = pipe.runner.world
-    world._align_after, first = 0.0, world.clocks.moment
+    host: Any = pipe.runner.host
+    host._align_after, first = 0.0, host.clocks.moment
     for _ in range(4):
         stats = pipe.step(x, x)
-    assert world.clocks.moment > first  # clocks that drift are aligned again
+    assert host.clocks.moment > first  # clocks that drift are aligned again
     assert stats.bubble == pipe.timeline.bubble
     pipe.timeline.write(Path(folder) / f"step-{rank}.json")
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)

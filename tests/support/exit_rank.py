@@ -27,15 +27,15 @@ def lose_a_rank() -> sl.PipelineError:
     )
     x = torch.ones(4, 2)
     pipe.step(x, x)
-    world = pipe.runner.world
+    host = pipe.runner.host
     if rank == ranks - 1:
-        world.all_reduce(np.zeros(1))  # so all have finished their step
-        world.abandon(KeyboardInterrupt())
+        host.all_reduce(np.zeros(1))  # so all have finished their step
+        host.abandon(KeyboardInterrupt())
         print("left", flush=True)
         time.sleep(1000.0)
     try:
-        world.all_reduce(np.zeros(1))
-        world.all_reduce(np.zeros(1))
+        host.all_reduce(np.zeros(1))
+        host.all_reduce(np.zeros(1))
     except sl.PipelineError as error:
         print("lost", flush=True)
         print("kept in a buffer", end="")

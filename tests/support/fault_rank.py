@@ -128,9 +128,9 @@ class Job:
 
     def faulty(self, deadline: float) -> sl.Pipeline:
         pipe = self.pipeline("1f1b", deadline)
-        world: Any = pipe.runner.world
-        honest = world.transport
-        world.transport = lambda rank: FaultyTransport(honest(rank), replaced=self.wire.spoil)
+        host: Any = pipe.runner.host
+        honest = host.transport
+        host.transport = lambda rank: FaultyTransport(honest(rank), replaced=self.wire.spoil)
         return pipe
 
     def hurry(self, deadline: float) -> dict[str, Any]:
@@ -197,20 +197,20 @@ class Job:
 
     def unheard(self) -> dict[str, Any]:
         """Rank 1 fails first, but rank 0 reports its failure first."""
-        world: Any = self.pipe.runner.world
-        report = world._control.report
+        host: Any = self.pipe.runner.host
+        report = host._control.report
 
         def late(failure: Any) -> None:
             (self.faults.folder / "failed").touch()
-            assert world._control.verdict(200.0) is not None
+            assert host._control.verdict(200.0) is not None
             report(failure)
 
         if self.rank == 1:
-            world._control.report = late
+            host._control.report = late
         try:
             return self.step(["error", 1, "F", 0] if self.rank == 1 else ["after", 0, "F", 1])
         finally:
-            world._control.report = report
+            host._control.report = report
 
     def leave(self, who: int) -> dict[str, Any]:
         """One rank ends between two steps."""

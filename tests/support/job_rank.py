@@ -97,13 +97,13 @@ def noted_when_waiting(words: list[str], folder: str) -> None:
     """The same; says by a file that it begins to wait for other ranks."""
     from stageline.train import setup
 
-    job_world = vars(setup)["job_world"]
+    job_host = vars(setup)["job_host"]
 
     def noted(*arguments: Any) -> Any:
         (Path(folder) / "inside").touch()
-        return job_world(*arguments)
+        return job_host(*arguments)
 
-    vars(setup)["job_world"] = noted
+    vars(setup)["job_host"] = noted
     main(words)
 
 

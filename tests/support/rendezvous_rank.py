@@ -36,18 +36,18 @@ def train(rank: int, fault: str) -> dict[str, Any]:
     one_process_step(plain, functional.mse_loss, x, y, microbatches=2)
     mine, alone = dict(pipe.named_gradients()), {name: value.grad for name, value in plain.named_parameters()}
     assert_same_bits(mine, {name: alone[name] for name in mine}, "gradients")
-    world: Any = pipe.runner.world
+    host: Any = pipe.runner.host
     if fault and rank == RANKS - 1:
-        world.all_reduce(np.zeros(1))  # so all have finished their step
+        host.all_reduce(np.zeros(1))  # so all have finished their step
     if fault == "kill" and rank == RANKS - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "leave" and rank == RANKS - 1:
-        world.abandon(KeyboardInterrupt("planted"))
+        host.abandon(KeyboardInterrupt("planted"))
         return {"error": ""}
     try:
         if fault:
-            world.all_reduce(np.zeros(1))
-            world.all_reduce(np.zeros(1))
+            host.all_reduce(np.zeros(1))
+            host.all_reduce(np.zeros(1))
     except sl.PipelineError as error:
         return {"error": str(error)}
     return {"error": ""}

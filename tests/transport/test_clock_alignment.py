@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import stageline as sl
 from stageline.cli.app import app
 from stageline.common.errors import TransportError
-from stageline.distributed.thread_host import ThreadWorld
+from stageline.distributed.thread_host import ThreadHost
 from stageline.runtime.replan import Watch
 from stageline.timeline import draw
 from stageline.timeline.explain import typical_costs
@@ -216,7 +216,7 @@ def test_what_actions_took_is_known_without_aligned_clocks_and_transfers_are_not
 def test_nothing_is_planned_from_a_step_of_clocks_that_were_not_aligned() -> None:
     watch = Watch("auto", 2, sl.Costs(), None)
     for step in range(4):
-        assert watch.after(step, APART, APART.schedule, ThreadWorld(2)) is None
+        assert watch.after(step, APART, APART.schedule, ThreadHost(2)) is None
     assert watch.drift is None
 
 

@@ -60,8 +60,8 @@ def faulty(deadline: float = 60.0, **faults: Callable[[Any], Any]) -> sl.Pipelin
     pipe = sl.Pipeline(
         blocks(4), loss_fn=functional.mse_loss, schedule="1f1b", ranks=4, microbatches=4, deadline=deadline
     )
-    honest = pipe.runner.world.transport
-    pipe.runner.world.transport = lambda rank: FaultyTransport(honest(rank), **faults)  # type: ignore[method-assign]
+    honest = pipe.runner.host.transport
+    pipe.runner.host.transport = lambda rank: FaultyTransport(honest(rank), **faults)  # type: ignore[method-assign]
     return pipe
 
 
@@ -101,8 +101,8 @@ def test_a_gradient_of_another_type_than_its_output_is_refused() -> None:
             self.inner.send(message)
 
     pipe = sl.Pipeline(blocks(2), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
-    honest = pipe.runner.world.transport
-    pipe.runner.world.transport = lambda rank: Wrong(honest(rank))  # type: ignore[method-assign]
+    honest = pipe.runner.host.transport
+    pipe.runner.host.transport = lambda rank: Wrong(honest(rank))  # type: ignore[method-assign]
     with pytest.raises(sl.PipelineError, match=r"stage 0 passed on a tensor .*float32, but got a gradient .*float64"):
         pipe.step(*batch())
 
@@ -186,7 +186,7 @@ def test_a_sender_refuses_what_its_receiver_does_not_expect() -> None:
 def keeps(rank: int) -> tuple[int, int, float, float]:
     """Train with 64 microbatches, looking after every send how much is kept."""
     pipe = sl.Pipeline(blocks(4), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=64)
-    transport: Any = pipe.runner.world.transport(rank)
+    transport: Any = pipe.runner.host.transport(rank)
     kept: list[int] = []
     honest = transport.send
 
@@ -294,12 +294,12 @@ def suffers(rank: int, names: list[str], apart: bool) -> dict[str, list[str]]:
         pipe = sl.Pipeline(
             blocks(3), loss_fn=functional.mse_loss, schedule="1f1b", ranks=3, microbatches=4, deadline=4.0
         )
-        world: Any = pipe.runner.world
+        host: Any = pipe.runner.host
         if apart:
-            world._transport._payloads = PayloadGroups("gloo", "cpu")
+            host._transport._payloads = PayloadGroups("gloo", "cpu")
         if rank == 0:
-            faulty = FaultyTransport(world.transport(0), **only(active, name))
-            world.transport = lambda rank, faulty=faulty: faulty
+            faulty = FaultyTransport(host.transport(0), **only(active, name))
+            host.transport = lambda rank, faulty=faulty: faulty
         errors[name] = []
         for call in (pipe.step, pipe.evaluate):
             with pytest.raises(sl.PipelineError) as caught:

@@ -15,7 +15,7 @@ from stageline.distributed.failures import GRADIENTS, note_record
 from stageline.distributed.layout import Layout
 from stageline.distributed.process_exit import close_at_exit
 from stageline.distributed.process_groups import Groups
-from stageline.distributed.rank_host import RankProgram
+from stageline.distributed.rank_host import RankRunner
 from stageline.faults.flight_recorder import FlightRecorder, worth_writing
 from stageline.faults.monitor.verdict import Failure, Verdict
 from stageline.transport.tcp.transport import SocketTransport
@@ -30,8 +30,8 @@ class JobFailures:
     def __init__(self, groups: Groups, layout: Layout, transport: SocketTransport) -> None:
         self.control = groups.monitor
         self.flight = FlightRecorder(transport.rank, transport.ranks, self.control.job)
-        self.running: RankProgram | None = None
-        """The program of the step that runs now."""
+        self.running: RankRunner | None = None
+        """What runs the current step on this rank."""
         self.lost = ""
         """Why this pipeline cannot continue; empty while it can."""
         self._groups, self._layout, self._transport = groups, layout, transport

@@ -29,8 +29,8 @@ from stageline.distributed.failures import (
 )
 from stageline.distributed.job_failures import JobFailures
 from stageline.distributed.layout import Layout, find_layout
-from stageline.distributed.rank_host import Floats, HostedStep, RankProgram, World
-from stageline.distributed.thread_host import ThreadWorld
+from stageline.distributed.rank_host import Floats, HostedStep, RankHost, RankRunner
+from stageline.distributed.thread_host import ThreadHost
 from stageline.faults.flight_recorder import FlightRecorder
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.verdict import Failure, Verdict, describe, located
@@ -50,23 +50,23 @@ SMALL = 1 << 17
 """Up to how many numbers of all ranks together are gathered as they are, and not added up on the way."""
 
 
-def find_world(ranks: int, deadline: float, replicas: int | None = None, mesh: DeviceMesh | None = None) -> World:
+def find_host(ranks: int, deadline: float, replicas: int | None = None, mesh: DeviceMesh | None = None) -> RankHost:
     """Threads, unless the environment says that this process is one rank of several."""
     if not several_processes(deadline):
         if mesh is not None or replicas not in (None, 1):
             find_layout(ranks, replicas, mesh, 1)
-        return ThreadWorld(ranks, deadline)
-    return ProcessWorld(deadline, find_layout(ranks, replicas, mesh, dist.get_world_size()))
+        return ThreadHost(ranks, deadline)
+    return ProcessHost(deadline, find_layout(ranks, replicas, mesh, dist.get_world_size()))
 
 
-def job_world(deadline: float) -> World:
+def job_host(deadline: float) -> RankHost:
     """All processes of a job, whatever pipelines they are part of; a process alone is all of it."""
     if not several_processes(deadline):
-        return ThreadWorld(1, deadline)
-    return ProcessWorld(deadline, Layout.even(dist.get_world_size()))
+        return ThreadHost(1, deadline)
+    return ProcessHost(deadline, Layout.even(dist.get_world_size()))
 
 
-class ProcessWorld(ProcessCollectives):
+class ProcessHost(ProcessCollectives):
     """This process is one rank of a torch.distributed group; the pipeline's own groups join it to the others."""
 
     def __init__(self, deadline: float, layout: Layout) -> None:
@@ -122,19 +122,19 @@ class ProcessWorld(ProcessCollectives):
         self._failures.abandon(error)
 
     def run(self, step: HostedStep) -> tuple[list[Any], Floats]:
-        """Run this rank's program in this thread; all ranks come to the end of the step together, failed or not."""
+        """Run this rank in this thread; all ranks come to the end of the step together, failed or not."""
         results, own, failed = self.run_rank(step)
         return results, self._end_together(failed, own)
 
     def run_rank(self, step: HostedStep) -> tuple[list[Any], Floats, RankFailure | None]:
-        """Run this rank's program; failed or not, all its messages of this step are sent and received afterwards."""
-        program: RankProgram = step.executors.executors[0]
-        program.stopped = None
-        self._failures.running = program
+        """Run this rank; failed or not, all its messages of this step are sent and received afterwards."""
+        runner: RankRunner = step.executors.executors[0]
+        runner.stopped = None
+        self._failures.running = runner
         results: list[Any] = []
         failed: RankFailure | None = None
-        device = None if program.device is None else torch.device("cuda", program.device)
-        self._transport.begin(*self._expected(step.executors.schedule, program), device)
+        device = None if runner.device is None else torch.device("cuda", runner.device)
+        self._transport.begin(*self._expected(step.executors.schedule, runner), device)
         verdict = self._control.verdict()
         if verdict is not None:  # it came while this step was being prepared
             self._failures.hear(verdict)
@@ -144,12 +144,12 @@ class ProcessWorld(ProcessCollectives):
         try:
             if step.refused is not None or step.request is None:
                 raise step.refused or StagelineError("there is nothing to run")
-            results = [program.run(step.request, None if reducer is None else reducer.ready)]
+            results = [runner.run(step.request, None if reducer is None else reducer.ready)]
             own = step.summarize(results)
         except BaseException as error:
-            failed = RankFailure(time.time(), program.doing, error)
+            failed = RankFailure(time.time(), runner.doing, error)
             own = np.zeros(step.size)
-            self._report(program, error)
+            self._report(runner, error)
         if reducer is not None:  # also after a failure: the other replicas wait for this one's part
             reducer.finish(failed is None)
         try:
@@ -159,21 +159,21 @@ class ProcessWorld(ProcessCollectives):
         return results, own, failed
 
     def _expected(
-        self, schedule: Schedule, program: RankProgram
+        self, schedule: Schedule, runner: RankRunner
     ) -> tuple[dict[tuple[int, Traffic], int], dict[tuple[int, Traffic], int]]:
         """How many messages this rank receives from, and sends to, each other rank in a step of the schedule."""
         if self._traffic is None or self._traffic[0] is not schedule:
             expected: dict[tuple[int, Traffic], int] = {}
             owed: dict[tuple[int, Traffic], int] = {}
             for channel in schedule.channels:
-                if channel.target == program.rank:
-                    expected[(program.names[channel.source], channel.traffic)] = len(channel.messages)
-                if channel.source == program.rank:
-                    owed[(program.names[channel.target], channel.traffic)] = len(channel.messages)
+                if channel.target == runner.rank:
+                    expected[(runner.names[channel.source], channel.traffic)] = len(channel.messages)
+                if channel.source == runner.rank:
+                    owed[(runner.names[channel.target], channel.traffic)] = len(channel.messages)
             self._traffic = (schedule, expected, owed)
         return self._traffic[1], self._traffic[2]
 
-    def _report(self, program: RankProgram, error: BaseException) -> None:
+    def _report(self, runner: RankRunner, error: BaseException) -> None:
         """Tell all ranks of this rank's failure, and learn whether another's was the cause of it."""
         report = Failure.of(error, self._control.doing, secondary=isinstance(error, TransportError))
         if isinstance(error, PeerFailed):
@@ -181,11 +181,11 @@ class ProcessWorld(ProcessCollectives):
         if not isinstance(error, Exception):  # this rank leaves the step, and does not come to its end with the others
             report = replace(report, final=True)
         self._control.report(report)
-        self._transport.fail(error, f"{self.layout.name(program.name)} failed in {program.doing}")
+        self._transport.fail(error, f"{self.layout.name(runner.name)} failed in {runner.doing}")
         self._control.waits = EVERYONE
         verdict = self._failures.blamed()
-        program.record(verdict, self._control.lost)
-        program.forget()
+        runner.record(verdict, self._control.lost)
+        runner.forget()
         if not isinstance(error, Exception):
             self._failures.leave()
             raise error

@@ -1,4 +1,4 @@
-"""The protocols of a place where ranks live: collectives, hosting ranks, and the programs that a host runs."""
+"""The protocols of a place where ranks live: collectives, hosting ranks, and what a host runs on its ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 
-class RankProgram(Protocol):
+class RankRunner(Protocol):
     """What a host runs on one rank, step after step."""
 
     rank: int
@@ -75,15 +75,15 @@ class GradientReducer(Protocol):
         """Wait for all sums; `well` is False where the step failed on this rank."""
 
 
-Program = TypeVar("Program", bound=RankProgram)
+Runner = TypeVar("Runner", bound=RankRunner)
 
 
 @dataclass(frozen=True)
-class RankExecutors(Generic[Program]):
+class RankExecutors(Generic[Runner]):
     """A schedule, and the executors of the ranks of this process."""
 
     schedule: Schedule
-    executors: list[Program]
+    executors: list[Runner]
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ class Collectives(Protocol):
         """Copy the tensor of one rank to all ranks of this replica, in place."""
 
 
-class RankHost(Protocol):
-    """What runs the ranks of this process."""
+class RankHost(Collectives, Protocol):
+    """Where the ranks of a pipeline live: threads of this process, or processes of a job."""
 
     deadline: float
     """How many seconds a rank may be silent before a step fails."""
@@ -174,7 +174,3 @@ class RankHost(Protocol):
 
     def abandon(self, error: BaseException) -> None:
         """Leave a step for good, for an error that is not a failure of the step, such as Ctrl-C."""
-
-
-class World(Collectives, RankHost, Protocol):
-    """Where the ranks of a pipeline live: threads of this process, or processes of a job."""

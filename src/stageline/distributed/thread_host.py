@@ -14,7 +14,7 @@ from stageline.common.errors import PeerFailed, StagelineError
 from stageline.distributed.collectives import ReplicaGroup
 from stageline.distributed.failures import GRADIENTS, changed_output, failure, note_record, origin_of
 from stageline.distributed.layout import Layout
-from stageline.distributed.rank_host import Floats, HostedStep, RankExecutors, RankProgram
+from stageline.distributed.rank_host import Floats, HostedStep, RankExecutors, RankRunner
 from stageline.faults.flight_recorder import FlightRecorder
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.verdict import Failure, Verdict, describe, place
@@ -25,7 +25,7 @@ from stageline.transport.protocol import Transport
 from stageline.transport.threads import ThreadHub
 
 
-class ThreadWorld:
+class ThreadHost:
     """All ranks are threads of this process, so collectives have nothing to do."""
 
     def __init__(self, ranks: int, deadline: float = 60.0) -> None:
@@ -70,41 +70,41 @@ class ThreadWorld:
         if step.refused is not None or step.request is None:
             raise step.refused or StagelineError("there is nothing to run")
         self.hub.reset()
-        programs: list[RankProgram] = step.executors.executors
+        runners: list[RankRunner] = step.executors.executors
         results: dict[int, Any] = {}
         failures: dict[int, BaseException] = {}
         context = Surroundings()
 
-        def run(program: RankProgram) -> None:
+        def run(runner: RankRunner) -> None:
             try:
-                results[program.rank] = context.run(lambda: program.run(step.request))
-                program.progress.doing = None
+                results[runner.rank] = context.run(lambda: runner.run(step.request))
+                runner.progress.doing = None
             except BaseException as error:
-                failures[program.rank] = error
-                self._stop(programs, program.rank, error, f"rank {program.rank} failed {place(program.doing)}")
+                failures[runner.rank] = error
+                self._stop(runners, runner.rank, error, f"rank {runner.rank} failed {place(runner.doing)}")
 
-        for program in programs:
-            program.stopped = None
-            program.progress.doing, program.progress.waits = "before its first action", None
-        if len(programs) == 1:
-            run(programs[0])  # a single rank needs no thread; on a GPU, a new thread is a third slower
+        for runner in runners:
+            runner.stopped = None
+            runner.progress.doing, runner.progress.waits = "before its first action", None
+        if len(runners) == 1:
+            run(runners[0])  # a single rank needs no thread; on a GPU, a new thread is a third slower
         else:
-            self._on_threads(programs, run)
+            self._on_threads(runners, run)
         if failures:
             raise self.failed(step.executors, failures)
         ordered = [results[rank] for rank in self.here]
         return ordered, step.summarize(ordered)
 
-    def _stop(self, programs: list[RankProgram], rank: int, error: BaseException, where: str) -> None:
+    def _stop(self, runners: list[RankRunner], rank: int, error: BaseException, where: str) -> None:
         """Wake all ranks, and let none start another action."""
-        for program in programs:
-            program.stopped = program.stopped or PeerFailed(f"rank {program.rank} stopped: {where}", rank)
+        for runner in runners:
+            runner.stopped = runner.stopped or PeerFailed(f"rank {runner.rank} stopped: {where}", rank)
         self.hub.set_failure(rank, error, where)
 
-    def _on_threads(self, programs: list[RankProgram], run: Callable[[RankProgram], None]) -> None:
+    def _on_threads(self, runners: list[RankRunner], run: Callable[[RankRunner], None]) -> None:
         threads = [
-            threading.Thread(target=run, args=(program,), name=f"stageline rank {program.rank}", daemon=True)
-            for program in programs
+            threading.Thread(target=run, args=(runner,), name=f"stageline rank {runner.rank}", daemon=True)
+            for runner in runners
         ]
         try:
             for thread in threads:
@@ -112,12 +112,12 @@ class ThreadWorld:
             for thread in threads:
                 thread.join()
         except BaseException as error:  # a KeyboardInterrupt reaches this thread, and the ranks must hear of it
-            self._stop(programs, EVERYONE, error, "the step was interrupted")
+            self._stop(runners, EVERYONE, error, "the step was interrupted")
             for thread in threads:
                 if thread in threading.enumerate():  # including one that was interrupted while it started
                     thread.join()
-            for program in programs:
-                program.forget()
+            for runner in runners:
+                runner.forget()
             raise
 
     @staticmethod
@@ -125,24 +125,24 @@ class ThreadWorld:
         executors: RankExecutors[Any], failures: Mapping[int, BaseException], left: str = GRADIENTS
     ) -> BaseException:
         """The error of the rank that failed first; writes the flight records and drops what the step left."""
-        programs: list[RankProgram] = executors.executors
+        runners: list[RankRunner] = executors.executors
         own = [rank for rank, error in failures.items() if not isinstance(error, PeerFailed)]
         origin = (own or sorted(failures))[0]
-        first, program = failures[origin], programs[origin]
-        cause = Failure.of(first, program.progress.doing)
+        first, runner = failures[origin], runners[origin]
+        cause = Failure.of(first, runner.progress.doing)
         verdict = Verdict(
             origin, "raised", doing=cause.doing, text=cause.text, traceback=cause.traceback, final=False,
             action=cause.action, stage=cause.stage, microbatch=cause.microbatch,
         )  # fmt: skip
-        error = failure(f"rank {origin}", program.doing, first, left)
-        changes = [change for other in programs for change in other.changes]
-        change = origin_of(first, program.step, cause.stage, cause.microbatch, changes) if cause.action == "F" else None
+        error = failure(f"rank {origin}", runner.doing, first, left)
+        changes = [change for other in runners for change in other.changes]
+        change = origin_of(first, runner.step, cause.stage, cause.microbatch, changes) if cause.action == "F" else None
         if change is not None:
             blamed = executors.schedule.placement.rank_of(change.stage, change.microbatch)
             error = changed_output(f"rank {blamed}", change, f"stage {cause.stage} on rank {origin}", cause.text, left)
             verdict = replace(verdict, culprit=blamed, stage=change.stage, doing=describe(change.place))
-        note_record(error, [other.record(verdict) for other in programs])
-        for other in programs:
+        note_record(error, [other.record(verdict) for other in runners])
+        for other in runners:
             other.forget()
         if not isinstance(first, Exception):
             return first  # such as a KeyboardInterrupt

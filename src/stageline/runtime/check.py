@@ -150,7 +150,7 @@ def check(
     pipe = Pipeline(
         piped, loss_fn=loss, schedule=schedule, ranks=ranks, microbatches=parts, example=example, seed=0, **options
     )
-    if not pipe.runner.world.single_process:
+    if not pipe.runner.host.single_process:
         raise StagelineError("check compares in one process; call it without torchrun")
     if pipe.runner.stages.awaits_batch:
         pipe.runner.show(Batch(inputs, targets))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stageline.common.errors import PipelineError, StagelineError, shorten
-from stageline.distributed.rank_host import Floats, World
+from stageline.distributed.rank_host import Floats, RankHost
 from stageline.model.huggingface import own_loss
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.batches import comparison
@@ -91,11 +91,11 @@ class BatchIntake:
         self,
         options: PipelineOptions,
         schedule: Schedule,
-        world: World,
+        host: RankHost,
         stages: ModelStages,
         replicas: ReplicaAgreement | None,
     ) -> None:
-        self._options, self._world, self._stages, self._replicas = options, world, stages, replicas
+        self._options, self._host, self._stages, self._replicas = options, host, stages, replicas
         self.parts, self._stage_count = schedule.microbatches, schedule.stages
         """How many microbatches a batch is cut into."""
         table = schedule.placement.table
@@ -111,7 +111,7 @@ class BatchIntake:
 
     def validate(self, batch: Batch) -> BatchRow:
         """Make sure that a batch can be cut."""
-        specs, alone = self._options.chunk_specs, self._world.single_process
+        specs, alone = self._options.chunk_specs, self._host.single_process
         if alone and specs.kwargs is not None and batch.training:
             specs.refuse_unknown(batch.inputs, batch.keywords)
         if batch.keep:
@@ -139,27 +139,27 @@ class BatchIntake:
         Only a rank without a batch, or with another number of samples than in the last step, waits until it knows the
         batches of the others. With replicas, all ranks wait.
         """
-        world, replicas = self._world, self._replicas
+        host, replicas = self._host, self._replicas
         refused: Exception | None = None
         try:
             own = self.validate(batch)
         except StagelineError as error:
-            if world.single_process and replicas is None:
+            if host.single_process and replicas is None:
                 raise
             refused, own = error, BatchRow(None, np.array(REFUSED))
         if replicas is not None:
             row = replicas.row(own, batch.mode, batch.count, elements, refused is not None)
-            known = world.all_gather(row)
-            counts = replicas.agree(known, [] if world.single_process else batch.columns, self.readers, refused)
-            compared = known[world.replica, :, : len(NAMES)]
-            return Agreement(counts[world.replica], sum(counts), lambda: compared)
-        gathered = world.all_gather_async(own.row)
+            known = host.all_gather(row)
+            counts = replicas.agree(known, [] if host.single_process else batch.columns, self.readers, refused)
+            compared = known[host.replica, :, : len(NAMES)]
+            return Agreement(counts[host.replica], sum(counts), lambda: compared)
+        gathered = host.all_gather_async(own.row)
 
         def rows() -> Floats:
             first: Floats = gathered()[0]
             return first
 
-        if own.samples is not None and (world.single_process or own.samples == self.agreed):
+        if own.samples is not None and (host.single_process or own.samples == self.agreed):
             return Agreement(own.samples, own.samples, rows, refused)
         known = rows()
         sizes = set(known[:, 0].tolist()) - {0.0}
@@ -180,7 +180,7 @@ class BatchIntake:
         wants: Sequence[bool] = ()
         roots: Roots = ()
         if training and not (_has_no_graph(batch.inputs) and _has_no_graph(batch.targets) and not batch.keywords):
-            replicas = self._world.layout.replicas
+            replicas = self._host.layout.replicas
             whole, wants, roots = prepare_inputs(batch.inputs, batch.targets, batch.keywords, replicas)
         with torch.enable_grad() if wants else nullcontext():  # gradients go from the parts to the whole
             inputs = input_parts(whole, parts, filled, specs)

@@ -17,8 +17,8 @@ from stageline.autograd.recompute import Choice, Policy, mark, parse_recompute
 from stageline.common.errors import PipelineError, StagelineError, shorten
 from stageline.distributed.collectives import ProcessCollectives
 from stageline.distributed.layout import mesh_of, ranks_of
-from stageline.distributed.process_host import find_world
-from stageline.distributed.rank_host import Floats, World
+from stageline.distributed.process_host import find_host
+from stageline.distributed.rank_host import Floats, RankHost
 from stageline.model.staged import Staged
 from stageline.runtime.batches.chunk_specs import ChunkSpecs, Keywords
 from stageline.runtime.continuous.rollback import Make
@@ -173,26 +173,26 @@ class Pipeline:
         self._mesh = mesh
         self.plan: Plan | None = None
         """How it was planned, with `schedule="auto"`."""
-        world: World | None = None
+        host: RankHost | None = None
         if isinstance(schedule, str) and schedule == "auto":
             auto = automatic(
                 stages, source, recipe, self.options,
                 ranks=ranks, replicas=replicas, mesh=mesh, microbatches=microbatches, chunks=options.get("chunks"),
             )  # fmt: skip
-            world, self.plan, source = auto.world, auto.plan, auto.staged
+            host, self.plan, source = auto.host, auto.plan, auto.staged
             schedule, microbatches, options = auto.plan.schedule, None, {}
             self.options = replace(self.options, recompute=auto.recompute)
         self.model = whole_model(source)
         refuse_odd_tensors(self.model)
         order = find_schedule(schedule, count_layers(source), ranks, microbatches, **options)
-        self.runner = self._start(order, source, recipe, world, replicas)
+        self.runner = self._start(order, source, recipe, host, replicas)
 
     def _start(
         self,
         schedule: Schedule,
         source: Any,
         recipe: Description[Any] | None,
-        world: World | None,
+        host: RankHost | None,
         replicas: int | None,
     ) -> StepRunner:
         """Cut the model, join the other processes, build and place the stages, and prepare for the first step."""
@@ -201,27 +201,27 @@ class Pipeline:
         recompute = parse_recompute(options.recompute, options.recompute_policy)
         self.recomputed = mark(model, recompute, options.recompute)
         stages = ModelStages(source, model, schedule.stages, options.example)
-        world = world or find_world(schedule.ranks, options.seconds, replicas, self._mesh)
-        stages.join(world, schedule.placement)
-        world.check_same(
+        host = host or find_host(schedule.ranks, options.seconds, replicas, self._mesh)
+        stages.join(host, schedule.placement)
+        host.check_same(
             {
                 **facts_of(model, schedule),
                 **options.facts(),
                 "recompute": "\n".join([f"stages {recompute.stages}", *self.recomputed]),
-                "replicas and mesh": repr(world.layout.rows),
+                "replicas and mesh": repr(host.layout.rows),
             }
         )
-        seed = common_seed(world, options.seed)
+        seed = common_seed(host, options.seed)
         before = named_tensors(model)
         stages.build(recipe, seed, options.device)
         stages.place(options.compile)
-        stage_options = StageOptions(options.loss_fn, replica_seed(seed, world.replica), recompute)
+        stage_options = StageOptions(options.loss_fn, replica_seed(seed, host.replica), recompute)
         penalties = len(list(model.named_parameters())) if options.penalty is not None else 0
-        executors = ExecutorCache(world, stages, stage_options, Tensors([*named_tensors(model), *before]), penalties)
-        joined_replicas = join_replicas(world, schedule, stages.parts, stages.placed, model, options)
-        looks = options.stragglers and schedule.training and 0 in world.here
+        executors = ExecutorCache(host, stages, stage_options, Tensors([*named_tensors(model), *before]), penalties)
+        joined_replicas = join_replicas(host, schedule, stages.parts, stages.placed, model, options)
+        looks = options.stragglers and schedule.training and 0 in host.here
         watch = StepWatch(Stragglers(schedule) if looks else None, plan_watch)
-        return StepRunner(options, schedule, world, stages, executors, joined_replicas, watch)
+        return StepRunner(options, schedule, host, stages, executors, joined_replicas, watch)
 
     # What it is made of.
 
@@ -272,11 +272,11 @@ class Pipeline:
     @property
     def deadline(self) -> float:
         """How many seconds a rank may be silent before a step fails."""
-        return self.runner.world.deadline
+        return self.runner.host.deadline
 
     @deadline.setter
     def deadline(self, seconds: float) -> None:
-        self.runner.world.deadline = seconds
+        self.runner.host.deadline = seconds
         self.runner.executors.set_deadline(seconds)
 
     @property
@@ -287,21 +287,21 @@ class Pipeline:
     @property
     def replicas(self) -> int:
         """How many copies of the pipeline train together, each on its own samples."""
-        return self.runner.world.layout.replicas
+        return self.runner.host.layout.replicas
 
     @property
     def replica(self) -> int:
         """The replica of this process."""
-        return self.runner.world.replica
+        return self.runner.host.replica
 
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The processes by replica ("dp") and rank ("pp"): the `mesh` option, or one of the pipeline's own groups."""
         if self._mesh is not None:
             return self._mesh
-        if not isinstance(self.runner.world, ProcessCollectives):
+        if not isinstance(self.runner.host, ProcessCollectives):
             raise StagelineError("all ranks are threads of this process, and a mesh is of processes: use torchrun")
-        return mesh_of(self.runner.world)
+        return mesh_of(self.runner.host)
 
     def __reduce__(self) -> Any:
         raise StagelineError("a Pipeline cannot be copied or pickled; copy its model, and make a new Pipeline of that")
@@ -321,7 +321,7 @@ class Pipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this process's stages, each once; gradients add into their `.grad`."""
         own = (parameter for _, parameter in self.named_parameters())
-        return own if self.runner.world.single_process else watched(own)
+        return own if self.runner.host.single_process else watched(own)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this process's stages, by their names in the whole model."""
@@ -341,7 +341,7 @@ class Pipeline:
         With `gather=True`, which all processes must call together, each returns that of the whole model, on the CPU.
         """
         own = self.runner.stages.state_dict()
-        return gather_state(self.runner.world, self.ranks, own, list(self.model.state_dict())) if gather else own
+        return gather_state(self.runner.host, self.ranks, own, list(self.model.state_dict())) if gather else own
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state with names of the whole model; the stages of other processes are skipped."""
@@ -393,7 +393,7 @@ class Pipeline:
         """The norm of each parameter's gradient, in the order of the model."""
         known = dict(self.named_gradients()) if gradients is None else gradients
         own = {name: known[name] for name, _ in self.named_parameters() if self.owns(name) and name in known}
-        return self.runner.world.all_reduce(
+        return self.runner.host.all_reduce(
             norms_of([name for name, _ in self.model.named_parameters()], own, norm_type)
         )
 
@@ -525,18 +525,18 @@ def summary(runner: StepRunner) -> str:
     >>> sl.Pipeline(model, loss_fn=torch.nn.functional.mse_loss, schedule="gpipe", ranks=1, microbatches=4)
     <Pipeline of Sequential: 1 stage on 1 rank, schedule gpipe, 4 microbatches; in this process on cpu>
     """
-    schedule, world, stages = runner.schedule, runner.world, runner.stages
+    schedule, host, stages = runner.schedule, runner.host, runner.stages
     tensors = (tensor for part in stages.local_parts() for tensor in (*part.parameters(), *part.buffers()))
     devices = " and ".join(sorted({str(tensor.device) for tensor in tensors})) or "cpu"
-    if world.single_process:
+    if host.single_process:
         where = f"ranks are threads of this process on {devices}"
         where = where if schedule.ranks > 1 else f"in this process on {devices}"
     else:
         own = ", ".join(map(str, sorted(stages.local)))
-        layout = world.layout
-        replica = f" of replica {world.replica} of {layout.replicas}" if layout.replicas > 1 else ""
+        layout = host.layout
+        replica = f" of replica {host.replica} of {layout.replicas}" if layout.replicas > 1 else ""
         word = "stage" if len(stages.local) == 1 else "stages"
-        where = f"ranks are processes, this one is rank {world.here[0]}{replica} with {word} {own} on {devices}"
+        where = f"ranks are processes, this one is rank {host.here[0]}{replica} with {word} {own} on {devices}"
     return (
         f"<Pipeline of {type(stages.model).__name__}: {_count(schedule.stages, 'stage')} on "
         f"{_count(schedule.ranks, 'rank')}, schedule {schedule.name}, "

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from stageline.distributed.rank_host import RankExecutors, World
+from stageline.distributed.rank_host import RankExecutors, RankHost
 from stageline.model.stage_module.stage_module import StagePart
 from stageline.runtime.executor import Executor
 from stageline.runtime.guards.foreign_reads import ForeignReads, holders_of
@@ -51,10 +51,10 @@ class ExecutorCache:
     """Makes executors, and keeps them."""
 
     def __init__(
-        self, world: World, stages: ModelStages, options: StageOptions, watched: Tensors, penalties: int
+        self, host: RankHost, stages: ModelStages, options: StageOptions, watched: Tensors, penalties: int
     ) -> None:
         """`watched` are the tensors that loss_fn may not read, except those of the last stage."""
-        self._world, self._stages, self._options = world, stages, options
+        self._host, self._stages, self._options = host, stages, options
         self._watched, self._penalties = watched, penalties
         self.sets: dict[tuple[int, bool], ExecutorSet] = {}
         """By the number of microbatches, and whether they train."""
@@ -67,7 +67,7 @@ class ExecutorCache:
             placed = self._stages.placed.modules
             stages = {
                 rank: {stage: self._stage(stage, module, schedule) for stage, module in placed[rank].items()}
-                for rank in self._world.here
+                for rank in self._host.here
             }
             self.sets[key] = self._make(order, stages)
         return self.sets[key]
@@ -86,20 +86,20 @@ class ExecutorCache:
                 executor.deadline = seconds
 
     def _make(self, schedule: Schedule, stages: Mapping[int, Mapping[int, Stage]]) -> ExecutorSet:
-        world = self._world
+        host = self._host
         executors = [
             Executor(
                 schedule,
                 rank,
                 stages[rank],
-                world.transport(rank),
-                names=world.layout.rows[world.replica],
-                own_stream=len(world.here) > 1,
-                progress=world.progress(rank),
-                flight=world.flight(rank),
-                deadline=world.deadline,
+                host.transport(rank),
+                names=host.layout.rows[host.replica],
+                own_stream=len(host.here) > 1,
+                progress=host.progress(rank),
+                flight=host.flight(rank),
+                deadline=host.deadline,
             )
-            for rank in world.here
+            for rank in host.here
         ]
         devices = frozenset(executor.device for executor in executors if executor.device is not None)
         if any(executor.device is None for executor in executors):
@@ -108,7 +108,7 @@ class ExecutorCache:
             lock = threading.Lock()  # while torch compiles, it wants to be alone
             for executor in executors:
                 executor.turns = lock
-        with_times = not world.single_process and 3 * schedule.num_actions * schedule.ranks <= MOST_TIMES
+        with_times = not host.single_process and 3 * schedule.num_actions * schedule.ranks <= MOST_TIMES
         summary = SummaryLayout(schedule, penalties=self._penalties, with_times=with_times)
         return ExecutorSet(schedule, executors, summary, devices)
 
@@ -132,12 +132,12 @@ class ExecutorCache:
         uses = self._stages.placed.uses
         shared = {id(parameter) for parameter in uses} | {id(use.own) for by_stage in uses.values() for use in by_stage}
         own = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in shared]
-        alone = self._world.single_process and schedule.placement.directions == 1
+        alone = self._host.single_process and schedule.placement.directions == 1
         return LossReads(self._options.loss_fn, self._watched, own, alone=alone)
 
     def _foreign_reads(self, stage: int, module: nn.Module) -> ForeignReads:
         """What calls the layers of a stage that can reach parameters of other stages."""
         stages = self._stages
         twins = stages.placed.twins.get(module, {})
-        alone = self._world.single_process
+        alone = self._host.single_process
         return ForeignReads(stage, module, holders_of(stages.parts), twins, alone=alone, functions=not stages.compiled)

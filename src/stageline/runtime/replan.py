@@ -25,7 +25,7 @@ from stageline.timeline.stragglers import Stragglers
 from stageline.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
-    from stageline.distributed.rank_host import World
+    from stageline.distributed.rank_host import RankHost
     from stageline.planning.plan import Plan
 
 Replan = Literal["off", "warn", "auto"]
@@ -91,7 +91,7 @@ class Watch:
         position = self._count % self._every
         return self._count > 0 and position >= self._every - min(WINDOW, self._every - 1)
 
-    def after(self, step: int, measured: Timeline | None, schedule: Schedule, world: World) -> Replanned | None:
+    def after(self, step: int, measured: Timeline | None, schedule: Schedule, host: RankHost) -> Replanned | None:
         """Add a step; at the end of a period, compare with the plan, and return a better order, if any.
 
         `measured` is None where the step does not count, or had fewer microbatches than the schedule. A step whose
@@ -102,14 +102,14 @@ class Watch:
         self._count += 1
         if self._count % self._every or not self._seen:
             return None
-        costs = self._over_replicas(typical_of(self._seen), schedule, world)
-        steps = self._seen if world.layout.replicas == 1 else []  # of other replicas, only the totals are known
+        costs = self._over_replicas(typical_of(self._seen), schedule, host)
+        steps = self._seen if host.layout.replicas == 1 else []  # of other replicas, only the totals are known
         self._seen = []
         if self._planned is None:
             self._planned = costs
         noise = self._note_noise(schedule, steps, costs)
         self.drift = drift_of(schedule, self._planned, costs, steps=steps, noise=noise)
-        changed = self._decide(step, schedule, world)
+        changed = self._decide(step, schedule, host)
         if self.drift.stages:
             self._planned = self.drift.costs  # warn once, and again only after another change
         return changed
@@ -124,12 +124,12 @@ class Watch:
         spread: Floats = 1.4826 * np.median(np.abs(np.stack(self._noise)), axis=0) / np.sqrt(2)
         return spread
 
-    def _over_replicas(self, costs: Costs, schedule: Schedule, world: World) -> Costs:
+    def _over_replicas(self, costs: Costs, schedule: Schedule, host: RankHost) -> Costs:
         """The costs of the slowest replica, for which the others wait."""
-        if world.layout.replicas == 1:
+        if host.layout.replicas == 1:
             return costs
         row = np.concatenate([*map(np.asarray, costs.times(schedule.stages)), [float(np.max(costs.transfer))]])
-        known: Floats = world.all_gather(row).max(axis=(0, 1))
+        known: Floats = host.all_gather(row).max(axis=(0, 1))
         *times, transfer = np.split(known, [schedule.stages * (kind + 1) for kind in range(4)])
         forward, backward, first, second = (seconds.tolist() for seconds in times)
         return Costs(
@@ -140,10 +140,10 @@ class Watch:
             transfer=float(transfer[0]),
         )
 
-    def _decide(self, step: int, schedule: Schedule, world: World) -> Replanned | None:
+    def _decide(self, step: int, schedule: Schedule, host: RankHost) -> Replanned | None:
         """The first process warns of drift; with "auto" it searches for another order, which all processes take."""
         assert self.drift is not None
-        first = world.replica == 0 and 0 in world.here
+        first = host.replica == 0 and 0 in host.here
         if self.mode == "warn":
             if first and self.drift.stages:
                 logger.warning("%s", f"after step {step}, {self.drift}; replan='auto' looks for a better order")
@@ -161,7 +161,7 @@ class Watch:
             lines = "".join(schedule_lines(better.schedule))
             return {"schedule": lines, "before": better.before, "after": better.after}
 
-        choice = decide(world, choose)
+        choice = decide(host, choose)
         if choice is None:
             return None
         order = schedule_from(parse_json(choice["schedule"]))
@@ -182,7 +182,7 @@ class StepWatch:
         self.lengths: list[tuple[int, Schedule, Floats]] = []
         """Steps in which stragglers are still to be looked for: their numbers, schedules and lengths of actions."""
 
-    def find_stragglers(self, world: World) -> None:
+    def find_stragglers(self, host: RankHost) -> None:
         """Log the stages that became slower and stay so."""
         for step, schedule, lengths in self.lengths:
             if self.stragglers is None or self.stragglers.schedule is not schedule:  # another order starts anew
@@ -191,18 +191,18 @@ class StepWatch:
             if stragglers:
                 first, *others = stragglers
                 more = f" (and {len(others)} more)" if others else ""
-                where = f"replica {world.replica}, " if world.layout.replicas > 1 else ""
+                where = f"replica {host.replica}, " if host.layout.replicas > 1 else ""
                 logger.warning("%s", f"after step {step}, {where}{first}{more}; stragglers=False is silent")
         self.lengths.clear()
 
     def compare(
-        self, step: int, measured: Callable[[], Timeline] | None, schedule: Schedule, world: World
+        self, step: int, measured: Callable[[], Timeline] | None, schedule: Schedule, host: RankHost
     ) -> Schedule | None:
         """Compare the step with the plan; the order to take from now on, where that is better."""
         if self.plan is None:
             return None
         timeline = measured() if measured is not None and self.plan.wants() else None
-        changed = self.plan.after(step, timeline, schedule, world)
+        changed = self.plan.after(step, timeline, schedule, host)
         if changed is None:
             return None
         self.replans.append(changed)

@@ -13,7 +13,7 @@ from torch import nn
 
 from stageline.common.errors import PipelineError
 from stageline.distributed.collectives import ReplicaGroup
-from stageline.distributed.rank_host import Floats, World
+from stageline.distributed.rank_host import Floats, RankHost
 from stageline.runtime._torch_private import buffer_named
 from stageline.runtime.batches.comparison import NAMES, SCALE, BatchRow, disagreement
 from stageline.runtime.grad_reduce import Reducer
@@ -61,7 +61,7 @@ class Replicas:
 
     def __init__(
         self,
-        world: World,
+        host: RankHost,
         group: ReplicaGroup,
         schedule: Schedule,
         parts: Sequence[nn.Sequential],
@@ -72,13 +72,13 @@ class Replicas:
         dtype: torch.dtype | None,
     ) -> None:
         """`names` maps the id of every parameter to its name in the whole model."""
-        self.world, self.group = world, group
+        self.host, self.group = host, group
         self.overlap = True
         """Whether gradients are reduced while the pipeline drains, or only after all ranks have finished."""
         self.pending = False
         """Whether this replica has accumulated gradients that are not reduced yet."""
         self._bucket_mb, self._dtype = bucket_mb, dtype
-        (rank,) = world.here
+        (rank,) = host.here
         order = finishing_order(schedule, rank)
         self._stages = {
             stage: [(name, value) for name, value in parts[stage].named_parameters() if value not in placed.uses]
@@ -96,7 +96,7 @@ class Replicas:
 
     def follow(self, schedule: Schedule) -> None:
         """Reduce in the order in which the stages of another schedule finish."""
-        (rank,) = self.world.here
+        (rank,) = self.host.here
         self._stages = {stage: self._stages[stage] for stage in finishing_order(schedule, rank)}
         self._reducer = None
 
@@ -121,11 +121,11 @@ class Replicas:
         self, known: Floats, columns: Iterable[int], needs: Mapping[int, set[int]], refused: Exception | None
     ) -> list[int]:
         """Return the samples of every replica; if the rows do not fit together, all processes raise the same error."""
-        layout = self.world.layout
+        layout = self.host.layout
         if known[..., REFUSED].any():
             replica, rank = np.argwhere(known[..., REFUSED])[0]
             culprit = layout.rows[int(replica)][int(rank)]
-            reason = self.world.broadcast_to_all(f"{type(refused).__name__}: {refused}", culprit)
+            reason = self.host.broadcast_to_all(f"{type(refused).__name__}: {refused}", culprit)
             raise refused or PipelineError(f"{layout.name(culprit)} cannot run this batch: {reason}")
         for replica, rows in enumerate(known):
             wanted = [column for column in columns if column < len(NAMES)]
@@ -149,7 +149,7 @@ class Replicas:
 
     def start(self) -> None:
         """Start a training step: gradients accumulated before it count once, in the first replica."""
-        if self.world.replica and not self.pending:
+        if self.host.replica and not self.pending:
             for _, parameter in self.parameters():
                 parameter.grad = None
 
@@ -196,14 +196,14 @@ class Replicas:
     def metrics(self, own: dict[str, float]) -> dict[str, float]:
         """Add the metrics of all replicas, in their order."""
         total: dict[str, float] = {}
-        for replica in range(self.world.layout.replicas):
+        for replica in range(self.host.layout.replicas):
             for name, value in json.loads(self.group.broadcast(json.dumps(own), replica)).items():
                 total[name] = total.get(name, 0.0) + value
         return total
 
 
 def join_replicas(
-    world: World,
+    host: RankHost,
     schedule: Schedule,
     parts: Sequence[nn.Sequential],
     placed: Placed,
@@ -211,12 +211,12 @@ def join_replicas(
     options: PipelineOptions,
 ) -> Replicas | None:
     """Join this process to the other replicas, which must begin with the same weights; None where there is one."""
-    if world.replica_group is None:
+    if host.replica_group is None:
         return None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     replicas = Replicas(
-        world,
-        world.replica_group,
+        host,
+        host.replica_group,
         schedule,
         parts,
         placed,
@@ -225,5 +225,5 @@ def join_replicas(
         dtype=options.reduce_dtype,
     )
     if options.compare_weights:
-        compare_weights(world, held_by_several(model, parts, schedule.placement, world.layout.replicas))
+        compare_weights(host, held_by_several(model, parts, schedule.placement, host.layout.replicas))
     return replicas

@@ -14,22 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError, shorten
-from stageline.distributed.rank_host import World
+from stageline.distributed.rank_host import RankHost
 from stageline.transport.wire import DTYPES
 
 
-def gather_state(world: World, ranks: int, own: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
+def gather_state(host: RankHost, ranks: int, own: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
     """Gather the state of all ranks in every process, as CPU tensors in the order of the whole model.
 
     If several ranks hold a name, the first rank's value is used. Values other than tensors travel as JSON. A value that
     does not survive JSON raises an error on all ranks.
     """
-    if len(world.here) == ranks:
+    if len(host.here) == ranks:
         return {name: _copy(own[name]) for name in order}
     state: dict[str, Any] = {}
     for rank in range(ranks):
-        here = rank in world.here
-        entries = json.loads(world.broadcast(json.dumps(_describe(own, state)) if here else "", rank))
+        here = rank in host.here
+        entries = json.loads(host.broadcast(json.dumps(_describe(own, state)) if here else "", rank))
         if isinstance(entries, str):
             raise StagelineError(entries)
         for name, entry in entries.items():
@@ -39,7 +39,7 @@ def gather_state(world: World, ranks: int, own: Mapping[str, Any], order: Sequen
             tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
             if here:
                 tensor = _copy(own[name])
-            world.broadcast_tensor(tensor, rank)
+            host.broadcast_tensor(tensor, rank)
             state[name] = tensor
     return {name: state[name] for name in order}
 

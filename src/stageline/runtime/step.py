@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stageline.common.errors import PipelineError, StagelineError
 from stageline.distributed.failures import GRADIENTS, failure, note_record
-from stageline.distributed.rank_host import Floats, HostedStep, World
+from stageline.distributed.rank_host import Floats, HostedStep, RankHost
 from stageline.faults.monitor.verdict import Failure, Verdict, located
 from stageline.runtime._torch_private import version_of
 from stageline.runtime.batches.input_gradients import exchange, give_gradients
@@ -64,18 +64,18 @@ class StepRunner:
         self,
         options: PipelineOptions,
         schedule: Schedule,
-        world: World,
+        host: RankHost,
         stages: ModelStages,
         executors: ExecutorCache,
         replicas: Replicas | None,
         watch: StepWatch,
     ) -> None:
-        self.options, self.world, self.stages = options, world, stages
+        self.options, self.host, self.stages = options, host, stages
         self.replicas = replicas
         """What this process does together with other replicas; None where there is one."""
         self.watch = watch
         self.executors = executors
-        self.batches = BatchIntake(options, schedule, world, stages, replicas)
+        self.batches = BatchIntake(options, schedule, host, stages, replicas)
         self.steps = 0
         """How many steps were made."""
         self.measured: Measured | None = None
@@ -106,10 +106,10 @@ class StepRunner:
         began = time.perf_counter()
         self.scaled = batch.scale > 1.0
         done = self.run(batch)
-        executors, results, times, clocks = done.executors, done.results, done.outcome.times, self.world.clocks
+        executors, results, times, clocks = done.executors, done.results, done.outcome.times, self.host.clocks
         layout = executors.summary
         if times is None:
-            known = self.world.all_reduce_async(lambda: layout.times(executors.executors, results, clocks))
+            known = self.host.all_reduce_async(lambda: layout.times(executors.executors, results, clocks))
         else:
             known = lambda: times  # noqa: E731
         self.complete(
@@ -117,7 +117,7 @@ class StepRunner:
             done.request,
             Measured(executors.schedule, known, clocks),
             lambda: layout.lengths(executors.executors, results) if times is None else lengths_of(times),
-            lengths_are_known=times is not None or self.world.single_process,
+            lengths_are_known=times is not None or self.host.single_process,
         )
         return StepStats(
             loss=done.loss,
@@ -153,9 +153,9 @@ class StepRunner:
         if watch.stragglers is not None and lengths_are_known and whole and not executors.devices:
             watch.lengths.append((self.steps - 1, executors.schedule, lengths()))
             if len(watch.lengths) == LOOK_EVERY:
-                watch.find_stragglers(self.world)
+                watch.find_stragglers(self.host)
         if watch.plan is not None:
-            better = watch.compare(self.steps - 1, measured.timeline if whole else None, self.schedule, self.world)
+            better = watch.compare(self.steps - 1, measured.timeline if whole else None, self.schedule, self.host)
             if better is not None:
                 self.reorder(better)
 
@@ -215,8 +215,8 @@ class StepRunner:
             self.stages.refuse_to_train()
 
     def _run_stages(self, batch: Batch) -> CompletedBatch:
-        world, replicas = self.world, self.replicas
-        world.begin()
+        host, replicas = self.host, self.replicas
+        host.begin()
         if self._compares:
             self.compare_weights()
         buffers = all_buffers(self.stages.model) if batch.training and self._has_buffers else []
@@ -239,10 +239,10 @@ class StepRunner:
         except BaseException as error:
             put_back(buffers)
             if not isinstance(error, Exception):
-                world.abandon(error)
+                host.abandon(error)
             raise
         finally:
-            world.end()
+            host.end()
 
     @property
     def _has_buffers(self) -> bool:
@@ -254,15 +254,15 @@ class StepRunner:
 
     def compare_weights(self) -> None:
         """Before the first batch, all processes together: weights that several processes hold must be the same."""
-        world = self.world
-        if self._compares and (not world.single_process or self.replicas is not None):
-            placement, replicas = self.schedule.placement, world.layout.replicas
+        host = self.host
+        if self._compares and (not host.single_process or self.replicas is not None):
+            placement, replicas = self.schedule.placement, host.layout.replicas
             held = held_by_several(self.stages.model, self.stages.parts, placement, replicas)
             try:
                 if held:
-                    compare_weights(world, held)
+                    compare_weights(host, held)
             except PipelineError:
-                world.end()
+                host.end()
                 raise
         self._compares = False
 
@@ -278,7 +278,7 @@ class StepRunner:
         buffers: Taken,
     ) -> CompletedBatch:
         """Run the ranks of this process, and finish the step together with all others."""
-        world, replicas, refused = self.world, self.replicas, agreed.refused
+        host, replicas, refused = self.host, self.replicas, agreed.refused
         if not self.stages.plain:
             self.stages.placed.start()
         if replicas is not None and batch.training:
@@ -295,14 +295,14 @@ class StepRunner:
         step = HostedStep(executors, request, refused, summarize, executors.summary.size, overlapped)
         try:
             with no_collections():
-                results, totals = world.run(step)
+                results, totals = host.run(step)
         except PipelineError as error:
             if refused is not None and not isinstance(refused, PipelineError):
                 raise refused from error  # this rank's own error, in its own words
-            apart = "" if world.single_process else self.batches.disagreement(agreed.rows(), batch)
+            apart = "" if host.single_process else self.batches.disagreement(agreed.rows(), batch)
             raise (PipelineError(apart) if apart else error) from error.__cause__
         assert request is not None
-        if not world.single_process and replicas is None:  # replicas compare their batches before the step
+        if not host.single_process and replicas is None:  # replicas compare their batches before the step
             apart = self.batches.disagreement(agreed.rows(), batch)
             if apart:
                 raise PipelineError(apart)
@@ -318,10 +318,10 @@ class StepRunner:
                 raise self._not_finite_error(executors, wrong, good.index(False))
             self._check(executors, outcome, versions, generators)
             if not self.stages.plain:
-                gather(self.stages.placed, world.broadcast_tensor, world.single_process)
+                gather(self.stages.placed, host.broadcast_tensor, host.single_process)
             if replicas is not None:
                 replicas.finish(reducer, changed, buffers)
-            if penalties and (batch.sync or world.replica == 0):  # what is added up over replicas later counts in one
+            if penalties and (batch.sync or host.replica == 0):  # what is added up over replicas later counts in one
                 add_gradients(penalties, batch.scale)
             if request.inputs_want or len(self.batches.first_ranks) > 1:
                 self._give_input_gradients(request, results)
@@ -346,7 +346,7 @@ class StepRunner:
             return row
         if executors.devices:  # the times of a GPU are not known yet, and follow later
             return np.concatenate([row, np.zeros(3 * layout.actions + 1)])
-        return np.concatenate([row, layout.times(executors.executors, results, self.world.clocks), [1.0]])
+        return np.concatenate([row, layout.times(executors.executors, results, self.host.clocks), [1.0]])
 
     @cached_property
     def penalty_reads(self) -> Tensors | None:
@@ -357,16 +357,16 @@ class StepRunner:
     def _give_input_gradients(self, request: StepRequest, results: Sequence[RankResult]) -> None:
         """Give the inputs their gradients, on the processes that hold stage 0."""
         gradients = {key: grads for result in results for key, grads in result.input_gradients.items()}
-        if len(self.batches.first_ranks) > 1 and not self.world.single_process:
-            gradients = dict(exchange(self.world, self.batches.first_ranks, request.inputs_want, gradients))
-        if request.inputs_want and set(self.batches.first_ranks) & set(self.world.here):
+        if len(self.batches.first_ranks) > 1 and not self.host.single_process:
+            gradients = dict(exchange(self.host, self.batches.first_ranks, request.inputs_want, gradients))
+        if request.inputs_want and set(self.batches.first_ranks) & set(self.host.here):
             give_gradients(request.inputs, request.input_roots, gradients)
 
     def _metrics(self, own: dict[str, float]) -> dict[str, float]:
         """Add up the metrics of the ranks that hold the last stage, of which there may be two."""
-        total: dict[str, float] = own if self.world.single_process else {}
-        for rank in [] if self.world.single_process else self.batches.last_ranks:
-            for name, value in json.loads(self.world.broadcast(json.dumps(own), rank)).items():
+        total: dict[str, float] = own if self.host.single_process else {}
+        for rank in [] if self.host.single_process else self.batches.last_ranks:
+            for name, value in json.loads(self.host.broadcast(json.dumps(own), rank)).items():
                 total[name] = total.get(name, 0.0) + value
         return total if self.replicas is None else self.replicas.metrics(total)
 
@@ -383,9 +383,9 @@ class StepRunner:
 
     def _not_finite_error(self, executors: ExecutorSet, wrong: NotFinite | None, replica: int) -> PipelineError:
         """The error of a loss or gradient that is not finite, on all ranks of all replicas alike."""
-        world, layout = self.world, self.world.layout
-        own = {} if wrong is None else {"process": layout.rows[world.replica][wrong.rank], **wrong.to_json()}
-        first = json.loads(world.broadcast_to_all(json.dumps(own), layout.rows[replica][0]))
+        host, layout = self.host, self.host.layout
+        own = {} if wrong is None else {"process": layout.rows[host.replica][wrong.rank], **wrong.to_json()}
+        first = json.loads(host.broadcast_to_all(json.dumps(own), layout.rows[replica][0]))
         cause = ArithmeticError(first["text"])
         error = failure(layout.name(first["process"]), first["doing"], cause)
         report = Failure.of(cause, located(first["doing"]))

@@ -26,14 +26,14 @@ from stageline.train.layout import Layout
 from stageline.train.optimizers import Optimizer, State
 
 
-def find_checkpoint(folder: Path, step: int, world: Collectives) -> Checkpoint | None:
+def find_checkpoint(folder: Path, step: int, host: Collectives) -> Checkpoint | None:
     """Return the newest undamaged checkpoint of a folder, or that of a step from 0 on; rank 0 chooses."""
 
     def choose() -> str:
         path = _check_undamaged(at_step(folder, step)) if step >= 0 else _newest(folder)
         return "" if path is None else str(path)
 
-    chosen = decide(world, choose)
+    chosen = decide(host, choose)
     return open_checkpoint(Path(chosen)) if chosen else None
 
 
@@ -53,7 +53,7 @@ def _check_undamaged(path: Path) -> Path:
     return path
 
 
-def load_initial_weights(pipe: Pipeline, name: str, world: Collectives) -> None:
+def load_initial_weights(pipe: Pipeline, name: str, host: Collectives) -> None:
     """Load the weights of a checkpoint, of the newest undamaged one in a folder of them, or of safetensors files."""
 
     def choose() -> str:
@@ -65,7 +65,7 @@ def load_initial_weights(pipe: Pipeline, name: str, world: Collectives) -> None:
         except StagelineError as error:
             raise StagelineError(f"checkpoint.initial_load_path is {name!r}: {error}") from None
 
-    load_weights(pipe.model, decide(world, choose), cast=True)
+    load_weights(pipe.model, decide(host, choose), cast=True)
 
 
 def own_weights(pipe: Pipeline) -> dict[str, Tensor]:
@@ -151,14 +151,14 @@ class JobCheckpoints:
         writer: Writer,
         logs: Logs,
         *,
-        world: Collectives,
+        host: Collectives,
         layout: Layout,
         attempt: str,
         assets: Mapping[str, bytes],
     ) -> None:
         """`attempt` is the same on all processes, and different in every start of the job."""
         self._pipe, self._optimizer, self._writer, self._logs = pipe, optimizer, writer, logs
-        self._world, self._layout, self._attempt, self._assets = world, layout, attempt, assets
+        self._host, self._layout, self._attempt, self._assets = host, layout, attempt, assets
         self._reported, self._blocked_seconds = -1, 0.0
 
     def save(self, step: int, state: Mapping[str, Any], *, background: bool) -> None:
@@ -188,7 +188,7 @@ class JobCheckpoints:
 
     def fail(self, process: int) -> None:
         """Raise the error of the process that failed, on all of them."""
-        text = self._world.broadcast(str(self._writer.failed or ""), process)
+        text = self._host.broadcast(str(self._writer.failed or ""), process)
         self._writer.wait()
         raise CheckpointError(text)
 
@@ -233,11 +233,11 @@ class JobCheckpoints:
         failed = np.zeros(self._layout.processes)
         failed[self._layout.rank] = float(error is not None)
         try:
-            failed = self._world.all_reduce(failed)
+            failed = self._host.all_reduce(failed)
         except StagelineError as lost:
             if error is not None:
                 lost.add_note(str(error))
             raise
         if failed.any():
-            text = self._world.broadcast(str(error or ""), int(failed.argmax()))
+            text = self._host.broadcast(str(error or ""), int(failed.argmax()))
             raise error or CheckpointError(text)

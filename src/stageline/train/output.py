@@ -158,7 +158,7 @@ class Output:
         last = int(setup.choice.schedule.placement.table[0, -1])
         values = np.array([token if layout.processes == 1 or layout.rank == last else 0, self._stop.number], float)
         if layout.processes > 1:
-            values = setup.world.all_reduce(values)
+            values = setup.host.all_reduce(values)
         self._sample_interrupted = bool(values[1])
         return None if self._sample_interrupted else int(values[0])
 

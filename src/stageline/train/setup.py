@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError
 from stageline.distributed.decision import decide
-from stageline.distributed.process_host import job_world
-from stageline.distributed.rank_host import World
+from stageline.distributed.process_host import job_host
+from stageline.distributed.rank_host import RankHost
 from stageline.model.build.build import build, describe
 from stageline.model.profile.profile import Profile
 from stageline.model.profile.profiler import profile
@@ -88,7 +88,7 @@ class Setup:
     data: Data
     loader: Loader
     task: Task
-    world: World
+    host: RankHost
     choice: Plan
     """The stages and the schedule."""
     pipe: Pipeline
@@ -129,7 +129,7 @@ class Setup:
 
     def _join_processes(self) -> None:
         with ended_by_sigterm():
-            self.world = job_world(self.config.comm.train_timeout_seconds)
+            self.host = job_host(self.config.comm.train_timeout_seconds)
 
     def open_data(self) -> None:
         """Open the data and make the task; raise if they do not fit each other."""
@@ -182,16 +182,16 @@ class Setup:
             self.folder.claim(self.config)
             return resumes, notes
 
-        self.resumes, self.notes = decide(self.world, claim)
+        self.resumes, self.notes = decide(self.host, claim)
 
     def _check_shared_folder(self) -> None:
         """Raise if a process does not see the run's folder."""
         if self.layout.processes == 1:
             return
-        nonce = decide(self.world, lambda: leave_mark(self.folder.path))
+        nonce = decide(self.host, lambda: leave_mark(self.folder.path))
         blind = np.zeros(self.layout.processes)
         blind[self.layout.rank] = float(not sees_mark(self.folder.path, nonce))
-        blind = self.world.all_reduce(blind)
+        blind = self.host.all_reduce(blind)
         if self.layout.main:
             remove_mark(self.folder.path, nonce)
         if blind.any():
@@ -203,7 +203,7 @@ class Setup:
 
     def _choose_schedule(self) -> None:
         """Choose the stages and the schedule on rank 0: those of an earlier start, or by a profile."""
-        text = decide(self.world, lambda: to_text(self._choose()))
+        text = decide(self.host, lambda: to_text(self._choose()))
         self.choice = parse_plan(text, "the plan of rank 0")
 
     def _choose(self) -> Plan:

@@ -19,6 +19,7 @@ from torch import nn
 
 from stageline.common.errors import StagelineError
 from stageline.distributed.decision import decide
+from stageline.distributed.rank_host import RankHost
 from stageline.faults.flight_recorder import flights_into
 from stageline.train.checkpoint import Checkpoint, Writer
 from stageline.train.checkpoint_state import (
@@ -133,6 +134,11 @@ class Trainer:
         return self.progress.step
 
     @property
+    def world(self) -> RankHost:
+        """The former name of `host`."""
+        return self.host
+
+    @property
     def position(self) -> int:
         """The number of samples so far, over all replicas."""
         return self.progress.position
@@ -157,14 +163,14 @@ class Trainer:
     def _prepare(self) -> bool:
         """Make the optimizer, and load a checkpoint if there is one; return whether the run resumes."""
         config, setup = self.config, self.setup
-        self.pipe, self.world = setup.pipe, setup.world
+        self.pipe, self.host = setup.pipe, setup.host
         self.checkpoint_folder = self.folder.path / config.checkpoint.folder
         load_step = config.checkpoint.load_step
         checkpoint = None
         if setup.resumes or load_step >= 0:
-            checkpoint = find_checkpoint(self.checkpoint_folder, load_step, self.world)
+            checkpoint = find_checkpoint(self.checkpoint_folder, load_step, self.host)
         if checkpoint is None and config.checkpoint.initial_load_path:
-            load_initial_weights(self.pipe, config.checkpoint.initial_load_path, self.world)
+            load_initial_weights(self.pipe, config.checkpoint.initial_load_path, self.host)
         self.scale = LossScale(config.training.mixed_precision_param == "float16")
         self.optimizer = Optimizer(
             config.optimizer, self.pipe.named_parameters(), outer=outer_parameters(self.pipe.model)
@@ -188,7 +194,7 @@ class Trainer:
     def _sum_over_replicas(self, value: float) -> float:
         if self.layout.replicas == 1:
             return value
-        return float(self.world.all_reduce(np.array([value if self.layout.first else 0.0]))[0])
+        return float(self.host.all_reduce(np.array([value if self.layout.first else 0.0]))[0])
 
     def _make_validation(self) -> Validation | None:
         config, setup = self.config, self.setup
@@ -257,7 +263,7 @@ class Trainer:
                 row["step"] == self.progress.step and row.get("why") in ("finished", "early stop") for row in ends
             )
 
-        return bool(decide(self.world, has_ended))
+        return bool(decide(self.host, has_ended))
 
     def _why_no_more_steps(self) -> str:
         """Return "finished" or "early stop" if there are no more steps to make, else an empty string."""
@@ -287,7 +293,7 @@ class Trainer:
         self.output = Output(setup, self.logs, self._stop)
         self.output.begin(resumed)
         self.logs.event("start", step=progress.step, resumed=resumed)
-        attempt = decide(self.world, lambda: uuid.uuid4().hex)
+        attempt = decide(self.host, lambda: uuid.uuid4().hex)
         # Every rank of the first replica writes its own tensors; ranks that are threads share a writer.
         number, count = (layout.rank % layout.ranks, layout.ranks) if layout.processes > 1 else (0, 1)
         writer = Writer(
@@ -310,7 +316,7 @@ class Trainer:
                 self.optimizer,
                 writer,
                 self.logs,
-                world=self.world,
+                host=self.host,
                 layout=layout,
                 attempt=attempt,
                 assets=setup.task.assets,
@@ -403,7 +409,7 @@ class Trainer:
     def _is_stop_requested(self) -> bool:
         """Whether any process received a signal; all of them call this and get the same answer."""
         number = float(self._stop.number)
-        return bool(self.world.all_reduce(np.array([number]))[0] if self.layout.processes > 1 else number)
+        return bool(self.host.all_reduce(np.array([number]))[0] if self.layout.processes > 1 else number)
 
     def _agree_to_stop(self) -> str:
         """Return why to stop: a signal to any process, or the time limit; all processes get the same answer."""
@@ -412,7 +418,7 @@ class Trainer:
         flags = np.zeros((self.layout.processes, 3))
         flags[self.layout.rank] = self._stop.number, timed_out, self.checkpoints.failed
         if self.layout.processes > 1:
-            flags = self.world.all_reduce(flags.reshape(-1)).reshape(-1, 3)
+            flags = self.host.all_reduce(flags.reshape(-1)).reshape(-1, 3)
         if flags[:, 2].any():
             self.checkpoints.fail(int(flags[:, 2].argmax()))
         number, any_timed_out, _ = flags.max(axis=0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stageline.common.errors import PipelineError, StagelineError
-from stageline.distributed.rank_host import World
+from stageline.distributed.rank_host import RankHost
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.batches.chunk_specs import Keywords
 from stageline.tensors.pytree import learn, tensors_of
@@ -107,15 +107,15 @@ def _refuse_target_graphs(targets: Any) -> None:
             )
 
 
-def exchange(world: World, owners: Sequence[int], wants: Sequence[bool], own: Gradients) -> Gradients:
+def exchange(host: RankHost, owners: Sequence[int], wants: Sequence[bool], own: Gradients) -> Gradients:
     """Share the gradients of all ranks that run stage 0 with all processes, which all call this."""
     gathered: dict[int, Sequence[Tensor | None]] = {}
     wants_of: dict[int, Any] = {}
     for owner in owners:
-        mine = owner in world.here
+        mine = owner in host.here
         shapes = {microbatch: [_describe(grad) for grad in grads] for microbatch, grads in own.items()} if mine else {}
         report = json.loads(
-            world.broadcast(json.dumps({"wants": list(wants), "shapes": shapes}) if mine else "{}", owner)
+            host.broadcast(json.dumps({"wants": list(wants), "shapes": shapes}) if mine else "{}", owner)
         )
         wants_of[owner] = report["wants"]
         for text, described in report["shapes"].items():
@@ -126,7 +126,7 @@ def exchange(world: World, owners: Sequence[int], wants: Sequence[bool], own: Gr
                     continue
                 grad = own[int(text)][index] if mine else None
                 sent = torch.empty(shape[0], dtype=getattr(torch, shape[1])) if grad is None else grad.detach()
-                world.broadcast_tensor(sent, owner)
+                host.broadcast_tensor(sent, owner)
                 grads.append(sent)
             gathered[int(text)] = grads
     first = owners[0]

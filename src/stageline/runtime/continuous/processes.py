@@ -11,7 +11,7 @@ import numpy as np
 
 from stageline.common.errors import PeerFailed, PipelineError, StagelineError
 from stageline.distributed.failures import RankFailure
-from stageline.distributed.process_host import ProcessWorld
+from stageline.distributed.process_host import ProcessHost
 from stageline.distributed.rank_host import Floats, HostedStep
 from stageline.runtime.batches.comparison import NAMES, BatchRow, disagreement
 from stageline.runtime.continuous.rank_loop import LEFT, DecidedStep, PlannedStep, RankLoop, RunOptions
@@ -41,9 +41,9 @@ Plan = Callable[[int, Any, int], PlannedStep]
 class ProcessServices:
     """Per-step services of the rank of this process, in a pipeline with one replica."""
 
-    def __init__(self, world: ProcessWorld, fetch: Fetch, plan: Plan, readers: Mapping[int, set[int]]) -> None:
+    def __init__(self, host: ProcessHost, fetch: Fetch, plan: Plan, readers: Mapping[int, set[int]]) -> None:
         """`readers` are the ranks that read the inputs, and those that read the targets."""
-        self._world, self._fetch, self._plan, self._readers = world, fetch, plan, readers
+        self._host, self._fetch, self._plan, self._readers = host, fetch, plan, readers
         self._coming: dict[int, tuple[NextBatch, Callable[[], Floats]]] = {}
         """For steps to come: the batch of this process, and the rows of all processes."""
         self._records: dict[int, Callable[[], Floats]] = {}
@@ -57,7 +57,7 @@ class ProcessServices:
 
     def _describe(self, step: int, next_batch: NextBatch) -> None:
         row = np.concatenate([next_batch.described.row, [float(next_batch.ended), float(next_batch.error is not None)]])
-        self._coming[step] = (next_batch, self._world.all_gather_async(row))
+        self._coming[step] = (next_batch, self._host.all_gather_async(row))
 
     def plan(self, step: int) -> PlannedStep:
         """What this step computes, by the batches that all ranks fetched one step ago."""
@@ -65,11 +65,11 @@ class ProcessServices:
             self.prefetch(step)
         next_batch, gathered = self._coming.pop(step)
         rows = gathered()[0]
-        names = self._world.layout.rows[0]
+        names = self._host.layout.rows[0]
         if rows[:, REFUSED].any():
             culprit = names[int(np.argmax(rows[:, REFUSED]))]
-            reason = self._world.broadcast_to_all(f"{type(next_batch.error).__name__}: {next_batch.error}", culprit)
-            error = PipelineError(f"the batches of {self._world.layout.name(culprit)} failed at step {step}: {reason}")
+            reason = self._host.broadcast_to_all(f"{type(next_batch.error).__name__}: {next_batch.error}", culprit)
+            error = PipelineError(f"the batches of {self._host.layout.name(culprit)} failed at step {step}: {reason}")
             return PlannedStep(step, error=next_batch.error or error)
         ended = rows[:, ENDED] > 0
         if ended.all():
@@ -88,9 +88,9 @@ class ProcessServices:
     def run(self, planned: PlannedStep) -> tuple[RankResult | None, RankFailure | None]:
         """Run this rank's program; if it fails, the ranks that wait for its messages are told."""
         assert planned.executors is not None
-        self._world.begin()
+        self._host.begin()
         with no_collections():
-            results, _, failed = self._world.run_rank(HostedStep(planned.executors, planned.request, planned.refused))
+            results, _, failed = self._host.run_rank(HostedStep(planned.executors, planned.request, planned.refused))
         return (results[0] if results else None), failed
 
     def stop(self, planned: PlannedStep, failed: RankFailure) -> None:
@@ -102,12 +102,12 @@ class ProcessServices:
         executors, layout, size = planned.executors.executors, planned.executors.summary, len(row)
         times = np.zeros(3 * layout.actions)
         if result is not None:
-            times = layout.times(executors, [result], self._world.clocks)
+            times = layout.times(executors, [result], self._host.clocks)
         if times.size * layout.ranks > MOST_TIMES:  # the next step depends on the record, and must not wait for them
-            self._records[planned.step] = self._world.all_reduce_async(lambda: row)
-            self.times[planned.step] = self._world.all_reduce_async(lambda: times)
+            self._records[planned.step] = self._host.all_reduce_async(lambda: row)
+            self.times[planned.step] = self._host.all_reduce_async(lambda: times)
             return
-        reduced = cache(self._world.all_reduce_async(lambda: np.concatenate([row, times])))
+        reduced = cache(self._host.all_reduce_async(lambda: np.concatenate([row, times])))
         self._records[planned.step] = lambda: reduced()[:size]
         self.times[planned.step] = lambda: reduced()[size:]
 
@@ -123,12 +123,12 @@ class ProcessServices:
         coming = self.plan(planned.step + 1)
         if coming.executors is not None:
             self._describe(coming.step + 1, NextBatch(ended=True))
-            stopped = PeerFailed(f"step {planned.step} failed: {error}", self._world.process)
+            stopped = PeerFailed(f"step {planned.step} failed: {error}", self._host.process)
             self.run(PlannedStep(coming.step, coming.executors, refused=stopped))
 
     def failure(self, planned: PlannedStep, failed: RankFailure | None, culprit: int) -> BaseException:
         """The error of the rank that failed first, which all ranks raise."""
-        error = self._world.failed(failed, self._world.layout.rows[0][culprit], LEFT)
+        error = self._host.failed(failed, self._host.layout.rows[0][culprit], LEFT)
         cause = None if failed is None else failed.error
         error.__cause__ = cause
         own = cause is not None and cause is planned.refused and isinstance(cause, StagelineError)
@@ -147,28 +147,28 @@ class ProcessRun:
 
     def __init__(
         self,
-        world: ProcessWorld,
+        host: ProcessHost,
         options: RunOptions,
         make_loop: Callable[[int, ProcessServices], RankLoop],
         services: ProcessServices,
     ) -> None:
-        self._world, self._services = world, services
-        self.loops = [make_loop(world.here[0], services)]
+        self._host, self._services = host, services
+        self.loops = [make_loop(host.here[0], services)]
         self._delivered = options.first - 1
 
     def steps(self) -> Iterator[tuple[DecidedStep, Callable[[], Floats]]]:
         """Yields every step when it is decided, with a function that returns the times of its actions."""
         (loop,) = self.loops
         try:
-            self._world.begin()
+            self._host.begin()
             for decided in loop.steps():
                 self._delivered = decided.step
                 yield decided, self._services.times.pop(decided.step)
         except BaseException as error:
             if not isinstance(error, Exception | GeneratorExit):
-                self._world.abandon(error)
+                self._host.abandon(error)
             raise
         finally:
             loop.unwind(self._delivered)
             self._services.settle()
-            self._world.end()
+            self._host.end()

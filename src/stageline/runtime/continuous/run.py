@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from stageline.common.errors import PipelineError, StagelineError, nearest, shorten
-from stageline.distributed.process_host import ProcessWorld
+from stageline.distributed.process_host import ProcessHost
 from stageline.distributed.rank_host import Floats
-from stageline.distributed.thread_host import ThreadWorld
+from stageline.distributed.thread_host import ThreadHost
 from stageline.runtime._torch_private import optimizer_hooks
 from stageline.runtime.batches.input_gradients import require_gradients
 from stageline.runtime.continuous.processes import NextBatch, ProcessRun, ProcessServices
@@ -139,7 +139,7 @@ def cut_by_first(runner: StepRunner, batches: Iterable[Any]) -> Iterable[Any]:
 def why_not(runner: StepRunner, optimizer: Optimizer) -> str:
     """Why steps cannot be continuous; empty where they can."""
     scattered = {id(parameter) for parameter in runner.stages.placed.scattered}
-    model, replicas = runner.stages.model, runner.world.layout.replicas
+    model, replicas = runner.stages.model, runner.host.layout.replicas
     if replicas > 1:
         return f"the gradients of {replicas} replicas are added up when all ranks are at the end of a step"
     if scattered:
@@ -148,7 +148,7 @@ def why_not(runner: StepRunner, optimizer: Optimizer) -> str:
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"cpu", "meta"}
     if devices:
         return f"stages are on {' and '.join(sorted(devices))}, and continuous steps need them on the CPU"
-    if runner.world.single_process and optimizer_hooks(optimizer):
+    if runner.host.single_process and optimizer_hooks(optimizer):
         return "the optimizer has hooks, which expect to be called once for all parameters"
     return ""
 
@@ -231,7 +231,7 @@ class RunSteps:
                     yield stats
 
     def _begin(self, caller: CallerTurn) -> ThreadRun | ProcessRun:
-        runner, update, world = self.runner, self.update, self.runner.world
+        runner, update, host = self.runner, self.update, self.runner.host
         stages, penalty = runner.stages, runner.options.penalty
         options = RunOptions(
             runner.steps,
@@ -249,13 +249,13 @@ class RunSteps:
             return RankLoop(rank, services, options, OptimizerPart(update.optimizer, list(own.values())), own)
 
         run: ThreadRun | ProcessRun
-        if isinstance(world, ThreadWorld):
+        if isinstance(host, ThreadHost):
             on_start = lambda: draw_in_turn(caller.lock)  # noqa: E731
-            run = ThreadRun(world, options, make_loop, lambda step: self._fetch_and_plan(step, caller), on_start)
+            run = ThreadRun(host, options, make_loop, lambda step: self._fetch_and_plan(step, caller), on_start)
         else:
-            assert isinstance(world, ProcessWorld)
-            services = ProcessServices(world, lambda: self._fetch(caller), self._plan, runner.batches.readers)
-            run = ProcessRun(world, options, make_loop, services)
+            assert isinstance(host, ProcessHost)
+            services = ProcessServices(host, lambda: self._fetch(caller), self._plan, runner.batches.readers)
+            run = ProcessRun(host, options, make_loop, services)
         self._loops = run.loops
         return run
 
@@ -296,9 +296,9 @@ class RunSteps:
         runner.complete(
             executors,
             request,
-            Measured(executors.schedule, times, runner.world.clocks),
+            Measured(executors.schedule, times, runner.host.clocks),
             lambda: lengths_of(times()),
-            lengths_are_known=runner.world.single_process or executors.summary.with_times,
+            lengths_are_known=runner.host.single_process or executors.summary.with_times,
         )
         outcome = decided.record.outcome
         return StepStats(

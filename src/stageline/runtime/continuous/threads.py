@@ -13,7 +13,7 @@ import numpy as np
 from stageline.common.errors import PeerFailed
 from stageline.distributed.failures import RankFailure
 from stageline.distributed.rank_host import Floats
-from stageline.distributed.thread_host import ThreadWorld
+from stageline.distributed.thread_host import ThreadHost
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.verdict import place
 from stageline.runtime.continuous.rank_loop import LEFT, DecidedStep, PlannedStep, RankLoop, RunOptions, decide
@@ -33,9 +33,9 @@ class RunClosed(Exception):
 class Board:
     """What the ranks and the caller of a run share."""
 
-    def __init__(self, world: ThreadWorld, ranks: int, first: int) -> None:
+    def __init__(self, host: ThreadHost, ranks: int, first: int) -> None:
         """`first` is the number of the first step."""
-        self.world, self.ranks = world, ranks
+        self.host, self.ranks = host, ranks
         self.changed = threading.Condition()
         self.planned: dict[int, PlannedStep] = {}
         self.rows: dict[int, dict[int, Floats]] = {}
@@ -76,7 +76,7 @@ class Board:
             for at, executor in self.at.values():
                 if at >= step:
                     executor.stopped = self.stopped[1]
-        self.world.hub.set_failure(rank, error, where, step)
+        self.host.hub.set_failure(rank, error, where, step)
 
     def close(self, error: BaseException) -> None:
         """End the run on all ranks."""
@@ -90,7 +90,7 @@ class ThreadServices:
 
     def __init__(self, board: Board, rank: int) -> None:
         self._board, self._rank = board, rank
-        self._progress = board.world.progress(rank)
+        self._progress = board.host.progress(rank)
 
     def prefetch(self, step: int) -> None:
         """No-op: the caller's thread fetches batches."""
@@ -151,7 +151,7 @@ class ThreadServices:
         with board.writing():
             board.rolled_back[planned.step] = board.rolled_back.get(planned.step, 0) + 1
             if board.rolled_back[planned.step] == board.ranks:
-                board.world.hub.reset()
+                board.host.hub.reset()
                 board.stopped = None
                 board.failures.clear()
         board.wait(lambda: board.rolled_back[planned.step] >= board.ranks)
@@ -169,7 +169,7 @@ class ThreadRun:
 
     def __init__(
         self,
-        world: ThreadWorld,
+        host: ThreadHost,
         options: RunOptions,
         make_loop: Callable[[int, ThreadServices], RankLoop],
         plan: Plan,
@@ -177,17 +177,17 @@ class ThreadRun:
     ) -> None:
         """`on_start` is called on the thread of each rank before anything else."""
         self._on_start = on_start
-        self._world, self._options, self._plan = world, options, plan
-        self._board = Board(world, len(world.here), options.first)
-        self.loops = [make_loop(rank, ThreadServices(self._board, rank)) for rank in world.here]
+        self._host, self._options, self._plan = host, options, plan
+        self._board = Board(host, len(host.here), options.first)
+        self.loops = [make_loop(rank, ThreadServices(self._board, rank)) for rank in host.here]
         self._delivered = options.first - 1
         self._threads: list[threading.Thread] = []
 
     def steps(self) -> Iterator[tuple[DecidedStep, Callable[[], Floats]]]:
         """Yields every step when it is decided, with a function that returns the times of its actions."""
         board = self._board
-        self._world.hub.reset()
-        self._world.begin()
+        self._host.hub.reset()
+        self._host.begin()
         try:
             planned = self._plan(self._options.first)
             board.planned[planned.step] = replace(planned, error=None)
@@ -274,7 +274,7 @@ class ThreadRun:
         failures = self._board.failures
         earliest = min(step for step, _ in failures.values())
         first = {rank: error for rank, (step, error) in failures.items() if step == earliest}
-        return self._world.failed(executors, first, LEFT)
+        return self._host.failed(executors, first, LEFT)
 
     @staticmethod
     def _times(executors: ExecutorSet, results: Mapping[int, RankResult]) -> Callable[[], Floats]:
@@ -287,5 +287,5 @@ class ThreadRun:
                 thread.join()
         for loop in self.loops:
             loop.unwind(self._delivered)
-        self._world.hub.reset()
-        self._world.end()
+        self._host.hub.reset()
+        self._host.end()

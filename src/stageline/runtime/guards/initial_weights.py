@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import PipelineError
-from stageline.distributed.rank_host import World
+from stageline.distributed.rank_host import RankHost
 from stageline.runtime.microbatches import digest
 from stageline.schedules.placement import Placement
 
@@ -36,20 +36,20 @@ def held_by_several(
     return {name: (tensor, ranks) for name, (tensor, ranks) in known.items() if len(ranks) * replicas > 1}
 
 
-def compare_weights(world: World, held: Mapping[str, tuple[Tensor, set[int]]]) -> None:
+def compare_weights(host: RankHost, held: Mapping[str, tuple[Tensor, set[int]]]) -> None:
     """Raise the same error in all processes if two of them hold different values of one weight."""
-    (rank,) = world.here
+    (rank,) = host.here
     own = [float(digest(tensor)) if rank in ranks else 0.0 for tensor, ranks in held.values()]
-    known = world.all_gather(np.array(own))
+    known = host.all_gather(np.array(own))
     for column, (name, (tensor, _)) in enumerate(held.items()):
         values = known[..., column]
         holders = np.argwhere(values)
         different = [place for place in holders.tolist() if values[tuple(place)] != values[tuple(holders[0])]]
         if different:
-            layout = world.layout
+            layout = host.layout
             first, second = (layout.rows[replica][at] for replica, at in (holders[0].tolist(), different[0]))
-            mine = summarize(tensor) if values[world.replica, rank] else ""
-            one, other = (world.broadcast_to_all(mine, process) for process in (first, second))
+            mine = summarize(tensor) if values[host.replica, rank] else ""
+            one, other = (host.broadcast_to_all(mine, process) for process in (first, second))
             raise PipelineError(
                 f"{layout.name(second)} and {layout.name(first)} hold different values of {name}, which both use: "
                 f"{layout.name(second)} has {other} and {layout.name(first)} has {one}; start all with the same "

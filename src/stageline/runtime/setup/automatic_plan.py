@@ -14,8 +14,8 @@ from stageline.autograd.recompute import Choice, parse_recompute
 from stageline.common.errors import StagelineError, shorten
 from stageline.distributed.bootstrap import several_processes
 from stageline.distributed.decision import decide
-from stageline.distributed.process_host import find_world
-from stageline.distributed.rank_host import World
+from stageline.distributed.process_host import find_host
+from stageline.distributed.rank_host import RankHost
 from stageline.model.build.build import Description, build
 from stageline.model.split import split
 from stageline.model.staged import Staged
@@ -46,7 +46,7 @@ def ranks_for(ranks: int | None, replicas: int | None, deadline: float) -> int:
 class Automatic:
     """A planned pipeline."""
 
-    world: World
+    host: RankHost
     plan: Plan
     staged: Staged
     recompute: Choice
@@ -71,12 +71,12 @@ def automatic(
             "given; name a schedule, or plan with sl.plan and give its schedule"
         )
     ranks = ranks_for(ranks, replicas, options.seconds)
-    world = find_world(ranks, options.seconds, replicas, mesh)
+    host = find_host(ranks, options.seconds, replicas, mesh)
     factory = None if recipe is None else factory_of(stages)
-    plan = plan_together(world, source, factory, options, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    plan = plan_together(host, source, factory, options, ranks=ranks, microbatches=microbatches, chunks=chunks)
     by_plan = isinstance(options.recompute, str) and options.recompute == "auto"
     recompute = plan.recompute if by_plan else options.recompute
-    return Automatic(world, plan, staged_as(plan, source, recipe, options.example), recompute)
+    return Automatic(host, plan, staged_as(plan, source, recipe, options.example), recompute)
 
 
 def factory_of(stages: Any) -> Callable[[], nn.Module] | None:
@@ -92,7 +92,7 @@ def factory_of(stages: Any) -> Callable[[], nn.Module] | None:
 
 
 def plan_together(
-    world: World,
+    host: RankHost,
     source: Any,
     factory: Callable[[], nn.Module] | None,
     options: PipelineOptions,
@@ -109,10 +109,10 @@ def plan_together(
 
     def choose() -> str:
         model = source if factory is None else build(factory, device=options.device, otherwise="construct")
-        sharing = len(world.here)  # ranks that are threads of one process share its GPU
+        sharing = len(host.here)  # ranks that are threads of one process share its GPU
         return to_text(_plan(model, ranks, microbatches, example, recompute, sharing, chunks))
 
-    return parse_plan(decide(world, choose), "the plan of rank 0")
+    return parse_plan(decide(host, choose), "the plan of rank 0")
 
 
 def _check(source: Any, example: Any) -> None:

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from stageline._version import __version__
 from stageline.common.errors import StagelineError, shorten
-from stageline.distributed.rank_host import World
+from stageline.distributed.rank_host import RankHost
 from stageline.schedules.schedule import Schedule
 
 
@@ -111,9 +111,9 @@ def _plain(value: Any) -> str:
     return repr(value) if value is None or isinstance(value, int | float | str | bool) else type(value).__name__
 
 
-def common_seed(world: World, seed: int | None) -> int:
+def common_seed(host: RankHost, seed: int | None) -> int:
     """The seed of the first process, on all processes: its last 52 bits, which are exact in a float."""
     if seed is not None and not isinstance(seed, int):
         raise StagelineError(f"seed is a whole number, got {shorten(seed)}")
     mine = (torch.initial_seed() if seed is None else seed) & (2**52 - 1)
-    return int(world.all_gather(np.array([float(mine)]))[0, 0, 0])
+    return int(host.all_gather(np.array([float(mine)]))[0, 0, 0])

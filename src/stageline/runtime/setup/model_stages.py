@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stageline.distributed.rank_host import World
+from stageline.distributed.rank_host import RankHost
 from stageline.model.build.build import Description
 from stageline.model.compiled_models import any_compiled
 from stageline.model.stage_module.shared_state import SharedState
@@ -50,10 +50,10 @@ class ModelStages:
         self._defined: list[nn.Sequential] = []
         """The stages by the order of definitions, once the first batch showed others."""
 
-    def join(self, world: World, placement: Placement) -> None:
+    def join(self, host: RankHost, placement: Placement) -> None:
         """Find the stages of this process. Processes must know at once which parameters are theirs."""
-        self.here, self._placement = world.here, placement
-        self.awaits_batch = self.awaits_batch and world.single_process
+        self.here, self._placement = host.here, placement
+        self.awaits_batch = self.awaits_batch and host.single_process
         if self._not_cut is not None and not self.awaits_batch:
             raise self._not_cut
 
