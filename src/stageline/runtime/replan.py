@@ -34,7 +34,7 @@ WINDOW = 3
 """How many steps at the end of every period count; their median does."""
 TIME_LIMIT = 1.0
 """Time limit of the search for another order, in seconds; all ranks wait for it."""
-LOOK_EVERY = 5
+LOOK_EVERY = 3
 """After how many steps stragglers are looked for, in all of these steps together."""
 logger = logging.getLogger("stageline")
 
