@@ -6,11 +6,13 @@ import ast
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import stageline as sl
+from stageline._moved import MOVED
 
 ROOT = Path(__file__).parent.parent
 
@@ -118,3 +120,19 @@ def test_builds_leave_no_file_of_the_package_out() -> None:
     command = ["git", "-C", str(ROOT), "ls-files", "--others", "--ignored", "--exclude-standard", "src"]
     ignored = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout.splitlines()
     assert not [path for path in ignored if "__pycache__" not in path]
+
+
+@pytest.mark.parametrize(("old", "new"), sorted(MOVED.items()))
+def test_module_names_of_the_first_version_still_import(old: str, new: str) -> None:
+    sys.modules.pop(f"stageline.{old}", None)
+    with pytest.warns(DeprecationWarning, match=rf"stageline\.{old} is now stageline\.{new}"):
+        module = import_module(f"stageline.{old}")
+    target = import_module(f"stageline.{new}")
+    public = [name for name in vars(target) if not name.startswith("_")]
+    assert public
+    assert all(getattr(module, name) is getattr(target, name) for name in public)
+
+
+def test_a_module_that_never_existed_is_refused_as_before() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'stageline\.runtime\.nothing'"):
+        import_module("stageline.runtime.nothing")

@@ -13,7 +13,10 @@ True
 
 from __future__ import annotations
 
+from stageline import _moved
 from stageline._version import __version__
+
+_moved.install()
 
 TYPE_CHECKING = False  # as in `typing`, whose import takes longer than all of this file
 if TYPE_CHECKING:

@@ -3,3 +3,7 @@
 Read in order: `config`, `options` (what each field accepts), `io` (TOML files, settings, plain data), `rules` (which
 options go together). Nothing here imports torch: the command line checks a config before it loads.
 """
+
+from stageline.train.config.config import Config
+
+__all__ = ["Config"]
