@@ -116,7 +116,7 @@ __all__ = [
     "verify",
 ]
 
-_LATER = {
+_LAZY_NAMES = {
     "CostError": "stageline.common.errors",
     "ScheduleError": "stageline.common.errors",
     "StagelineError": "stageline.common.errors",
@@ -180,20 +180,20 @@ def __getattr__(name: str) -> Any:
     Most of it needs torch, whose import takes seconds. The rest needs numpy, and the command must be able to answer
     Ctrl-C before it imports that.
     """
-    if name not in _LATER and name not in _PACKAGES:
+    if name not in _LAZY_NAMES and name not in _PACKAGES:
         raise AttributeError(f"module 'stageline' has no attribute {name!r}")
     from importlib import import_module
 
     if name in _PACKAGES:
-        for module in dict.fromkeys(_LATER.values()):
+        for module in dict.fromkeys(_LAZY_NAMES.values()):
             if module.startswith(f"stageline.{name}."):
                 import_module(module)
         return import_module(f"stageline.{name}")
-    value = getattr(import_module(_LATER[name]), name)
+    value = getattr(import_module(_LAZY_NAMES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     """List the lazy names too."""
-    return sorted({*globals(), *_LATER, *_PACKAGES})
+    return sorted({*globals(), *_LAZY_NAMES, *_PACKAGES})

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from stageline.faults.diagnosis import Diagnosis, Row, Underway
+    from stageline.faults.diagnosis import Diagnosis, Row, UndeliveredMessages
 
 
 def command(
@@ -100,7 +100,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _underway(channel: Underway) -> str:
+def _underway(channel: UndeliveredMessages) -> str:
     what = ", ".join(channel.messages) + (" and others" if channel.count > len(channel.messages) else "")
     size = f"{channel.count} message{'s' if channel.count > 1 else ''}, {channel.bytes:,} bytes"
     sure = "" if channel.known else " (the last sent; the receiver wrote no record, so it may have arrived)"

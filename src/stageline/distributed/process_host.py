@@ -167,9 +167,9 @@ class ProcessHost(ProcessCollectives):
             owed: dict[tuple[int, Traffic], int] = {}
             for channel in schedule.channels:
                 if channel.target == runner.rank:
-                    expected[(runner.names[channel.source], channel.traffic)] = len(channel.messages)
+                    expected[(runner.processes[channel.source], channel.traffic)] = len(channel.messages)
                 if channel.source == runner.rank:
-                    owed[(runner.names[channel.target], channel.traffic)] = len(channel.messages)
+                    owed[(runner.processes[channel.target], channel.traffic)] = len(channel.messages)
             self._traffic = (schedule, expected, owed)
         return self._traffic[1], self._traffic[2]
 
@@ -181,7 +181,7 @@ class ProcessHost(ProcessCollectives):
         if not isinstance(error, Exception):  # this rank leaves the step, and does not come to its end with the others
             report = replace(report, final=True)
         self._control.report(report)
-        self._transport.fail(error, f"{self.layout.name(runner.name)} failed in {runner.doing}")
+        self._transport.fail(error, f"{self.layout.name(runner.process)} failed in {runner.doing}")
         self._control.waits = EVERYONE
         verdict = self._failures.blamed()
         runner.record(verdict, self._control.lost)

@@ -32,9 +32,9 @@ class RankRunner(Protocol):
 
     rank: int
     """Its rank in the schedule."""
-    name: int
+    process: int
     """Its process, as the transport addresses it."""
-    names: list[int]
+    processes: list[int]
     """The processes of all ranks of the schedule."""
     device: int | None
     """The GPU that it runs on."""
@@ -71,8 +71,8 @@ class GradientReducer(Protocol):
     def ready(self, stage: int) -> None:
         """The gradients of a stage are complete on this rank."""
 
-    def finish(self, well: bool) -> None:
-        """Wait for all sums; `well` is False where the step failed on this rank."""
+    def finish(self, succeeded: bool) -> None:
+        """Wait for all sums; `succeeded` is False where the step failed on this rank."""
 
 
 Runner = TypeVar("Runner", bound=RankRunner)

@@ -19,7 +19,7 @@ from stageline.faults.flight_recorder import FlightRecorder
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.verdict import Failure, Verdict, describe, place
 from stageline.faults.progress import Progress, ThreadProgress, busy
-from stageline.tensors.thread_context import Surroundings
+from stageline.tensors.thread_context import ThreadContext
 from stageline.transport.clock_alignment import Alignment
 from stageline.transport.protocol import Transport
 from stageline.transport.threads import ThreadHub
@@ -73,7 +73,7 @@ class ThreadHost:
         runners: list[RankRunner] = step.executors.executors
         results: dict[int, Any] = {}
         failures: dict[int, BaseException] = {}
-        context = Surroundings()
+        context = ThreadContext()
 
         def run(runner: RankRunner) -> None:
             try:

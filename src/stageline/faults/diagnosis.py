@@ -37,7 +37,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Underway:
+class UndeliveredMessages:
     """Messages of a channel that were sent and not received; `known` if the receiver wrote a record."""
 
     source: int
@@ -61,7 +61,7 @@ class Diagnosis:
     """Verdicts of a minority of the ranks."""
     rows: tuple[Row, ...]
     chains: tuple[str, ...]
-    underway: tuple[Underway, ...]
+    underway: tuple[UndeliveredMessages, ...]
     notes: tuple[str, ...]
     advice: tuple[str, ...]
 
@@ -111,19 +111,30 @@ def _row(
         state = verdict.kind
     if record is None:
         doing, waits = ("", None) if snapshot is None else (snapshot.doing, snapshot.waits)
-        return Row(rank, False, state, "", None, doing, waits, "", None, silence)
+        return Row(
+            rank=rank,
+            wrote=False,
+            state=state,
+            last="",
+            last_end=None,
+            doing=doing,
+            waits=waits,
+            awaited="",
+            waited=None,
+            silence=silence,
+        )
     last = record.actions[-1] if record.actions else None
     return Row(
-        rank,
-        True,
-        "here" if state == "unknown" else state,
-        "" if last is None else str(last),
-        None if last is None else round(end - last.end, 3),
-        record.doing,
-        record.waits,
-        record.awaited,
-        None if record.since is None else round(record.written - record.since, 3),
-        silence,
+        rank=rank,
+        wrote=True,
+        state="here" if state == "unknown" else state,
+        last="" if last is None else str(last),
+        last_end=None if last is None else round(end - last.end, 3),
+        doing=record.doing,
+        waits=record.waits,
+        awaited=record.awaited,
+        waited=None if record.since is None else round(record.written - record.since, 3),
+        silence=silence,
     )
 
 
@@ -168,9 +179,9 @@ def _last_link(row: Row, verdict: Verdict | None) -> str:
     return f"rank {row.rank} was {place(row.doing)}" if row.doing else f"rank {row.rank}, which waits for nobody"
 
 
-def _underway(records: Mapping[int, FlightRecord]) -> tuple[Underway, ...]:
+def _underway(records: Mapping[int, FlightRecord]) -> tuple[UndeliveredMessages, ...]:
     """Return the messages that were sent after the last one received: channels keep their order."""
-    underway: list[Underway] = []
+    underway: list[UndeliveredMessages] = []
     for source, record in records.items():
         channels: dict[tuple[int, str], list[PassedMessage]] = {}
         for message in record.sent:
@@ -187,7 +198,9 @@ def _underway(records: Mapping[int, FlightRecord]) -> tuple[Underway, ...]:
             if messages:
                 names = tuple(map(str, messages[:MAX_MESSAGES]))
                 size = sum(message.bytes for message in messages)
-                underway.append(Underway(source, target, traffic, len(messages), names, size, receiver is not None))
+                underway.append(
+                    UndeliveredMessages(source, target, traffic, len(messages), names, size, receiver is not None)
+                )
     return tuple(underway)
 
 

@@ -22,7 +22,7 @@ from stageline.faults.progress import Progress, ThreadProgress
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.batches.block_mask import is_mask
 from stageline.runtime.gpu_clock import GpuClock
-from stageline.runtime.guards.changed_outputs import Outputs
+from stageline.runtime.guards.changed_outputs import OutputForms
 from stageline.runtime.guards.non_finite import FiniteWatch
 from stageline.runtime.stage import Stage
 from stageline.schedules import action as kinds
@@ -53,7 +53,7 @@ class StepRequest:
     keep_outputs: bool = False
     scale: float = 1.0
     """What all gradients are multiplied by, but not the reported loss."""
-    inputs_want: Sequence[bool] = ()
+    inputs_require_grad: Sequence[bool] = ()
     """For each tensor of the inputs, whether it requires a gradient; empty if none does."""
     input_roots: Sequence[tuple[Tensor, Tensor]] = ()
     """Inputs that come from a graph, and the leaves that were cut into microbatches in their place."""
@@ -61,7 +61,7 @@ class StepRequest:
     """Whether to check for values that are not finite."""
     check_gradients: bool = True
     """Whether gradients that are not finite count; a loss scale of float16 deals with them itself."""
-    began: Mapping[int, tuple[Any, float]] = field(default_factory=dict)
+    start_events: Mapping[int, tuple[Any, float]] = field(default_factory=dict)
     """For every GPU in use: an event in the caller's stream, after which the step may begin, and its moment."""
 
 
@@ -85,8 +85,8 @@ class RankResult:
     """Of the elements of parameters that got a gradient by I and W: all, and those that got it by I."""
     watch: FiniteWatch | None = None
     """The values that are not finite; None if they are not checked."""
-    over: Any = None
-    """An event in this rank's stream, after which its part of the step is over; None without a GPU."""
+    finished_event: Any = None
+    """An event in this rank's stream, after which its part of the step is finished; None without a GPU."""
 
     def times(self) -> tuple[Times, Times]:
         """Start and end of each action in seconds, on the scale of `time.perf_counter`; waits for a GPU."""
@@ -112,7 +112,7 @@ class _Task(NamedTuple):
     """The rank its output goes to; None where it stays on this rank, or there is none."""
     neighbour: int | None
     """The stage on this rank that takes its output directly."""
-    place: tuple[str, int, int]
+    label: tuple[str, int, int]
     """What it is called: its letter, stage and microbatch."""
 
 
@@ -135,7 +135,7 @@ class Executor:
         stages: Mapping[int, Stage],
         transport: Transport,
         *,
-        names: Sequence[int] | None = None,
+        processes: Sequence[int] | None = None,
         own_stream: bool = False,
         progress: Progress | None = None,
         flight: FlightRecorder | None = None,
@@ -143,13 +143,13 @@ class Executor:
     ) -> None:
         """`stages` are those that this rank holds; with `own_stream`, they run in a CUDA stream of the rank's own.
 
-        `names` are what the transport calls the ranks of the schedule: their processes, if there are replicas.
+        `processes` are those of the ranks of the schedule, by which the transport addresses them.
         `progress` is where the rank says what it is doing, `flight` where it records what it did.
         """
         self.schedule = schedule
         self.rank = rank
-        self.names = list(range(schedule.ranks)) if names is None else list(names)
-        self.name = self.names[rank]
+        self.processes = list(range(schedule.ranks)) if processes is None else list(processes)
+        self.process = self.processes[rank]
         self.stages = stages
         self.deadline = deadline
         self.transport = transport
@@ -163,7 +163,7 @@ class Executor:
         for number, stage in stages.items():
             stage.splits_backward = any(task.kind == kinds.I for task in self._tasks if task.stage == number)
         self._local: dict[tuple[Traffic, int, int], Message] = {}
-        self._early = self._find_early()
+        self._parked_before = self._find_parked_before()
         """For tasks that take a message in another order than it was sent: the tasks whose messages come before it and
         are parked, or None if its own is parked by then."""
         self._parked: dict[int, Message] = {}
@@ -172,17 +172,17 @@ class Executor:
         """By stage, the form of the last output."""
         self.awaited: tuple[Header, float] | None = None
         """The message that this rank waits for, and since when."""
-        self.turns: AbstractContextManager[Any] = nullcontext()
+        self.compile_lock: AbstractContextManager[Any] = nullcontext()
         """What an action holds while it runs: a lock of all ranks while torch compiles, which must not run twice."""
         self.stopped: PeerFailed | None = None
         """Another rank's failure, set from another thread: no action begins after it."""
         self.progress: Progress = ThreadProgress() if progress is None else progress
-        self.flight = FlightRecorder(self.name, schedule.ranks) if flight is None else flight
+        self.flight = FlightRecorder(self.process, schedule.ranks) if flight is None else flight
         sizes = {"ranks": schedule.ranks, "stages": schedule.stages, "microbatches": schedule.microbatches}
         self.flight.schedule = {"name": schedule.name, **sizes}
         self.step = 0
         """The current step, or the last one."""
-        self.outputs = Outputs()
+        self.outputs = OutputForms()
         self.device = device_of(stages.values())
         self._stream: Any = torch.cuda.Stream(self.device) if self.device is not None and own_stream else None  # type: ignore[no-untyped-call]
 
@@ -200,16 +200,16 @@ class Executor:
             microbatch,
             "forward" if kind == kinds.F else "backward",
             before,
-            None if source is None or source == self.rank else self.names[source],
-            None if target is None or target == self.rank else self.names[target],
+            None if source is None or source == self.rank else self.processes[source],
+            None if target is None or target == self.rank else self.processes[target],
             after if target == self.rank else None,
             ("FBIW"[kind], stage, microbatch),
         )
 
-    def _find_early(self) -> dict[int, list[_Task] | None]:
+    def _find_parked_before(self) -> dict[int, list[_Task] | None]:
         """Follow what this rank takes from each channel that it reads in another order than was sent."""
         channels = self.schedule.channels
-        early_tasks: dict[int, list[_Task] | None] = {}
+        parked_before: dict[int, list[_Task] | None] = {}
         own = channels.targets() == self.rank
         for channel in np.flatnonzero(channels.reordered & own).tolist():
             here = slice(int(channels.bounds[channel]), int(channels.bounds[channel + 1]))
@@ -218,45 +218,45 @@ class Executor:
             delivered = 0
             for index, number in zip(receivers, numbers, strict=True):
                 earlier = [self._tasks[by_number[other] - self._first] for other in range(delivered, number)]
-                early_tasks[index] = earlier if number >= delivered else None
+                parked_before[index] = earlier if number >= delivered else None
                 delivered = max(delivered, number + 1)
-        return early_tasks
+        return parked_before
 
-    def run(self, work: StepRequest, ready: Callable[[int], None] | None = None) -> RankResult:
+    def run(self, request: StepRequest, ready: Callable[[int], None] | None = None) -> RankResult:
         """Run the whole program once; `ready` is called with every stage whose gradients are complete."""
         if self.device is None:
-            return self._run(work, None, ready)
-        event, moment = work.began[self.device]
+            return self._run(request, None, ready)
+        event, moment = request.start_events[self.device]
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             stream = torch.cuda.current_stream()
             stream.wait_event(event)
-            result = self._run(work, GpuClock(len(self._tasks), stream, event, moment), ready)
-            result.over = stream.record_event()
+            result = self._run(request, GpuClock(len(self._tasks), stream, event, moment), ready)
+            result.finished_event = stream.record_event()
         return result
 
-    def _run(self, work: StepRequest, clock: GpuClock | None, ready: Callable[[int], None] | None) -> RankResult:
+    def _run(self, request: StepRequest, clock: GpuClock | None, ready: Callable[[int], None] | None) -> RankResult:
         progress, record = self.progress, self.flight.actions
-        self.step = work.step
+        self.step = request.step
         result = RankResult(self.rank, gpu_clock=clock)
-        watch = result.watch = self._finite_watch(work)
+        watch = result.watch = self._finite_watch(request)
         self._local.clear()
         self._parked.clear()
         for position, task in enumerate(self._tasks):
             if self.stopped is not None:
                 raise self.stopped
-            progress.doing = task.place
-            arrived = None if task.feeder is None else self._input(task, work, result)
+            progress.doing = task.label
+            arrived = None if task.feeder is None else self._input(task, request, result)
             if clock is not None:
                 clock.start(position)
             began = perf_counter()
-            with self.turns:
-                message = self._compute(task, arrived, work, result)
+            with self.compile_lock:
+                message = self._compute(task, arrived, request, result)
             ended = perf_counter()
             if clock is not None:
                 clock.end(position)
             result.starts.append(began)
             result.ends.append(ended)
-            record.append((*task.place, work.step, began, ended))
+            record.append((*task.label, request.step, began, ended))
             if watch is not None:
                 watch.action(task.kind, task.stage, task.microbatch, None if message is None else message.leaves)
             if message is not None:
@@ -269,32 +269,32 @@ class Executor:
             watch.end()
         return result
 
-    def _finite_watch(self, work: StepRequest) -> FiniteWatch | None:
-        if not (work.training and work.check_finite):
+    def _finite_watch(self, request: StepRequest) -> FiniteWatch | None:
+        if not (request.training and request.check_finite):
             return None
         parts = {index: stage.part for index, stage in self.stages.items()}
-        gradients = work.check_gradients and work.scale <= 1.0
+        gradients = request.check_gradients and request.scale <= 1.0
         return FiniteWatch(self._last_stage + 1, parts, gradients=gradients, on_gpu=self.device is not None)
 
     # Receiving.
 
-    def _input(self, task: _Task, work: StepRequest, result: RankResult) -> Message:
+    def _input(self, task: _Task, request: StepRequest, result: RankResult) -> Message:
         """Wait for what the action takes from another stage."""
         if task.source is None:
             return self._local.pop((task.traffic, task.stage, task.microbatch))
-        if task.number in self._early:
-            early = self._early[task.number]
-            if early is None:
+        if task.number in self._parked_before:
+            earlier = self._parked_before[task.number]
+            if earlier is None:
                 return self._parked.pop(task.number)
-            for other in early:
-                self._parked[other.number] = self._receive(other, work, result)
-        return self._receive(task, work, result)
+            for other in earlier:
+                self._parked[other.number] = self._receive(other, request, result)
+        return self._receive(task, request, result)
 
-    def _receive(self, task: _Task, work: StepRequest, result: RankResult) -> Message:
+    def _receive(self, task: _Task, request: StepRequest, result: RankResult) -> Message:
         """Wait for the next message of a channel, which is the input of this task."""
         assert task.source is not None
         assert task.feeder is not None
-        header = Header(task.source, self.name, task.traffic, task.feeder, task.microbatch, work.step)
+        header = Header(task.source, self.process, task.traffic, task.feeder, task.microbatch, request.step)
         self.awaited = (header, perf_counter())
         self.progress.waits = task.source
         message = self.transport.receive(header, self.deadline)
@@ -302,15 +302,19 @@ class Executor:
         self.awaited = None
         moment = result.arrived[task.number] = self.transport.arrived
         size = sum([leaf.nbytes for leaf in message.leaves if isinstance(leaf, Tensor)])
-        self.flight.received.append((task.source, task.traffic, task.feeder, task.microbatch, work.step, moment, size))
+        self.flight.received.append(
+            (task.source, task.traffic, task.feeder, task.microbatch, request.step, moment, size)
+        )
         return message
 
     # Computing.
 
-    def _compute(self, task: _Task, arrived: Message | None, work: StepRequest, result: RankResult) -> Message | None:
+    def _compute(
+        self, task: _Task, arrived: Message | None, request: StepRequest, result: RankResult
+    ) -> Message | None:
         stage = self.stages[task.stage]
         if task.kind == kinds.F:
-            return self._forward(stage, task, arrived, work, result)
+            return self._forward(stage, task, arrived, request, result)
         if task.kind == kinds.W:
             total, unsplit = stage.backward_weight(task.microbatch)
             result.split = (result.split[0] + total, result.split[1] + unsplit)
@@ -320,28 +324,28 @@ class Executor:
         run = stage.backward if task.kind == kinds.B else stage.backward_input
         gradients, changed = run(task.microbatch, grads, changed)  # type: ignore[arg-type]
         if task.stage > 0:
-            return self._message(task, work, gradients, "", changed=changed)
-        if work.inputs_want:
+            return self._message(task, request, gradients, "", changed=changed)
+        if request.inputs_require_grad:
             result.input_gradients[task.microbatch] = gradients
         return None
 
     def _forward(
-        self, stage: Stage, task: _Task, arrived: Message | None, work: StepRequest, result: RankResult
+        self, stage: Stage, task: _Task, arrived: Message | None, request: StepRequest, result: RankResult
     ) -> Message | None:
         if arrived is None:
-            leaves, tree, wants = self._batch_part(work, task.microbatch)
+            leaves, tree, wants = self._batch_part(request, task.microbatch)
             shared = sharing(leaves, {}) if len(leaves) > 1 else ()
         else:
             leaves, wants = list(arrived.leaves), list(arrived.wants_gradient)
             tree, shared = read_pairs(arrived.tree)
-        keywords = work.keywords.get(task.stage)
+        keywords = request.keywords.get(task.stage)
         output = stage.forward(
             task.microbatch,
-            work.step,
+            request.step,
             leaves,
             tree,
             wants,
-            work.training,
+            request.training,
             self._on_device(keywords[task.microbatch]) if keywords else {},
             shared,
         )
@@ -349,32 +353,32 @@ class Executor:
             tree = output.tree
             if len(output.leaves) > 1:
                 tree = noted(tree, sharing(output.leaves, output.joined))
-            return self._message(task, work, output.leaves, tree)
+            return self._message(task, request, output.leaves, tree)
         value = output.leaves[0] if output.tree == TENSOR else unflatten(output.leaves, output.tree)
-        if work.targets:
+        if request.targets:
             result.losses[task.microbatch], result.metrics[task.microbatch] = stage.loss(
                 task.microbatch,
-                work.step,
+                request.step,
                 value,
-                self._on_device(work.targets[task.microbatch]),
-                work.weights[task.microbatch],
-                work.training,
-                work.scale,
+                self._on_device(request.targets[task.microbatch]),
+                request.weights[task.microbatch],
+                request.training,
+                request.scale,
             )
-        if work.keep_outputs:
+        if request.keep_outputs:
             bare = [detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in output.leaves]
             result.outputs[task.microbatch] = unflatten(bare, output.tree)
         return None
 
-    def _batch_part(self, work: StepRequest, microbatch: int) -> tuple[list[Leaf], str, list[bool]]:
+    def _batch_part(self, request: StepRequest, microbatch: int) -> tuple[list[Leaf], str, list[bool]]:
         """The leaves of a microbatch of the batch, their tree, and which of them require a gradient."""
-        part = self._on_device(work.inputs[microbatch])
+        part = self._on_device(request.inputs[microbatch])
         # Through .data: microbatches are parts of one tensor, and a change of one in place is no change of another.
         if type(part) is Tensor and not part.is_nested:
-            return [part.data], TENSOR, list(work.inputs_want) or [False]
+            return [part.data], TENSOR, list(request.inputs_require_grad) or [False]
         leaves, tree = flatten(part, "the batch")
         leaves = [data_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        tensor_wants = iter(work.inputs_want or [False] * len(leaves))
+        tensor_wants = iter(request.inputs_require_grad or [False] * len(leaves))
         return leaves, tree, [isinstance(leaf, Tensor) and next(tensor_wants) for leaf in leaves]
 
     def _on_device(self, tree: Any) -> Any:
@@ -393,7 +397,7 @@ class Executor:
     # Sending.
 
     def _message(
-        self, task: _Task, work: StepRequest, leaves: Sequence[Leaf], tree: str, changed: Sequence[bool] = ()
+        self, task: _Task, request: StepRequest, leaves: Sequence[Leaf], tree: str, changed: Sequence[bool] = ()
     ) -> Message:
         """A stage's output, with which tensors want a gradient; or gradients, with which of them a hook changed."""
         key = (
@@ -412,8 +416,8 @@ class Executor:
             bare = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         else:
             bare = [detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        target = self.name if task.target is None else task.target
-        header = Header(self.name, target, task.traffic, task.stage, task.microbatch, work.step)
+        target = self.process if task.target is None else task.target
+        header = Header(self.process, target, task.traffic, task.stage, task.microbatch, request.step)
         message = Message(header, bare, tree, list(changed) or form.wants_gradient, form.kinds)
         if task.kind == kinds.F and self._passed.get(task.stage) is not form:
             self._passed[task.stage] = form

@@ -188,7 +188,7 @@ class BatchIntake:
             step=step,
             samples=total,
             inputs=inputs,
-            inputs_want=wants,
+            inputs_require_grad=wants,
             input_roots=roots,
             targets=target_parts(batch.targets, parts, filled, specs) if batch.with_targets else [],
             weights=weights(

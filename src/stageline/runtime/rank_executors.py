@@ -44,7 +44,7 @@ class ExecutorSet(RankExecutors[Executor]):
     def finish_compiling(self) -> None:
         """Let ranks run at the same time: after a step, everything is compiled."""
         for executor in self.executors:
-            executor.turns = nullcontext()
+            executor.compile_lock = nullcontext()
 
 
 class ExecutorCache:
@@ -93,7 +93,7 @@ class ExecutorCache:
                 rank,
                 stages[rank],
                 host.transport(rank),
-                names=host.layout.rows[host.replica],
+                processes=host.layout.rows[host.replica],
                 own_stream=len(host.here) > 1,
                 progress=host.progress(rank),
                 flight=host.flight(rank),
@@ -107,7 +107,7 @@ class ExecutorCache:
         if self._stages.compiled and len(executors) > 1:
             lock = threading.Lock()  # while torch compiles, it wants to be alone
             for executor in executors:
-                executor.turns = lock
+                executor.compile_lock = lock
         with_times = not host.single_process and 3 * schedule.num_actions * schedule.ranks <= MOST_TIMES
         summary = SummaryLayout(schedule, penalties=self._penalties, with_times=with_times)
         return ExecutorSet(schedule, executors, summary, devices)
@@ -121,10 +121,10 @@ class ExecutorCache:
             stage,
             module,
             self._options,
-            spread=stages.exact,
+            unpack_inputs=stages.exact,
             loss_reads=self._loss_reads(module, schedule) if watches_loss else None,
-            watch=stages.shared_state.watch(stage, twins),
-            foreign=self._foreign_reads(stage, module) if stage in stages.readers else None,
+            state_watch=stages.shared_state.watch(stage, twins),
+            foreign_reads=self._foreign_reads(stage, module) if stage in stages.readers else None,
         )
 
     def _loss_reads(self, module: nn.Module, schedule: Schedule) -> LossReads:

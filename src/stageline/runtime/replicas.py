@@ -23,7 +23,7 @@ from stageline.runtime.shared_parameters import Placed
 from stageline.runtime.step_report import Outcome
 from stageline.schedules import action as kinds
 from stageline.schedules.schedule import Schedule
-from stageline.tensors.buffers import Taken
+from stageline.tensors.buffers import BufferCopies
 
 MODE, COUNT, ELEMENTS, REFUSED = range(len(NAMES), len(NAMES) + 4)
 """Columns of the row that a process sends at the start of a step, after the columns of its batch."""
@@ -153,7 +153,9 @@ class Replicas:
             for _, parameter in self.parameters():
                 parameter.grad = None
 
-    def losses(self, outcome: Outcome, before: Taken, good: bool) -> tuple[list[float], bool, Floats, list[bool]]:
+    def losses(
+        self, outcome: Outcome, before: BufferCopies, good: bool
+    ) -> tuple[list[float], bool, Floats, list[bool]]:
         """Exchange the results of a step.
 
         Returns the loss of each replica, whether any has metrics, the sizes of buffers (positive where one changed),
@@ -163,7 +165,7 @@ class Replicas:
         rows = self.group.all_gather(np.array([sum(outcome.losses), float(outcome.has_metrics), float(good), *sizes]))
         return rows[:, 0].tolist(), bool(rows[:, 1].any()), rows[:, 3:], (rows[:, 2] > 0).tolist()
 
-    def _sizes(self, before: Taken) -> Iterator[tuple[tuple[nn.Module, str], float]]:
+    def _sizes(self, before: BufferCopies) -> Iterator[tuple[tuple[nn.Module, str], float]]:
         """The bytes of each buffer of this rank's stages, negative if it is unchanged.
 
         Values are compared, because some kernels change a buffer without a new version.
@@ -175,7 +177,7 @@ class Replicas:
                 same = now is not None and now.shape == copy.shape and torch.equal(now, copy)
                 yield (owner, name), float(-1 - size if same else 1 + size)
 
-    def finish(self, reducer: Reducer | None, changed: Floats, before: Taken) -> None:
+    def finish(self, reducer: Reducer | None, changed: Floats, before: BufferCopies) -> None:
         """Make all replicas equal after all ranks have trained and shared parameters are summed in every replica."""
         if reducer is not None:
             if not self.overlap:

@@ -22,7 +22,7 @@ from stageline.model.stage_module.stage_module import StagePart
 from stageline.model.units import layers_of
 from stageline.runtime._torch_private import has_gradient_hooks, version_of
 from stageline.runtime.guards.foreign_reads import ForeignReads
-from stageline.runtime.guards.inner_backward import Dropping
+from stageline.runtime.guards.inner_backward import ActivationDropping
 from stageline.runtime.guards.loss_graph import refuse_loss
 from stageline.runtime.guards.loss_reads import LossReads
 from stageline.runtime.guards.wrappers import wrapper_in
@@ -106,15 +106,15 @@ class Stage:
         part: nn.Sequential,
         options: StageOptions,
         *,
-        spread: bool = True,
+        unpack_inputs: bool = True,
         loss_reads: LossReads | None = None,
-        watch: SharedStateWatch | None = None,
-        foreign: ForeignReads | None = None,
+        state_watch: SharedStateWatch | None = None,
+        foreign_reads: ForeignReads | None = None,
     ) -> None:
-        """`part` holds the layers by their names in the whole model; `spread` as below.
+        """`part` holds the layers by their names in the whole model; `unpack_inputs` as below.
 
-        `loss_reads` calls loss_fn on the last stage and checks what it reads. `watch` checks what the layers share with
-        those of other stages, `foreign` what they read of the parameters of other stages.
+        `loss_reads` calls loss_fn on the last stage and checks what it reads. `state_watch` checks what the layers
+        share with those of other stages, `foreign_reads` what they read of the parameters of other stages.
         """
         self.index = index
         self._name = f"stage {index}"
@@ -128,19 +128,23 @@ class Stage:
         self._watched: set[tuple[str, bool]] = set()
         # A stage that the user passed as such is called like that module: a tuple is its arguments. The layers of an
         # nn.Sequential are chained as it chains them, wherever it is cut.
-        self._spreads = spread and len(self._layers) == 1 and not self._signatures[self._layers[0][0]].single
+        self._unpacks_inputs = (
+            unpack_inputs and len(self._layers) == 1 and not self._signatures[self._layers[0][0]].single
+        )
         self._changes_input = bool(self._layers) and _begins_in_place(self._layers[0][1])
         self._replay = part.replay if isinstance(part, StagePart) else None
         self._loss_reads = loss_reads
-        self._watch = None if isinstance(part, StagePart) else watch  # there, each unit is watched on its own
+        self._state_watch = (
+            None if isinstance(part, StagePart) else state_watch
+        )  # there, each unit is watched on its own
         self._changed: dict[Any, list[bool]] = {}
         """Which of its inputs the stage changes in place, by the form of the inputs."""
         self._shared: Shared | None = None
-        self._dropping = Dropping()
+        self._dropping = ActivationDropping()
         self._skips = part if isinstance(part, SkipPart) else None
         if self._replay is not None:
-            self._replay.watch, self._replay.foreign = watch, foreign
-        self._foreign = None if self._replay is not None else foreign
+            self._replay.watch, self._replay.foreign = state_watch, foreign_reads
+        self._foreign_reads = None if self._replay is not None else foreign_reads
         self._buffers = Buffers(part)
         self._kept: dict[int, _Kept] = {}
         self._refreshed: tuple[int, bool] | None = None
@@ -268,7 +272,7 @@ class Stage:
         if self._replay is not None:
             mode = self.part.training
             self._replay.draw = lambda name, call: self._draw(name, mode, kept.step, microbatch, call)
-        watch = self._watch
+        watch = self._state_watch
         each_layer = watch is not None and watch.closely()
         first, arrived = self._layers[0][0] if self._layers else "", value
         if watch is not None and not each_layer:
@@ -278,7 +282,7 @@ class Stage:
             layer_input = value
             if watch is not None and each_layer:
                 watch.before(name)
-            call = self._call if self._foreign is None else partial(self._foreign.call, name, self._call)
+            call = self._call if self._foreign_reads is None else partial(self._foreign_reads.call, name, self._call)
             value = self._draw(name, layer.training, kept.step, microbatch, call, layer, value, number == 0, keywords)
             if watch is not None and each_layer:
                 watch.after(name, layer_input, value)
@@ -306,9 +310,9 @@ class Stage:
         self._watched.clear()
 
     def _call(self, layer: nn.Module, value: Any, first: bool, keywords: Mapping[str, Any]) -> Any:
-        if first and self._spreads and isinstance(value, tuple):
+        if first and self._unpacks_inputs and isinstance(value, tuple):
             return layer(*value, **keywords)
-        if first and self._spreads and isinstance(value, dict):
+        if first and self._unpacks_inputs and isinstance(value, dict):
             return layer(**value, **keywords)
         return layer(value, **keywords)
 

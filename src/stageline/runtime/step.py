@@ -39,7 +39,7 @@ from stageline.runtime.shared_parameters import gather
 from stageline.runtime.step_report import Measured, Outcome, StepStats, lengths_of, metrics_of
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import verify
-from stageline.tensors.buffers import Taken, all_buffers, put_back
+from stageline.tensors.buffers import BufferCopies, all_buffers, put_back
 from stageline.tensors.pytree import plain
 from stageline.tensors.random_numbers import Generators
 
@@ -128,11 +128,11 @@ class StepRunner:
             samples=done.request.samples,
             microbatches=len(done.request.weights),
             unsplit=done.outcome.unsplit,
-            measured=self.timeline,
+            measured=self.build_timeline,
         )
 
     @property
-    def timeline(self) -> Callable[[], Any]:
+    def build_timeline(self) -> Callable[[], Any]:
         """Builds the timeline of the last step."""
         assert self.measured is not None
         return self.measured.timeline
@@ -275,7 +275,7 @@ class StepRunner:
         agreed: Agreement,
         batch: Batch,
         reducer: Reducer | None,
-        buffers: Taken,
+        buffers: BufferCopies,
     ) -> CompletedBatch:
         """Run the ranks of this process, and finish the step together with all others."""
         host, replicas, refused = self.host, self.replicas, agreed.refused
@@ -287,8 +287,8 @@ class StepRunner:
         on_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         generators = Generators.now() if on_gpus else torch.get_rng_state()
         if request is not None and executors.devices:  # ranks begin after what the caller's streams hold
-            began = {device: (_event(device), time.perf_counter()) for device in executors.devices}
-            request = replace(request, began=began)
+            start_events = {device: (_event(device), time.perf_counter()) for device in executors.devices}
+            request = replace(request, start_events=start_events)
         penalties: dict[str, Tensor] = {}
         summarize = lambda results: self._summarize(executors, results, penalties, batch.training)  # noqa: E731
         overlapped = reducer if replicas is not None and replicas.overlap else None
@@ -323,7 +323,7 @@ class StepRunner:
                 replicas.finish(reducer, changed, buffers)
             if penalties and (batch.sync or host.replica == 0):  # what is added up over replicas later counts in one
                 add_gradients(penalties, batch.scale)
-            if request.inputs_want or len(self.batches.first_ranks) > 1:
+            if request.inputs_require_grad or len(self.batches.first_ranks) > 1:
                 self._give_input_gradients(request, results)
         metrics = self._metrics(metrics_of(results, request.weights)) if has_metrics else {}
         return CompletedBatch(executors, request, results, outcome, sum(losses) + outcome.penalty, metrics)
@@ -333,8 +333,8 @@ class StepRunner:
     ) -> Floats:
         """What the ranks of this process report of the step; `penalties` takes those of their parameters."""
         for executor, result in zip(executors.executors, results, strict=True):
-            if result.over is not None:  # the caller's streams continue after this rank's
-                torch.cuda.current_stream(executor.device).wait_event(result.over)
+            if result.finished_event is not None:  # the caller's streams continue after this rank's
+                torch.cuda.current_stream(executor.device).wait_event(result.finished_event)
         layout, penalty = executors.summary, self.options.penalty
         row = layout.write(results)
         if penalty is not None:
@@ -358,8 +358,8 @@ class StepRunner:
         """Give the inputs their gradients, on the processes that hold stage 0."""
         gradients = {key: grads for result in results for key, grads in result.input_gradients.items()}
         if len(self.batches.first_ranks) > 1 and not self.host.single_process:
-            gradients = dict(exchange(self.host, self.batches.first_ranks, request.inputs_want, gradients))
-        if request.inputs_want and set(self.batches.first_ranks) & set(self.host.here):
+            gradients = dict(exchange(self.host, self.batches.first_ranks, request.inputs_require_grad, gradients))
+        if request.inputs_require_grad and set(self.batches.first_ranks) & set(self.host.here):
             give_gradients(request.inputs, request.input_roots, gradients)
 
     def _metrics(self, own: dict[str, float]) -> dict[str, float]:

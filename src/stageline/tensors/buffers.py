@@ -13,11 +13,11 @@ from stageline.tensors._torch_private import buffers_of, version_of
 Snapshot = tuple[tuple[nn.Module, str, Tensor, int, Tensor | None], ...]
 """Where each buffer is, the tensor and its version, and a copy of those that a forward changes."""
 
-Taken = list[tuple[nn.Module, str, Tensor, Tensor]]
+BufferCopies = list[tuple[nn.Module, str, Tensor, Tensor]]
 """Where each buffer is, the tensor, and a copy of it."""
 
 
-def all_buffers(module: nn.Module) -> Taken:
+def all_buffers(module: nn.Module) -> BufferCopies:
     """Where each buffer is, the tensor, and a copy of it."""
     return [
         (owner, name, buffer, buffer.detach().clone())
@@ -27,7 +27,7 @@ def all_buffers(module: nn.Module) -> Taken:
     ]
 
 
-def put_back(taken: Taken) -> None:
+def put_back(taken: BufferCopies) -> None:
     """Restore the buffers, also those that were assigned anew since."""
     for owner, name, buffer, copy in taken:
         buffers_of(owner)[name] = buffer

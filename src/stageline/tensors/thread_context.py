@@ -45,11 +45,11 @@ def plain_precision() -> AbstractContextManager[Any]:
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
-class Surroundings:
+class ThreadContext:
     """The context of the thread that creates this.
 
     >>> with torch.autocast("cpu", dtype=torch.bfloat16):
-    ...     here = Surroundings()
+    ...     here = ThreadContext()
     >>> here.run(lambda: torch.is_autocast_enabled("cpu"))
     True
     """

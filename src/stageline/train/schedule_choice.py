@@ -19,7 +19,7 @@ from stageline.train.run_folder import CHOICE, PLAN
 
 TIME_LIMIT = 1.0
 """Seconds that the search may take, because a job should start soon."""
-STATES = {"AdamW": 8.0, "Adam": 8.0, "SGD": 4.0, "Adafactor": 1.0, "Muon": 4.0}
+OPTIMIZER_STATE_BYTES = {"AdamW": 8.0, "Adam": 8.0, "SGD": 4.0, "Adafactor": 1.0, "Muon": 4.0}
 """Approximate bytes of optimizer state for each parameter."""
 
 
@@ -64,7 +64,7 @@ def choose_schedule(
         "recompute": "stage" if config.activation_checkpoint.mode == "full" else "none",
         "parameter_bytes": 2.0 if half else 4.0,
         # A bfloat16 parameter has a float32 master weight.
-        "optimizer_bytes_per_parameter": STATES.get(config.optimizer.name, 8.0) + (4.0 if half else 0.0),
+        "optimizer_bytes_per_parameter": OPTIMIZER_STATE_BYTES.get(config.optimizer.name, 8.0) + (4.0 if half else 0.0),
         "time_limit": TIME_LIMIT,
     }
     try:

@@ -92,7 +92,7 @@ class ThreadHub:
             if failure is not None:
                 raise stopped_waiting(header, failure)
             if not self.patience(header.source):
-                raise waited_in_vain(header, deadline)
+                raise receive_timeout(header, deadline)
 
     def _failed(self, step: int) -> Failed | None:
         """The failure of this step or of one before it."""
@@ -153,6 +153,6 @@ def stopped_waiting(header: Header, failure: Failed) -> PeerFailed:
     return stopped
 
 
-def waited_in_vain(header: Header, deadline: float) -> TransportError:
+def receive_timeout(header: Header, deadline: float) -> TransportError:
     """The error of a rank that waited for too long."""
     return TransportError(f"rank {header.target} waited {deadline:g} s for {header}, and it did not come")

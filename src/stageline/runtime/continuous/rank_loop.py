@@ -38,7 +38,7 @@ from stageline.runtime.rank_executors import ExecutorSet
 from stageline.runtime.shared_parameters import Placed, gather
 from stageline.runtime.step_report import metrics_of
 from stageline.schedules.schedule import Schedule
-from stageline.tensors.buffers import Taken, all_buffers, put_back
+from stageline.tensors.buffers import BufferCopies, all_buffers, put_back
 from stageline.tensors.thread_context import plain_precision
 
 LEFT = "the parameters are those before this step, and there are no gradients"
@@ -176,7 +176,7 @@ class CompletedStep:
     """A step that this rank has run."""
 
     planned: PlannedStep
-    buffers: Taken
+    buffers: BufferCopies
     """The buffers before the step."""
     result: RankResult | None
     failed: RankFailure | None

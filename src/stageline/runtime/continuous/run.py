@@ -309,7 +309,7 @@ class RunSteps:
             samples=request.samples,
             microbatches=len(request.weights),
             unsplit=outcome.unsplit,
-            measured=runner.timeline,
+            measured=runner.build_timeline,
             penalty=outcome.penalty,
             norm=None if decided.decision.norm is None else decided.decision.norm.item(),
         )

@@ -20,7 +20,7 @@ from stageline.runtime.continuous.rank_loop import LEFT, DecidedStep, PlannedSte
 from stageline.runtime.executor import Executor, RankResult
 from stageline.runtime.rank_executors import ExecutorSet
 from stageline.runtime.step import no_collections
-from stageline.tensors.thread_context import Surroundings
+from stageline.tensors.thread_context import ThreadContext
 
 Plan = Callable[[int], PlannedStep]
 """Fetches the batch of a step, and says what the step computes."""
@@ -213,7 +213,7 @@ class ThreadRun:
             self._end()
 
     def _start(self) -> None:
-        context = Surroundings()
+        context = ThreadContext()
         for loop in self.loops:
             target = self._drive(loop, context)
             name = f"stageline rank {loop.rank}"
@@ -221,7 +221,7 @@ class ThreadRun:
         for thread in self._threads:
             thread.start()
 
-    def _drive(self, loop: RankLoop, context: Surroundings) -> Callable[[], None]:
+    def _drive(self, loop: RankLoop, context: ThreadContext) -> Callable[[], None]:
         board = self._board
 
         def drive() -> None:

@@ -14,12 +14,12 @@ from stageline.tensors.pytree import TENSOR, unflatten
 from stageline.transport.protocol import Message
 
 
-class Outputs:
+class OutputForms:
     """The last outputs of the stages of a rank.
 
     >>> from stageline.transport.protocol import Header, kinds_of
     >>> import torch
-    >>> outputs = Outputs()
+    >>> outputs = OutputForms()
     >>> for step, dtype in enumerate((torch.float32, torch.float64)):
     ...     header = Header(0, 1, "forward", 0, 0, step)
     ...     leaves = [torch.ones(2, dtype=dtype)]

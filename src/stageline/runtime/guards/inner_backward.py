@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from stageline.common.errors import StagelineError
 
 
-class Dropping:
+class ActivationDropping:
     """Context managers in which the forward and the loss of a stage run when their graphs are dropped."""
 
     def __init__(self) -> None:

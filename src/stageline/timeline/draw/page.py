@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stageline.timeline.draw.palette import LOOKS, boxes_of
+from stageline.timeline.idle import Idle
 from stageline.timeline.timeline import Timeline
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -80,6 +81,7 @@ def _panel(timeline: Timeline, name: str, end_time: float) -> dict[str, Any]:
         "bubbleUncertainty": timeline.bubble_uncertainty,
         "spanBubble": timeline.span_bubble,
         "ranks": ranks,
+        "causes": [cause.replace("warmup", "warm-up") for cause in Idle._fields],
         "place": schedule.placement.table.tolist(),
         "direction": schedule.placement.direction.tolist() if schedule.placement.directions > 1 else None,
         "pairs": [schedule.stage_ids[second].tolist(), schedule.microbatch_ids[second].tolist()],

@@ -32,7 +32,7 @@ from stageline.transport.protocol import Header, Message, Traffic, check_message
 from stageline.transport.tcp.channels import Guess, Inbound, Outbound, Outbox
 from stageline.transport.tcp.exchange import TURNS, Exchange, other_turn
 from stageline.transport.tcp.links import Links
-from stageline.transport.threads import Arrive, ThreadHub, stopped_waiting, waited_in_vain
+from stageline.transport.threads import Arrive, ThreadHub, receive_timeout, stopped_waiting
 from stageline.transport.wire import Announcement, Pattern, TensorMeta
 
 FAILED = -1
@@ -211,7 +211,7 @@ class SocketTransport:
                 raise stopped_waiting(header, self._inbox.failure)
             if time.monotonic() >= end:
                 if not self.patience(header.source):
-                    raise waited_in_vain(header, deadline)
+                    raise receive_timeout(header, deadline)
                 end = time.monotonic() + deadline
 
     def interrupt(self, culprit: int, text: str, *, final: bool = False) -> None:
