@@ -10,7 +10,7 @@ from stageline.common.errors import StagelineError
 from stageline.distributed.rank_host import Collectives
 
 
-def decide(host: Collectives, choose: Callable[[], Any]) -> Any:
+def decide_together(host: Collectives, choose: Callable[[], Any]) -> Any:
     """Call `choose` on rank 0 of the first replica; return its answer, which JSON can hold, on all processes.
 
     An exception there is raised on all processes: as it is on rank 0, and as a `StagelineError` elsewhere.

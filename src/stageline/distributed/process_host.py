@@ -145,7 +145,7 @@ class ProcessHost(ProcessCollectives):
             if step.refused is not None or step.request is None:
                 raise step.refused or StagelineError("there is nothing to run")
             results = [runner.run(step.request, None if reducer is None else reducer.ready)]
-            own = step.summarize(results)
+            own = step.make_record(results)
         except BaseException as error:
             failed = RankFailure(time.time(), runner.doing, error)
             own = np.zeros(step.size)
@@ -193,7 +193,7 @@ class ProcessHost(ProcessCollectives):
             raise self._failures.over(verdict) from error
 
     def _end_together(self, failed: RankFailure | None, own: Floats) -> Floats:
-        """Add up the summaries; or tell all ranks of all replicas that one failed, and which was the first to."""
+        """Add up the step records; or tell all ranks of all replicas that one failed, and which was the first to."""
         flags = np.zeros(3)
         if failed is not None:
             flags[int(isinstance(failed.error, PeerFailed))] = failed.time
@@ -255,7 +255,7 @@ class ProcessHost(ProcessCollectives):
         return error, self._failures.named(verdict)
 
     def _gather_sums(self, flags: Floats, own: Floats) -> tuple[int | None, Floats]:
-        """Which process was the first to fail, if one did; and the sums of the summaries of this replica."""
+        """Which process was the first to fail, if one did; and the sums of the step records of this replica."""
         small = own.size * self._ranks <= SMALL
         rows = self.gather(self._within, np.concatenate([flags, own]) if small else flags)
         self._clocks_are_stale = bool(rows[:, 2].any())

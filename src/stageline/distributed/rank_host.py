@@ -95,10 +95,10 @@ class HostedStep:
     """What every executor runs; None where this process cannot take part."""
     refused: Exception | None = None
     """Why it cannot: it takes part only to tell the others."""
-    summarize: Callable[[list[Any]], Floats] = lambda results: np.zeros(0)
+    make_record: Callable[[list[Any]], Floats] = lambda results: np.zeros(0)
     """From the results of the ranks of this process to the numbers that are added up over the ranks of a replica."""
     size: int = 0
-    """The length of the summary."""
+    """The length of the step record."""
     reducer: GradientReducer | None = None
 
 
@@ -164,7 +164,7 @@ class RankHost(Collectives, Protocol):
         """Begin a step, on all ranks alike."""
 
     def run(self, step: HostedStep) -> tuple[list[Any], Floats]:
-        """Run one step: the results of the ranks of this process, and the sum of all summaries.
+        """Run one step: the results of the ranks of this process, and the sum of all step records.
 
         Returns when all ranks of all replicas have finished. If one fails, all raise.
         """

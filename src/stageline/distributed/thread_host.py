@@ -93,7 +93,7 @@ class ThreadHost:
         if failures:
             raise self.failed(step.executors, failures)
         ordered = [results[rank] for rank in self.here]
-        return ordered, step.summarize(ordered)
+        return ordered, step.make_record(ordered)
 
     def _stop(self, runners: list[RankRunner], rank: int, error: BaseException, where: str) -> None:
         """Wake all ranks, and let none start another action."""

@@ -17,7 +17,7 @@ from stageline.runtime.guards.foreign_reads import ForeignReads, holders_of
 from stageline.runtime.guards.loss_reads import LossReads, Tensors, is_torch_function
 from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.stage import Stage, StageOptions
-from stageline.runtime.step_report import SummaryLayout
+from stageline.runtime.step_report import StepRecordLayout
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.transform import forwards_of, only_microbatches
 from stageline.tensors.host_memory import keep_memory
@@ -30,7 +30,7 @@ MOST_TIMES = 1 << 16
 class ExecutorSet(RankExecutors[Executor]):
     """The executors of this process's ranks for one schedule."""
 
-    summary: SummaryLayout
+    record_layout: StepRecordLayout
     """Of a step; it includes the times of all actions where they are few, and where other processes need them."""
     devices: frozenset[int]
     """The GPUs that they run on."""
@@ -109,8 +109,8 @@ class ExecutorCache:
             for executor in executors:
                 executor.compile_lock = lock
         with_times = not host.single_process and 3 * schedule.num_actions * schedule.ranks <= MOST_TIMES
-        summary = SummaryLayout(schedule, penalties=self._penalties, with_times=with_times)
-        return ExecutorSet(schedule, executors, summary, devices)
+        record_layout = StepRecordLayout(schedule, penalties=self._penalties, with_times=with_times)
+        return ExecutorSet(schedule, executors, record_layout, devices)
 
     def _stage(self, stage: int, module: nn.Sequential, schedule: Schedule) -> Stage:
         stages = self._stages

@@ -13,7 +13,7 @@ import numpy as np
 
 from stageline.common.checked_json import parse_json
 from stageline.common.errors import StagelineError, nearest, shorten
-from stageline.distributed.decision import decide
+from stageline.distributed.decision import decide_together
 from stageline.planning.reorder import reorder, splits
 from stageline.schedules.io import schedule_from, schedule_lines
 from stageline.schedules.schedule import Schedule
@@ -161,7 +161,7 @@ class Watch:
             lines = "".join(schedule_lines(better.schedule))
             return {"schedule": lines, "before": better.before, "after": better.after}
 
-        choice = decide(host, choose)
+        choice = decide_together(host, choose)
         if choice is None:
             return None
         order = schedule_from(parse_json(choice["schedule"]))

@@ -107,7 +107,7 @@ class StepRunner:
         self.scaled = batch.scale > 1.0
         done = self.run(batch)
         executors, results, times, clocks = done.executors, done.results, done.outcome.times, self.host.clocks
-        layout = executors.summary
+        layout = executors.record_layout
         if times is None:
             known = self.host.all_reduce_async(lambda: layout.times(executors.executors, results, clocks))
         else:
@@ -290,9 +290,9 @@ class StepRunner:
             start_events = {device: (_event(device), time.perf_counter()) for device in executors.devices}
             request = replace(request, start_events=start_events)
         penalties: dict[str, Tensor] = {}
-        summarize = lambda results: self._summarize(executors, results, penalties, batch.training)  # noqa: E731
+        make_record = lambda results: self._make_record(executors, results, penalties, batch.training)  # noqa: E731
         overlapped = reducer if replicas is not None and replicas.overlap else None
-        step = HostedStep(executors, request, refused, summarize, executors.summary.size, overlapped)
+        step = HostedStep(executors, request, refused, make_record, executors.record_layout.size, overlapped)
         try:
             with no_collections():
                 results, totals = host.run(step)
@@ -306,7 +306,7 @@ class StepRunner:
             apart = self.batches.disagreement(agreed.rows(), batch)
             if apart:
                 raise PipelineError(apart)
-        outcome = executors.summary.read(totals)
+        outcome = executors.record_layout.read(totals)
         losses, has_metrics, changed = [sum(outcome.losses)], outcome.has_metrics, np.zeros(0)
         wrong = self._not_finite(executors, request, outcome)
         good = [wrong is None]
@@ -328,14 +328,14 @@ class StepRunner:
         metrics = self._metrics(metrics_of(results, request.weights)) if has_metrics else {}
         return CompletedBatch(executors, request, results, outcome, sum(losses) + outcome.penalty, metrics)
 
-    def _summarize(
+    def _make_record(
         self, executors: ExecutorSet, results: list[RankResult], penalties: dict[str, Tensor], training: bool
     ) -> Floats:
         """What the ranks of this process report of the step; `penalties` takes those of their parameters."""
         for executor, result in zip(executors.executors, results, strict=True):
             if result.finished_event is not None:  # the caller's streams continue after this rank's
                 torch.cuda.current_stream(executor.device).wait_event(result.finished_event)
-        layout, penalty = executors.summary, self.options.penalty
+        layout, penalty = executors.record_layout, self.options.penalty
         row = layout.write(results)
         if penalty is not None:
             if training:

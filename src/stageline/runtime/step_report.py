@@ -42,8 +42,8 @@ class Outcome:
     """Start, end and arrival of every action, where all ranks reported them."""
 
 
-class SummaryLayout:
-    """Where each number stands in a rank's summary of a step, computed once for a schedule.
+class StepRecordLayout:
+    """Where each number stands in a rank's step record, computed once for a schedule.
 
     losses of microbatches │ counts │ bad stages │ events of ranks │ penalties │ times of actions, and whether known
     """
@@ -73,7 +73,7 @@ class SummaryLayout:
         return row
 
     def read(self, totals: Floats) -> Outcome:
-        """What the summaries of all ranks say, added up."""
+        """What the step records of all ranks say, added up."""
         losses, counts, bad, events, penalties, times = np.split(totals, self._ends)
         elements, unsplit, metrics = counts.tolist()
         return Outcome(

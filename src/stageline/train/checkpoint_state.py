@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stageline.common.errors import CheckpointError, StagelineError, nearest
-from stageline.distributed.decision import decide
+from stageline.distributed.decision import decide_together
 from stageline.distributed.rank_host import Collectives
 from stageline.model.build.weights import load_weights
 from stageline.runtime.pipeline import Pipeline
@@ -33,7 +33,7 @@ def find_checkpoint(folder: Path, step: int, host: Collectives) -> Checkpoint | 
         path = _check_undamaged(at_step(folder, step)) if step >= 0 else _newest(folder)
         return "" if path is None else str(path)
 
-    chosen = decide(host, choose)
+    chosen = decide_together(host, choose)
     return open_checkpoint(Path(chosen)) if chosen else None
 
 
@@ -65,7 +65,7 @@ def load_initial_weights(pipe: Pipeline, name: str, host: Collectives) -> None:
         except StagelineError as error:
             raise StagelineError(f"checkpoint.initial_load_path is {name!r}: {error}") from None
 
-    load_weights(pipe.model, decide(host, choose), cast=True)
+    load_weights(pipe.model, decide_together(host, choose), cast=True)
 
 
 def own_weights(pipe: Pipeline) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError
-from stageline.distributed.decision import decide
+from stageline.distributed.decision import decide_together
 from stageline.distributed.process_host import job_host
 from stageline.distributed.rank_host import RankHost
 from stageline.model.build.build import build, describe
@@ -182,13 +182,13 @@ class Setup:
             self.folder.claim(self.config)
             return resumes, notes
 
-        self.resumes, self.notes = decide(self.host, claim)
+        self.resumes, self.notes = decide_together(self.host, claim)
 
     def _check_shared_folder(self) -> None:
         """Raise if a process does not see the run's folder."""
         if self.layout.processes == 1:
             return
-        nonce = decide(self.host, lambda: leave_mark(self.folder.path))
+        nonce = decide_together(self.host, lambda: leave_mark(self.folder.path))
         blind = np.zeros(self.layout.processes)
         blind[self.layout.rank] = float(not sees_mark(self.folder.path, nonce))
         blind = self.host.all_reduce(blind)
@@ -203,7 +203,7 @@ class Setup:
 
     def _choose_schedule(self) -> None:
         """Choose the stages and the schedule on rank 0: those of an earlier start, or by a profile."""
-        text = decide(self.host, lambda: to_text(self._choose()))
+        text = decide_together(self.host, lambda: to_text(self._choose()))
         self.choice = parse_plan(text, "the plan of rank 0")
 
     def _choose(self) -> Plan:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from stageline.common.errors import StagelineError
-from stageline.distributed.decision import decide
+from stageline.distributed.decision import decide_together
 from stageline.distributed.rank_host import RankHost
 from stageline.faults.flight_recorder import flights_into
 from stageline.train.checkpoint import Checkpoint, Writer
@@ -263,7 +263,7 @@ class Trainer:
                 row["step"] == self.progress.step and row.get("why") in ("finished", "early stop") for row in ends
             )
 
-        return bool(decide(self.host, has_ended))
+        return bool(decide_together(self.host, has_ended))
 
     def _why_no_more_steps(self) -> str:
         """Return "finished" or "early stop" if there are no more steps to make, else an empty string."""
@@ -293,7 +293,7 @@ class Trainer:
         self.output = Output(setup, self.logs, self._stop)
         self.output.begin(resumed)
         self.logs.event("start", step=progress.step, resumed=resumed)
-        attempt = decide(self.host, lambda: uuid.uuid4().hex)
+        attempt = decide_together(self.host, lambda: uuid.uuid4().hex)
         # Every rank of the first replica writes its own tensors; ranks that are threads share a writer.
         number, count = (layout.rank % layout.ranks, layout.ranks) if layout.processes > 1 else (0, 1)
         writer = Writer(

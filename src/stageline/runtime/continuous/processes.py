@@ -99,7 +99,7 @@ class ProcessServices:
     def send_record(self, planned: PlannedStep, row: Floats, result: RankResult | None) -> None:
         """Start to add it up over all ranks, with the times of all actions."""
         assert planned.executors is not None
-        executors, layout, size = planned.executors.executors, planned.executors.summary, len(row)
+        executors, layout, size = planned.executors.executors, planned.executors.record_layout, len(row)
         times = np.zeros(3 * layout.actions)
         if result is not None:
             times = layout.times(executors, [result], self._host.clocks)

@@ -25,7 +25,7 @@ from stageline.common.errors import PeerFailed, PipelineError
 from stageline.distributed.failures import RankFailure, failure
 from stageline.distributed.rank_host import Floats
 from stageline.runtime.continuous.rollback import Gradients, OptimizerPart, Snapshot
-from stageline.runtime.continuous.step_record import RecordLayout, StepRecord
+from stageline.runtime.continuous.step_record import ContinuousRecordLayout, StepTotals
 from stageline.runtime.executor import RankResult, StepRequest
 from stageline.runtime.grad_norm import norms_of, total_norm
 from stageline.runtime.guards.loss_reads import Tensors
@@ -74,14 +74,14 @@ class RunOptions:
     norm_dtype: torch.dtype = torch.float32
     penalty_reads: Tensors | None = None
     """The parameters of the model, if the penalty can reach them."""
-    layouts: dict[int, RecordLayout] = field(default_factory=dict)
+    layouts: dict[int, ContinuousRecordLayout] = field(default_factory=dict)
     """Of the records of each schedule, by its id."""
 
-    def record_layout(self, schedule: Schedule) -> RecordLayout:
+    def record_layout(self, schedule: Schedule) -> ContinuousRecordLayout:
         """The layout of a rank's record of a step."""
         if id(schedule) not in self.layouts:
             penalties = 0 if self.penalty is None else len(self.names)
-            self.layouts[id(schedule)] = RecordLayout(schedule, len(self.names), penalties)
+            self.layouts[id(schedule)] = ContinuousRecordLayout(schedule, len(self.names), penalties)
         return self.layouts[id(schedule)]
 
 
@@ -90,7 +90,7 @@ class DecidedStep:
     """A step that all ranks have completed, and what becomes of it."""
 
     planned: PlannedStep
-    record: StepRecord
+    totals: StepTotals
     decision: StepDecision = field(default_factory=StepDecision)
     error: PipelineError | None = None
     """Why it failed."""
@@ -106,30 +106,30 @@ class DecidedStep:
         return self.decision.factor is not None or self.decision.skipped
 
 
-def decide(options: RunOptions, planned: PlannedStep, record: StepRecord) -> DecidedStep:
+def decide_step(options: RunOptions, planned: PlannedStep, totals: StepTotals) -> DecidedStep:
     """Decide what becomes of a step, as clipping and checking before the update would have."""
     assert planned.executors is not None
-    rules, outcome = options.rules, record.outcome
+    rules, outcome = options.rules, totals.outcome
     if rules.check_finite:
         wrong = not_finite_values(outcome.losses, outcome.events, (), planned.executors.schedule)
         if wrong is not None:
             cause = ArithmeticError(wrong.text)
             error = failure(f"rank {wrong.rank}", wrong.doing, cause, LEFT)
             error.__cause__ = cause
-            return DecidedStep(planned, record, error=error)
+            return DecidedStep(planned, totals, error=error)
     if rules.check_finite and options.penalty is not None:
         wrong_penalty = penalty_not_finite(options.names, outcome.penalties)
         if wrong_penalty:
             text = f"{wrong_penalty}; {LEFT}; check_finite=False lets such penalties pass"
-            return DecidedStep(planned, record, error=PipelineError(text))
-    norm = total_norm(record.norms, dtype=options.norm_dtype) if rules.need_norm else None
+            return DecidedStep(planned, totals, error=PipelineError(text))
+    norm = total_norm(totals.norms, dtype=options.norm_dtype) if rules.need_norm else None
     decision = rules.decide(norm)
     if norm is not None and decision.failed:
         origin = first(outcome.events)
         where = "" if origin is None else f"; the first value that is not finite is {origin}"
         error = not_finite(planned.step, norm, sum(outcome.losses) + outcome.penalty, where)
-        return DecidedStep(planned, record, decision, error)
-    return DecidedStep(planned, record, decision)
+        return DecidedStep(planned, totals, decision, error)
+    return DecidedStep(planned, totals, decision)
 
 
 def not_finite(step: int, norm: Tensor, loss: float, where: str = "") -> PipelineError:
@@ -159,7 +159,7 @@ class RankServices(Protocol):
         """Send this rank's record of a step to all ranks."""
 
     def receive_records(self, planned: PlannedStep) -> Floats:
-        """The records of all ranks of a step, added up; waits for them."""
+        """The step records of all ranks, added up; waits for them."""
 
     def synchronize(self, planned: PlannedStep) -> None:
         """Keep messages from before this call apart from those after it."""
@@ -237,7 +237,7 @@ class RankLoop:
         if planned.error is not None:
             raise planned.error
 
-    def _record_layout(self, planned: PlannedStep) -> RecordLayout:
+    def _record_layout(self, planned: PlannedStep) -> ContinuousRecordLayout:
         assert planned.executors is not None
         return self.options.record_layout(planned.executors.schedule)
 
@@ -263,7 +263,7 @@ class RankLoop:
             layout = self._record_layout(ran.planned)
             row = layout.write(
                 self.rank,
-                outcome=np.concatenate([layout.summary.write([result]), penalties]),
+                outcome=np.concatenate([layout.step_record.write([result]), penalties]),
                 norms=self._norms() if options.rules.need_norm else None,
                 metrics=metrics_of([result], request.weights),
             )
@@ -294,10 +294,10 @@ class RankLoop:
             return norms_of(self.options.names, gradients)
 
     def _decide(self, ran: CompletedStep) -> DecidedStep:
-        record = self._record_layout(ran.planned).read(self.services.receive_records(ran.planned))
-        if record.culprit is not None:
-            raise self.services.failure(ran.planned, None, record.culprit)
-        decided = decide(self.options, ran.planned, record)
+        totals = self._record_layout(ran.planned).read(self.services.receive_records(ran.planned))
+        if totals.culprit is not None:
+            raise self.services.failure(ran.planned, None, totals.culprit)
+        decided = decide_step(self.options, ran.planned, totals)
         if decided.error is not None:
             raise decided.error
         return decided

@@ -298,13 +298,13 @@ class RunSteps:
             request,
             Measured(executors.schedule, times, runner.host.clocks),
             lambda: lengths_of(times()),
-            lengths_are_known=runner.host.single_process or executors.summary.with_times,
+            lengths_are_known=runner.host.single_process or executors.record_layout.with_times,
         )
-        outcome = decided.record.outcome
+        outcome = decided.totals.outcome
         return StepStats(
             loss=sum(outcome.losses) + outcome.penalty,
             losses=outcome.losses,
-            metrics=decided.record.metrics,
+            metrics=decided.totals.metrics,
             seconds=time.perf_counter() - began,
             samples=request.samples,
             microbatches=len(request.weights),

@@ -10,7 +10,7 @@ import numpy as np
 
 from stageline.common.errors import StagelineError
 from stageline.distributed.rank_host import Floats
-from stageline.runtime.step_report import Outcome, SummaryLayout
+from stageline.runtime.step_report import Outcome, StepRecordLayout
 from stageline.schedules.schedule import Schedule
 
 TEXT, BYTES = 256, 6
@@ -43,8 +43,8 @@ def read_text(row: Floats) -> str:
 
 
 @dataclass(frozen=True)
-class StepRecord:
-    """The records of all ranks of a step, added up."""
+class StepTotals:
+    """The step records of all ranks, added up."""
 
     failed: Floats
     """For each rank: when it failed by itself, and when because of another rank; 0 where it did not."""
@@ -62,17 +62,17 @@ class StepRecord:
         return None
 
 
-class RecordLayout:
-    """The layout of a record: failures, summary, metrics, norms.
+class ContinuousRecordLayout:
+    """The layout of a record of a continuous step: failures, step record, metrics, norms.
 
     >>> import stageline as sl
-    >>> layout = RecordLayout(sl.schedule("1f1b", ranks=2, microbatches=2), 3)
+    >>> layout = ContinuousRecordLayout(sl.schedule("1f1b", ranks=2, microbatches=2), 3)
     >>> first = layout.write(0, norms=np.array([1.0, 2.0, 0.0]))
-    >>> summary = np.zeros(layout.summary.size)
-    >>> summary[:5] = 0.5, 0.25, 0.0, 0.0, 1.0
-    >>> second = layout.write(1, outcome=summary, metrics={"right": 3})
-    >>> record = layout.read(first + second)
-    >>> record.culprit, record.outcome.losses, record.norms.tolist(), record.metrics
+    >>> step_record = np.zeros(layout.step_record.size)
+    >>> step_record[:5] = 0.5, 0.25, 0.0, 0.0, 1.0
+    >>> second = layout.write(1, outcome=step_record, metrics={"right": 3})
+    >>> totals = layout.read(first + second)
+    >>> totals.culprit, totals.outcome.losses, totals.norms.tolist(), totals.metrics
     (None, (0.5, 0.25), [1.0, 2.0, 0.0], {'right': 3})
     >>> layout.read(layout.write(0, failed=(0.0, 7.0)) + layout.write(1, failed=(8.0, 0.0))).culprit
     1
@@ -80,9 +80,9 @@ class RecordLayout:
 
     def __init__(self, schedule: Schedule, parameters: int, penalties: int = 0) -> None:
         """`parameters` is how many the model has, `penalties` as many where there is a penalty on them, and else 0."""
-        self.summary = SummaryLayout(schedule, penalties=penalties)
+        self.step_record = StepRecordLayout(schedule, penalties=penalties)
         self._ranks, self._parameters = schedule.ranks, parameters
-        self._ends = np.cumsum([2 * schedule.ranks, self.summary.size, TEXT]).tolist()
+        self._ends = np.cumsum([2 * schedule.ranks, self.step_record.size, TEXT]).tolist()
 
     def write(
         self,
@@ -98,16 +98,16 @@ class RecordLayout:
         flags[rank] = failed
         parts = [
             flags.reshape(-1),
-            np.zeros(self.summary.size) if outcome is None else outcome,
+            np.zeros(self.step_record.size) if outcome is None else outcome,
             write_text(json.dumps(metrics) if metrics else ""),
             np.zeros(self._parameters) if norms is None else norms,
         ]
         return np.concatenate(parts)
 
-    def read(self, row: Floats) -> StepRecord:
+    def read(self, row: Floats) -> StepTotals:
         """The records of all ranks, added up."""
         failed, outcome, text, norms = np.split(row, self._ends)
         metrics = read_text(text)
-        return StepRecord(
-            failed.reshape(-1, 2), self.summary.read(outcome), norms, json.loads(metrics) if metrics else {}
+        return StepTotals(
+            failed.reshape(-1, 2), self.step_record.read(outcome), norms, json.loads(metrics) if metrics else {}
         )

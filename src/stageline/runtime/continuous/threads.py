@@ -16,7 +16,7 @@ from stageline.distributed.rank_host import Floats
 from stageline.distributed.thread_host import ThreadHost
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.verdict import place
-from stageline.runtime.continuous.rank_loop import LEFT, DecidedStep, PlannedStep, RankLoop, RunOptions, decide
+from stageline.runtime.continuous.rank_loop import LEFT, DecidedStep, PlannedStep, RankLoop, RunOptions, decide_step
 from stageline.runtime.executor import Executor, RankResult
 from stageline.runtime.rank_executors import ExecutorSet
 from stageline.runtime.step import no_collections
@@ -254,9 +254,9 @@ class ThreadRun:
             )
             records = list(rows.get(planned.step, {}).values())
         if len(records) == board.ranks:
-            record = self._options.record_layout(planned.executors.schedule).read(np.stack(records).sum(axis=0))
-            if record.culprit is None:
-                decided = decide(self._options, planned, record)
+            totals = self._options.record_layout(planned.executors.schedule).read(np.stack(records).sum(axis=0))
+            if totals.culprit is None:
+                decided = decide_step(self._options, planned, totals)
                 if decided.error is not None:
                     raise decided.error
                 if decided.rolls_back:
@@ -279,7 +279,7 @@ class ThreadRun:
     @staticmethod
     def _times(executors: ExecutorSet, results: Mapping[int, RankResult]) -> Callable[[], Floats]:
         ordered = [results[rank] for rank in sorted(results)]
-        return lambda: executors.summary.times(executors.executors, ordered, None)
+        return lambda: executors.record_layout.times(executors.executors, ordered, None)
 
     def _end(self) -> None:
         for thread in self._threads:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stageline.autograd.recompute import Choice, parse_recompute
 from stageline.common.errors import StagelineError, shorten
 from stageline.distributed.bootstrap import several_processes
-from stageline.distributed.decision import decide
+from stageline.distributed.decision import decide_together
 from stageline.distributed.process_host import find_host
 from stageline.distributed.rank_host import RankHost
 from stageline.model.build.build import Description, build
@@ -112,7 +112,7 @@ def plan_together(
         sharing = len(host.here)  # ranks that are threads of one process share its GPU
         return to_text(_plan(model, ranks, microbatches, example, recompute, sharing, chunks))
 
-    return parse_plan(decide(host, choose), "the plan of rank 0")
+    return parse_plan(decide_together(host, choose), "the plan of rank 0")
 
 
 def _check(source: Any, example: Any) -> None:
