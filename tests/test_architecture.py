@@ -25,6 +25,19 @@ def test_the_files_and_functions_on_the_page_exist() -> None:
     assert not missing
 
 
+def test_each_package_docstring_names_the_modules_of_the_package() -> None:
+    """The reading order of a package is complete; verbs and families are alike, so any of them may be read first."""
+    missing = []
+    for init in SOURCE.rglob("*/__init__.py"):
+        package = init.parent
+        docstring = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
+        files = [path.stem for path in package.glob("*.py") if path.stem not in ("__init__", "_torch_private")]
+        names = files + [f"{inner.parent.name}/" for inner in package.glob("*/__init__.py")]
+        if package.relative_to(SOURCE).as_posix() not in ("cli", "schedules/families"):
+            missing += [f"{package.name}: {name}" for name in names if f"`{name}`" not in docstring]
+    assert not missing
+
+
 def exists(path: str, name: str) -> bool:
     """Whether a path of the source or of the repository exists, and defines a function, class, method or constant."""
     file = next((root / path for root in (SOURCE, ROOT) if (root / path).exists()), None)

@@ -1,4 +1,4 @@
-"""Torch's private API that this package uses, and nothing else. Tested with torch 2.11 and 2.13."""
+"""Private torch API used by this package. Tested with torch 2.11 and 2.13."""
 
 from __future__ import annotations
 

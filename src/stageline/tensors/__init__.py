@@ -1,4 +1,7 @@
 """Torch helpers that know no pipeline: trees, random numbers per layer, buffers, thread context, host memory.
 
-Nothing here knows what a stage, a rank or a schedule is. Read the file you need.
+Nothing here runs stages or schedules; a stage and a microbatch are only numbers that an error names.
+
+Read in order: `pytree` (what stages pass to each other) with `subclasses` (of torch.Tensor) and `aliases` (tensors that
+share memory); then, independent of each other, `random_numbers`, `buffers`, `thread_context` and `host_memory`.
 """

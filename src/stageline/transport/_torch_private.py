@@ -1,4 +1,4 @@
-"""Private API of torch that this package relies on. Seen with torch 2.11 and 2.13."""
+"""Private torch API used by this package. Tested with torch 2.11 and 2.13."""
 
 from __future__ import annotations
 

@@ -2,5 +2,5 @@
 
 Read in order: `chunk_specs` (along which dimension to cut, how to merge outputs), `block_mask` (flex attention),
 `opaque_objects` (objects that cannot be cut, refused by name), `input_gradients`, `comparison` (whether all ranks were
-given the same batch).
+given the same batch). Nothing here runs a stage.
 """

@@ -1,6 +1,7 @@
 """Drawings of timelines: terminal, SVG, HTML page, Perfetto trace.
 
-All renderers share the colours of `palette`. They read a `Timeline` and compute nothing of their own.
+Read in order: `palette` (colours and labels that all renderers share), `terminal`, `svg`, `page`, `trace`. Renderers
+read a `Timeline`; nothing here computes times.
 """
 
 from stageline.timeline.draw.page import html
