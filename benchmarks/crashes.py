@@ -155,7 +155,7 @@ def same(job: Job, reference: Job, step: int) -> str:
         pairs += [(both[0][name], both[1][name]) for name in both[0]]
         for one, other in pairs:
             if one.keys() != other.keys() or any(not torch.equal(one[key], other[key]) for key in one):
-                return f"the checkpoint of step {step} holds other values than that of a job that was never killed"
+                return f"the checkpoint of step {step} differs from that of a job that was never killed"
         state, wanted = dict(mine.state), dict(theirs.state)
         # Not the folder of the job, nor generators that nobody seeded.
         wrong = [key for key in wanted if key not in ("config", "random") and state.get(key) != wanted[key]]

@@ -39,9 +39,9 @@ FAULTS = {
     "interrupted (KeyboardInterrupt)": ("F", "interrupt"),
     "NaN in a loss": ("F", "nan"),
     "infinity in a loss": ("F", "infinity"),
-    "another shape on the wire": ("wire", "shape"),
-    "another dtype on the wire": ("wire", "dtype"),
-    "another schedule on one rank": ("start", "odd"),
+    "wrong shape on the wire": ("wire", "shape"),
+    "wrong dtype on the wire": ("wire", "dtype"),
+    "different schedule on one rank": ("start", "odd"),
     "a rank that never starts": ("start", "missing"),
     "exit between two steps": ("start", "exit"),
 }

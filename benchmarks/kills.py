@@ -148,7 +148,7 @@ def main() -> None:
         print(json.dumps(summary))
         return
     print(f"{len(results)} kills among {options.ranks} ranks: {right} of {survivors} survivors named the killed rank")
-    print(f"until the last survivor had raised: median {summary['median']:.2f} s, most {summary['most']:.2f} s")
+    print(f"until the last survivor had raised: median {summary['median']:.2f} s, max {summary['most']:.2f} s")
     print(f"survivors that then ended by themselves, with code 0: {ended} of {survivors}")
 
 

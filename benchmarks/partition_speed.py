@@ -84,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="random layers of each size (default 3)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--caps", action="store_true", help="let ranks hold only so many bytes")
+    parser.add_argument("--caps", action="store_true", help="limit the bytes that each rank may hold")
     options = parser.parse_args()
     cases = [
         (kind, layers, ranks, chunks, placement)

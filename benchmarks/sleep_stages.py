@@ -136,7 +136,7 @@ def torchs(name: str, parts: list[SleepStage], schedule: sl.Schedule) -> tuple[C
 
 
 def measure(pipe: sl.Pipeline, step: Callable[[Any, Any], Any], stages: list[SleepStage], turns: int) -> dict[str, Any]:
-    """Seconds of so many steps, what the sleeps took, and where the time of our own steps went."""
+    """Seconds of this many steps, what the sleeps took, and where the time of our own steps went."""
     x, y = torch.ones(pipe.schedule.microbatches, WIDTH), torch.zeros(pipe.schedule.microbatches, WIDTH)
     mean_slept(stages)
     taken, timelines = [], []

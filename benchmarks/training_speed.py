@@ -278,7 +278,7 @@ def main() -> None:
     missing = ""
     try:
         if not options.deepspeed:
-            raise LookupError("give --deepspeed, a python that has it or a folder to make one in")
+            raise LookupError("pass --deepspeed, a python that has it or a folder to make one in")
         pythons["deepspeed"] = deepspeed_python(options.deepspeed)
     except (LookupError, subprocess.CalledProcessError) as error:
         missing = str(error)

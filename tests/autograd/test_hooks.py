@@ -231,7 +231,7 @@ def test_hooks_of_parameters_that_several_stages_use_are_refused() -> None:
 
 
 def on_processes(rank: int) -> float:
-    """Compare steps of this rank with one process; give back the share of the first that was not split."""
+    """Compare steps of this rank with one process; return the share of the first that was not split."""
     shares = []
     for name in ("zb-h1", "zb-v"):
         for where, recompute in (("output", "none"), ("input", "stage"), ("node", "none")):

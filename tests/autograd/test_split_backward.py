@@ -197,7 +197,7 @@ def test_every_matrix_product_runs_once_and_in_its_own_half(name: str) -> None:
 
 
 def compare_norms(rank: int) -> int:
-    """Split the backward of norms and convolutions in all memory formats; give back how many were compared."""
+    """Split the backward of norms and convolutions in all memory formats; return how many were compared."""
     compared = 0
     for dimensions, form in ((2, torch.channels_last), (3, torch.channels_last_3d), (2, torch.contiguous_format)):
         batch_norm: Any = {2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[dimensions]

@@ -63,7 +63,7 @@ class Twice(nn.Module):
 
 @BOTH
 def test_a_weight_that_is_used_through_a_function_of_itself(schedule: str) -> None:
-    """Its parts were added in another order than autograd's."""
+    """Its parts were added in a different order from autograd's."""
     assert_steps_equal_loop(
         lambda: [nn.Linear(8, 8), Twice(), Twice()], torch.randn(6, 8), torch.randn(6, 8), schedule=schedule
     )

@@ -116,9 +116,9 @@ def test_differences_between_ranks_are_named() -> None:
         assert "the schedule has 4 ranks and 2 processes were started" in answer[1]
         assert "differ in loss_reduction" in answer[2]
         assert "differ in the seed that was given" in answer.pop(3)
-        assert answer[3] == "rank 1 was given another batch than rank 0: the inputs differ"
-        assert "no rank was given" in answer[4]
-        assert "rank 1 was given another batch than rank 0: the number of samples differ" in answer[5]
+        assert answer[3] == "rank 1 received a different batch from rank 0: the inputs differ"
+        assert "no rank received" in answer[4]
+        assert "rank 1 received a different batch from rank 0: the number of samples differ" in answer[5]
     assert first[6] == "True False"
     assert second[6] == "True True"
 
@@ -602,7 +602,7 @@ def test_a_death_is_an_error_on_all_other_ranks_long_before_their_deadline(tmp_p
             process.wait()
     assert [process.returncode for process in started] == [0, 0, 3], answers
     for message, _ in answers[:2]:
-        assert message.startswith("rank 2 died (its process ended without a word)"), answers
+        assert message.startswith("rank 2 died (its process exited without reporting an error)"), answers
         assert "restart it" in message
     assert "rank 2" in answers[1][0]
 

@@ -254,7 +254,7 @@ def test_all_survivors_name_a_killed_rank(
     start: Start, victim: int, action: str, microbatch: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = start([{"do": "right"}, {**STEP, "plant": ["kill", victim, action, microbatch]}])
-    lost(job, victim, capsys, "died", "died (its process ended without a word)")
+    lost(job, victim, capsys, "died", "died (its process exited without reporting an error)")
     assert job.ranks[victim].wait(PATIENCE) == -signal.SIGKILL
 
 
@@ -296,7 +296,7 @@ def test_a_rank_that_dies_at_start_up_is_named(start: Start, capsys: pytest.Capt
     job = start([{"dies_at_start": 1}])
     for answer in job.wait(1).values():
         assert answer["error"] == "PipelineError"
-        assert answer["text"].startswith("rank 1 died (its process ended without a word)"), answer["text"]
+        assert answer["text"].startswith("rank 1 died (its process exited without reporting an error)"), answer["text"]
     assert doctor(job.folder / "flights-0", capsys)["verdict"]["culprit"] == 1
 
 
@@ -382,7 +382,9 @@ def test_survivors_write_the_verdict_before_torchrun_ends_them(
         check=False,
     )
     for rank in (0, 2):
-        assert f"stageline: rank {rank}: rank 1 died (its process ended without a word)" in done.stderr, done.stderr
+        assert f"stageline: rank {rank}: rank 1 died (its process exited without reporting an error)" in done.stderr, (
+            done.stderr
+        )
     assert doctor(tmp_path / "flights-1", capsys)["verdict"]["culprit"] == 1
     end = time.monotonic() + PATIENCE
     while monitors(tmp_path) and time.monotonic() < end:

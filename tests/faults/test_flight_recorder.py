@@ -197,7 +197,7 @@ def test_doctor_reads_the_newest_job_and_names_the_others(tmp_path: Path, capsys
             Verdict(2, "raised", text="ValueError: [bold]x", traceback="Traceback\n  line 3\nValueError"),
             ["rank 2 failed: ValueError: [bold]x", "traceback of rank 2", "line 3", "zero_grad()"],
         ),
-        (Verdict(2, "absent", deadline=30.0), ["rank 2 never started: it did not come within 30 s", "was started"]),
+        (Verdict(2, "absent", deadline=30.0), ["rank 2 never started: it did not connect within 30 s", "was started"]),
         (Verdict(2, "left", text="SystemExit: 3", waiter=1), ["rank 2 left (SystemExit: 3)", "same number of steps"]),
         (None, ["no record states which rank failed", "begin with the ranks that wrote nothing: 2"]),
     ],

@@ -150,7 +150,7 @@ def test_all_survivors_learn_which_rank_was_killed(jobs: Any, victim: int) -> No
     for survivor in job.survivors(victim):
         verdict = survivor.do(ASK)
         assert (verdict["culprit"], verdict["kind"]) == (victim, "died")
-        assert f"rank {victim} died (its process ended without a word)" in verdict["sentence"]
+        assert f"rank {victim} died (its process exited without reporting an error)" in verdict["sentence"]
         assert f"while it was in B of stage {victim}, microbatch 5" in verdict["sentence"]
         assert f"rank {victim} died" in survivor.end(), "it is on stderr too, before any exception"
 
@@ -193,7 +193,7 @@ def test_all_other_ranks_name_one_that_never_starts(jobs: Any) -> None:
     for survivor in job.survivors():
         verdict = survivor.do("control.everyone(timeout=200)")
         assert (verdict["culprit"], verdict["kind"]) == (1, "absent")
-        assert verdict["sentence"].startswith("rank 1 never started: it did not come within 3 s")
+        assert verdict["sentence"].startswith("rank 1 never started: it did not connect within 3 s")
 
 
 def test_ranks_learn_that_all_have_come(jobs: Any) -> None:
@@ -202,7 +202,7 @@ def test_ranks_learn_that_all_have_come(jobs: Any) -> None:
 
 
 def test_all_ranks_receive_an_exception_with_its_action_and_traceback(jobs: Any) -> None:
-    """And the next step may be tried: what was raised in this one is over."""
+    """And the next step may be tried: what was raised in this one does not affect it."""
     job = jobs(3)
     for what in ("planted", "planted again"):
         for rank, survivor in job.ranks.items():
@@ -345,7 +345,7 @@ def test_every_survivor_under_torchrun_writes_whom_it_blames(tmp_path: Path) -> 
     command += ["--rdzv-endpoint", "127.0.0.1:0", str(script), str(RANK.parent), str(meeting)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE, check=False)
     for rank in (0, 2):
-        assert f"stageline: rank {rank}: rank 1 died (its process ended without a word)" in done.stderr
+        assert f"stageline: rank {rank}: rank 1 died (its process exited without reporting an error)" in done.stderr
     assert gone(Address.parse(meeting.read_text()).job)
 
 

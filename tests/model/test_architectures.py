@@ -148,7 +148,7 @@ def test_a_plan_knows_its_units_by_name(tmp_path: Path) -> None:
 
 
 def test_split_warns_about_a_tower_that_belongs_to_no_unit() -> None:
-    warning = r"model\.vision_tower\.embeddings … .*projector of Llava.* belongs to no unit.*give example="
+    warning = r"model\.vision_tower\.embeddings … .*projector of Llava.* belongs to no unit.*pass example="
     with pytest.warns(UserWarning, match=warning):
         staged = sl.split(llava(), stages=2)
     assert "every stage holds model.vision_tower.embeddings … model.multi_modal_projector" in str(staged)

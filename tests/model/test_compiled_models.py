@@ -108,7 +108,7 @@ def test_a_compiled_model_is_cut_as_the_one_inside_of_it(make: Any, how: Any, wa
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pipe = sl.Pipeline(compiled, loss_fn=functional.mse_loss, schedule="zb-h1", ranks=2, microbatches=4)
-    assert any("give compile=True to Pipeline" in str(warning.message) for warning in caught) == warns
+    assert any("pass compile=True to Pipeline" in str(warning.message) for warning in caught) == warns
     pipe.step(inputs, targets)
     grads = {name.replace("_orig_mod.", ""): grad for name, grad in pipe.named_gradients()}
     assert_same_bits(grads, expected)

@@ -127,7 +127,7 @@ def test_a_weight_that_is_used_outside_of_its_unit_is_held_where_it_is_needed() 
     unseen = sl.split(Tied(), 2)
     pipe = sl.Pipeline(unseen, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
     with pytest.raises(
-        sl.PipelineError, match=r"needs embed\.weight, which another stage holds; give example= to Pipeline"
+        sl.PipelineError, match=r"needs embed\.weight, which another stage holds; pass example= to Pipeline"
     ):
         pipe.step(X, Y)
 

@@ -226,7 +226,7 @@ def test_a_batch_that_enables_a_cache_or_calls_a_unit_twice_is_refused_with_advi
     batch = {"input_ids": words, "labels": words, "token_type_ids": words}
     pipe = sl.Pipeline(sl.split(model, 2), loss_fn=sl.own_loss, ranks=2, microbatches=2)
     with pytest.raises(
-        sl.PipelineError, match=r"calls transformer\.wte 2 times .* give example= to Pipeline or split, a"
+        sl.PipelineError, match=r"calls transformer\.wte 2 times .* pass example= to Pipeline or split, a"
     ):
         pipe.step(batch)
     pipe = sl.Pipeline(model, loss_fn=sl.own_loss, ranks=2, microbatches=2, example=batch)

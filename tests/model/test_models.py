@@ -96,7 +96,7 @@ def test_without_an_example_such_calls_are_refused() -> None:
     unseen = sl.split(models.Shared(), 2)
     pipe = sl.Pipeline(unseen, loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=2)
     with pytest.raises(
-        sl.PipelineError, match=r"calls shared 2 times .* 1 were expected; give example= to Pipeline or split"
+        sl.PipelineError, match=r"calls shared 2 times .* 1 were expected; pass example= to Pipeline or split"
     ):
         pipe.step(noise(4, 5), noise(4, 2))
 
@@ -211,12 +211,12 @@ def test_where_a_model_is_cut(ask: dict[str, Any], expected: Any) -> None:
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        ({"stages": 9}, r"GPT has 8 units \(transformer.wte … lm_head\), but 9 stages were requested; give at most 8"),
+        ({"stages": 9}, r"GPT has 8 units \(transformer.wte … lm_head\), but 9 stages were requested; pass at most 8"),
         ({"stages": 0}, "stages must be an integer >= 1, got 0"),
         ({"by": "layer"}, r"by must be one of .*, got 'layer' \(did you mean 'layers'\?\)"),
         ({"by": "type:Blok"}, r"no module of the class 'Blok' \(did you mean 'Block'\?\) in GPT"),
         ({"by": ["transformer.h.0", "transformer.h.9"]}, r"no unit 'transformer.h.9' \(did you mean 'transformer.h"),
-        ({"by": ["transformer.h.2", "transformer.h.1"]}, "by names 2 units for 2 stages: give the first unit of each"),
+        ({"by": ["transformer.h.2", "transformer.h.1"]}, "by names 2 units for 2 stages: pass the first unit of each"),
         ({"layers_per_stage": [4]}, "layers_per_stage has 1 numbers, but there are 2 stages"),
         ({"layers_per_stage": [4, 0]}, r"is \[4, 0\], and 0 is not a number of layers: every stage needs at least one"),
         ({"layers_per_stage": [4, True]}, "True is not a number of layers"),
@@ -224,7 +224,7 @@ def test_where_a_model_is_cut(ask: dict[str, Any], expected: Any) -> None:
             {"layers_per_stage": 2},
             r"layers_per_stage must be a list with the number of blocks of each stage, such as \[2, 3, 3\]; got 2",
         ),
-        ({"layers_per_stage": [2, 2], "by": "parameters"}, "says where to cut, and so does by='parameters'; give one"),
+        ({"layers_per_stage": [2, 2], "by": "parameters"}, "says where to cut, and so does by='parameters'; pass one"),
         ({"stages": True}, "stages must be an integer >= 1, got True"),
         ({"stages": 2.5}, "stages must be an integer >= 1, got 2.5"),
         ({"by": 3}, "by must be one of layers, parameters, time, .*, got 3"),
@@ -233,8 +233,8 @@ def test_where_a_model_is_cut(ask: dict[str, Any], expected: Any) -> None:
         ({"by": "time"}, "needs a batch to run it on: example=batch, a tuple of the model's arguments, a dict"),
         ({"stack": 3}, "stack must be the name of the list of blocks, or a list of names, got 3"),
         ({"ranks": "2", "by": "parameters"}, "ranks must be an integer >= 1, got '2'"),
-        ({"ranks": 3, "stages": 4, "by": "parameters"}, "spread evenly over 3 ranks; give ranks=1 or 2 or 4"),
-        ({"ranks": 2}, "ranks= needs costs: give by='parameters', 'time' or a profile"),
+        ({"ranks": 3, "stages": 4, "by": "parameters"}, "spread evenly over 3 ranks; pass ranks=1 or 2 or 4"),
+        ({"ranks": 2}, "ranks= needs costs: pass by='parameters', 'time' or a profile"),
         ({"placement": "v", "ranks": 1}, "ranks=, placement= need costs"),
         ({"schedule": "1f1b"}, "schedule= needs costs"),
         ({"schedule": 3, "by": "parameters"}, r"schedule must be a family name or a Schedule .*, got 3"),

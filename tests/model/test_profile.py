@@ -346,5 +346,5 @@ def test_layers_that_cannot_be_measured_are_refused() -> None:
     refused("device must be 'cpu' or 'cuda', got 'meta'", one, device="meta")
     assert linear.weight.grad is None
     assert not linear._forward_hooks
-    with pytest.raises(sl.StagelineError, match=r"cannot infer the layers of a Model; give layers="):
+    with pytest.raises(sl.StagelineError, match=r"cannot infer the layers of a Model; pass layers="):
         profile_model(Model(), torch.tensor([[1]]))

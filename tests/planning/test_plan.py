@@ -561,7 +561,7 @@ def test_auto_names_missing_arguments(options: dict[str, Any], message: str) -> 
 
 
 def test_auto_refuses_a_model_that_is_already_cut() -> None:
-    with pytest.raises(sl.StagelineError, match="give the model, or a function that builds it, not its stages"):
+    with pytest.raises(sl.StagelineError, match="pass the model, or a function that builds it, not its stages"):
         sl.Pipeline(layers(), loss_fn=functional.mse_loss, schedule="auto", ranks=2, example=torch.ones(4, 8))
 
 

@@ -183,7 +183,7 @@ def test_an_object_that_holds_tensors_is_refused_by_name(kind: Any) -> None:
     """Nobody can cut it, and every microbatch would be given the whole of it."""
     x, y, scale = torch.randn(8, 4), torch.randn(8, 4), torch.randn(8, 1)
     pipe = scaled_pipe(nn.Sequential(Scaled(), Scaled()))
-    words = r"stage_kwargs\[0\]\['info'\].* holds tensors .* cannot cut .*say so: kwargs_chunk_spec=\{'info': None\}"
+    words = r"stage_kwargs\[0\]\['info'\].* holds tensors .* cannot cut .*pass kwargs_chunk_spec=\{'info': None\}"
     with pytest.raises(sl.StagelineError, match=words):
         pipe.step(x, y, stage_kwargs={0: {"info": kind(scale)}})
     with pytest.raises(sl.StagelineError, match=r"the targets\[1\].* holds tensors|the targets\[1\]\[1\].* holds"):
@@ -247,7 +247,7 @@ def test_an_object_whose_code_reads_tensors_is_refused_by_name(value: Any) -> No
     """Every microbatch would read all rows of a global, of an attribute of a class or behind a weak reference."""
     x, y = torch.randn(8, 4), torch.randn(8, 4)
     pipe = scaled_pipe(nn.Sequential(Scaled(), Scaled()))
-    words = r"stage_kwargs\[0\]\['info'\].* holds tensors .* cannot cut .*say so: kwargs_chunk_spec=\{'info': None\}"
+    words = r"stage_kwargs\[0\]\['info'\].* holds tensors .* cannot cut .*pass kwargs_chunk_spec=\{'info': None\}"
     with pytest.raises(sl.StagelineError, match=words):
         pipe.step(x, y, stage_kwargs={0: {"info": value}})
     assert all(grad is None for grad in gradients(pipe.model).values())
@@ -531,7 +531,7 @@ def test_specs_that_do_not_fit_are_refused_in_words() -> None:
         return sl.Pipeline(layers, loss_fn=functional.mse_loss, microbatches=2, **specs)
 
     mistakes: list[tuple[Any, str]] = [
-        (lambda: pipe(args_chunk_spec=(1,)), "args_chunk_spec has 1; give TensorChunkSpec"),
+        (lambda: pipe(args_chunk_spec=(1,)), "args_chunk_spec has 1; pass TensorChunkSpec"),
         (lambda: pipe(kwargs_chunk_spec=cut), "kwargs_chunk_spec is a dict of specs by keyword"),
         (lambda: pipe(kwargs_chunk_spec={"x": "0"}), "kwargs_chunk_spec has '0'"),
         (lambda: pipe(schedule="auto", ranks=2, args_chunk_spec=cut), "schedule='auto' measures"),

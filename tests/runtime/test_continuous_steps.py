@@ -185,7 +185,7 @@ def test_the_loop_body_sees_the_state_after_its_step() -> None:
 
 
 def assert_stopped_after(steps: int, run: sl.Pipeline, optimizer: Any, make: Make, model: Any) -> None:
-    """A pipeline is as the loop is after so many steps, and goes on as it does."""
+    """A pipeline equals the loop after this many steps, and continues as the loop does."""
     loop = pipeline(model, run.schedule.name, run.ranks)
     first = make(loop.parameters())
     plain(loop, first, batches()[:steps])
@@ -546,7 +546,7 @@ def test_processes_report_failures_alike_and_keep_the_parameters_of_the_previous
         lookup = "LookupError: no more of these"
         elsewhere = f"PipelineError: the batches of rank 1 failed at step 3: {lookup}"
         assert errors[4] == (lookup if rank == 1 else elsewhere)
-        assert errors[5] == "PipelineError: rank 2 has no batch for step 2, and rank 0 has one: give all as many"
+        assert errors[5].startswith("PipelineError: rank 2 has no batch for step 2, and rank 0 has one: pass the same")
         assert len(errors) == 6
 
 

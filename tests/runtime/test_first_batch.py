@@ -56,7 +56,7 @@ class HeadFirst(nn.Module):
 
 
 class Towers(nn.Module):
-    """Two towers that are called in another order than they are defined in."""
+    """Two towers that are not called in the order in which they are defined."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def test_a_batch_that_a_model_cannot_run_on_is_named() -> None:
 
 
 class Odd(nn.Module):
-    """Defines its layers in another order than it calls them in."""
+    """Does not call its layers in the order in which it defines them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,5 +298,5 @@ def test_processes_ask_for_an_example_and_show_how() -> None:
     for errors in run_ranks(without_example, 2):
         assert len(errors) == 2
         for words in errors:
-            assert "give example= to" in words
+            assert "pass example= to" in words
             assert "sl.Pipeline(model, …, example=inputs)" in words

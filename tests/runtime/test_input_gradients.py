@@ -230,7 +230,7 @@ def test_what_cannot_be_computed_is_refused() -> None:
     pipe = pipeline(model, "zb-h1")
     x, y = data()
     shift = torch.randn(SAMPLES, 8, requires_grad=True)
-    with pytest.raises(sl.StagelineError, match=r"\['all'\]\['shift'\] requires grad and is given to several"):
+    with pytest.raises(sl.StagelineError, match=r"\['all'\]\['shift'\] requires grad and goes to several"):
         pipe.step(x, y, stage_kwargs={"all": {"shift": shift}})
     with pytest.raises(sl.StagelineError, match=r"\[0\]\['shift'\] and .*\[1\]\['shift'\] requires grad"):
         pipe.step(x, y, stage_kwargs={0: {"shift": shift}, 1: {"shift": shift}})
@@ -242,7 +242,7 @@ def test_what_cannot_be_computed_is_refused() -> None:
 
 
 def on_processes(rank: int) -> list[bool]:
-    """Compare with one process where stage 0 is; give back for each step whether this process got gradients."""
+    """Compare with one process where stage 0 is; return for each step whether this process got gradients."""
     got = []
     for name in ("1f1b", "zb-h1", "zb-v", "chimera", "dualpipe"):
         model, plain, front, other = layers(), layers(), layers(), layers()
@@ -266,7 +266,7 @@ def on_processes(rank: int) -> list[bool]:
         assert_same_bits(own, {key: expected[key] for key in own})
     pipe = pipeline(layers(), "chimera")
     x, y = data()
-    with pytest.raises(sl.PipelineError, match="both run stage 0, and only one of them was given inputs that require"):
+    with pytest.raises(sl.PipelineError, match="both run stage 0, and only one of them received inputs that require"):
         pipe.step(x.requires_grad_(rank == 0), y)
     replicated = sl.Pipeline(
         layers(), loss_fn=functional.mse_loss, schedule="zb-h1", microbatches=4, ranks=1, replicas=2

@@ -91,7 +91,7 @@ def test_a_run_stops_and_keeps_the_parameters() -> None:
 
 
 def equal_the_loop(name: str, *kinds: type[nn.Linear], **options: Any) -> dict[str, Tensor | None]:
-    """Make a step, compare it with the loop, and give back the gradients of the stages that are here."""
+    """Make a step, compare it with the loop, and return the gradients of the stages that are here."""
     model, plain = layers(*kinds), layers(*kinds)
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, microbatches=MICROBATCHES, ranks=2, **options)
     pipe.step(*batch())

@@ -1,4 +1,4 @@
-"""Messages that a rank takes in another order than they were sent: parked, and the same bits as the loop."""
+"""Messages that a rank takes out of order: parked, and the same bits as the loop."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def expected(schedule: sl.Schedule, steps: int) -> dict[str, Tensor | None]:
 
 
 def reordered(ranks: int, seed: int) -> sl.Schedule:
-    """A random schedule on so many ranks that takes messages in another order than they were sent."""
+    """A random schedule on this many ranks that takes messages out of order."""
     dice = random.Random(seed)
     while True:
         stages, microbatches = 2 * ranks, dice.randint(3, 5)

@@ -375,7 +375,7 @@ def test_invalid_arguments_are_refused() -> None:
         (lambda: make(recompute=[3]), "recompute is 'none', 'stage', or modules chosen .* got 3"),
         (lambda: make(recompute="stage", recompute_policy=[]), "leave recompute out"),
         (lambda: make(recompute_policy=3), "recompute_policy is a function or a list of operators, got 3"),
-        (lambda: make().step(x, y, stage_kwargs={9: {}}), "stage_kwargs has the key 9; give a stage from 0 to 3"),
+        (lambda: make().step(x, y, stage_kwargs={9: {}}), "stage_kwargs has the key 9; pass a stage from 0 to 3"),
         (lambda: make().step(x, y, stage_kwargs=wrong), r"stage_kwargs\[0\] is 3"),
         (lambda: make().step(x, y, stage_kwargs={1: {"mask": x}}), "'mask' for stage 1, but no layer .* accept x"),
         (lambda: make().step(x, y, stage_kwargs={1: {"x": x[:3]}}), r"10 samples of inputs and 3 of stage_kwargs\[1\]"),

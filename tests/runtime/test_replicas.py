@@ -398,15 +398,15 @@ def test_a_mistake_in_one_replica_is_said_in_all_and_the_next_step_is_right() ->
     results = run_ranks(mistakes, 4)
     kept = "no parameter was changed, and gradients may hold part of this step"
     wanted = [
-        r"the schedule has 2 ranks and 4 processes were started; start 2, or give ranks=4, or replicas=2 \(2 × 2 = 4\)",
+        r"the schedule has 2 ranks and 4 processes were started; start 2, or pass ranks=4, or replicas=2 \(2 × 2 = 4\)",
         r"3 replicas of 2 ranks are 6 processes, and 4 were started; start 6, or replicas=2",
         r"a DeviceMesh with a dimension 'pp' .* got dimensions \('tp',\)",
         r"the mesh has 2 ranks and 2 replicas; the schedule has 4 ranks: make them agree",
         r"rank 3 and rank 0 differ in bucket_mb and reduce_dtype",
         r"rank 3 \(replica 1\) and rank 1 \(replica 0\) hold different values of 6.up.bias, which both use: rank 3",
-        r"replica 1: rank 3 was given another batch than rank 2: the inputs differ",
+        r"replica 1: rank 3 received a different batch from rank 2: the inputs differ",
         r"rank 3 \(replica 1\) cannot run this batch: StagelineError: there are 9 samples of inputs and 8 of targets",
-        r"replica 1: no rank was given the inputs",
+        r"replica 1: no rank received the inputs",
         r"rank 3 \(replica 1\) and rank 0 \(replica 0\) differ in whether they train, evaluate or predict",
         r"replicas 0 and 1 train different parameters on rank 1: \d+ and \d+ elements; freeze the same",
         r"rank 2 \(replica 1\) and rank 0 \(replica 0\) differ in whether they train, evaluate or predict",
@@ -488,5 +488,5 @@ def test_a_killed_rank_of_one_replica_is_named_by_all_others(started: list[Child
     for rank in (0, 1, 3):
         assert started[rank].wait(200) == 0, (tmp_path / f"log-{rank}").read_text()
         text = (tmp_path / f"said-{rank}").read_text()
-        assert text.startswith("rank 2 (replica 1) died (its process ended without a word)"), text
+        assert text.startswith("rank 2 (replica 1) died (its process exited without reporting an error)"), text
         assert "this job cannot continue: restart it" in text

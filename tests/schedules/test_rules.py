@@ -249,7 +249,7 @@ def test_channels_messages_may_be_taken_in_another_order_than_sent_and_the_certi
     assert not certificate.in_channel_order
     assert "channels" not in certificate.rules
     assert [str(channel) for channel in certificate.reordered_channels] == ["0 → 1 forward: 0F0 0F1, taken as 0F1 0F0"]
-    assert "those of 1 taken in another order than sent: 0 → 1 forward" in str(certificate)
+    assert "those of 1 taken out of order: 0 → 1 forward" in str(certificate)
     data = certificate.to_json()
     assert data["in_channel_order"] is False
     assert data["channels"][1]["messages"] == ["0F0", "0F1"]

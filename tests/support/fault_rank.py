@@ -188,7 +188,7 @@ class Job:
         return {"right": True, "threads": self.threads()}
 
     def odd_one(self, odd: int, deadline: float) -> dict[str, Any]:
-        """Give one rank another schedule than the others."""
+        """Give one rank a different schedule from the others."""
         try:
             self.pipeline("gpipe" if self.rank == odd else "1f1b", deadline)
         except sl.PipelineError as error:

@@ -102,7 +102,7 @@ def of_families(draw: st.DrawFn, ranks: int = 4, microbatches: int = 6, training
 def of_no_family(draw: st.DrawFn, ranks: int = 4, stages: int = 5, microbatches: int = 4) -> sl.Schedule:
     """A random schedule that gets to its end: random placement, random order, some backwards split, some pairs.
 
-    Its messages may be taken in another order than they were sent.
+    Its messages may be taken out of order.
     """
     dice = random.Random(draw(st.integers(0, 2**32 - 1)))
     p = draw(st.integers(1, ranks))

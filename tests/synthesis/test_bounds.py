@@ -64,7 +64,7 @@ def orders(problem: Problem, rank: int, split: dict[tuple[int, int], bool]) -> I
 
 
 def optimum(problem: Problem, most: int = 40_000) -> float | None:
-    """The best objective over all orders of all ranks; None where there are too many to try."""
+    """The best objective over all orders of all ranks; None if there are too many to try."""
     pairs = list(product(range(problem.stages), range(problem.microbatches)))
     choices = [{True: (True,), False: (False,), None: (True, False)}[problem.split]] * len(pairs)
     best, count = math.inf, 0

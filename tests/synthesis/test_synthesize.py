@@ -390,6 +390,6 @@ def test_the_command_refuses_in_one_line(words: str, says: str, capsys: pytest.C
 
 
 def called(words: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run a command line; give back what it printed."""
+    """Run a command line; return what it printed."""
     assert run(words.split()) == 0
     return capsys.readouterr().out

@@ -128,7 +128,7 @@ def _delayed(schedule: sl.Schedule, rank: int, by: float) -> sl.Timeline:
 
 
 def test_a_plan_of_another_schedule_is_refused() -> None:
-    with pytest.raises(sl.ScheduleError, match=r"the plan is of <Schedule gpipe.*measured step of <Schedule 1f1b"):
+    with pytest.raises(sl.ScheduleError, match=r"the plan uses <Schedule gpipe.*measured step <Schedule 1f1b"):
         sl.explain(sl.simulate(sl.schedule("gpipe", 2, 4)), sl.simulate(sl.schedule("1f1b", 2, 4)))
 
 

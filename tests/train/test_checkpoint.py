@@ -395,8 +395,8 @@ def pipe(path: Path) -> None:
 
 MODEL, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
-    "flipped": (MODEL, flip, "checksum", "has other bytes than were written"),
-    "flipped in the header": (MODEL, lambda path: flip(path, 0.1), "checksum", "has other bytes than were written"),
+    "flipped": (MODEL, flip, "checksum", "contents differ from what was written"),
+    "flipped in the header": (MODEL, lambda path: flip(path, 0.1), "checksum", "contents differ from what was written"),
     "flipped in the manifest": ("manifest.json", flip, "manifest", "was changed after it was written"),
     "truncated": (MODEL, truncate, "size", "bytes, expected"),
     "truncated manifest": ("manifest.json", truncate, "manifest", ""),
@@ -408,7 +408,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
     ),
     "another's manifest": (
         "manifest.json", lambda path: shutil.copy(path.parent.parent / "step-00000001" / path.name, path), "manifest",
-        "is of step 1, expected 2",
+        "is for step 1, expected 2",
     ),
     "a link": (
         MODEL, link, "refused", "link"

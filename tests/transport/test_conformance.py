@@ -253,7 +253,7 @@ FAULTS: dict[str, tuple[dict[str, Callable[[Any], Any]], list[str]]] = {
     ),
     "lost": (
         {"drop": lambda header: header.microbatch == 3},
-        ["waited 4 s for the ", "microbatch ", "it did not come"],
+        ["waited 4 s for the ", "microbatch ", "it did not arrive"],
     ),
     "lost before another": (
         {"drop": lambda header: header.microbatch == 1},

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 run_engine: Any = getattr(graph, "_engine_run_backward", None)
-"""The call into autograd's engine that `torch.autograd.backward` makes; None where torch has no such function."""
+"""The call into autograd's engine that `torch.autograd.backward` makes; None if torch has no such function."""
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor was modified in place."""
@@ -81,7 +81,7 @@ def saved_names(node: Any) -> list[str]:
 
 
 def saved_hook(node: Any, name: str) -> Any:
-    """The hook that unpacks a tensor that a node saved; None where autograd itself holds the tensor."""
+    """The hook that unpacks a tensor that a node saved; None if autograd itself holds the tensor."""
     return getattr(node, _RAW + name).unpack_hook
 
 

@@ -59,7 +59,7 @@ def backward(roots: Sequence[Root], grads: Sequence[Tensor | None]) -> None:
 def gradients(
     roots: Sequence[Root], grads: Sequence[Tensor | None], inputs: Sequence[Root], *, keep: bool
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of some tensors or edges, None where there is none; `keep` says whether the graph stays.
+    """The gradients of some tensors or edges, None if there is none; `keep` says whether the graph stays.
 
     >>> leaf = torch.ones(2, requires_grad=True)
     >>> gradients([(3 * leaf).sum()], [None], [leaf], keep=False)
@@ -106,7 +106,7 @@ class ArrivingGradients:
         self._hooks: list[tuple[Node, RemovableHandle]] = []
 
     def __enter__(self) -> list[Tensor | None]:
-        """Return the list to be filled: a gradient for each leaf, None where none arrives."""
+        """Return the list to be filled: a gradient for each leaf, None if none arrives."""
         arrived: list[Tensor | None] = [None] * len(self._leaves)
         for index, leaf in enumerate(self._leaves):
             if leaf.requires_grad:

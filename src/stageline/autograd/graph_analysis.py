@@ -90,7 +90,7 @@ class _Analysis:
                 plan.whole = True
 
     def _entries(self) -> set[int]:
-        """Where the data enters a graph without inputs: the last nodes from the outputs that are no weights."""
+        """Where the data enters a graph without inputs: the nodes furthest from the outputs that are not weights."""
         plain: set[int] = set()  # parameters, and views of them
         for number in self.order:
             below = list(self.below(number))

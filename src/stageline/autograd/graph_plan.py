@@ -1,6 +1,6 @@
 """The form of a recorded graph, learned once: which nodes lead to the inputs, and where weights branch off.
 
-    output ── Addmm ── Gelu ── Addmm ── input        the Addmm nodes are forks: one branch goes on to the
+    output ── Addmm ── Gelu ── Addmm ── input        the Addmm nodes are forks: one branch continues to the
                 │               │                    *ends*, where I stops, another to parameters alone
                 w2              w1
 
@@ -32,7 +32,7 @@ class Fork(NamedTuple):
     leaves: tuple[int, ...]
     """The parameters behind it."""
     formula: Formula | None
-    """How their gradients are computed; None where the node runs again in W."""
+    """How their gradients are computed; None if the node runs again in W."""
     edges: tuple[int, ...]
     """Which edges of the node lead to them."""
     children: tuple[Edge, ...]

@@ -69,7 +69,7 @@ def parse_recompute(choice: Choice, policy: Policy | None) -> Recompute:
     items = list(choice) if isinstance(choice, list | tuple | set | frozenset) else [choice]
     for item in items:
         if isinstance(item, str) and item in ("none", "stage"):
-            raise StagelineError(f"recompute={item!r} stands alone; in a list, give names, classes or functions")
+            raise StagelineError(f"recompute={item!r} stands alone; in a list, pass names, classes or functions")
         if not (isinstance(item, str) or callable(item)):
             raise StagelineError(
                 "recompute is 'none', 'stage', or modules chosen by name ('*.mlp'), class or a function of name and "
@@ -140,7 +140,7 @@ def mark(model: nn.Module, options: Recompute, choice: Choice) -> list[str]:
             module.register_forward_hook(_leave)
     if not names:
         raise StagelineError(
-            f"recompute={shorten(choice)} chose none of the model's modules; give 'none' or 'stage', or modules by "
+            f"recompute={shorten(choice)} chose none of the model's modules; pass 'none' or 'stage', or modules by "
             f"name ('*.mlp'), class or a function of name and module; the first names are {_first_names(model)}"
         )
     return names

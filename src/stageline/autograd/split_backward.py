@@ -116,7 +116,7 @@ class SplitBackward:
         return plan
 
     def input_gradients(self) -> list[Tensor | None]:
-        """Run I: the gradients of the inputs, None where there is none."""
+        """Run I: the gradients of the inputs, None if there is none."""
         plan = self._find_plan()
         self.total = plan.total
         if plan.whole or self.whole:

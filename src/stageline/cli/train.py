@@ -109,7 +109,7 @@ def find_file(words: Iterable[str]) -> tuple[str | None, list[str]]:
             suggestion = f"; did you mean --set {word}?" if "=" in word else ""
             errors.append(f"{shorten(word)} is neither an option nor a .toml file{suggestion}")
         elif path is not None:
-            errors.append(f"there are two config files, {path} and {word}; give one")
+            errors.append(f"there are two config files, {path} and {word}; pass one")
         else:
             path = word
     return path, errors

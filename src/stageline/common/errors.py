@@ -156,8 +156,8 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
 
     >>> in_flags("try schedule='auto', or memory='636KiB'", {"schedule": "--schedule", "memory": "--memory"})
     'try --schedule auto, or --memory 636KiB'
-    >>> in_flags("memory is a size above 0; give batch= too", {"memory": "--memory", "batch": "--batch"})
-    '--memory is a size above 0; give --batch too'
+    >>> in_flags("memory is a size above 0; pass batch= too", {"memory": "--memory", "batch": "--batch"})
+    '--memory is a size above 0; pass --batch too'
     """
     if not flags:
         return text

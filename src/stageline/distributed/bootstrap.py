@@ -170,7 +170,7 @@ def _find_store(deadline: float) -> tuple[Any, int, int]:
 
 
 def _answers(host: str, port: int, patience: float) -> bool:
-    """Whether a process listens there within so many seconds."""
+    """Whether a process listens there within this many seconds."""
     end = time.monotonic() + patience
     while True:
         with suppress(OSError), socket.create_connection((host, port), timeout=min(1.0, patience)):

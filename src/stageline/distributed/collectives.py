@@ -121,7 +121,7 @@ class ProcessCollectives:
         return self._exchanging(exchange.align)
 
     def _exchanging(self, call: Callable[[Callable[[], None]], Result]) -> Result:
-        """Call a function that waits for other ranks; it calls what it is given while it waits."""
+        """Call a function that waits for other ranks. `call` receives a check to run periodically while it waits."""
         before, self._control.waits = self._control.waits, EVERYONE
         began = time.monotonic()
 

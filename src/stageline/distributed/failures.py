@@ -93,12 +93,12 @@ def note_missing_value(error: PipelineError, verdict: Verdict) -> None:
 def origin_of(
     error: BaseException, step: int, stage: int | None, microbatch: int | None, changes: Iterable[Change]
 ) -> Change | None:
-    """The first stage whose changed output explains this error; None where no change does."""
+    """The first stage whose changed output explains this error; None if no change does."""
     return first_change(step, stage, microbatch, changes, is_about_form(error), is_about_structure(error))
 
 
 def is_about_structure(error: BaseException) -> bool:
-    """Whether an error may come from a value in another container than before, or from a missing value.
+    """Whether an error may come from a value in a different container from before, or from a missing value.
 
     >>> is_about_structure(TypeError("must be Tensor, not tuple")), is_about_structure(ArithmeticError("nan"))
     (True, False)

@@ -94,7 +94,7 @@ class JobFailures:
         return error
 
     def abandon(self, error: BaseException) -> None:
-        """Leave a step for good, as after Ctrl-C, and tell the ranks that would wait for this one."""
+        """Leave a step permanently, as after Ctrl-C, and tell the ranks that would wait for this one."""
         if not self._left:
             self.control.report(replace(Failure.of(error, self.control.doing), final=True))
             self.leave()

@@ -103,7 +103,7 @@ class Layout:
 
 
 def ranks_of(mesh: DeviceMesh) -> int | None:
-    """The number of ranks of a mesh; None where it has neither ranks nor replicas."""
+    """The number of ranks of a mesh; None if it has neither ranks nor replicas."""
     names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
     if any(name in RANKS for name in names):
         return int(mesh.shape[names.index(RANKS[0])])
@@ -116,7 +116,7 @@ def find_layout(ranks: int, replicas: int | None, mesh: DeviceMesh | None, proce
     >>> find_layout(2, None, None, processes=6)
     Traceback (most recent call last):
         ...
-    stageline.StagelineError: the schedule has 2 ranks and 6 processes were started; start 2, or give ranks=6, or
+    stageline.StagelineError: the schedule has 2 ranks and 6 processes were started; start 2, or pass ranks=6, or
     replicas=3 (3 × 2 = 6)
     """
     if replicas is not None and (not isinstance(replicas, int) or replicas < 1):
@@ -141,10 +141,10 @@ def find_layout(ranks: int, replicas: int | None, mesh: DeviceMesh | None, proce
         fits = fits if processes % ranks == 0 and processes > ranks else ""
         if replicas is None:
             raise StagelineError(
-                f"the schedule has {ranks} ranks and {processes} processes were started; start {ranks}, or give "
+                f"the schedule has {ranks} ranks and {processes} processes were started; start {ranks}, or pass "
                 f"ranks={processes}{fits}"
             )
-        alone = f", or give ranks={processes // replicas}" if processes % replicas == 0 else ""
+        alone = f", or pass ranks={processes // replicas}" if processes % replicas == 0 else ""
         raise StagelineError(
             f"{replicas} replicas of {ranks} ranks are {replicas * ranks} processes, and {processes} were started; "
             f"start {replicas * ranks}{alone}{fits}"

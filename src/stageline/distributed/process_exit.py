@@ -28,7 +28,7 @@ _closers: list[Callable[[], object]] = []
 
 
 def keep_groups() -> None:
-    """Keep the current process groups for good, so that nothing waits for their collectives."""
+    """Keep the current process groups permanently, so that nothing waits for their collectives."""
     if dist.is_initialized():
         _lost.extend(group for group in known_groups() if group not in _lost)
         _lost.append(default_store())

@@ -33,7 +33,7 @@ class LayoutGroups:
     replica: Any
     """The ranks of its replica."""
     replica_group: Any = None
-    """Its rank in all replicas; None where there is one replica."""
+    """Its rank in all replicas; None if there is only one replica."""
     replica_nccl: Any = None
     replica_group_nccl: Any = None
     """The same over NCCL, where every process has a GPU of its own."""
@@ -110,7 +110,7 @@ class Groups:
             self._ask(lambda store: str(store.set(self._key, text)))
 
     def keep(self) -> None:
-        """Keep all groups for good if a collective is pending for which nobody waits any more."""
+        """Keep all groups permanently if a collective is pending for which nobody waits any more."""
         if getattr(self, "payloads", None) is not None or any(not work.is_completed() for work in self.pending):
             keep_groups()
 

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 ALIGN_EVERY = 10.0
-"""Seconds after which the clocks of ranks on several machines are aligned again, before the next step; more where that
-would take a thousandth of the time."""
+"""Seconds after which the clocks of ranks on several machines are aligned again, before the next step; longer if
+aligning would exceed 0.1% of the run time."""
 
 SMALL = 1 << 17
 """Up to how many numbers of all ranks together are gathered as they are, and not added up on the way."""
@@ -118,7 +118,7 @@ class ProcessHost(ProcessCollectives):
         self._control.end()
 
     def abandon(self, error: BaseException) -> None:
-        """Leave a step for good, as after Ctrl-C, and tell the ranks that would wait for this one."""
+        """Leave a step permanently, as after Ctrl-C, and tell the ranks that would wait for this one."""
         self._failures.abandon(error)
 
     def run(self, step: HostedStep) -> tuple[list[Any], Floats]:

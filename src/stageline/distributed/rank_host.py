@@ -92,7 +92,7 @@ class HostedStep:
 
     executors: RankExecutors[Any]
     request: Any
-    """What every executor runs; None where this process cannot take part."""
+    """What every executor runs; None if this process cannot take part."""
     refused: Exception | None = None
     """Why it cannot: it takes part only to tell the others."""
     make_record: Callable[[list[Any]], Floats] = lambda results: np.zeros(0)
@@ -112,7 +112,7 @@ class Collectives(Protocol):
     replica: int
     """The replica of this process."""
     replica_group: ReplicaGroup | None
-    """This rank in all replicas; None where there is one replica."""
+    """This rank in all replicas; None if there is only one replica."""
 
     @property
     def single_process(self) -> bool:
@@ -149,7 +149,7 @@ class RankHost(Collectives, Protocol):
     deadline: float
     """How many seconds a rank may be silent before a step fails."""
     clocks: Alignment | None
-    """The offsets between the clocks of the ranks of this replica; None where they are not known."""
+    """The offsets between the clocks of the ranks of this replica; None if they are not known."""
 
     def transport(self, rank: int) -> Transport:
         """The transport of a rank of this process."""
@@ -161,7 +161,7 @@ class RankHost(Collectives, Protocol):
         """The flight recorder of the rank."""
 
     def begin(self) -> None:
-        """Begin a step, on all ranks alike."""
+        """Begin a step, on every rank."""
 
     def run(self, step: HostedStep) -> tuple[list[Any], Floats]:
         """Run one step: the results of the ranks of this process, and the sum of all step records.

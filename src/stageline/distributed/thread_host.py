@@ -175,7 +175,7 @@ class ThreadHost:
         return values
 
     def all_reduce_async(self, values: Callable[[], Floats]) -> Callable[[], Floats]:
-        """The values themselves, computed when they are asked for."""
+        """The values themselves, computed on demand."""
         return values
 
     def broadcast(self, text: str, owner: int) -> str:

@@ -270,7 +270,7 @@ def _advice(
             "if it only starts slowly, raise the start-up deadline",
         ),
         "left": (
-            f"find out why the script of rank {rank} ended: {verdict.text or 'it gave no reason'}",
+            f"check why the script of rank {rank} ended: {verdict.text or 'it gave no reason'}",
             "all ranks must run the same number of steps: do they read the same amount of data?",
         ),
     }[verdict.kind]

@@ -58,7 +58,7 @@ def _owner_of_function(model: Any) -> nn.Module | None:
 
 def _warn(what: str) -> None:
     warnings.warn(
-        f"{what} is unwrapped and runs without torch.compile: its graph cannot be cut into stages; give compile=True "
+        f"{what} is unwrapped and runs without torch.compile: its graph cannot be cut into stages; pass compile=True "
         "to Pipeline, which compiles every layer or unit separately",
         stacklevel=4,
     )

@@ -102,7 +102,7 @@ def own_loss(output: Any, target: Any = None) -> torch.Tensor:
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor):
         raise StagelineError(
-            f"the model's output, a {type(output).__name__}, {NO_LOSS}; give it labels, or give another loss_fn"
+            f"the model's output, a {type(output).__name__}, {NO_LOSS}; give it labels, or pass another loss_fn"
         )
     return loss
 

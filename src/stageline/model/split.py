@@ -90,7 +90,7 @@ def split(
     if stages > len(units):
         raise StagelineError(
             f"{type(model).__name__} has {len(units)} units ({listed([unit.name for unit in units])}), but {stages} "
-            f"stages were requested; give at most {len(units)}, or name smaller blocks with by='type:ClassOfBlock'"
+            f"stages were requested; pass at most {len(units)}, or name smaller blocks with by='type:ClassOfBlock'"
         )
     costs = None if layers_per_stage is not None else _unit_costs(model, units, by, example)
     balance = None if costs is None else cut_by_cost(costs, stages, constraints, _even_spans(units, stages))
@@ -111,7 +111,7 @@ def _called_units(
         if by == "time" or isinstance(by, Profile):
             raise StagelineError(
                 f"{type(model).__name__} has no units that can be measured on their own, so it cannot be cut by time; "
-                "cut by='layers' or 'parameters', or give an nn.Sequential"
+                "cut by='layers' or 'parameters', or pass an nn.Sequential"
             ) from None
         traced = trace(model, example)
         return traced.units(), traced, None, ()
@@ -166,9 +166,9 @@ def split_by_units(
             if example is not None:
                 raise StagelineError(
                     f"the plan is for the units {listed(names)} in this order, but with the example the model calls "
-                    f"{listed([unit.name for unit in called])}; give an example like that of the plan"
+                    f"{listed([unit.name for unit in called])}; pass an example like that of the plan"
                 )
-            flow = None  # the plan was made with other inputs than the library's example
+            flow = None  # the plan was made with inputs that differ from the library's example
         around = uncalled(model, defined, units, example is not None)
     return Staged(model, tuple(units), tuple(spans_of(counts)), None, None, flow, False, around)
 
@@ -189,7 +189,7 @@ def _even_spans(units: Sequence[Unit], stages: int) -> Spans:
 
 
 def _spans_of_blocks(units: Sequence[Unit], blocks: Sequence[int], sizes: Sequence[int]) -> Spans:
-    """Give every stage so many blocks; other units go with the block before them, or with the first one."""
+    """Give every stage this many blocks; other units go with the block before them, or with the first one."""
     starts = [0, *(blocks[first] for first in list(accumulate(sizes))[:-1])]
     return list(pairwise([*starts, len(units)]))
 
@@ -197,7 +197,7 @@ def _spans_of_blocks(units: Sequence[Unit], blocks: Sequence[int], sizes: Sequen
 def _spans_by_counts(units: Sequence[Unit], stages: int, counts: list[int]) -> Spans:
     if len(counts) != stages:
         raise StagelineError(
-            f"layers_per_stage has {len(counts)} numbers, but there are {stages} stages; give one for each"
+            f"layers_per_stage has {len(counts)} numbers, but there are {stages} stages; pass one for each"
         )
     blocks = [index for index, unit in enumerate(units) if unit.block]
     if sum(counts) == len(blocks):
@@ -222,7 +222,7 @@ def _spans_by_names(units: Sequence[Unit], stages: int, names: list[str]) -> Spa
         starts.insert(0, 0)
     if len(starts) != stages or starts != sorted(set(starts)):
         raise StagelineError(
-            f"by names {len(names)} units for {stages} stages: give the first unit of each, in the order of the model"
+            f"by names {len(names)} units for {stages} stages: pass the first unit of each, in the order of the model"
         )
     starts[0] = 0
     return list(pairwise([*starts, len(units)]))
@@ -264,11 +264,11 @@ def _check_arguments(
     if layers_per_stage is not None:
         _check_counts(layers_per_stage)
         if by != "layers" and not (isinstance(by, str) and by.startswith("type:")):
-            raise StagelineError(f"layers_per_stage says where to cut, and so does by={shorten(by)}; give one of them")
+            raise StagelineError(f"layers_per_stage says where to cut, and so does by={shorten(by)}; pass one of them")
     used = [name for name, value in constraints._asdict().items() if value is not None and value != {}]
     if used and not (isinstance(by, Profile) or by in ("parameters", "time")):
         raise StagelineError(
-            f"{', '.join(f'{name}=' for name in used)} {'needs' if len(used) == 1 else 'need'} costs: give "
+            f"{', '.join(f'{name}=' for name in used)} {'needs' if len(used) == 1 else 'need'} costs: pass "
             "by='parameters', 'time' or a profile"
         )
     if by == "time" and example is None:

@@ -54,7 +54,7 @@ def in_call_order(model: nn.Module, units: list[Unit], example: Any) -> tuple[li
 
 def _example_error(model: nn.Module, error: Exception) -> StagelineError:
     return StagelineError(
-        f"{type(model).__name__} cannot run on the example, {shorten(error, 200)}{place_of(error)}; give a tuple of "
+        f"{type(model).__name__} cannot run on the example, {shorten(error, 200)}{place_of(error)}; pass a tuple of "
         "its arguments, a dict of keywords, or its only argument"
     )
 
@@ -97,7 +97,7 @@ def uncalled(model: nn.Module, defined: Sequence[Unit], called: Sequence[Unit], 
         warnings.warn(
             f"{listed([unit.name for unit in around])} of {type(model).__name__}, {size:,} parameters, belongs to no "
             "unit: the model does not call it with the example inputs of its library, and every stage runs it if a "
-            "batch has inputs for it; give example=, a batch with all inputs, to make it units",
+            "batch has inputs for it; pass example=, a batch with all inputs, to make it units",
             stacklevel=3,
         )
     return tuple(unit.name for unit in around)

@@ -91,8 +91,8 @@ def find_units(model: nn.Module, stacks: Sequence[str] = (), kind: str = "") -> 
         if len(parts) < 2:
             raise NoStack(
                 f"{type(model).__name__} has no stack of blocks to cut: no ModuleList, Sequential or ModuleDict of "
-                f"similar modules, and {len(parts)} parts with parameters ({', '.join(parts) or 'none'}); give an "
-                "nn.Sequential or a list of stages, name its blocks with by='type:ClassOfBlock', or give example= to "
+                f"similar modules, and {len(parts)} parts with parameters ({', '.join(parts) or 'none'}); pass an "
+                "nn.Sequential or a list of stages, name its blocks with by='type:ClassOfBlock', or pass example= to "
                 "have it traced: sl.Pipeline(model, …, example=inputs), with inputs as for step"
             )
         return [Unit(name, child, False) for name, child in named]

@@ -33,15 +33,15 @@ class SizedProfiles:
     def of(cls, profiles: Mapping[int, Profile]) -> SizedProfiles:
         """Sort profiles, and check that they are of one model."""
         if not profiles:
-            raise StagelineError("there is no profile; give one or more, by the number of samples of their microbatch")
+            raise StagelineError("there is no profile; pass one or more, by the number of samples of their microbatch")
         for samples, profile in sorted(profiles.items()):
             if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
-                raise StagelineError(f"a profile is of a microbatch of 1 or more samples, got {shorten(samples)}")
+                raise StagelineError(f"a profile needs microbatches of 1 or more samples, got {shorten(samples)}")
             if not isinstance(profile, Profile):
                 raise StagelineError(f"expected a Profile from sl.profile or sl.read_profile, got {shorten(profile)}")
         names = [[layer.name for layer in profile.layers] for profile in profiles.values()]
         if any(first != second for first, second in pairwise(names)):
-            raise StagelineError("the profiles have different layers; give profiles of one model for several sizes")
+            raise StagelineError("the profiles have different layers; pass profiles of one model for several sizes")
         return cls(dict(sorted(profiles.items())))
 
     @property
@@ -143,7 +143,7 @@ def measure_sizes(
     except StagelineError as error:
         if several:
             raise StagelineError(
-                f"{error}; or give microbatches= instead of batch=, and one microbatch as example"
+                f"{error}; or pass microbatches= instead of batch=, and one microbatch as example"
             ) from None
         all_samples = 1
     names = [unit.name for unit in split(model, 1, example=example).units]

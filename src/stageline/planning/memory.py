@@ -41,7 +41,7 @@ class StateBytes:
     parameter: float = 4.0
     """Of the parameter itself; a profile only has their sum."""
     gradient: float | None = None
-    """Of its gradient; as many as of the parameter if None."""
+    """Of its gradient; if None, as many as of the parameter."""
     optimizer: float = 8.0
     """Of its optimizer state: two float32 numbers for AdamW."""
     continuous: bool = False

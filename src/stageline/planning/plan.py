@@ -217,7 +217,7 @@ def plan(
 
     `example` is one microbatch, and `microbatches` the number of microbatches in a step. Alternatively, `batch` is the
     number of samples in a step: then the number of microbatches is chosen among its divisors, and the model is also
-    measured on fewer samples of the example. Instead of a model and an example, give `profile`, from `sl.profile` on
+    measured on fewer samples of the example. Instead of a model and an example, pass `profile`, from `sl.profile` on
     any machine, or several profiles by number of samples; with `batch` and a single profile, `samples` is the number of
     samples that it was measured with.
 

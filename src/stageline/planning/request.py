@@ -71,7 +71,7 @@ def read_profiles(
         return SizedProfiles.of(profile)
     if several and samples is None:
         raise StagelineError(
-            "batch= requires the costs of other microbatch sizes than the profile's: give samples=, the number of "
+            "batch= requires the costs of microbatch sizes other than the profile's: pass samples=, the number of "
             "samples it was measured with, or microbatches= instead of batch="
         )
     return SizedProfiles.of({1 if samples is None else whole("plan", "samples", samples): profile})
@@ -226,7 +226,7 @@ def check_sizes(request: PlanRequest) -> None:
             "chunks, or another schedule"
         )
     if not schedule.training:
-        raise StagelineError(f"{schedule.name} is for inference; give a schedule that trains")
+        raise StagelineError(f"{schedule.name} is for inference; pass a schedule that trains")
     if (schedule.ranks, schedule.microbatches) != (request.ranks, microbatches):
         raise StagelineError(
             f"the schedule has {schedule.ranks} ranks and {schedule.microbatches} microbatches, but the plan is for "

@@ -54,7 +54,7 @@ def share_gradient_hooks(source: Tensor, target: Tensor) -> None:
 
 
 def storage_id(tensor: Tensor) -> int | None:
-    """An identifier of the tensor's memory; None where it has none of its own."""
+    """An identifier of the tensor's memory; None if it has none of its own."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):

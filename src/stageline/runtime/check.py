@@ -197,7 +197,7 @@ def _watch_cuts(pipe: Pipeline, filled: int) -> dict[int, int]:
 
 
 def _reorder_reasons(pipe: Pipeline, sent: Mapping[int, int]) -> Reasons:
-    """Which gradients a pipeline sums in another order than one process, and why."""
+    """Which gradients a pipeline sums in a different order from one process, and why."""
     names = {parameter: name for name, parameter in pipe.model.named_parameters()}
     stages: dict[str, list[int]] = {}
     for stage, part in enumerate(pipe.runner.stages.parts):

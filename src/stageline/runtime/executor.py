@@ -105,11 +105,11 @@ class _Task(NamedTuple):
     microbatch: int
     traffic: Traffic
     feeder: int | None
-    """The stage whose message is its input; None where it needs none."""
+    """The stage whose message is its input; None if it needs none."""
     source: int | None
-    """The rank its input comes from; None where it comes from this rank, or from none."""
+    """The rank its input comes from; None if it comes from this rank, or from none."""
     target: int | None
-    """The rank its output goes to; None where it stays on this rank, or there is none."""
+    """The rank its output goes to; None if it stays on this rank, or there is none."""
     neighbour: int | None
     """The stage on this rank that takes its output directly."""
     label: tuple[str, int, int]
@@ -460,7 +460,7 @@ class Executor:
         return self.outputs.changes
 
     def record(self, verdict: Verdict | None, lost: str | None = None) -> Path | None:
-        """Write the flight record of this rank; None where that is impossible, or the failure needs none."""
+        """Write the flight record of this rank; None if that is impossible, or the failure needs none."""
         if not worth_writing(verdict):
             return None
         awaited = self.awaited
@@ -485,7 +485,7 @@ class Executor:
 
 
 def device_of(stages: Iterable[Stage]) -> int | None:
-    """The GPU that a rank's stages are on; None where they are on the host, or have no tensors."""
+    """The GPU that a rank's stages are on; None if they are on the host, or have no tensors."""
     devices = {tensor.device for stage in stages for tensor in (*stage.part.parameters(), *stage.part.buffers())}
     gpus = sorted({device.index or 0 for device in devices if device.type == "cuda"})
     if len(gpus) > 1:

@@ -24,7 +24,7 @@ class GpuClock:
         self._starts[position].record(self._stream)
 
     def end(self, position: int) -> None:
-        """The action at this position is over."""
+        """The action at this position has ended."""
         self._ends[position].record(self._stream)
 
     def read(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

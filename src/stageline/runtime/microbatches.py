@@ -85,7 +85,7 @@ class ReplicaAgreement(Protocol):
 
 
 class BatchIntake:
-    """Takes in the batches of a pipeline, on all processes alike."""
+    """Takes in the batches of a pipeline, on every process."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class BatchIntake:
         if alone and valid.samples is None:
             raise StagelineError(
                 "the chunk specs give all of the batch to every microbatch, so there is nothing to cut into "
-                f"{self.parts} microbatches; let them cut one tensor at least"
+                f"{self.parts} microbatches; let them cut at least one tensor"
             )
         settings = [float(batch.scale), float(batch.count or 0), 2.0 if self._stages.model.training else 1.0]
         return BatchRow(valid.samples, np.concatenate([valid.row, settings]))
@@ -165,7 +165,7 @@ class BatchIntake:
         sizes = set(known[:, 0].tolist()) - {0.0}
         apart = comparison.difference(known, [0])
         if not sizes or (apart and self.agreed not in sizes):  # and every rank knows it
-            raise refused or PipelineError(apart or "no rank was given the inputs")
+            raise refused or PipelineError(apart or "no rank received the inputs")
         samples = int(self.agreed) if apart and self.agreed is not None else int(sizes.pop())
         return Agreement(samples, samples, rows, refused or (PipelineError(apart) if apart else None))
 
@@ -215,7 +215,7 @@ def validate_batch(
 ) -> BatchRow:
     """Refuse parts with different numbers of samples; compute digests if they are to be compared."""
     sizes = _sizes(inputs, _inputs_spec(inputs, specs), "the inputs", "", needed=specs.default)
-    option = "so by targets_chunk_spec=, with None in its place"
+    option = "pass a targets_chunk_spec= with None in its place"
     # A target without dimensions goes to every microbatch.
     needed = specs.default and not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(targets))
     sizes += _sizes(targets, _targets_spec(targets, specs), "the targets", option, needed=needed)
@@ -223,18 +223,18 @@ def validate_batch(
         raise StagelineError(f"stage_kwargs is a dict by stage, got {shorten(keywords)}")
     for stage, values in (keywords or {}).items():
         if stage != "all" and not (isinstance(stage, int) and 0 <= stage < stages):
-            raise StagelineError(f"stage_kwargs has the key {stage!r}; give a stage from 0 to {stages - 1}, or 'all'")
+            raise StagelineError(f"stage_kwargs has the key {stage!r}; pass a stage from 0 to {stages - 1}, or 'all'")
         if not isinstance(values, Mapping):
-            raise StagelineError(f"stage_kwargs[{stage!r}] is {shorten(values)}; give a dict of keyword inputs")
+            raise StagelineError(f"stage_kwargs[{stage!r}] is {shorten(values)}; pass a dict of keyword inputs")
         for name, part in values.items():
-            what, option = f"stage_kwargs[{stage!r}][{name!r}]", f"so: kwargs_chunk_spec={{{name!r}: None}}"
+            what, option = f"stage_kwargs[{stage!r}][{name!r}]", f"pass kwargs_chunk_spec={{{name!r}: None}}"
             sizes += _sizes(part, specs.of_keyword(name), what, option)
     for size, what in sizes[1:]:
         if size != sizes[0][0]:
             raise StagelineError(
                 f"there are {sizes[0][0]} samples of {sizes[0][1].removeprefix('the ')} and {size} of "
-                f"{what.removeprefix('the ')}; give as many of both, or say by a chunk spec what is not cut along its "
-                "first dimension (see args_chunk_spec of sl.Pipeline)"
+                f"{what.removeprefix('the ')}; pass the same number of each, or use a chunk spec for values that are "
+                "not split along their first dimension (see args_chunk_spec of sl.Pipeline)"
             )
     samples = sizes[0][0] if sizes else None
     if samples == 0:

@@ -18,7 +18,7 @@ from stageline.runtime.grad_norm import clip_factor
 
 @dataclass(frozen=True)
 class StepDecision:
-    """What becomes of a step whose gradients have a norm."""
+    """Whether a step is applied, scaled, skipped or failed."""
 
     norm: Tensor | None = None
     factor: Tensor | None = None
@@ -55,7 +55,7 @@ class GradientRules:
         return self.max_norm is not None or self.check_finite or self.skip_not_finite
 
     def decide(self, norm: Tensor | None, scale: float = 1.0) -> StepDecision:
-        """Decide by the norm of the gradients, which are `scale` times as large; None where no norm is needed."""
+        """Decide by the norm of the gradients, which are `scale` times as large; None if no norm is needed."""
         if norm is not None and not math.isfinite(norm.item()) and (self.skip_not_finite or self.check_finite):
             return StepDecision(norm, skipped=self.skip_not_finite, failed=not self.skip_not_finite)
         factor = None
@@ -76,7 +76,7 @@ def scale_gradients(gradients: Iterable[Tensor], factor: Tensor) -> None:
 
 
 def step_optimizer(decision: StepDecision, gradients: Iterable[Tensor], step: Callable[[], object]) -> None:
-    """Do what was decided: scale the gradients and call `step`, or nothing."""
+    """Apply the decision: scale the gradients and call `step`, or skip."""
     if decision.skipped:
         return
     if decision.factor is not None:

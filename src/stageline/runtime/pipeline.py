@@ -86,7 +86,7 @@ class Pipeline:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Explain a `stages=` beside a model, before Python refuses it in fewer words."""
+        """Refuse `stages=` beside a model with a clearer error than Python's."""
         if args and "stages" in kwargs and cls.__init__ is Pipeline.__init__:
             refuse_second(kwargs["stages"])
         return super().__new__(cls)

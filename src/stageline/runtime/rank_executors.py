@@ -60,7 +60,7 @@ class ExecutorCache:
         """By the number of microbatches, and whether they train."""
 
     def find(self, schedule: Schedule, microbatches: int, *, training: bool) -> ExecutorSet:
-        """The executors for so many microbatches of the schedule."""
+        """The executors for this many microbatches of the schedule."""
         key = (microbatches, training)
         if key not in self.sets:
             order = only_microbatches(schedule if training else forwards_of(schedule), microbatches)
@@ -80,7 +80,7 @@ class ExecutorCache:
                 self.sets[(microbatches, training)] = self._make(only_microbatches(schedule, microbatches), stages)
 
     def set_deadline(self, seconds: float) -> None:
-        """Wait so long from now on."""
+        """Set the deadline of all executors."""
         for executors in self.sets.values():
             for executor in executors.executors:
                 executor.deadline = seconds

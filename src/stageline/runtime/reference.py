@@ -233,7 +233,7 @@ COARSE = 4
 
 
 class Reordered(NamedTuple):
-    """A gradient whose terms a pipeline sums in another order than one process does."""
+    """A gradient whose terms a pipeline sums in a different order from one process."""
 
     name: str
     largest: float

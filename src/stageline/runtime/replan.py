@@ -94,7 +94,7 @@ class Watch:
     def after(self, step: int, measured: Timeline | None, schedule: Schedule, host: RankHost) -> Replanned | None:
         """Add a step; at the end of a period, compare with the plan, and return a better order, if any.
 
-        `measured` is None where the step does not count, or had fewer microbatches than the schedule. A step whose
+        `measured` is None if the step does not count, or had fewer microbatches than the schedule. A step whose
         clocks were not aligned is left out: the length of its transfers is unknown.
         """
         if measured is not None and measured.is_aligned:
@@ -175,7 +175,7 @@ class StepWatch:
     """Looks at every training step: for stages that become slower, and for stages that drift from the plan."""
 
     def __init__(self, stragglers: Stragglers | None, plan: Watch | None) -> None:
-        """Both are None where they are switched off."""
+        """Both are None if they are switched off."""
         self.stragglers, self.plan = stragglers, plan
         self.replans: list[Replanned] = []
         """The changes of the order so far."""
@@ -185,7 +185,7 @@ class StepWatch:
     def find_stragglers(self, host: RankHost) -> None:
         """Log the stages that became slower and stay so."""
         for step, schedule, lengths in self.lengths:
-            if self.stragglers is None or self.stragglers.schedule is not schedule:  # another order starts anew
+            if self.stragglers is None or self.stragglers.schedule is not schedule:  # a new order starts from scratch
                 self.stragglers = Stragglers(schedule)
             stragglers = self.stragglers.after(lengths)
             if stragglers:
@@ -212,7 +212,7 @@ class StepWatch:
 def watch_for(
     mode: Replan, every: int, planned: Costs | Plan | None, plan: Plan | None, schedule: Schedule
 ) -> Watch | None:
-    """What compares the steps of a pipeline with their plan; None where nothing is to be done."""
+    """What compares the steps of a pipeline with their plan; None if nothing is to be done."""
     known = plan if planned is None else planned
     costs = known if known is None or isinstance(known, Costs) else getattr(known, "costs", None)
     if known is not None and not isinstance(costs, Costs):

@@ -76,7 +76,7 @@ class _Kept:
     outputs: list[Leaf] = field(default_factory=list)
     target: Any = None
     weight: float | None = None
-    """Of the loss; None where there is no loss."""
+    """Of the loss; None if there is no loss."""
     scale: float = 1.0
     """What its gradients are multiplied by."""
     loss: Tensor | None = None
@@ -414,7 +414,8 @@ class Stage:
         return split.total, split.unsplit
 
     def _recompute(self, kept: _Kept, microbatch: int) -> None:
-        """Run the forward again, with a graph and the buffers of then; they stay as the first run left them."""
+        """Run the forward again, with a graph and the buffers as they were at the first run; then undo its changes to
+        the buffers."""
         if kept.versions != [version_of(leaf) for leaf in kept.inputs if isinstance(leaf, Tensor)]:
             raise StagelineError(
                 f"stage {self.index} changed its input in place, so its forward cannot be recomputed; work on a copy "
@@ -503,7 +504,7 @@ def _as_leaf(leaf: Leaf, wants: bool) -> Leaf:
 
 
 def _checked_metrics(metrics: dict[Any, Any]) -> dict[str, Any]:
-    """The metrics of a loss function, detached; those on a GPU stay there until the step is over."""
+    """The metrics of a loss function, detached; those on a GPU stay there until the step ends."""
     plain = {str(name): value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
     for name, value in plain.items():
         if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)):
@@ -522,7 +523,7 @@ def watched_layers(part: nn.Sequential) -> list[tuple[str, nn.Module]]:
 
 
 def _was_changed(leaf: Leaf) -> bool:
-    """Whether a fresh copy was changed in place; tensors of inference mode have no version to tell it by."""
+    """Whether a fresh copy was changed in place; tensors of inference mode have no version counter."""
     return isinstance(leaf, Tensor) and not leaf.is_inference() and version_of(leaf) > 0
 
 

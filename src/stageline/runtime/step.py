@@ -1,4 +1,4 @@
-"""Running a batch on all ranks: agree on it, cut it into microbatches, run it, and check what came of it together."""
+"""Running a batch on all ranks: agree on it, cut it into microbatches, run it, and check the result on all ranks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class StepRunner:
     ) -> None:
         self.options, self.host, self.stages = options, host, stages
         self.replicas = replicas
-        """What this process does together with other replicas; None where there is one."""
+        """What this process does together with other replicas; None if there is only one replica."""
         self.watch = watch
         self.executors = executors
         self.batches = BatchIntake(options, schedule, host, stages, replicas)
@@ -249,7 +249,7 @@ class StepRunner:
         return next(self.stages.model.buffers(), None) is not None
 
     def executors_for(self, microbatches: int, training: bool) -> ExecutorSet:
-        """The executors of this process's ranks for so many microbatches."""
+        """The executors of this process's ranks for this many microbatches."""
         return self.executors.find(self.schedule, microbatches, training=training)
 
     def compare_weights(self) -> None:
@@ -373,7 +373,7 @@ class StepRunner:
     # Checks after the run.
 
     def _not_finite(self, executors: ExecutorSet, request: StepRequest, outcome: Outcome) -> NotFinite | None:
-        """Why this replica's loss or gradients fail the step; None where they do not."""
+        """Why this replica's loss or gradients fail the step; None if they do not."""
         if not (request.training and self.options.check_finite):
             return None
         if np.isfinite(outcome.losses).all() and not outcome.bad:
@@ -427,8 +427,8 @@ class StepRunner:
         if not self.stages.compiled:  # the compiler sets the generator back and forth
             warnings.warn(
                 f"something drew from torch's own random numbers during step {self.steps}: a layer that did not draw "
-                "in its first microbatch, or another thread of yours; layers are looked at again in the next step, or "
-                "set draws_random_numbers = True on a module that draws",
+                "in its first microbatch, or one of your own threads; layers will be checked again in the next step, "
+                "or set draws_random_numbers = True on a module that draws",
                 stacklevel=3,
             )
 

@@ -23,7 +23,7 @@ from stageline.transport.clock_alignment import Alignment
 
 @dataclass(frozen=True)
 class Outcome:
-    """What all ranks know when a step is over."""
+    """What all ranks know after a step."""
 
     losses: tuple[float, ...]
     """Each microbatch's part of the loss."""
@@ -35,7 +35,7 @@ class Outcome:
     events: tuple[Event, ...]
     """The values on all ranks that were not finite."""
     penalties: Floats
-    """The penalty of each parameter of the model; empty where there is no penalty."""
+    """The penalty of each parameter of the model; empty if there is no penalty."""
     penalty: float
     """The sum of all penalties, in the order of the model."""
     times: Floats | None = None
@@ -140,7 +140,7 @@ def lengths_of(times: Floats) -> Floats:
 
 
 class Measured:
-    """The timeline of a step, built when it is first asked for."""
+    """The timeline of a step, built on first use."""
 
     def __init__(self, schedule: Schedule, times: Callable[[], Floats], clocks: Alignment | None) -> None:
         """`times` returns those of all ranks, and waits for them if needed; `clocks` is what they were aligned by."""
@@ -187,7 +187,7 @@ class StepStats:
     samples: int
     """How many samples it trained on, in all replicas."""
     microbatches: int
-    """How many microbatches ran in this replica; fewer than asked for where the batch has fewer samples."""
+    """How many microbatches ran in this replica; fewer than requested if the batch has fewer samples."""
     unsplit: float
     """The share of the parameters' elements whose gradients could not be split off and came with I, not with W."""
     measured: Callable[[], Timeline] = field(repr=False, compare=False)
@@ -195,13 +195,13 @@ class StepStats:
     penalty: float = 0.0
     """The sum of what `penalty=` gave for all parameters."""
     norm: float | None = None
-    """In a run: the norm of all gradients before they were clipped; None where nothing asked for it."""
+    """In a run: the norm of all gradients before they were clipped; None if it was not needed."""
 
     @cached_property
     def bubble(self) -> float | None:
         """The share of the step's makespan that its busiest rank did not compute, measured.
 
-        None where the clocks of the ranks were not aligned.
+        None if the clocks of the ranks were not aligned.
         """
         return self.measured().bubble
 

@@ -9,8 +9,8 @@ a look-ahead of L it has also posted, on every channel, the L receives that foll
                     rank 1  F0    B0 ─send─▶ blocked: rank 0 posts that receive after F1        → deadlock
     look-ahead 1    rank 1 has posted the receive of F1 while it runs F0                        → both continue
 
-A rank may use messages in another order than they were sent. It still receives them in the order sent, and parks those
-that it uses later: to use the third message, it has to post the receives of the first two.
+A rank may use messages out of order. It still receives them in the order sent, and parks those that it uses later: to
+use the third message, it has to post the receives of the first two.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Channels(Sequence[Channel]):
 
     @cached_property
     def reordered(self) -> NDArray[np.bool_]:
-        """For each channel, whether its messages are used in another order than they were sent."""
+        """For each channel, whether its messages are used out of order."""
         if not len(self):
             return np.zeros(0, dtype=bool)
         return np.logical_or.reduceat(self.sent != self.numbers, self.bounds[:-1])

@@ -55,7 +55,7 @@ class Certificate:
 
     @property
     def reordered_channels(self) -> tuple[Channel, ...]:
-        """The channels whose messages are used in another order than they were sent."""
+        """The channels whose messages are used out of order."""
         return tuple(self.channels[index] for index in np.flatnonzero(self.channels.reordered).tolist())
 
     def to_json(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Certificate:
         count = f"{len(self.channels)}, with {len(self.channels.senders)} messages"
         reordered = self.reordered_channels
         yield f"  channels          {count}, " + (
-            f"those of {len(reordered)} taken in another order than sent: {_ends(reordered)}"
+            f"those of {len(reordered)} taken out of order: {_ends(reordered)}"
             if reordered
             else "each taken in the order sent"
         )

@@ -39,6 +39,6 @@ any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def saved_tensors_hooks() -> tuple[Any, ...] | None:
-    """The innermost hooks for saved tensors in this thread; None where there are none."""
+    """The innermost hooks for saved tensors in this thread; None if there are none."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(True)
     return None if top is None else tuple(top)

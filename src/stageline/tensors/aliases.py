@@ -53,7 +53,7 @@ def sharing(leaves: Sequence[Leaf], joined: Joined) -> Pairs:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Where the memory of a tensor begins; 0 where it has none."""
+    """Where the memory of a tensor begins; 0 if it has none."""
     return tensor.untyped_storage().data_ptr()
 
 

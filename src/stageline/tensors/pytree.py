@@ -253,14 +253,14 @@ def refuse_arrays(tree: Any, what: str) -> None:
 
     >>> refuse_arrays(np.zeros(3), "the example")
     Traceback (most recent call last):
-    stageline.StagelineError: the example holds a numpy array of shape (3,); a batch holds tensors: give
+    stageline.StagelineError: the example holds a numpy array of shape (3,); a batch holds tensors: pass
     torch.from_numpy(array)
     """
     learn(tree)
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, np.ndarray) and leaf.ndim:
             raise StagelineError(
-                f"{what} holds a numpy array of shape {leaf.shape}; a batch holds tensors: give torch.from_numpy(array)"
+                f"{what} holds a numpy array of shape {leaf.shape}; a batch holds tensors: pass torch.from_numpy(array)"
             )
 
 
@@ -269,7 +269,7 @@ def batch_size(tree: Any, what: str) -> int:
     learn(tree)
     if any(tensor.is_nested for tensor in tensors_of(pytree.tree_leaves(tree))):
         raise StagelineError(
-            f"{what} hold a nested tensor, which cannot be cut into microbatches; give a padded tensor and a mask, or "
+            f"{what} hold a nested tensor, which cannot be cut into microbatches; pass a padded tensor and a mask, or "
             "build it in the first stage"
         )
     sizes = {int(tensor.shape[0]) for tensor in tensors_of(pytree.tree_leaves(tree)) if tensor.dim() > 0}

@@ -38,7 +38,7 @@ def draws(layer: nn.Module) -> bool:
 
 
 class _Inside(threading.local):
-    """Per thread: whether it draws for a layer, and what it must hold to draw at all."""
+    """Per thread: whether it draws for a layer, and the lock that it must hold to draw."""
 
     layer = False
     turn: AbstractContextManager[Any] = nullcontext()
@@ -48,7 +48,7 @@ _inside = _Inside()
 
 
 def draw_in_turn(turn: AbstractContextManager[Any]) -> None:
-    """Let this thread draw only while it holds this too, so that others can keep it from drawing."""
+    """Let this thread draw only while it holds the lock `turn`, so that other threads can keep it from drawing."""
     _inside.turn = turn
 
 

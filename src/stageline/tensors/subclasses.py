@@ -15,7 +15,7 @@ _PLAIN = frozenset([Tensor, nn.Parameter])
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:
-    """Whether it is of one of torch's own classes, not of a subclass.
+    """Whether its class is torch's own, not a subclass.
 
     >>> is_plain_tensor(torch.ones(2)), is_plain_tensor(torch.ones(2).as_subclass(type("Named", (Tensor,), {})))
     (True, False)

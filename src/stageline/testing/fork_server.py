@@ -114,7 +114,7 @@ class Nursery:
         self.close()
 
     def read_events(self, timeout: float) -> None:
-        """Handle what the server reports within so many seconds."""
+        """Handle what the server reports within this many seconds."""
         assert self._process.stdout is not None
         while select.select([self._process.stdout], [], [], timeout)[0]:
             data = os.read(self._process.stdout.fileno(), 1 << 16)

@@ -131,7 +131,7 @@ class Costs:
             return np.ones(microbatches)
         factors = np.asarray(self.scale, dtype=np.float64)
         if len(factors) != microbatches:
-            raise CostError(f"scale has {len(factors)} factors for {microbatches} microbatches; give one for each")
+            raise CostError(f"scale has {len(factors)} factors for {microbatches} microbatches; pass one for each")
         return factors
 
     def hops(
@@ -220,7 +220,7 @@ def per_stage(name: str, value: PerStage, stages: int) -> Floats:
         return np.full(stages, float(array))
     if len(array) != stages:
         raise CostError(
-            f"{name} has {len(array)} values and the schedule has {stages} stages; give one number, or one per stage"
+            f"{name} has {len(array)} values and the schedule has {stages} stages; pass one number, or one per stage"
         )
     return array
 
@@ -234,7 +234,7 @@ def _between(
     if len(array) != ranks:
         raise CostError(
             f"{name} has {len(array)} rows and columns and the schedule has {ranks} ranks; "
-            "give one number, or a square of one row per rank"
+            "pass one number, or a square of one row per rank"
         )
     return np.asarray(array[sources, targets])
 

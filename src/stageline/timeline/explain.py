@@ -131,7 +131,7 @@ def explain(planned: Timeline | None, measured: Timeline) -> Explanation:
         planned = simulate(measured.schedule, typical_costs(measured))
     if planned.schedule != measured.schedule:
         raise ScheduleError(
-            f"the plan is of {planned.schedule!r}, but the measured step of {measured.schedule!r}; simulate the "
+            f"the plan uses {planned.schedule!r}, but the measured step {measured.schedule!r}; simulate the "
             "schedule that ran"
         )
     if not measured.is_aligned:

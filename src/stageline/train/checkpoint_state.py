@@ -43,7 +43,7 @@ def _newest(folder: Path) -> Path | None:
 
 
 def _check_undamaged(path: Path) -> Path:
-    """Verify every byte of a checkpoint that was asked for by name; no other one replaces it."""
+    """Verify every byte of a checkpoint that was requested by name; no other one replaces it."""
     _, damages = inspect(path)
     if damages:
         raise StagelineError(
@@ -90,7 +90,7 @@ def _duplicate_names(pipe: Pipeline) -> set[str]:
 
 
 def check_model(pipe: Pipeline, checkpoint: Checkpoint) -> None:
-    """Raise if the checkpoint is of another model, with the first name or shape that differs."""
+    """Raise if the checkpoint belongs to a different model, with the first name or shape that differs."""
     duplicates = _duplicate_names(pipe)
     expected = {
         name: tuple(value.shape)
@@ -172,7 +172,7 @@ class JobCheckpoints:
         self._agree(error)
 
     def finish(self) -> None:
-        """Wait for the last checkpoint, or fail on all processes alike."""
+        """Wait for the last checkpoint; if it failed, raise on every process."""
         error: CheckpointError | None = None
         try:
             self._writer.wait()

@@ -81,7 +81,7 @@ def find_loss(name: str, weights: tuple[float, ...] = (), model_loss: Any = None
         return Loss(find_function(name), "mean")
     known = ["cross_entropy", "weighted_cross_entropy", "mse", "own"]
     raise StagelineError(
-        f"training.loss is {name!r}{nearest(name, known)}; give one of {', '.join(known)}, or package.module:function"
+        f"training.loss is {name!r}{nearest(name, known)}; use one of {', '.join(known)}, or package.module:function"
     )
 
 
@@ -89,7 +89,7 @@ def _cross_entropy_sum(output: Any, targets: Tensor, weights: Tensor | None = No
     logits = logits_of(output)
     if weights is not None and len(weights) != logits.shape[-1]:
         raise StagelineError(
-            f"training.loss_weights has {len(weights)} weights, but the model has {logits.shape[-1]} classes; give one "
+            f"training.loss_weights has {len(weights)} weights, but the model has {logits.shape[-1]} classes; use one "
             "weight per class"
         )
     return functional.cross_entropy(
@@ -122,6 +122,6 @@ class _TargetWeight:
         if valid.numel() and not 0 <= int(valid.min()) <= int(valid.max()) < len(self.weights):
             raise StagelineError(
                 f"training.loss_weights has {len(self.weights)} weights, but targets range from {int(valid.min())} to "
-                f"{int(valid.max())}; give one weight per class"
+                f"{int(valid.max())}; use one weight per class"
             )
         return float(self.weights.double()[valid].sum())

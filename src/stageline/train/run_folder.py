@@ -49,13 +49,13 @@ class RunFolder:
     def find_run(self, config: Config) -> tuple[bool, list[str]]:
         """Return whether there is a run to resume, and which options differ; raise if it does not fit the config."""
         if self.path.exists() and not self.path.is_dir():
-            raise StagelineError(f"job.dump_folder is {str(self.path)!r}, which is a file; give a folder")
+            raise StagelineError(f"job.dump_folder is {str(self.path)!r}, which is a file; use a folder")
         if not self.path.exists() or all(child.name in (LOCK, FLIGHT) for child in self.path.iterdir()):
             return False, []
         if not (self.path / CONFIG).is_file():
             raise StagelineError(
                 f"job.dump_folder is {str(self.path)!r}, which holds other files and no run; nothing is overwritten: "
-                "give another folder"
+                "use another folder"
             )
         if not self._has_started():
             return False, []
@@ -64,7 +64,7 @@ class RunFolder:
         if conflicts:
             raise StagelineError(
                 f"{str(self.path)!r} holds a run of another configuration: {'; '.join(conflicts)}; nothing is "
-                "overwritten: give another job.dump_folder, or the configuration of that run to resume it"
+                "overwritten: use another job.dump_folder, or the configuration of that run to resume it"
             )
         return True, differences(config, earlier, ignore=FIXED | FREE)
 
@@ -90,7 +90,7 @@ class RunFolder:
             pass
         except OSError:
             raise StagelineError(
-                f"another job is at work in {str(self.path)!r}; wait for it, or give another job.dump_folder"
+                f"another job is at work in {str(self.path)!r}; wait for it, or use another job.dump_folder"
             ) from None
         if not (self.path / CONFIG).is_file():  # tells a later start that this is the folder of a run
             self.write_config(config)

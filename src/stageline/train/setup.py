@@ -146,7 +146,7 @@ class Setup:
         if config.validation.patience and self.data.validation is None:
             raise StagelineError(
                 f"validation.patience is {config.validation.patience}, but nothing is validated on: a stream has no "
-                "validation samples; give a validation.dataset_path, or set the patience to 0"
+                "validation samples; use a validation.dataset_path, or set the patience to 0"
             )
 
     def _make_task(self) -> Task:
@@ -197,7 +197,7 @@ class Setup:
         if blind.any():
             ranks = ", ".join(map(str, np.flatnonzero(blind).tolist()))
             raise StagelineError(
-                f"rank {ranks} does not see the folder {str(self.folder.path)!r} of rank 0; give a job.dump_folder on "
+                f"rank {ranks} does not see the folder {str(self.folder.path)!r} of rank 0; use a job.dump_folder on "
                 "a file system that all machines share"
             )
 

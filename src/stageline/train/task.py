@@ -112,7 +112,7 @@ def make_task(config: Config, vocab_size: int) -> Task:
         build = find_function(name)
     else:
         raise StagelineError(
-            f"model.name is {name!r}; give gpt, the config.json of a Hugging Face model or its folder, or "
+            f"model.name is {name!r}; use gpt, the config.json of a Hugging Face model or its folder, or "
             "package.module:function"
         )
     return Task(name, build, training.loss, tuple(training.loss_weights), dtype, assets, configured)
@@ -124,13 +124,13 @@ def _gpt(config: Config, vocab_size: int) -> Callable[[], GPT]:
     if not size:
         raise StagelineError("the vocabulary size of the data is unknown: set model.vocab_size")
     if size < vocab_size:
-        raise StagelineError(f"model.vocab_size is {size}, but the data has {vocab_size} words; give that many, or 0")
+        raise StagelineError(f"model.vocab_size is {size}, but the data has {vocab_size} words; use that many, or 0")
     if model.dim % model.n_heads:
         raise StagelineError(f"model.dim is {model.dim}, which {model.n_heads} heads (model.n_heads) do not divide")
     weights = config.training.loss_weights
     if weights and len(weights) != size:
         raise StagelineError(
-            f"training.loss_weights has {len(weights)} numbers, but the model has {size} words; give one for each"
+            f"training.loss_weights has {len(weights)} numbers, but the model has {size} words; use one for each"
         )
     return lambda: GPT(
         size, config.training.seq_len, model.dim, model.n_layers, model.n_heads, model.dropout, model.tie_embeddings

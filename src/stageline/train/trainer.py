@@ -252,7 +252,7 @@ class Trainer:
         }
 
     def _is_complete(self) -> bool:
-        """Whether an earlier start came to the very end of the run: it was not killed after the last step."""
+        """Whether an earlier start completed the run: it was not killed after the last step."""
         if not self._why_no_more_steps():
             return False
 
@@ -282,7 +282,7 @@ class Trainer:
                 option = "validation.patience"
             put(
                 f"{self.folder.path} {ending}: step {step} of {self.config.training.steps}; raise {option} to resume, "
-                "or give another job.dump_folder"
+                "or use another job.dump_folder"
             )
         return Result(step, why, None, None, self.folder.path)
 

@@ -37,7 +37,7 @@ class Validation:
         if not self.samples:
             raise StagelineError(
                 f"{loader.source.name} holds {available} to validate on, and each of {replicas} replicas takes one at "
-                "least; raise validation.fraction, give a validation.dataset_path, or set validation.enable to false"
+                "least; raise validation.fraction, use a validation.dataset_path, or set validation.enable to false"
             )
 
     def loss(self, step: TrainingStep, interrupted: Callable[[], bool] = lambda: False) -> float | None:

@@ -67,7 +67,7 @@ class Alignment:
         return not any(self.uncertainties)
 
     def uncertainty(self, now: float) -> float:
-        """By how many seconds times of two ranks may be off against each other at this moment of this rank's clock."""
+        """Upper bound on the clock error between two ranks, in seconds, at this moment of this rank's clock."""
         if self.exact:
             return 0.0
         *_, second, first = sorted((0.0, *self.uncertainties))

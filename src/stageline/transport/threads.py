@@ -141,7 +141,7 @@ class ThreadTransport:
         self.hub.set_failure(self.rank, error, where)
 
     def close(self) -> None:
-        """Nothing is left behind."""
+        """No-op."""
 
 
 def stopped_waiting(header: Header, failure: Failed) -> PeerFailed:
@@ -155,4 +155,4 @@ def stopped_waiting(header: Header, failure: Failed) -> PeerFailed:
 
 def receive_timeout(header: Header, deadline: float) -> TransportError:
     """The error of a rank that waited for too long."""
-    return TransportError(f"rank {header.target} waited {deadline:g} s for {header}, and it did not come")
+    return TransportError(f"rank {header.target} waited {deadline:g} s for {header}, and it did not arrive")

@@ -99,7 +99,8 @@ class Verdict:
     """Which rank failed first, and how; `str` returns the sentence that a user sees.
 
     >>> print(Verdict(culprit=2, kind="died", doing="B of stage 2, microbatch 5", silence=0.1))
-    rank 2 died (its process ended without a word) while it was in B of stage 2, microbatch 5 (heard 0.1 s before)
+    rank 2 died (its process exited without reporting an error) while it was in B of stage 2, microbatch 5
+    (heard 0.1 s before)
     """
 
     culprit: int
@@ -113,7 +114,7 @@ class Verdict:
     deadline: float = 0.0
     round: int = 0
     final: bool = True
-    """Whether the job is over; False after an exception, when the next step may succeed."""
+    """Whether the job has ended; False after an exception, when the next step may succeed."""
     waiter: int | None = None
     """A rank that waited for the one that left."""
     action: str | None = None
@@ -185,7 +186,7 @@ def _where(verdict: Verdict) -> str:
 
 def _died(verdict: Verdict) -> str:
     heard = f" (heard {verdict.silence:.1f} s before)" if verdict.doing else ""
-    return f"{_who(verdict)} died (its process ended without a word){_where(verdict)}{heard}"
+    return f"{_who(verdict)} died (its process exited without reporting an error){_where(verdict)}{heard}"
 
 
 def _frozen(verdict: Verdict) -> str:
@@ -204,7 +205,7 @@ def _raised(verdict: Verdict) -> str:
 def _absent(verdict: Verdict) -> str:
     missing = [status.rank for status in verdict.ranks if status.state == "absent" and status.rank != verdict.culprit]
     also = f" (nor did {_list(missing)})" if missing else ""
-    return f"{_who(verdict)} never started: it did not come within {verdict.deadline:g} s{also}"
+    return f"{_who(verdict)} never started: it did not connect within {verdict.deadline:g} s{also}"
 
 
 def _left(verdict: Verdict) -> str:

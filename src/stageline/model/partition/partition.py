@@ -79,7 +79,7 @@ class Partition:
         if before is not None and (len(before.loads), before.layers) != (len(self.loads), self.layers):
             raise StagelineError(
                 f"before is a cut of {before.layers} layers for {len(before.loads)} ranks, but this one is for "
-                f"{self.layers} layers and {len(self.loads)} ranks; give a cut of the same layers for the same ranks"
+                f"{self.layers} layers and {len(self.loads)} ranks; pass a cut of the same layers for the same ranks"
             )
         return chart(self, before, width)
 
@@ -116,7 +116,7 @@ def uniform(layers: int, stages: int) -> list[Span]:
     if stages < 1 or layers < stages:
         raise StagelineError(
             f"{layers} layers cannot be cut into {stages} stages; every stage needs a layer: "
-            f"give at most {layers} stages (ranks times chunks), and at least 1"
+            f"pass at most {layers} stages (ranks times chunks), and at least 1"
         )
     return spans_of(even_sizes(layers, stages))
 
@@ -160,7 +160,7 @@ def partition(
     request = PartitionRequest.of(costs, ranks, chunks, placement, memory, caps, speed, names)
     problem = request.problem(pinned or {})
     if not 0 <= slack < math.inf:
-        raise StagelineError(f"slack is {slack!r}; give a fraction >= 0, such as 0.05 for 5%")
+        raise StagelineError(f"slack is {slack!r}; pass a fraction >= 0, such as 0.05 for 5%")
     cut, exact, bound = _solve(problem, slack)
     if cut is None:
         raise _memory_error(request, problem, exact)

@@ -64,10 +64,10 @@ class PartitionRequest:
             )
         if layer_names is not None and len(layer_names) != layers:
             raise StagelineError(
-                f"names has {len(layer_names)} entries, but costs has {layers}; give one name per layer"
+                f"names has {len(layer_names)} entries, but costs has {layers}; pass one name per layer"
             )
         if caps is not None and memory is None:
-            raise StagelineError("caps needs memory; also give memory=, the bytes of each layer")
+            raise StagelineError("caps needs memory; also pass memory=, the bytes of each layer")
         layer_memory = None if memory is None else _numbers("memory", memory, layers, "one per layer", layer_names)
         rank_caps = None
         if caps is not None:
@@ -156,7 +156,7 @@ class PartitionRequest:
     def _layer(self, layer: Any) -> int:
         if isinstance(layer, str):
             if self.names is None:
-                raise StagelineError(f"pinned has the layer {shorten(layer)}, but layers have no names; give names=")
+                raise StagelineError(f"pinned has the layer {shorten(layer)}, but layers have no names; pass names=")
             if layer not in self.names:
                 raise StagelineError(
                     f"pinned has the layer {shorten(layer)}, but no layer has that name{nearest(layer, self.names)}"
@@ -164,14 +164,14 @@ class PartitionRequest:
             return self.names.index(layer)
         if not _is_integer(layer) or not 0 <= layer < self.layers:
             raise StagelineError(
-                f"pinned has the layer {shorten(layer)}; give a number from 0 to {self.layers - 1}, or a name"
+                f"pinned has the layer {shorten(layer)}; pass a number from 0 to {self.layers - 1}, or a name"
             )
         return int(layer)
 
     def _stage(self, layer: int | str, stage: Any) -> int:
         if not _is_integer(stage) or not 0 <= stage < self.stages:
             raise StagelineError(
-                f"pinned[{layer!r}] is stage {shorten(stage)}; there are {self.stages}, so give 0 to {self.stages - 1}"
+                f"pinned[{layer!r}] is stage {shorten(stage)}; there are {self.stages}, so pass 0 to {self.stages - 1}"
             )
         return int(stage)
 
@@ -188,7 +188,7 @@ class PartitionRequest:
         for stage, span in enumerate(spans):
             if not isinstance(span, Sequence) or len(span) != 2 or not all(map(_is_integer, span)):
                 raise StagelineError(
-                    f"stage {stage} is {shorten(span)}; give (first layer, layer after the last) for every stage, "
+                    f"stage {stage} is {shorten(span)}; pass (first layer, layer after the last) for every stage, "
                     "or a number of layers for every stage"
                 )
             if span[0] != position or span[1] <= position:
@@ -210,7 +210,7 @@ def _is_integer(value: Any) -> bool:
 
 def _count(name: str, value: Any) -> int:
     if not _is_integer(value) or value < 1:
-        raise StagelineError(f"{name} is {shorten(value)}; give an integer from 1")
+        raise StagelineError(f"{name} is {shorten(value)}; pass an integer from 1")
     return int(value)
 
 
@@ -226,9 +226,9 @@ def _numbers(
     try:
         numbers = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError):
-        raise StagelineError(f"{name} is {shorten(values)}; give numbers, {expected}") from None
+        raise StagelineError(f"{name} is {shorten(values)}; pass numbers, {expected}") from None
     if numbers.ndim != 1 or not len(numbers):
-        raise StagelineError(f"{name} is {shorten(values)}; give a list of numbers, {expected}")
+        raise StagelineError(f"{name} is {shorten(values)}; pass a list of numbers, {expected}")
     if count is not None and len(numbers) != count:
         raise StagelineError(f"{name} has {len(numbers)} entries; expected {count}: {expected}")
     invalid = np.flatnonzero(~((numbers >= 0) & (numbers <= largest)))

@@ -58,7 +58,7 @@ def cut_by_cost(costs: UnitCosts, stages: int, constraints: CutConstraints, even
     if stages % ranks:
         divisors = [count for count in range(1, stages + 1) if stages % count == 0]
         raise StagelineError(
-            f"{stages} stages cannot be spread evenly over {ranks} ranks; give ranks={' or '.join(map(str, divisors))}"
+            f"{stages} stages cannot be spread evenly over {ranks} ranks; pass ranks={' or '.join(map(str, divisors))}"
         )
     return partition(
         costs.seconds, ranks, stages // ranks, constraints.placement or "loop", **_partition_options(costs, constraints)
@@ -89,7 +89,7 @@ def _resolve_schedule(family_or_schedule: Any, stages: int, constraints: CutCons
     if schedule.stages != stages:
         raise StagelineError(
             f"{schedule.name} on {schedule.ranks} ranks has {schedule.stages} stages, but stages is {stages}; "
-            f"give stages={schedule.stages}"
+            f"pass stages={schedule.stages}"
         )
     if constraints.ranks is not None and constraints.ranks != schedule.ranks:
         raise StagelineError(
@@ -116,7 +116,7 @@ def _family_schedule(name: str, stages: int, ranks: int | None) -> Schedule:
             return schedule
     if errors:
         raise errors[0]
-    raise StagelineError(f"{name} has {stages} stages for no number of ranks; give a Schedule from sl.schedule(…)")
+    raise StagelineError(f"{name} has {stages} stages for no number of ranks; pass a Schedule from sl.schedule(…)")
 
 
 def _for_schedule(costs: UnitCosts, schedule: Schedule, constraints: CutConstraints, even: Sequence[Span]) -> Partition:

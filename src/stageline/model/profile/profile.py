@@ -124,7 +124,7 @@ class Profile:
             is_pair = isinstance(span, Sequence) and len(span) == 2 and all(isinstance(end, int) for end in span)
             if not is_pair or span[0] != expected or not expected < span[1] <= len(self.layers):
                 raise CostError(
-                    f"stage {stage} is {shorten(span)}; give (first layer, layer after the last), with at least one "
+                    f"stage {stage} is {shorten(span)}; pass (first layer, layer after the last), with at least one "
                     f"layer; this stage starts at {expected}, and there are {len(self.layers)} layers"
                 )
             expected = span[1]

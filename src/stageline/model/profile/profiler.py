@@ -164,7 +164,7 @@ def profile_model(
     if layers is None:
         if not isinstance(model, nn.Sequential):
             raise StagelineError(
-                f"cannot infer the layers of a {type(model).__name__}; give layers=[(name, module), …] in the order "
+                f"cannot infer the layers of a {type(model).__name__}; pass layers=[(name, module), …] in the order "
                 "in which data passes through them"
             )
         layers = layers_of(model)
@@ -182,7 +182,7 @@ def _check_layers(layers: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn
         if not is_pair or not isinstance(pair[0], str) or not isinstance(pair[1], nn.Module):
             raise StagelineError(f"layers must be (name, module) pairs, got {shorten(pair)}")
     if not pairs:
-        raise StagelineError("layers is empty; give at least one (name, module) pair")
+        raise StagelineError("layers is empty; pass at least one (name, module) pair")
     names = [name for name, _ in pairs]
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:

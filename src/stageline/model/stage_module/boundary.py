@@ -19,7 +19,7 @@ from stageline.tensors.pytree import flatten, plain, unflatten
 
 INPUT = "input"
 GIVE_EXAMPLE = (
-    "give example= to Pipeline or split, a batch with the same inputs as step receives "
+    "pass example= to Pipeline or split, a batch with the same inputs as step receives "
     "(sl.Pipeline(model, …, example=inputs))"
 )
 """The advice for calls that a dry run has not seen."""

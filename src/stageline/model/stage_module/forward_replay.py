@@ -167,8 +167,8 @@ class Replay:
         if any(name.startswith(PARAMETER) for name in names):
             return f"{', '.join(described)}, which another stage holds; {GIVE_EXAMPLE} so that this stage holds it, too"
         return (
-            f"{', '.join(described)}, which the earlier stages did not pass on: the forward takes another path than "
-            "when it was first seen; split(…, everything=True) passes all values on"
+            f"{', '.join(described)}, which the earlier stages did not pass on: the forward takes a different "
+            "path from when it was first seen; split(…, everything=True) passes all values on"
         )
 
     def _describe_value(self, name: str) -> str:

@@ -228,7 +228,7 @@ class Checkpoints:
             raise StagelineError(
                 f"the forward runs {self._first_unit} and {name} in one checkpoint, but the model is cut between them; "
                 "cut it elsewhere (layers_per_stage=, or by= the first unit of each stage), or remove the checkpoint "
-                "and give recompute= to the pipeline"
+                "and pass recompute= to the pipeline"
             )
 
 

@@ -176,7 +176,7 @@ def trace(model: nn.Module, example: Any) -> TracedModel:
     except Exception as error:
         raise StagelineError(
             f"{type(model).__name__} has no stack of blocks, and torch.export cannot trace it: {shorten(error, 300)}; "
-            "give an nn.Sequential or a list of stages, or name its blocks with by='type:ClassOfBlock'"
+            "pass an nn.Sequential or a list of stages, or name its blocks with by='type:ClassOfBlock'"
         ) from error
     signature: Any = program.graph_signature
     tensor_names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}

@@ -23,7 +23,7 @@ def mask_samples(mask: Any) -> int | None:
 
 
 def cut_mask(mask: Any, parts: int, filled: int) -> list[Any]:
-    """The first `filled` of so many parts of a mask; each calls the mask's function with samples of the whole batch."""
+    """The first `filled` of `parts` parts of a mask; each calls the mask's function with samples of the whole batch."""
     if mask_samples(mask) is None:
         return [mask] * filled
     if getattr(mask, "dq_write_order", None) is not None or getattr(mask, "dq_kv_order", None) is not None:

@@ -40,7 +40,7 @@ KNOWN = "TensorChunkSpec(dim) of torch.distributed.pipelining, or None for what 
 
 @dataclass(frozen=True)
 class ChunkSpecs:
-    """The specs of a pipeline; None where everything is cut along the first dimension."""
+    """The specs of a pipeline; None if everything is cut along the first dimension."""
 
     args: Any = None
     kwargs: Any = None
@@ -105,8 +105,8 @@ class ChunkSpecs:
         """Refuse to guess how to merge outputs if inputs are not cut along the first dimension."""
         if self.output is None and any(dim != 0 for spec in (self.args, self.kwargs) for dim in _dims(spec)):
             raise StagelineError(
-                "the inputs are cut along another dimension than the first, and nothing says along which the outputs "
-                "are put together; give the Pipeline output_merge_spec=, such as TensorChunkSpec(1)"
+                "the inputs are not cut along the first dimension, and nothing says along which dimension the outputs "
+                "are put together; pass the Pipeline output_merge_spec=, such as TensorChunkSpec(1)"
             )
 
 
@@ -144,14 +144,14 @@ def check_spec(spec: Any, name: str) -> None:
     >>> check_spec((1, None), "args_chunk_spec")
     Traceback (most recent call last):
     ...
-    stageline.StagelineError: args_chunk_spec has 1; give TensorChunkSpec(dim) of torch.distributed.pipelining,
+    stageline.StagelineError: args_chunk_spec has 1; pass TensorChunkSpec(dim) of torch.distributed.pipelining,
     or None for what every microbatch gets whole
     """
     for leaf in _leaf_specs(spec):
         number = _is_dim(leaf) and isinstance(leaf.split_dim, int) and not isinstance(leaf.split_dim, bool)
         reducer = name == "output_merge_spec" and _is_reducer(leaf)
         if not (number or reducer or _is_replicate(leaf)):
-            raise StagelineError(f"{name} has {shorten(leaf)}; give {KNOWN}")
+            raise StagelineError(f"{name} has {shorten(leaf)}; pass {KNOWN}")
 
 
 def _text(spec: Any) -> str:
@@ -179,7 +179,7 @@ class Cut:
             if isinstance(how, int):
                 if isinstance(leaf, Tensor) and leaf.is_nested:
                     raise StagelineError(
-                        f"{where} hold a nested tensor, which cannot be cut into microbatches; give a padded tensor "
+                        f"{where} hold a nested tensor, which cannot be cut into microbatches; pass a padded tensor "
                         "and a mask, or build it in the first stage"
                     )
                 size = mask_samples(leaf) if is_mask(leaf) else int(leaf.shape[how])
@@ -188,7 +188,7 @@ class Cut:
         return sizes
 
     def parts(self, parts: int, filled: int) -> list[Any]:
-        """The first `filled` of so many microbatches: sizes differ by at most one, larger first."""
+        """The first `filled` of `parts` microbatches: sizes differ by at most one, larger first."""
         columns: list[Sequence[Any]] = []
         for leaf, how in zip(self.leaves, self.how, strict=True):
             if not isinstance(how, int):
@@ -246,8 +246,8 @@ def _how(leaf: Any, spec: Any, where: str) -> How:
         kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
         verb = "hold" if where in ("the inputs", "the targets") else "is"
         raise StagelineError(
-            f"{where} {verb} a {kind} tensor, which cannot be cut into microbatches; give a dense one, with padding "
-            "and a mask if need be, or say by a chunk spec that every microbatch gets all of it (None)"
+            f"{where} {verb} a {kind} tensor, which cannot be cut into microbatches; pass a dense one, with "
+            "padding and a mask if needed, or use a chunk spec of None to pass it whole to every microbatch"
         )
     if spec is Rule.DEFAULT:
         return 0 if is_mask(leaf) or (isinstance(leaf, Tensor) and leaf.dim() > 0) else Rule.REPLICATE
@@ -261,11 +261,11 @@ def _how(leaf: Any, spec: Any, where: str) -> How:
     if not isinstance(leaf, Tensor):
         raise StagelineError(
             f"{where} is {shorten(leaf)}, and its chunk spec says to cut it along dimension {dim}; only tensors can be "
-            "cut: give None as its spec"
+            "cut: pass None as its spec"
         )
     if not -leaf.dim() <= dim < leaf.dim():
         raise StagelineError(
-            f"{where} has shape {tuple(leaf.shape)}, and its chunk spec says to cut it along dimension {dim}; give a "
+            f"{where} has shape {tuple(leaf.shape)}, and its chunk spec says to cut it along dimension {dim}; pass a "
             "dimension that it has, or None for what every microbatch gets whole"
         )
     return dim % leaf.dim()
@@ -279,7 +279,7 @@ def _spread(value: Any, spec: Any, where: str) -> list[Any]:
     if parts is None or is_mask(value) or (isinstance(value, Mapping) and not isinstance(spec, Mapping)):
         kind = type(value).__name__
         raise StagelineError(
-            f"the chunk spec of {where} is a {type(spec).__name__}, and the value is a {kind}; give a tuple of specs "
+            f"the chunk spec of {where} is a {type(spec).__name__}, and the value is a {kind}; pass a tuple of specs "
             "for a tuple, a dict for a dict (kwargs_chunk_spec for inputs by keyword), and one spec for one value"
         )
     keys = list(parts)
@@ -293,7 +293,7 @@ def _spread(value: Any, spec: Any, where: str) -> list[Any]:
     else:
         if len(spec) != len(keys):
             raise StagelineError(
-                f"the chunk spec of {where} has {len(spec)} parts, and the value has {len(keys)}; give one for each, "
+                f"the chunk spec of {where} has {len(spec)} parts, and the value has {len(keys)}; pass one for each, "
                 "or one spec for all of them"
             )
         specs = dict(zip(keys, spec, strict=True))
@@ -333,7 +333,7 @@ def _merge_leaf(column: Sequence[Any], spec: Any, join: Callable[[Sequence[Any]]
         if not (isinstance(first, Tensor) and -first.dim() <= spec.split_dim < first.dim()):
             shape = f"of shape {tuple(first.shape)}" if isinstance(first, Tensor) else shorten(first)
             raise StagelineError(
-                f"output_merge_spec says dimension {spec.split_dim}, and an output is {shape}; give a dimension it has"
+                f"output_merge_spec says dimension {spec.split_dim}, and an output is {shape}; pass a dimension it has"
             )
         return torch.cat(list(column), dim=spec.split_dim)
     if _is_reducer(spec):

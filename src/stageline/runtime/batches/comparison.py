@@ -1,4 +1,4 @@
-"""Comparing the batches of all ranks: each sends a row of numbers, and all of them see who was given another batch."""
+"""Comparing the batches of all ranks: each sends a row of numbers, and all see which rank has a different batch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class BatchRow(NamedTuple):
     """What this process knows of a step's batch."""
 
     samples: int | None
-    """None if it was given nothing."""
+    """None if it received nothing."""
     row: NDArray[np.float64]
-    """The numbers of `NAMES`, to be compared between processes; 0 for what was not given here, -1 for what was refused
-    here."""
+    """The numbers of `NAMES`, to be compared between processes; 0 for what this process did not receive, -1 for
+    what it refused."""
 
 
 REFUSED = (0.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0)
@@ -35,14 +35,14 @@ MODES = {1.0: "model.eval()", 2.0: "model.train()"}
 
 
 def difference(rows: NDArray[np.float64], columns: Sequence[int], names: Sequence[int] | None = None) -> str:
-    """Say which ranks were given different batches; empty if there is no difference.
+    """Say which ranks received different batches; empty if there is no difference.
 
     `names` are the numbers of the ranks, if they are not 0, 1, 2, and so on.
 
     >>> difference(np.array([[8.0, 5, 0, 0], [0, 0, 0, 0], [8, 6, 0, 0]]), [0, 1])
-    'rank 2 was given another batch than rank 0: the inputs differ'
+    'rank 2 received a different batch from rank 0: the inputs differ'
     >>> difference(np.array([[8.0, 5, 0, 0, 1.0], [8, 5, 0, 0, 0.5]]), [0, 4])
-    'rank 1 and rank 0 differ in scale=: rank 1 has 0.5 and rank 0 has 1.0; give all ranks the same'
+    'rank 1 and rank 0 differ in scale=: rank 1 has 0.5 and rank 0 has 1.0; pass the same on all ranks'
     """
     for column in columns:
         first_rows = {
@@ -55,9 +55,9 @@ def difference(rows: NDArray[np.float64], columns: Sequence[int], names: Sequenc
                 one, two = (_setting(column, float(rows[row, column])) for row in rows_apart)
                 return (
                     f"rank {second} and rank {first} differ in {NAMES[column]}: rank {second} has {two} and rank "
-                    f"{first} has {one}; give all ranks the same"
+                    f"{first} has {one}; pass the same on all ranks"
                 )
-            return f"rank {second} was given another batch than rank {first}: {NAMES[column]} differ"
+            return f"rank {second} received a different batch from rank {first}: {NAMES[column]} differ"
     return ""
 
 
@@ -71,12 +71,12 @@ def disagreement(
     needs: Mapping[int, Collection[int]],
     names: Sequence[int] | None = None,
 ) -> str:
-    """Say what is wrong with the batches of the ranks: they differ, or a rank that reads them was given none.
+    """Say what is wrong with the batches of the ranks: they differ, or a rank that reads them received none.
 
     `needs` says for the inputs and for the targets which ranks read them. Targets may be None, but on all ranks.
 
     >>> disagreement(np.array([[8.0, 5, 7, 0], [8, 5, 0, 0]]), [0, 1, 2], {1: {0}, 2: {1}})
-    'rank 0 was given the targets, and rank 1, which reads them, was given None; give them to rank 1'
+    'rank 0 received the targets, and rank 1, which reads them, received None; pass them to rank 1'
     """
     apart = difference(rows, columns, names)
     if apart:
@@ -87,13 +87,13 @@ def disagreement(
         holders = np.flatnonzero(rows[:, column] > 0)
         if not len(holders):
             if column == 1:
-                return f"no rank was given {NAMES[column]}"
+                return f"no rank received {NAMES[column]}"
             continue
         for rank in sorted(needs[column]):
             if not rows[rank, column]:
                 one, two = (int(row) if names is None else names[int(row)] for row in (holders[0], rank))
                 return (
-                    f"rank {one} was given {NAMES[column]}, and rank {two}, which reads them, was given None; give "
+                    f"rank {one} received {NAMES[column]}, and rank {two}, which reads them, received None; pass "
                     f"them to rank {two}"
                 )
     return ""

@@ -64,7 +64,7 @@ def _refuse_graphs(inputs: Any, replicas: int) -> None:
     if replicas > 1 and any(tensor.grad_fn is not None for tensor in tensors_of(pytree.tree_leaves(inputs))):
         raise StagelineError(
             f"the inputs come from a graph, and there are {replicas} replicas: the gradients of what computed them "
-            "would not be added up over replicas; give step a leaf, z = front(x).detach().requires_grad_(), run "
+            "would not be added up over replicas; pass step a leaf, z = front(x).detach().requires_grad_(), run "
             "front's backward from z.grad yourself, and add up its gradients"
         )
 
@@ -83,10 +83,10 @@ def _refuse_keywords(keywords: Keywords | None) -> None:
                     why = (
                         "comes from a graph, which each microbatch would run backwards again"
                         if tensor.grad_fn is not None
-                        else "is given to several stages, which would add to its gradient at once"
+                        else "goes to several stages, which would add to its gradient at the same time"
                     )
                     raise StagelineError(
-                        f"{' and '.join(users[id(tensor)])} requires grad and {why}; give it among the inputs and let "
+                        f"{' and '.join(users[id(tensor)])} requires grad and {why}; pass it among the inputs and let "
                         "the stages pass it on, or detach it"
                     )
 
@@ -97,13 +97,13 @@ def _refuse_target_graphs(targets: Any) -> None:
     >>> _refuse_target_graphs(torch.ones(2, requires_grad=True) * 3)
     Traceback (most recent call last):
     stageline.StagelineError: the targets come from a graph (MulBackward0), which each microbatch would run
-    backwards again; detach them (targets.detach()), or give them among the inputs
+    backwards again; detach them (targets.detach()), or pass them among the inputs
     """
     for tensor in tensors_of(pytree.tree_leaves(targets)):
         if tensor.grad_fn is not None:
             raise StagelineError(
                 f"the targets come from a graph ({type(tensor.grad_fn).__name__}), which each microbatch would run "
-                "backwards again; detach them (targets.detach()), or give them among the inputs"
+                "backwards again; detach them (targets.detach()), or pass them among the inputs"
             )
 
 
@@ -133,8 +133,8 @@ def exchange(host: RankHost, owners: Sequence[int], wants: Sequence[bool], own: 
     for owner in owners[1:]:
         if wants_of[owner] != wants_of[first]:
             raise PipelineError(
-                f"ranks {first} and {owner} both run stage 0, and only one of them was given inputs that require grad; "
-                "give both the same"
+                f"ranks {first} and {owner} both run stage 0, and only one of them received inputs that require grad; "
+                "pass the same inputs to both"
             )
     return gathered
 

@@ -46,7 +46,7 @@ def refuse_opaque(leaf: Any, where: str, option: str) -> None:
         if leaf.ndim:
             verb = "are" if where in ("the inputs", "the targets") else "is"
             raise StagelineError(
-                f"{where} {verb} a numpy array of shape {leaf.shape}; a batch holds tensors: give "
+                f"{where} {verb} a numpy array of shape {leaf.shape}; a batch holds tensors: pass "
                 "torch.from_numpy(array)"
             )
         return
@@ -57,10 +57,10 @@ def refuse_opaque(leaf: Any, where: str, option: str) -> None:
             f"{where} is a {kind} that holds tensors (at {path}), and a pipeline cannot cut a {kind} into "
             f"microbatches{why_not(leaf)}"
         )
-        way = ", or give the object by stage_kwargs to the stages that read it"
+        way = ", or pass the object by stage_kwargs to the stages that read it"
         if option:
-            way = f"; where every microbatch is to be given all of it, say {option}"
-        raise StagelineError(f"{reason}; give the tensors in a tuple, list, dict, named tuple or dataclass{way}")
+            way = f"; or, to pass the whole object to every microbatch, {option}"
+        raise StagelineError(f"{reason}; pass the tensors in a tuple, list, dict, named tuple or dataclass{way}")
 
 
 def tensor_inside(value: Any) -> str | None:

@@ -51,10 +51,10 @@ class PlannedStep:
 
     step: int
     executors: ExecutorSet | None = None
-    """None where the run is over."""
+    """None if the run has ended."""
     request: StepRequest | None = None
     error: BaseException | None = None
-    """Why the run is over, if not because the batches ended."""
+    """Why the run ended, if not because there are no more batches."""
     refused: Exception | None = None
     """Why this process cannot take part."""
 
@@ -87,7 +87,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class DecidedStep:
-    """A step that all ranks have completed, and what becomes of it."""
+    """A step that all ranks have completed, and whether it is applied, scaled, skipped or failed."""
 
     planned: PlannedStep
     totals: StepTotals

@@ -39,7 +39,7 @@ def find_optimizer(optimizer_or_make: Optimizer | Make, parameters: Sequence[nn.
     if foreign:
         raise StagelineError(
             f"the optimizer has {len(foreign)} parameters that are not of this pipeline, the first of shape "
-            f"{tuple(foreign[0].shape)}; give it those of pipe.parameters()"
+            f"{tuple(foreign[0].shape)}; pass it those of pipe.parameters()"
         )
     return optimizer
 
@@ -196,7 +196,7 @@ class Gradients:
         )
         if changed and not self._copied:
             raise StagelineError(
-                "the optimizer changed gradients in place, and did not in its first step; give pipe.run one that "
+                "the optimizer changed gradients in place, and did not in its first step; pass pipe.run one that "
                 "does the same in every step, or use pipe.step and optimizer.step()"
             )
         self._copied = changed

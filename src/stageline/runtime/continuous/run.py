@@ -101,7 +101,7 @@ def read_batch(runner: StepRunner, item: Any) -> Batch:
         arguments = {"inputs": item[0], "targets": item[1]}
     elif not isinstance(item, Mapping | Tensor) and item is not None:
         raise StagelineError(
-            f"a batch is a pair of inputs and targets, a tensor or a dict of inputs alone, or None where a rank needs "
+            f"a batch is a pair of inputs and targets, a tensor or a dict of inputs alone, or None if a rank needs "
             f"none; got {shorten(item)}"
         )
     if require_gradients(arguments["inputs"]):
@@ -137,7 +137,7 @@ def cut_by_first(runner: StepRunner, batches: Iterable[Any]) -> Iterable[Any]:
 
 
 def why_not(runner: StepRunner, optimizer: Optimizer) -> str:
-    """Why steps cannot be continuous; empty where they can."""
+    """Why steps cannot be continuous; empty if they can."""
     scattered = {id(parameter) for parameter in runner.stages.placed.scattered}
     model, replicas = runner.stages.model, runner.host.layout.replicas
     if replicas > 1:
@@ -336,7 +336,7 @@ class Run(Iterator[StepStats]):
         rules: GradientRules,
         lr_schedule: Rates | None,
     ) -> None:
-        """Start nothing before the first step is asked for."""
+        """Start nothing before the first step is requested."""
         runner = pipe.runner
         self._shown: StepRunner | None = None
         """The runner whose model was cut by the first batch, until that has been run."""
@@ -346,7 +346,7 @@ class Run(Iterator[StepStats]):
         self.optimizer = find_optimizer(optimizer, list(pipe.parameters()))
         """The optimizer that was given, or made."""
         self.note = why_not(runner, self.optimizer)
-        """Why steps are not continuous; empty where they are."""
+        """Why steps are not continuous; empty if they are."""
         self.interlocks = not self.note and pipe.ranks > 1
         """Whether steps are continuous: a rank may start one before all ranks have ended the last."""
         self._run = RunSteps(pipe, batches, UpdateOptions(self.optimizer, rules, lr_schedule))

@@ -47,7 +47,7 @@ class StepTotals:
     """The step records of all ranks, added up."""
 
     failed: Floats
-    """For each rank: when it failed by itself, and when because of another rank; 0 where it did not."""
+    """For each rank: when it failed by itself, and when because of another rank; 0 if it did not."""
     outcome: Outcome
     norms: Floats
     """The norm of the gradient of each parameter of the model."""

@@ -27,7 +27,7 @@ Plan = Callable[[int], PlannedStep]
 
 
 class RunClosed(Exception):
-    """The run is over for a rank: the caller left it, or a step failed."""
+    """The run has ended for a rank: the caller left it, or a step failed."""
 
 
 class Board:
@@ -234,7 +234,7 @@ class ThreadRun:
                 context.run(drive)
             except RunClosed:
                 pass
-            except BaseException as error:  # of a step, on all ranks, or of something else: either way the run is over
+            except BaseException as error:  # of a step, on all ranks, or of something else: the run has ended
                 with board.writing():
                     board.failures.setdefault(loop.rank, (loop.options.first, error))
                 board.close(error)

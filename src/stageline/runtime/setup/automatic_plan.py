@@ -68,7 +68,7 @@ def automatic(
     if options.chunk_specs:
         raise StagelineError(
             "schedule='auto' measures microbatches that are cut along the first dimension, and chunk specs are "
-            "given; name a schedule, or plan with sl.plan and give its schedule"
+            "given; name a schedule, or plan with sl.plan and pass its schedule"
         )
     ranks = ranks_for(ranks, replicas, options.seconds)
     host = find_host(ranks, options.seconds, replicas, mesh)
@@ -118,12 +118,12 @@ def plan_together(
 def _check(source: Any, example: Any) -> None:
     if not isinstance(source, nn.Module):
         raise StagelineError(
-            "schedule='auto' cuts the model itself: give the model, or a function that builds it, not its stages; or "
+            "schedule='auto' cuts the model itself: pass the model, or a function that builds it, not its stages; or "
             "name a schedule"
         )
     if example is None:
         raise StagelineError(
-            "schedule='auto' measures the model, and needs example=, a batch of inputs as a step is given them; or "
+            "schedule='auto' measures the model, and needs example=, a batch of inputs such as step receives; or "
             "name a schedule"
         )
 

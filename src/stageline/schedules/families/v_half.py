@@ -36,7 +36,7 @@ class _Pattern:
     overtake: bool
 
     def make(self, ranks: int, microbatches: int) -> Schedule:
-        # The periods from F0 to the end of its W: so many activations are held on the way down.
+        # The periods from F0 to the end of its W: this many activations are held on the way down.
         down = [-(-(self.slots[B0][rank] - self.slots[F0][rank] + 2) // PERIOD) for rank in range(ranks)]
 
         def priority(point: int, rank: int, microbatch: int) -> float:

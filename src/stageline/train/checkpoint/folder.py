@@ -141,7 +141,7 @@ def discard(path: Path) -> bool:
 
 
 def hold(path: Path) -> int | None:
-    """Lock a checkpoint for reading; return a handle to close, or None where locks are not supported."""
+    """Lock a checkpoint for reading; return a handle to close, or None if locks are not supported."""
     handle = os.open(path / MANIFEST, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)

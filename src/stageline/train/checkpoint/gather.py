@@ -145,7 +145,7 @@ def _check_once(what: str, groups: Sequence[Mapping[str, object]]) -> None:
         for name in names:
             if name in first:
                 raise CheckpointError(
-                    f"the {what} {name!r} comes from writers {first[name]} and {number}; give it to one of them"
+                    f"the {what} {name!r} comes from writers {first[name]} and {number}; pass it to only one of them"
                 )
             first[name] = number
 

@@ -179,7 +179,7 @@ class Checkpoint:
             return Damage(self.path, name, "unreadable", f"cannot be read: {reason(error)}")
         expected = self.manifest.files[name].sha256
         if checksum != expected:
-            text = f"has other bytes than were written: sha256 {checksum[:12]}…, expected {expected[:12]}…"
+            text = f"contents differ from what was written: sha256 {checksum[:12]}…, expected {expected[:12]}…"
             return Damage(self.path, name, "checksum", text)
         return None
 
@@ -219,7 +219,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         named = step_of(where.name)
         if named is not None and named != manifest.step:
             raise CheckpointError(
-                f"{file} is of step {manifest.step}, expected {named}: it belongs to another checkpoint"
+                f"{file} is for step {manifest.step}, expected {named}: it belongs to another checkpoint"
             )
     except BaseException as error:
         if handle is not None:

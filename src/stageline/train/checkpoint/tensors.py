@@ -47,14 +47,14 @@ def tensor_source(key: str, tensor: Tensor) -> TensorSource:
     >>> tensor_source("weight", torch.ones(2, device="meta"))
     Traceback (most recent call last):
     ...
-    stageline.common.errors.CheckpointError: 'weight' is on the meta device and has no values; give a writer
+    stageline.common.errors.CheckpointError: 'weight' is on the meta device and has no values; pass a writer
     only the tensors that its rank holds
     """
     if not isinstance(tensor, Tensor):
         raise CheckpointError(f"{shorten(key)} is {shorten(tensor)}, expected a tensor")
     if tensor.is_meta:
         raise CheckpointError(
-            f"{shorten(key)} is on the meta device and has no values; give a writer only the tensors that its rank "
+            f"{shorten(key)} is on the meta device and has no values; pass a writer only the tensors that its rank "
             "holds"
         )
     if tensor.layout != torch.strided or dtype_name(tensor.dtype) not in DTYPES:
@@ -148,7 +148,7 @@ class HostCopies:
         """Copy the tensors; overwrites the copies of an earlier call."""
         sources = [(entry, entry.take().detach()) for entry in entries]
         devices = {source.device for _, source in sources if source.is_cuda}
-        for device in devices:  # the last step may have run on other streams than this thread's
+        for device in devices:  # the last step may have run on streams other than this thread's
             torch.cuda.synchronize(device)
         earlier, self._kept = self._kept, {}
         copies = []

@@ -261,7 +261,7 @@ class Writer:
         make_folder(job.partial)
         if (job.partial / report_name(self.number)).exists():
             raise CheckpointError(
-                f"{job.partial} is of an earlier attempt that was called {shorten(job.attempt)}, too; give every "
+                f"{job.partial} belongs to an earlier attempt with the same name, {shorten(job.attempt)}; give every "
                 "save() an attempt= that was never used before"
             )
         parts = {

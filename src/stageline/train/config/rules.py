@@ -277,7 +277,7 @@ def _units(config: Config) -> Iterator[str]:
 
 
 def too_few_units(config: Config, units: int, reason: str) -> Iterator[str]:
-    """Check that a model with this many units can be split into the stages of the config; `reason` says why so many.
+    """Check that a model with this many units can be split into the stages of the config; `reason` explains the number.
 
     >>> print(*too_few_units(Config.read(None, "parallelism.pipeline_parallel_degree=40"), 8, "the model has 8"))
     parallelism.pipeline_parallel_degree is 40, which makes 40 stages, but every stage needs a unit of the model:

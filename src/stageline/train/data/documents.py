@@ -138,7 +138,7 @@ def _row(tokens: Any, name: str) -> NDArray[Any]:
     row = np.asarray(tokens)
     if row.ndim != 1 or (row.size and row.dtype.kind not in "iu"):
         raise StagelineError(
-            f"{name} contains {row.dtype} of shape {row.shape}; give a column of text or rows of tokens"
+            f"{name} contains {row.dtype} of shape {row.shape}; use a column of text or rows of tokens"
         )
     # Keep the sign, so that reading a batch detects a token below 0.
     return row.astype(np.uint32) if row.size and row.min() >= 0 and row.max() < 1 << 32 else row.astype(np.int64)
@@ -163,7 +163,7 @@ def find_files(paths: str, endings: Sequence[str] = ()) -> list[Path]:
     are none.
     """
     if not paths.strip():
-        raise StagelineError("training.dataset_path is empty; give a file, a folder, or several separated by commas")
+        raise StagelineError("training.dataset_path is empty; use a file, a folder, or several separated by commas")
     files: list[Path] = []
     for part in [paths] if Path(paths).exists() else filter(None, map(str.strip, paths.split(","))):
         path = Path(part)
@@ -232,7 +232,7 @@ def dataset_documents(path: str, column: str, split: str = "train") -> Documents
             ) from None
         if invalid := next((file for file in files if file.suffix not in TABLES), None):
             raise StagelineError(
-                f"{invalid} is not a dataset: give a folder written by save_to_disk, or .jsonl or .parquet files"
+                f"{invalid} is not a dataset: use a folder written by save_to_disk, or .jsonl or .parquet files"
             )
         description = files[0].name if len(files) == 1 else f"{len(files):,} files"
         return Documents(path, description, digest(digest_files(files), column), lambda: _table_rows(files, column))
@@ -273,7 +273,7 @@ def _load_split(path: str, split: str) -> Any:
     if isinstance(data, dict):
         if split not in data:
             raise StagelineError(
-                f"the dataset {path} has no split {split!r}{nearest(split, data)}: it has {', '.join(data)}; give "
+                f"the dataset {path} has no split {split!r}{nearest(split, data)}: it has {', '.join(data)}; use "
                 "the folder of one of them as training.dataset_path"
             )
         data = data[split]

@@ -110,7 +110,7 @@ class Inbound:
                 self._opened, self._missing = open_it(self._prefix, self._text + bytes(self._more))
 
     def _receive(self, link: socket.socket) -> int | None:
-        """Fill what is missing as far as there are bytes; None where there are none."""
+        """Fill what is missing as far as there are bytes; None if there are none."""
         if self._ahead:
             room, size = self._missing[0], min(len(self._missing[0]), len(self._ahead))
             room[:size] = self._ahead[:size]
@@ -156,7 +156,7 @@ class Outbound:
 
 
 def after(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of pieces of memory when so many bytes of them are done.
+    """What is left of pieces of memory after this many bytes of them are done.
 
     >>> [bytes(piece) for piece in after([memoryview(b"ab"), memoryview(b"cde")], 3)]
     [b'de']

@@ -15,7 +15,7 @@ from stageline.transport.tcp.channels import Inbound, Outbound, Outbox
 from stageline.transport.tcp.links import Links
 
 TURNS = 1 << 20
-"""A turn of a transport is its number and so many times its steps."""
+"""The turn of step n of transport k is k + n * TURNS."""
 
 CHECK_EVERY = 0.05
 """Seconds after which a rank that waits for another checks whether that one is alive."""

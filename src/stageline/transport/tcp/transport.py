@@ -4,7 +4,7 @@ A rank writes its messages itself as far as the network takes them at once, and 
 small message wakes one thread, the one that needs it. A thread for the time of the step takes in messages that are
 large or from a GPU while the rank computes.
 
-In every step, each channel carries as many messages as both ends were told. The sender refuses one more, and in place
+In every step, each channel carries a number of messages that both ends know. The sender refuses one more, and in place
 of those that it cannot send it sends failure notes. So a failed step leaves nothing on the way.
 
 ```text
@@ -42,7 +42,7 @@ GRACE = 10.0
 """The least number of seconds to wait for the end of a step: with a short deadline, notes still have to arrive."""
 
 LARGE = 1 << 18
-"""Above so many bytes, a thread takes in a channel's messages, since the network cannot buffer many of them."""
+"""Above this many bytes, a thread takes in a channel's messages, since the network cannot buffer many of them."""
 
 Channel = tuple[int, Traffic]
 """The rank at the other end, and the traffic."""
@@ -88,7 +88,7 @@ class SocketTransport:
         owed: Mapping[Channel, int] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Begin a step, in which each channel brings or takes so many messages.
+        """Begin a step; `expected` and `owed` say how many messages each channel receives and sends.
 
         `device` is where tensors from a GPU are to arrive, unless this rank sends some of its own.
         """
@@ -152,11 +152,11 @@ class SocketTransport:
         for (source, traffic), inbound in self._inline.items():
             while inbound.left and not self._broken:
                 if self._take(inbound, end, wakeful=False) is None and inbound.left and time.monotonic() > end:
-                    return TransportError(f"{traffic} from {source}, messages did not come")
+                    return TransportError(f"{traffic} from {source}, messages did not arrive")
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
             if thread.is_alive():
-                return TransportError(f"{thread.name.removeprefix('stageline ')}, messages did not come")
+                return TransportError(f"{thread.name.removeprefix('stageline ')}, messages did not arrive")
         return None
 
     @property
@@ -361,7 +361,7 @@ class SocketTransport:
         contents = None if isinstance(announcement, TransportError) else announcement.contents
         if contents is not None and contents.size != prefix.payload:
             raise TransportError(
-                f"{prefix.payload} bytes came, and the header tells of {contents.size}: {contents.metas}"
+                f"received {prefix.payload} bytes, but the header announced {contents.size}: {contents.metas}"
             )
         if contents is not None and contents.simple:
             tensors = [wire.room_for(meta) for meta in contents.metas]
