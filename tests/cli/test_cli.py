@@ -312,7 +312,7 @@ def test_a_config_of_hugging_face_is_a_model(models: Path, capsys: Capture) -> N
         ("inspect no_such_module:make", "cannot import no_such_module"),
         ("inspect models_of_a_test:wrong", "returned a int; it must return a model"),
         ("inspect none.json", "cannot read the config none.json"),
-        ("check models_of_a_test:alone", "gives no batch; let it return (model, inputs, targets, loss_fn), or"),
+        ("check models_of_a_test:alone", "returns no batch; let it return (model, inputs, targets, loss_fn), or"),
         ("check models_of_a_test:without_loss", "has no loss; let it return (model, inputs, targets, loss_fn), or"),
         ("check models_of_a_test:inputs_alone", "has no loss; let it return (model, inputs, targets, loss_fn), or"),
         (

@@ -115,7 +115,7 @@ def test_differences_between_ranks_are_named() -> None:
         assert "rank 1 and rank 0 differ in the schedule" in answer[0]
         assert "the schedule has 4 ranks and 2 processes were started" in answer[1]
         assert "differ in loss_reduction" in answer[2]
-        assert "differ in the seed that was given" in answer.pop(3)
+        assert "differ in the seed that was passed" in answer.pop(3)
         assert answer[3] == "rank 1 received a different batch from rank 0: the inputs differ"
         assert "no rank received" in answer[4]
         assert "rank 1 received a different batch from rank 0: the number of samples differ" in answer[5]

@@ -391,7 +391,7 @@ def test_a_dataclass_that_cannot_be_constructed_is_refused() -> None:
         more: int = field(default=0, init=False)
 
     with pytest.raises(
-        sl.PipelineError, match=r"passes on a Odd, .*; its field more is no argument of its constructor"
+        sl.PipelineError, match=r"passes on a Odd, .*; its field more is not an argument of its constructor"
     ):
         sl.check(of_kind(Odd)(), (X, Y), ranks=2, loss_fn=functional.mse_loss)
 

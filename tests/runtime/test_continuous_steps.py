@@ -443,9 +443,9 @@ def test_invalid_runs_are_refused_and_change_nothing() -> None:
     optimizer = OPTIMIZERS["SGD"](pipe.parameters())
     run = pipe.run(batches(3), optimizer=optimizer)
     next(run)
-    with pytest.raises(sl.StagelineError, match="a run of this pipeline is under way"):
+    with pytest.raises(sl.StagelineError, match="a run of this pipeline is in progress"):
         pipe.step(*batches(1)[0])
-    with pytest.raises(sl.StagelineError, match="a run of this pipeline is under way"):
+    with pytest.raises(sl.StagelineError, match="a run of this pipeline is in progress"):
         next(pipe.run(batches(1), optimizer=optimizer))
     assert len(list(run)) == 2
     pipe.load_state_dict(before)
@@ -466,7 +466,10 @@ def test_invalid_runs_are_refused_and_change_nothing() -> None:
     for chosen, message in [
         ({"max_norm": -1.0}, "max_norm is a number above 0"),
         ({"lr_schedule": 0.1}, "lr_schedule is a function"),
-        ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "2 parameters that are not of this pipeline"),
+        (
+            {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())},
+            "2 parameters that do not belong to",
+        ),
         ({"optimizer": "AdamW"}, "optimizer= is an optimizer of torch"),
     ]:
         with pytest.raises(sl.StagelineError, match=message):

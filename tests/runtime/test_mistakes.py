@@ -16,7 +16,7 @@ from support.pipelines import linear_pipeline
 
 
 def test_calling_a_pipeline_hints_at_predict() -> None:
-    with pytest.raises(sl.StagelineError, match=r"pipe\.predict\(inputs\) gives the outputs"):
+    with pytest.raises(sl.StagelineError, match=r"pipe\.predict\(inputs\) returns the outputs"):
         linear_pipeline()(torch.ones(4, 4))
 
 

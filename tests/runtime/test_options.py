@@ -29,7 +29,7 @@ def test_every_keyword_is_a_field_with_the_same_default() -> None:
 def test_options_that_ranks_must_share_are_compared() -> None:
     plain = PipelineOptions(loss_fn=nn.functional.mse_loss).facts()
     changed = PipelineOptions(loss_fn=nn.functional.mse_loss, loss_reduction="sum", seed=3).facts()
-    assert {name for name in plain if plain[name] != changed[name]} == {"loss_reduction", "the seed that was given"}
+    assert {name for name in plain if plain[name] != changed[name]} == {"loss_reduction", "the seed that was passed"}
 
 
 def test_the_deadline_comes_from_the_option_the_environment_or_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

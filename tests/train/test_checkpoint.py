@@ -413,7 +413,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
     "a link": (
         MODEL, link, "refused", "link"
     ),
-    "a pipe": ("config.json", pipe, "refused", "no regular file"),
+    "a pipe": ("config.json", pipe, "refused", "not a regular file"),
     "a pipe for a manifest": ("manifest.json", pipe, "manifest", "no regular"),
 }  # fmt: skip
 
@@ -617,7 +617,7 @@ def test_a_folder_that_goes_away_is_said(tmp_path: Path) -> None:
         ({"state": {"seed": torch.ones(2)}}, r"state\['seed'\] is tensor"),
         ({"state": {1: 2}}, "state is {1: 2}, which JSON cannot hold"),
         ({"assets": {"../config.json": b""}}, "outside of its folder"),
-        ({"assets": {"manifest.json": b""}}, "a name of the checkpoint's own"),
+        ({"assets": {"manifest.json": b""}}, "a name that the checkpoint itself uses"),
         ({"assets": {"config.json": "{}"}}, "expected its bytes"),
     ],
 )
@@ -659,7 +659,7 @@ def test_no_checkpoint_is_none_and_none_whole_is_an_error(tmp_path: Path) -> Non
     (tmp_path / "step-00000005.x.partial").mkdir()
     assert newest(tmp_path) is None
     (tmp_path / "step-00000005").mkdir()
-    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints in .* is whole: .*manifest.json: is missing"):
+    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints .* is intact: .*manifest.json: is missing"):
         newest(tmp_path)
 
 

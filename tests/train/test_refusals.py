@@ -92,7 +92,7 @@ def test_weights_to_begin_with_are_those_of_a_whole_checkpoint(capsys: pytest.Ca
     name = flip_a_bit(4)
     damaged = "checkpoint.initial_load_path=run/checkpoint/step-00000004"
     refused(f"initial_load_path.*{name}: contents differ from what was written", damaged, "job.dump_folder=b")
-    # A folder of checkpoints stands for its newest whole one.
+    # A folder of checkpoints stands for its newest intact one.
     train("checkpoint.initial_load_path=run/checkpoint", "job.dump_folder=b")
     train("checkpoint.initial_load_path=run/checkpoint/step-00000002", "job.dump_folder=c")
     assert name in capsys.readouterr().err

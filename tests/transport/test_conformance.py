@@ -139,12 +139,12 @@ def test_bytes_that_are_no_message_are_refused() -> None:
         wire.read_head(bytes(wire.HEAD))
     prefix, text = wire.read_head(wire.write_head(1, b"[]", 7))
     assert (prefix.turn, prefix.payload, text) == (1, 7, b"[]")
-    with pytest.raises(TransportError, match="check sum"):
+    with pytest.raises(TransportError, match="checksum"):
         wire.check_text(b"{}", prefix)
 
 
 def garbage(rank: int) -> str:
-    """Rank 0 sends bytes that are no message."""
+    """Rank 0 sends bytes that are not a message."""
     links = Links.join()
     transport = SocketTransport(links)
     if rank == 0:
@@ -152,11 +152,13 @@ def garbage(rank: int) -> str:
         dist.barrier()
         return ""
     transport.begin({(0, "forward"): 1}, {})
-    with pytest.raises(PeerFailed, match="bytes that are no message"):
+    with pytest.raises(PeerFailed, match="bytes that are not a message"):
         transport.receive(Header(0, 1, "forward", 0, 0, 0), 30.0)
     with pytest.raises(TransportError, match="could not end its step"):
         transport.finish(1.0)
-    with pytest.raises(TransportError, match=r"lost touch in an earlier step: .*start the processes again") as caught:
+    with pytest.raises(
+        TransportError, match=r"lost its connections in an earlier step: .*start the processes again"
+    ) as caught:
         transport.begin({}, {})
     dist.barrier()
     return str(caught.value)

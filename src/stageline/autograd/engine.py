@@ -2,7 +2,7 @@
 
 `torch.autograd.backward` and `.grad` check every tensor in Python before they call the engine, which takes longer than
 the work of a small action. The roots are valid here, and the engine itself refuses gradients that do not fit. Tensor
-subclasses may override the backward, so they take the usual way.
+subclasses may override the backward, so they use torch's own functions.
 
 A hook on a tensor or node may change a gradient or count its calls, so it must run exactly once, in I or in W. torch
 does not tell which nodes have hooks, but it numbers every hook that Python registers. If the number grew between a
@@ -97,7 +97,7 @@ class ArrivingGradients:
     """Collects the gradients of leaves during a backward, exactly as they arrive.
 
     Accumulated in `.grad`, a transposed or expanded gradient would be copied into the layout of its leaf, and the
-    kernels that take it next could choose another way to compute.
+    kernels that take it next could choose a different algorithm.
     """
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
@@ -212,7 +212,7 @@ def _metadata(parameter: Tensor) -> dict[str, Any]:
 
 
 def watch_hooks(leaves: Sequence[Tensor]) -> Versions:
-    """Before a backward: note the gradients of leaves with hooks as they are when the hooks have not run yet.
+    """Before a backward: record the gradients of leaves with hooks as they are before the hooks run.
 
     In one process, an input of a stage is the output of the stage before, and hooks of both stages run in the order in
     which they were registered: those of the stage before come first. In a pipeline they come last, which makes no

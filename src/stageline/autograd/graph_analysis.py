@@ -16,7 +16,7 @@ from stageline.autograd.weight_gradients import FORMULAS, Formula, WantedGradien
 VIEWS = frozenset(
     ["TBackward0", "ToCopyBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "AliasBackward0"]
 )
-"""Nodes between a parameter and its use that compute next to nothing."""
+"""Cheap nodes between a parameter and its use."""
 
 
 def make_plan(

@@ -4,7 +4,7 @@
                 │               │                    *ends*, where I stops, another to parameters alone
                 w2              w1
 
-The ends are the inputs of the stage. The first stage has none that want a gradient; there, I stops at the nodes in
+The ends are the inputs of the stage. The first stage has none that require a gradient; there, I stops at the nodes in
 which the data enters, such as the embedding, and W runs those.
 
 The next microbatch records another graph of the same form, so a plan is made once and then only compared with the graph

@@ -122,7 +122,7 @@ def _first_names(model: nn.Module) -> str:
 
 
 def mark(model: nn.Module, options: Recompute, choice: Choice) -> list[str]:
-    """Let the chosen modules be recomputed, in steps alone; return their names."""
+    """Let the chosen modules be recomputed, only in steps; return their names."""
     if options.chosen is None:
         return []
     names = []
@@ -157,7 +157,7 @@ class _Enter:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Of nested modules, the outermost is recomputed, with everything in it.
         if torch.compiler.is_dynamo_compiling():
-            return  # a compiler decides by itself what to keep
+            return  # a compiler decides itself what to keep
         if _active.owner == self.owner and _active.frame is None and torch.is_grad_enabled():
             _active.frame = _Frame(self.name, module, args, kwargs, self.policy)
             _active.frame.enter()

@@ -1,9 +1,9 @@
 """The backward in two halves, for any graph that autograd recorded, without changes to the model.
 
 I runs the graph from the outputs to the inputs and nothing else: autograd skips what the inputs do not need, so no
-weight gradient is computed. On its way it notes the gradient of each fork, a node from which one branch leads on to the
+weight gradient is computed. On its way it records the gradient of each fork, a node from which one branch leads to the
 inputs and another to parameters alone (see `graph_plan`). W then computes the weight gradients of every fork from these
-notes. So every matrix product runs once, in the half where it belongs, and with the bits of a whole backward.
+records. So every matrix product runs once, in the half where it belongs, and with the bits of a whole backward.
 
 If all forks have a formula (see `weight_gradients`), I frees the graph as a whole backward does, and only what W needs
 stays: inputs and output gradients of linear layers and norms. Other forks run again in W, so the graph has to stay.

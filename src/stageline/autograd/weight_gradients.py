@@ -21,7 +21,7 @@ Saved = tuple[Any, ...]
 
 
 class WantedGradient(NamedTuple):
-    """The gradient that an edge of a node wants."""
+    """The gradient that an edge of a node needs."""
 
     edge: int
     shape: torch.Size
@@ -40,7 +40,7 @@ class Formula(NamedTuple):
     take: Callable[[Node], Saved]
     """Returns what to keep of a node; called while I runs."""
     compute: Callable[[Saved, Tensor, Sequence[WantedGradient]], list[Tensor]]
-    """Returns the wanted gradients."""
+    """Returns the requested gradients."""
     fits: Callable[[Node], bool] = lambda node: True
     """Whether the formula holds for this node."""
 

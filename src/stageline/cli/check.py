@@ -51,7 +51,7 @@ def command(
     loaded = load_model(model, samples, length, traceback=traceback)
     inputs, targets = loaded.inputs, loaded.targets
     if inputs is None:
-        raise StagelineError(f"{model} gives no batch; let it return {_FORMS}")
+        raise StagelineError(f"{model} returns no batch; let it return {_FORMS}")
     with user_code(f"checking {model} failed", traceback):
         try:
             report = check(
@@ -66,7 +66,7 @@ def command(
         except StagelineError as error:
             if loaded.loss_fn is None and NO_LOSS in str(error):
                 raise StagelineError(
-                    f"{model} gives no loss function, and the model's output {NO_LOSS}; let it return {_FORMS}"
+                    f"{model} returns no loss function, and the model's output {NO_LOSS}; let it return {_FORMS}"
                 ) from error
             raise
     if json:

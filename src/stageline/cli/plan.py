@@ -129,7 +129,7 @@ def _subject(model: str, samples: int, length: int, threads: int | None, has_bat
         torch.set_num_threads(threads)
     loaded = load_model(model, samples, length)
     if loaded.inputs is None:
-        raise StagelineError(f"{model} gives no inputs; let it return (model, inputs)")
+        raise StagelineError(f"{model} returns no inputs; let it return (model, inputs)")
     return {"model": loaded.model, "example": loaded.inputs}
 
 

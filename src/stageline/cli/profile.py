@@ -43,7 +43,7 @@ def command(
         torch.set_num_threads(threads)
     loaded = load_model(model, samples, length, traceback=traceback)
     if loaded.inputs is None:
-        raise StagelineError(f"{model} gives no inputs; let it return (model, inputs)")
+        raise StagelineError(f"{model} returns no inputs; let it return (model, inputs)")
     with user_code(f"measuring {model} failed", traceback):
         measured = profile(loaded.model, loaded.inputs, repeats=repeats)
     if output is not None:

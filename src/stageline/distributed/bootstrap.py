@@ -41,7 +41,7 @@ class JobChannel:
             meeting = Meeting(store, rank, ranks)
         except Exception as error:
             raise ControlError(
-                f"rank {rank} was not told where the control channel is, so rank 0 did not start or has ended: "
+                f"rank {rank} received no address of the control channel, so rank 0 did not start or has ended: "
                 f"{type(error).__name__}: {error}"
             ) from error
         self.name = meeting.name
@@ -181,7 +181,7 @@ def _answers(host: str, port: int, patience: float) -> bool:
 
 
 def start_together(control: MonitorClient, start: Callable[[], object]) -> None:
-    """Call what all ranks call together at the start, on a thread: nothing else ends its wait for a lost rank."""
+    """Call a start-up function of all ranks on a thread: its wait for a lost rank cannot be interrupted otherwise."""
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -219,7 +219,7 @@ def _not_started(control: MonitorClient, verdict: Verdict) -> PipelineError:
 
 
 def check_environment(environment: Mapping[str, str]) -> int:
-    """The number of processes, by the environment as torchrun sets it; refuse one that contradicts itself.
+    """The number of processes in the environment that torchrun sets; refuse inconsistent values.
 
     >>> check_environment({})
     1

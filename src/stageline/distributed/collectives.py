@@ -41,7 +41,7 @@ class ProcessCollectives:
         self._transport.patience = self._control.busy
         self._failures = JobFailures(self._groups, layout, self._transport)
         self._lost_checked = 0.0
-        """When the store was last asked whether a rank is lost."""
+        """When the store was last queried for a lost rank."""
         self.process = self._control.rank
         self.replica, rank = layout.place(self.process)
         self.here = [rank]
@@ -58,7 +58,7 @@ class ProcessCollectives:
 
     def start(self, start: Callable[[], Any]) -> Callable[[], None]:
         """Start a collective; call the result to wait for it, unless a rank is lost."""
-        if self._failures.lost:  # start nothing that the others could take for something else
+        if self._failures.lost:  # start nothing that the others could mistake for another collective
             raise self._failures.lose(self._failures.lost)
         try:
             work = start()
@@ -156,7 +156,7 @@ class ProcessCollectives:
         return gathered
 
     def check_same(self, facts: dict[str, str]) -> None:
-        """Compare digests of the facts; where one differs, name it and the first rank that differs from most.
+        """Compare digests of the facts; if one differs, name it and the first rank that differs from most.
 
         Then make the process groups of the layout, on which all processes agree by now.
         """
@@ -173,7 +173,7 @@ class ProcessCollectives:
                 one, another = first_difference(*(self.broadcast_to_all(facts[name], rank) for rank in (odd, other)))
                 raise PipelineError(
                     f"rank {odd} and rank {other} differ in {name}: rank {odd} has {one} and rank {other} has "
-                    f"{another}; all ranks must be given the same"
+                    f"{another}; pass the same on all ranks"
                 )
         self._layout_groups = self._groups.for_layout(self.layout)
 
@@ -249,7 +249,7 @@ class ReplicaGroup:
         return self._collectives.gather(self._exchange, row)
 
     def all_reduce_async(self, flat: Tensor) -> Callable[[], None]:
-        """Start to add up a tensor over all replicas, in place; call the result to wait for it.
+        """Start summing a tensor over all replicas, in place; call the result to wait for it.
 
         A tensor on a GPU needs NCCL: see `direct`.
         """

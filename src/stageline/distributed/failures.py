@@ -24,7 +24,7 @@ class RankFailure(NamedTuple):
 
 
 class Change(NamedTuple):
-    """An output that is not of the form that this stage passed on before."""
+    """An output whose form differs from the stage's earlier outputs."""
 
     step: int
     microbatch: int
@@ -72,7 +72,7 @@ def note_record(error: PipelineError, paths: Sequence[Path | None]) -> None:
 
 
 def note_missing_value(error: PipelineError, verdict: Verdict) -> None:
-    """Add a note to the error of a layer that did not find a value: it may be on another rank.
+    """Add a note to the error of a layer that misses a value: it may be on another rank.
 
     >>> error = PipelineError("rank 1 failed")
     >>> note_missing_value(error, Verdict(1, "raised", text="KeyError: 'mask'", action="F", stage=2))
@@ -108,7 +108,7 @@ def is_about_structure(error: BaseException) -> bool:
 
 
 def is_about_form(error: BaseException) -> bool:
-    """Whether an error may come from a tensor of another dtype or shape than before.
+    """Whether an error may come from a tensor whose dtype or shape changed.
 
     >>> is_about_form(RuntimeError("mat1 and mat2 must have the same dtype")), is_about_form(KeyError("mask"))
     (True, False)

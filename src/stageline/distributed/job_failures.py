@@ -45,17 +45,17 @@ class JobFailures:
             self.record(verdict)
 
     def named(self, verdict: Verdict) -> Verdict:
-        """The verdict with the replica of the rank that failed, where there are several."""
+        """The verdict with the replica of the rank that failed, if there are several."""
         several = self._layout.replicas > 1
         return replace(verdict, replica=self._layout.place(verdict.culprit)[0]) if several else verdict
 
     def blamed(self) -> Verdict | None:
-        """Who failed first; waits a moment until that is known."""
+        """Which rank failed first; waits briefly until that is known."""
         verdict = self.control.blame(BLAME)
         return None if verdict is None else self.named(verdict)
 
     def hear(self, verdict: Verdict) -> None:
-        """Wake this rank if it waits for a message that will not come, and let it start no other action."""
+        """Wake this rank if it waits for a message that will never arrive, and let it start no other action."""
         verdict = self.named(verdict)
         if verdict.final or verdict.round == self.control.round:
             if self.running is not None:
@@ -108,7 +108,7 @@ class JobFailures:
             self._groups.keep()
 
     def record(self, verdict: Verdict | None) -> Path | None:
-        """Write the flight record, also where the step has not come to its first action."""
+        """Write the flight record, even if the step has not reached its first action."""
         control = self.control
         if self.running is not None:
             return self.running.record(verdict, control.lost)

@@ -58,8 +58,8 @@ class Layout:
         others = [name for name in names if name not in (pp, dp) and shape[name] != 1]
         if others:
             raise StagelineError(
-                f"the mesh has {shape}, and a pipeline has ranks ('pp') and replicas ('dp') alone; make one without "
-                f"{', '.join(map(repr, others))}"
+                f"the mesh has {shape}, but a pipeline has only ranks ('pp') and replicas ('dp'); create a mesh "
+                f"without {', '.join(map(repr, others))}"
             )
         order = [names.index(name) for name in (dp, pp) if name is not None]
         rest = [index for index in range(len(names)) if index not in order]
@@ -120,13 +120,13 @@ def find_layout(ranks: int, replicas: int | None, mesh: DeviceMesh | None, proce
     replicas=3 (3 × 2 = 6)
     """
     if replicas is not None and (not isinstance(replicas, int) or replicas < 1):
-        raise StagelineError(f"replicas is a number from 1 on, got {shorten(replicas)}")
+        raise StagelineError(f"replicas must be at least 1, got {shorten(replicas)}")
     if mesh is not None:
         layout = Layout.of_mesh(mesh, processes)
         if layout.ranks != ranks or replicas not in (None, layout.replicas):
             raise StagelineError(
                 f"the mesh has {layout.ranks} ranks and {layout.replicas} replicas; the schedule has {ranks} ranks"
-                f"{'' if replicas is None else f' and replicas={replicas} was given'}: make them agree"
+                f"{'' if replicas is None else f' and replicas={replicas} was passed'}: make them agree"
             )
         return layout
     if replicas is None and ranks == processes:

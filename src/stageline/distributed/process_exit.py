@@ -46,7 +46,7 @@ def close_at_exit(close: Callable[[], object]) -> None:
 
 @atexit.register
 def _prepare() -> None:
-    """Prepare the exit of Python. Registered on import, so that functions that a script registers later run before."""
+    """Prepare the exit of Python. Registered on import, so that functions that a script registers later run first."""
     for close in _closers:
         close()
     for thread in _stuck:

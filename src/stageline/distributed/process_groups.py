@@ -36,7 +36,7 @@ class LayoutGroups:
     """Its rank in all replicas; None if there is only one replica."""
     replica_nccl: Any = None
     replica_group_nccl: Any = None
-    """The same over NCCL, where every process has a GPU of its own."""
+    """The same over NCCL, if every process has its own GPU."""
 
 
 class Groups:
@@ -98,11 +98,11 @@ class Groups:
         self._of_layout[layout] = LayoutGroups(*mine, *over_nccl)
 
     def lost(self) -> str:
-        """What a rank wrote that cannot continue; empty while there is none."""
+        """The message of a rank that cannot continue; empty while there is none."""
         return self._ask(lambda store: str(store.get(self._key).decode()) if store.check([self._key]) else "")
 
     def lose(self, text: str) -> None:
-        """Tell the others, which may be waiting, unless a rank has; the next pipeline makes new connections."""
+        """Tell the others, which may be waiting, unless a rank already has; the next pipeline makes new connections."""
         self.keep()
         for default in [default for default, groups in _groups.items() if groups is self]:
             del _groups[default]

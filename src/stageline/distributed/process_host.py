@@ -47,7 +47,7 @@ ALIGN_EVERY = 10.0
 aligning would exceed 0.1% of the run time."""
 
 SMALL = 1 << 17
-"""Up to how many numbers of all ranks together are gathered as they are, and not added up on the way."""
+"""Up to this many numbers over all ranks are gathered individually instead of being summed on the way."""
 
 
 def find_host(ranks: int, deadline: float, replicas: int | None = None, mesh: DeviceMesh | None = None) -> RankHost:
@@ -136,7 +136,7 @@ class ProcessHost(ProcessCollectives):
         device = None if runner.device is None else torch.device("cuda", runner.device)
         self._transport.begin(*self._expected(step.executors.schedule, runner), device)
         verdict = self._control.verdict()
-        if verdict is not None:  # it came while this step was being prepared
+        if verdict is not None:  # it arrived while this step was being prepared
             self._failures.hear(verdict)
         reducer = step.reducer
         if reducer is not None:
@@ -178,7 +178,7 @@ class ProcessHost(ProcessCollectives):
         report = Failure.of(error, self._control.doing, secondary=isinstance(error, TransportError))
         if isinstance(error, PeerFailed):
             report = replace(report, origin=error.origin)
-        if not isinstance(error, Exception):  # this rank leaves the step, and does not come to its end with the others
+        if not isinstance(error, Exception):  # this rank leaves the step, and does not reach its end with the others
             report = replace(report, final=True)
         self._control.report(report)
         self._transport.fail(error, f"{self.layout.name(runner.process)} failed in {runner.doing}")
@@ -240,7 +240,7 @@ class ProcessHost(ProcessCollectives):
     def _blame_change(
         self, error: PipelineError, verdict: Verdict, step: int, about: Sequence[bool], left: str
     ) -> tuple[PipelineError, Verdict]:
-        """Name the rank whose stage changed its output, where another one failed on it; all ranks call this."""
+        """Name the rank whose stage changed its output if another rank failed on it; all ranks call this."""
         running = self._failures.running
         own = first_change(step, verdict.stage, verdict.microbatch, () if running is None else running.changes, *about)
         replica = self.layout.place(verdict.culprit)[0]
@@ -259,7 +259,7 @@ class ProcessHost(ProcessCollectives):
         small = own.size * self._ranks <= SMALL
         rows = self.gather(self._within, np.concatenate([flags, own]) if small else flags)
         self._clocks_are_stale = bool(rows[:, 2].any())
-        # When each kind of failure came first, and on which process: causes, and what follows from another's.
+        # When each kind of failure first occurred, and on which process: causes, and consequences of other failures.
         if rows[:, :2].any() or self.replica_group is not None:
             first = np.array([_first(rows[:, kind], self.layout.rows[self.replica]) for kind in range(2)])
             if self.replica_group is not None:

@@ -46,7 +46,7 @@ class RankRunner(Protocol):
 
     @property
     def doing(self) -> str:
-        """The action that it is in, in words."""
+        """The action that it is running, as text."""
 
     @property
     def changes(self) -> Sequence[Change]:

@@ -54,7 +54,7 @@ class Meeting:
         store.set(_heard(self.name, rank), "1")
 
     def answer(self, over: Callable[[], bool]) -> Sequence[int]:
-        """On rank 0: answer the others until all know the name, or `over()`; returns the ranks that do not."""
+        """On rank 0: answer the others until all know the name or `over()` is true; return the ranks that do not."""
         answered: set[str] = set()
         missing = list(range(1, self._ranks))
         while missing and not over():

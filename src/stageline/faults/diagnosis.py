@@ -22,7 +22,7 @@ MAX_MESSAGES = 3
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of one rank. Times are in seconds before the last record was written."""
+    """What is known about one rank. Times are in seconds before the last record was written."""
 
     rank: int
     wrote: bool
@@ -257,7 +257,7 @@ def _advice(
             f"check whether the machine killed the process ({place}) for its memory: dmesg | grep -i 'killed process'",
         ),
         "frozen": (
-            f"if it still lives, see where it hangs: py-spy dump --pid PID ({place}); a stopped one shows T in ps",
+            f"if it is still alive, see where it hangs: py-spy dump --pid PID ({place}); a stopped one shows T in ps",
             "one long call that holds the interpreter lock stops the heartbeat too: if so, raise deadline=",
             "if its machine or the network is down, every rank of that machine is silent",
         ),

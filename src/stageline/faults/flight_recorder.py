@@ -247,7 +247,7 @@ def merge(records: Iterable[FlightRecord]) -> tuple[dict[int, FlightRecord], lis
     for record in sorted(records, key=lambda record: record.written):
         jobs.setdefault(record.job, {})[record.rank] = record
     if not jobs:
-        raise FlightError("no flight records were given")
+        raise FlightError("no flight records were passed")
     newest = max(jobs, key=lambda job: max(record.written for record in jobs[job].values()))
     sizes = {record.ranks for record in jobs[newest].values()}
     if len(sizes) > 1:

@@ -73,7 +73,7 @@ class Alternative:
 
     @property
     def kind(self) -> tuple[str, int, int, str]:
-        """What tells kinds of plans apart: everything but the cut and which units are recomputed."""
+        """What distinguishes kinds of plans: everything but the cut and which units are recomputed."""
         recompute = self.recompute if isinstance(self.recompute, str) else "units"
         return self.schedule, self.chunks, self.microbatches, recompute
 

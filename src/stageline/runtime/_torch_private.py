@@ -71,7 +71,7 @@ flatten_dense: Callable[[Sequence[Tensor]], Tensor] = _flatten_dense_tensors
 
 
 def buffer_named(module: nn.Module, name: str) -> Tensor | None:
-    """A buffer of this very module, which may be None."""
+    """A buffer of this module itself, not of a submodule; it may be None."""
     return module._buffers[name]
 
 

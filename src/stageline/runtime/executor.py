@@ -80,7 +80,7 @@ class RankResult:
     metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     input_gradients: dict[int, Sequence[Tensor | None]] = field(default_factory=dict)
-    """For each microbatch, the gradients of the batch's own inputs, if they are wanted."""
+    """For each microbatch, the gradients of the batch's own inputs, if requested."""
     split: tuple[int, int] = (0, 0)
     """Of the elements of parameters that got a gradient by I and W: all, and those that got it by I."""
     watch: FiniteWatch | None = None
@@ -451,7 +451,7 @@ class Executor:
 
     @property
     def doing(self) -> str:
-        """What this rank is doing, in words."""
+        """What this rank is doing, as text."""
         return describe(self.progress.doing)
 
     @property

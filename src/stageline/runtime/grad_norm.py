@@ -22,7 +22,7 @@ def norms_of(names: Sequence[str], own: Mapping[str, Tensor | None], norm_type: 
         if gradient is not None
     }
     norms = np.zeros(len(names))
-    for device in {norm.device for norm in norm_by_index.values()}:  # one transfer a device: each would stall a GPU
+    for device in {norm.device for norm in norm_by_index.values()}:  # one transfer per device: each one stalls a GPU
         here = [index for index, norm in norm_by_index.items() if norm.device == device]
         norms[here] = torch.stack([norm_by_index[index] for index in here]).cpu().numpy()
     return norms

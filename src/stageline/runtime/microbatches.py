@@ -31,7 +31,7 @@ from stageline.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class Batch:
-    """What a user asks to be run, in this replica."""
+    """The batch that a user passes, and how to run it, in this replica."""
 
     inputs: Any
     targets: Any = None
@@ -39,7 +39,7 @@ class Batch:
     training: bool = False
     with_targets: bool = True
     keep: bool = False
-    """Whether the outputs are wanted."""
+    """Whether to return the outputs."""
     count: float | None = None
     scale: float = 1.0
     sync: bool = True
@@ -136,7 +136,7 @@ class BatchIntake:
     def agree(self, batch: Batch, elements: int) -> Agreement:
         """Agree on the batch with all ranks.
 
-        Only a rank without a batch, or with another number of samples than in the last step, waits until it knows the
+        Only a rank without a batch, or with a different number of samples from the last step, waits until it knows the
         batches of the others. With replicas, all ranks wait.
         """
         host, replicas = self._host, self._replicas
@@ -259,7 +259,7 @@ def _is_dense(part: Any, spec: Any) -> bool:
 
 
 def _sizes(part: Any, spec: Any, what: str, option: str, needed: bool = False) -> list[tuple[int, str]]:
-    """How many samples each tensor has that is cut; `needed` refuses a part without such a tensor."""
+    """The number of samples of each tensor that is cut; `needed` refuses a part without such a tensor."""
     if part is None:
         return []
     if _is_dense(part, spec):

@@ -93,7 +93,7 @@ def values_of(names: Sequence[str], terms: Mapping[str, Tensor], counted: Callab
     values = np.zeros(len(names))
     numbers = {name: index for index, name in enumerate(names)}
     mine = {name: term for name, term in terms.items() if counted(name)}
-    for device in {term.device for term in mine.values()}:  # one transfer a device: each would stall a GPU
+    for device in {term.device for term in mine.values()}:  # one transfer per device: each one stalls a GPU
         here = [name for name, term in mine.items() if term.device == device]
         stacked = torch.stack([mine[name].detach().reshape(()).double() for name in here])
         values[[numbers[name] for name in here]] = stacked.cpu().numpy()

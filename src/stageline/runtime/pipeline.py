@@ -159,7 +159,7 @@ class Pipeline:
         for what every microbatch gets whole. `output_merge_spec` describes how outputs are merged.
         `stragglers` logs one line when a stage becomes slower than the others and stays so (see docs/runtime.md).
         """
-        schedule = schedule.__name__ if isinstance(schedule, type) else schedule  # a class of torch's
+        schedule = schedule.__name__ if isinstance(schedule, type) else schedule  # a torch class
         check_options(options, schedule, Pipeline.__init__.__kwdefaults__ or ())
         self.options = PipelineOptions(
             loss_fn=loss_fn, loss_reduction=loss_reduction, penalty=penalty, check_finite=check_finite,
@@ -232,7 +232,7 @@ class Pipeline:
 
     @property
     def certificate(self) -> Certificate:
-        """What was verified of the schedule."""
+        """The verified properties of the schedule."""
         return self.runner.certificate
 
     @property
@@ -304,17 +304,17 @@ class Pipeline:
         return mesh_of(self.runner.host)
 
     def __reduce__(self) -> Any:
-        raise StagelineError("a Pipeline cannot be copied or pickled; copy its model, and make a new Pipeline of that")
+        raise StagelineError("a Pipeline cannot be copied or pickled; create a new Pipeline from a copy of its model")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: a pipeline runs whole batches, and training needs their targets."""
         raise StagelineError(
-            "a Pipeline is not called as a model is: pipe.predict(inputs) gives the outputs, pipe.evaluate(inputs, "
+            "a Pipeline is not callable: pipe.predict(inputs) returns the outputs, pipe.evaluate(inputs, "
             "targets) the loss, and pipe.step(inputs, targets) the gradients"
         )
 
     def __repr__(self) -> str:
-        return summary(self.runner) if hasattr(self, "runner") else "<Pipeline that was not made>"
+        return summary(self.runner) if hasattr(self, "runner") else "<Pipeline, not initialised>"
 
     # The methods of a model.
 
@@ -409,7 +409,7 @@ class Pipeline:
         raise PipelineError(
             f"the norm of the gradients is {total.item()}, and those of {listed(wrong) or 'all parameters together'} "
             "are not finite or too large; no gradient was clipped and no parameter changed: call zero_grad() before "
-            "the next step; check_finite=False lets such gradients pass"
+            "the next step; check_finite=False accepts such gradients"
         )
 
     def owns(self, name: str) -> bool:
@@ -465,8 +465,8 @@ class Pipeline:
         clipped is known one step later; the update is then rolled back and repeated. For that each rank keeps a copy of
         its parameters, optimizer state and buffers, and one more set of gradients: `snapshot_bytes` of the run.
         A batch is (inputs, targets); a dict of inputs; or a dict of arguments of `step`, with "inputs" among them.
-        `optimizer` is one over `pipe.parameters()`, or a function that makes one of them. `lr_schedule` is a function
-        from the number of a step to a factor, or a scheduler of torch's. Gradients that are not finite fail a step, or
+        `optimizer` is one over `pipe.parameters()`, or a function that creates one from them. `lr_schedule` maps the
+        number of a step to a factor, or a torch scheduler. Gradients that are not finite fail a step, or
         skip it with `skip_not_finite`; if a step fails, parameters are those before it.
         """
         self.runner.refuse_to_train()
@@ -500,7 +500,7 @@ class Pipeline:
 
     @property
     def steps(self) -> int:
-        """How many steps were made. Random numbers depend on it, so a run that resumes sets it."""
+        """The number of steps so far. Random numbers depend on it, so a run that resumes sets it."""
         return self.runner.steps
 
     @steps.setter

@@ -23,7 +23,7 @@ from stageline.schedules.transform import forwards_of, only_microbatches
 from stageline.tensors.host_memory import keep_memory
 
 MOST_TIMES = 1 << 16
-"""How many numbers about the times of actions all ranks together may send with everything else at the end of a step."""
+"""How many action times all ranks together may send with the rest of the summary at the end of a step."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ExecutorSet(RankExecutors[Executor]):
     """The GPUs that they run on."""
 
     def check_random_layers(self) -> None:
-        """Look again, in the next step, for layers that draw random numbers."""
+        """In the next step, check again which layers draw random numbers."""
         for executor in self.executors:
             for stage in executor.stages.values():
                 stage.watch_again()
@@ -73,7 +73,7 @@ class ExecutorCache:
         return self.sets[key]
 
     def reorder(self, schedule: Schedule) -> None:
-        """Train in another order from the next step on; the stages stay, with all they have learned."""
+        """Use a new order from the next step on; the stages keep everything they have recorded."""
         for (microbatches, training), executors in list(self.sets.items()):
             if training:
                 stages = {executor.rank: executor.stages for executor in executors.executors}
@@ -105,7 +105,7 @@ class ExecutorCache:
         if any(executor.device is None for executor in executors):
             keep_memory()
         if self._stages.compiled and len(executors) > 1:
-            lock = threading.Lock()  # while torch compiles, it wants to be alone
+            lock = threading.Lock()  # only one rank may compile at a time
             for executor in executors:
                 executor.compile_lock = lock
         with_times = not host.single_process and 3 * schedule.num_actions * schedule.ranks <= MOST_TIMES

@@ -227,7 +227,7 @@ def _call(model: nn.Module, part: Any) -> Any:
 FINE = 1e-5
 """The largest machine epsilon of which a small multiple still separates a mistake from rounding."""
 SLACK = 16
-"""How much rounding may grow on its way through the layers above, as a multiple of epsilon."""
+"""How much rounding errors may grow through the layers above, as a multiple of epsilon."""
 COARSE = 4
 """The same in half precision, where a larger multiple would hide mistakes."""
 

@@ -1,4 +1,4 @@
-"""Replanning: compare measured steps with the plan, and take another order where stages drift from it."""
+"""Replanning: compare measured steps with the plan, and change the order if stages drift from it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_replan(mode: Any, every: Any) -> None:
 
 
 class Watch:
-    """Compares the last steps of every period with the plan, and takes a better order where there is one.
+    """Compares the last steps of every period with the plan, and takes a better order if there is one.
 
     All ranks have measured the same times; the first process decides, and broadcasts its decision.
     """
@@ -172,7 +172,7 @@ class Watch:
 
 
 class StepWatch:
-    """Looks at every training step: for stages that become slower, and for stages that drift from the plan."""
+    """Watches every training step for stages that become slower, and for stages that drift from the plan."""
 
     def __init__(self, stragglers: Stragglers | None, plan: Watch | None) -> None:
         """Both are None if they are switched off."""
@@ -180,7 +180,7 @@ class StepWatch:
         self.replans: list[Replanned] = []
         """The changes of the order so far."""
         self.lengths: list[tuple[int, Schedule, Floats]] = []
-        """Steps in which stragglers are still to be looked for: their numbers, schedules and lengths of actions."""
+        """Steps that have not been searched for stragglers yet: their numbers, schedules and lengths of actions."""
 
     def find_stragglers(self, host: RankHost) -> None:
         """Log the stages that became slower and stay so."""
@@ -198,7 +198,7 @@ class StepWatch:
     def compare(
         self, step: int, measured: Callable[[], Timeline] | None, schedule: Schedule, host: RankHost
     ) -> Schedule | None:
-        """Compare the step with the plan; the order to take from now on, where that is better."""
+        """Compare the step with the plan; return the order to use from now on, if there is a better one."""
         if self.plan is None:
             return None
         timeline = measured() if measured is not None and self.plan.wants() else None

@@ -35,7 +35,7 @@ from stageline.tensors.subclasses import cloned, detached
 from stageline.tensors.thread_context import autocast_enabled, plain_precision
 
 Loss = Callable[[Any, Any], Any]
-"""From output and target to a scalar tensor, or to that and a dict of metrics."""
+"""Takes output and target; returns a scalar tensor, or that and a dict of metrics."""
 
 Gradients = list[Tensor | None]
 
@@ -121,7 +121,7 @@ class Stage:
         self.part = part
         self.options = options
         self.splits_backward = True
-        """Whether its schedule has I and W; where it has not, hooks need not be counted."""
+        """Whether its schedule has I and W; if not, hooks need not be counted."""
         self._layers = layers_of(part)
         self._signatures = {name: ForwardSignature.of(layer) for name, layer in self._layers}
         self._random = {name for name, layer in units_of(part) if draws(layer)}
@@ -196,7 +196,7 @@ class Stage:
         return StageOutput(outputs, shape, {} if memory is None else memory.joined())
 
     def _count_hooks(self, kept: _Kept) -> None:
-        """Note how many hooks were registered; if there are new ones, check whether accumulators or wrappers have."""
+        """Record how many hooks were registered; if some are new, check whether accumulators or wrappers have any."""
         kept.hooks = engine.registered_hooks()
         if kept.hooks != self._hooks and not self._kept:
             self._hooks, self._accumulators_held = kept.hooks, engine.accumulators_held(self.part.parameters())
@@ -243,7 +243,7 @@ class Stage:
         return value
 
     def _copied(self, inputs: Sequence[Leaf], changed: Sequence[bool] | None) -> list[Leaf]:
-        """The inputs of the layers: copies of those that they change in place, as they may in one process.
+        """The inputs of the layers, with copies of those that they change in place, which one process allows.
 
         A tensor that arrived is a leaf of the stage's graph, and the stage before may still need it. The first time,
         all are copied, to learn which of them are changed.
@@ -513,7 +513,7 @@ def _checked_metrics(metrics: dict[Any, Any]) -> dict[str, Any]:
 
 
 def units_of(part: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """What draws random numbers by a name of its own: the layers, or the units of a model with its own forward."""
+    """What draws random numbers under its own name: the layers, or the units of a model with its own forward."""
     return part.random_modules() if isinstance(part, StagePart) else layers_of(part)
 
 

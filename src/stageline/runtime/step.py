@@ -46,7 +46,7 @@ from stageline.tensors.random_numbers import Generators
 
 @dataclass(frozen=True)
 class CompletedBatch:
-    """A batch that ran."""
+    """A completed batch."""
 
     executors: ExecutorSet
     request: StepRequest
@@ -77,23 +77,23 @@ class StepRunner:
         self.executors = executors
         self.batches = BatchIntake(options, schedule, host, stages, replicas)
         self.steps = 0
-        """How many steps were made."""
+        """The number of steps so far."""
         self.measured: Measured | None = None
         """The times of the last step."""
         self.scaled = False
         """Whether the gradients of the last step are scaled: a scaler then handles those that are not finite."""
         self.in_run = False
-        """Whether continuous steps are under way."""
+        """Whether continuous steps are running."""
         self._compares = options.compare_weights
         self._follow(schedule)
 
     def _follow(self, schedule: Schedule) -> None:
-        """Take a schedule, and keep what depends on it alone."""
+        """Set the schedule, and compute what depends only on it."""
         self.schedule, self.certificate = schedule, verify(schedule)
         self._two_directions = schedule.placement.directions > 1
 
     def reorder(self, schedule: Schedule) -> None:
-        """Train in another order from the next step on; stages stay where they are, with all they have learned."""
+        """Use a new order from the next step on; stages stay on their ranks and keep everything they have recorded."""
         self._follow(schedule)
         self.executors.reorder(schedule)
         if self.replicas is not None:
@@ -171,7 +171,7 @@ class StepRunner:
             if batch.training:
                 self.stages.refuse_to_train()
             return self._run_stages(batch)
-        except Exception:  # later batches may show another order of calls
+        except Exception:  # later batches may show a different order of calls
             self.forget_batch()
             raise
 
@@ -182,7 +182,7 @@ class StepRunner:
         self.executors.sets.clear()
 
     def forget_batch(self) -> None:
-        """Wait for the first batch again, as the one that the model was cut by failed."""
+        """Wait for the first batch again: the batch by which the model was cut has failed."""
         self.stages.forget_batch()
         self.executors.sets.clear()
 
@@ -198,15 +198,15 @@ class StepRunner:
             self.in_run = False
 
     def refuse_in_run(self) -> None:
-        """Refuse while continuous steps are under way."""
+        """Refuse while continuous steps are running."""
         if self.in_run:
             raise StagelineError(
-                "a run of this pipeline is under way, and its next step is being computed; finish it, or leave it: "
+                "a run of this pipeline is in progress, and its next step is being computed; finish it, or end it: "
                 "run.close(), or break out of its loop"
             )
 
     def refuse_to_train(self) -> None:
-        """Refuse where no step can train."""
+        """Refuse to train where no step can."""
         if torch.is_inference_mode_enabled():
             raise StagelineError("step cannot train inside torch.inference_mode(); call it outside")
         if not self.schedule.training:
@@ -331,7 +331,7 @@ class StepRunner:
     def _make_record(
         self, executors: ExecutorSet, results: list[RankResult], penalties: dict[str, Tensor], training: bool
     ) -> Floats:
-        """What the ranks of this process report of the step; `penalties` takes those of their parameters."""
+        """What the ranks of this process report about the step; `penalties` receives those of their parameters."""
         for executor, result in zip(executors.executors, results, strict=True):
             if result.finished_event is not None:  # the caller's streams continue after this rank's
                 torch.cuda.current_stream(executor.device).wait_event(result.finished_event)
@@ -350,7 +350,7 @@ class StepRunner:
 
     @cached_property
     def penalty_reads(self) -> Tensors | None:
-        """The parameters of the model, if the penalty can reach them: each of its terms may read one alone."""
+        """The parameters of the model, if the penalty can reach them: each of its terms may read only one of them."""
         model = Tensors(self.stages.model.named_parameters())
         return model if reaches(self.options.penalty, model) else None
 
@@ -405,7 +405,7 @@ class StepRunner:
             names = [name for name, _ in self.stages.model.named_parameters()]
             text = penalty_not_finite(names, outcome.penalties)
             if text:
-                raise PipelineError(f"{text}; {GRADIENTS}; check_finite=False lets such penalties pass")
+                raise PipelineError(f"{text}; {GRADIENTS}; check_finite=False accepts such penalties")
         # With two directions, each copy of a stage sees half of the microbatches, so no buffer may change.
         for (name, buffer), before in zip(self.stages.model.named_buffers(), versions, strict=False):
             if version_of(buffer) != before:
@@ -416,9 +416,9 @@ class StepRunner:
         self.check_generators(generators, [executors])
 
     def check_generators(self, before: Generators | Tensor, executors: Sequence[ExecutorSet]) -> None:
-        """Warn if something drew from torch's global generators, and look at all layers again in the next step.
+        """Warn if something drew from torch's global generators, and check all layers again in the next step.
 
-        `before` is the state of the host's generator, or of all generators where GPUs are in use.
+        `before` is the state of the host's generator, or of all generators if GPUs are in use.
         """
         if torch.equal(before, torch.get_rng_state()) if isinstance(before, Tensor) else not before.moved():
             return

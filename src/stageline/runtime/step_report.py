@@ -28,7 +28,7 @@ class Outcome:
     losses: tuple[float, ...]
     """Each microbatch's part of the loss."""
     unsplit: float
-    """The share of parameters whose gradients came with I."""
+    """The share of parameters whose gradients were computed in I."""
     has_metrics: bool
     bad: tuple[int, ...]
     """The stages whose gradients are not finite."""
@@ -62,7 +62,7 @@ class StepRecordLayout:
         for result in results:
             if result.losses:
                 order = sorted(result.losses)
-                # In one piece: on a GPU, every single number would be waited for.
+                # In one piece: reading each number separately would stall a GPU.
                 values = torch.stack([result.losses[microbatch].reshape(()).double() for microbatch in order])
                 losses[order] = values.cpu().numpy()
             counts[:2] += result.split
@@ -181,19 +181,19 @@ class StepStats:
     losses: tuple[float, ...]
     """Each microbatch's part of it, in this replica."""
     metrics: dict[str, float]
-    """What `loss_fn` returned beside the loss, weighed and added as the loss is."""
+    """The metrics that `loss_fn` returned with the loss, weighted and summed in the same way."""
     seconds: float
-    """How long the step took; in a run, how long after the one before it was over."""
+    """How long the step took; in a run, the time since the end of the previous step."""
     samples: int
     """How many samples it trained on, in all replicas."""
     microbatches: int
     """How many microbatches ran in this replica; fewer than requested if the batch has fewer samples."""
     unsplit: float
-    """The share of the parameters' elements whose gradients could not be split off and came with I, not with W."""
+    """The share of the parameters' elements whose gradients could not be split off and were computed in I, not in W."""
     measured: Callable[[], Timeline] = field(repr=False, compare=False)
-    """Gives the measured timeline of the step."""
+    """Returns the measured timeline of the step."""
     penalty: float = 0.0
-    """The sum of what `penalty=` gave for all parameters."""
+    """The sum of `penalty=` over all parameters."""
     norm: float | None = None
     """In a run: the norm of all gradients before they were clipped; None if it was not needed."""
 
@@ -208,7 +208,7 @@ class StepStats:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a batch gives without training on it."""
+    """The result of evaluating a batch."""
 
     loss: float | None
     losses: tuple[float, ...]

@@ -141,7 +141,7 @@ def _address(leaf: Leaf) -> int:
 
 
 def _state(leaf: Leaf) -> int | Tensor:
-    """What shows whether a tensor changed: its version, or its values where it has none."""
+    """What shows whether a tensor changed: its version, or its values if it has no version."""
     assert isinstance(leaf, Tensor)
     return leaf.clone() if leaf.is_inference() else version_of(leaf)
 

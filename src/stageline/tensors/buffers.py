@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stageline.tensors._torch_private import buffers_of, version_of
 
 Snapshot = tuple[tuple[nn.Module, str, Tensor, int, Tensor | None], ...]
-"""Where each buffer is, the tensor and its version, and a copy of those that a forward changes."""
+"""For each buffer: its module and name, the tensor, its version, and a copy if a forward changes it."""
 
 BufferCopies = list[tuple[nn.Module, str, Tensor, Tensor]]
 """Where each buffer is, the tensor, and a copy of it."""
@@ -35,7 +35,7 @@ def put_back(taken: BufferCopies) -> None:
 
 
 def _same(buffer: Tensor, copy: Tensor | None) -> bool:
-    """By value: the kernels of some norms change their buffers without a new version."""
+    """Compared by value: the kernels of some norms change their buffers without a new version."""
     return copy is None or torch.equal(buffer, copy)
 
 
@@ -48,7 +48,7 @@ class Buffers:
         self._changing: set[tuple[int, str]] | None = None
 
     def before(self) -> Snapshot:
-        """Take the buffers as they are before a forward."""
+        """Record the buffers before a forward."""
         return tuple(
             (owner, name, buffer, version_of(buffer), self._copy(owner, name, buffer))
             for owner in self._module.modules()
@@ -73,7 +73,7 @@ class Buffers:
 
     @contextmanager
     def as_before(self, before: Snapshot) -> Iterator[None]:
-        """Restore the buffers for the code that runs inside, and afterwards make them what they were.
+        """Restore the buffers inside the block, and undo that afterwards.
 
         The tensors are changed through .data: to a graph that has saved them, they have not changed.
         """

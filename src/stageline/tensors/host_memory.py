@@ -1,6 +1,6 @@
 """The host's memory, kept between actions.
 
-A split backward holds what W needs and frees it later, over and over. By default glibc gives freed memory at the top of
+A split backward repeatedly holds what W needs and frees it later. By default glibc gives freed memory at the top of
 its heap back to the system at once, and the next action pays for every page of it again.
 """
 
@@ -11,10 +11,10 @@ import os
 from functools import cache
 
 KEPT = 512 * 2**20
-"""How many bytes that nothing uses a heap may keep."""
+"""How many unused bytes a heap may keep."""
 
 LARGE = 32 * 2**20
-"""From how many bytes on a piece of memory is taken from the system on its own; what glibc itself would come to."""
+"""Allocations of at least this many bytes come directly from the system; glibc's own dynamic limit."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
@@ -24,7 +24,7 @@ _OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 def keep_memory() -> bool:
     """Let glibc keep freed memory, for the whole process, unless the environment configures that.
 
-    Returns whether it does; other C libraries have ways of their own.
+    Returns whether it does; other C libraries are left alone.
 
     >>> keep_memory() == keep_memory()  # set once
     True

@@ -59,7 +59,7 @@ def flatten(tree: Any, where: str) -> tuple[list[Leaf], str]:
 
 
 def odd_class(tensor: Tensor) -> str:
-    """What a tensor is that is not one block of numbers; empty for plain ones.
+    """The kind of a tensor that is not one block of numbers; empty for plain tensors.
 
     >>> odd_class(torch.ones(2)), odd_class(torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged))
     ('', 'nested tensor')
@@ -152,7 +152,7 @@ def why_not(value: Any) -> str:
     fields = dataclasses.fields(value)
     computed = [field.name for field in fields if not field.init]
     if computed:
-        return f"; its field {computed[0]} is no argument of its constructor: make it one"
+        return f"; its field {computed[0]} is not an argument of its constructor: make it one"
     known = {field.name for field in fields}
     every_field = type(value).__dataclass_fields__
     lost = [name for name, field in every_field.items() if name not in known and "ClassVar" not in str(field.type)]

@@ -53,7 +53,7 @@ def cloned(tensor: Tensor) -> Tensor:
 
 
 def _same_strides(tensor: Tensor) -> Tensor:
-    """Clone a tensor; one with gaps keeps them, since kernels may add in another order where there are none."""
+    """Clone a tensor; one with gaps keeps them, because kernels may add in a different order without them."""
     copy = tensor.clone()
     if tensor.layout != torch.strided or copy.stride() == tensor.stride() or 0 in tensor.stride():
         return copy
@@ -77,7 +77,7 @@ def _like(copy: Tensor, tensor: Tensor) -> Tensor:
 
 
 def graph_attribute(tensor: Tensor) -> str:
-    """The first attribute of such a tensor that requires a gradient, which no message would bring back; or ''.
+    """The first attribute of such a tensor that requires a gradient, which no message would return; or ''.
 
     >>> class Named(Tensor):
     ...     pass

@@ -141,7 +141,7 @@ def _refuses_the_wrong_header(transport: Transport, begin: Begin, finish: Callab
 
 
 def _refuses_tensors_that_were_not_announced(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
-    """A message whose tensors are of another type or shape than it says."""
+    """A message whose tensors do not have the announced type or shape."""
     counts: Counts = {(1 - transport.rank, "backward"): 3}
     begin(counts, counts)
     announced = torch.ones(2, 3)

@@ -55,7 +55,7 @@ class SleepStage(nn.Module):
         """Sleep F, and prepare to sleep I and W."""
         self.sleep("F")
         if torch.is_grad_enabled() and not x.requires_grad:
-            x = x.detach().requires_grad_() * 1  # so that its gradient is computed though nobody needs it
+            x = x.detach().requires_grad_() * 1  # so that its gradient is computed although it is not needed
         if not torch.is_grad_enabled():
             return x + self.weight
         through, weight = x.view_as(x), self.weight.view_as(self.weight)

@@ -48,7 +48,7 @@ def _check_undamaged(path: Path) -> Path:
     if damages:
         raise StagelineError(
             f"{'; '.join(map(str, damages[:3]))}; nothing is loaded from it: name another checkpoint, or leave the "
-            "choice to the job, which takes the newest whole one"
+            "choice to the job, which takes the newest intact one"
         )
     return path
 

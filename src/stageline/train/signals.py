@@ -59,7 +59,7 @@ class StopSignals:
         if again:
             show = "\x1b[?25h" if _is_terminal(1) else ""  # the progress line hides the cursor
             _write(1, show)
-            _write(2, "\nended at once; the last published checkpoint is whole\n")
+            _write(2, "\nended at once; the last published checkpoint is intact\n")
             os._exit(128 + number)
         elif number == signal.SIGINT and _is_terminal(2):
             _write(2, "\nstopping once this step is finished and saved; Ctrl-C again ends at once, without saving\n")

@@ -83,7 +83,7 @@ class Result:
 
 @dataclass
 class Progress:
-    """How far a run is; a checkpoint keeps it."""
+    """The progress of a run, stored in checkpoints."""
 
     step: int = 0
     position: int = 0
@@ -376,7 +376,7 @@ class Trainer:
         yield fraction, self.training_step.train(batches, fraction)
 
     def _continuous_steps(self) -> Iterator[tuple[float, StepResult]]:
-        """Make steps that do not wait for each other, up to the next one that is validated, saved or the last."""
+        """Run continuous steps up to the next step that is validated, saved or the last."""
         config, step = self.config, self.progress.step
         intervals = (config.validation.freq, config.checkpoint.interval, CONTINUOUS_STEPS)
         count = min(config.training.steps - step, *(every - step % every for every in intervals if every > 0))

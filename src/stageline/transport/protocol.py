@@ -36,7 +36,7 @@ class Header:
 
 
 def kinds_of(leaves: Sequence[Leaf]) -> tuple[str, ...]:
-    """What leaves are, as a message announces them.
+    """The kinds of leaves, as a message announces them.
 
     >>> kinds_of([torch.zeros(2, 3), 1.5, None])
     ('float32 of shape (2, 3)', 'float', 'None')
@@ -50,7 +50,7 @@ def _name(leaf: Leaf) -> str:
 
 @lru_cache(maxsize=4096)
 def tensor_kind(dtype: torch.dtype, shape: torch.Size) -> str:
-    """What a tensor is, as a message announces it."""
+    """The kind of a tensor, as a message announces it."""
     return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
 
 
@@ -63,7 +63,7 @@ class Message:
     tree: str
     wants_gradient: Sequence[bool]
     kinds: Sequence[str] = ()
-    """What its creator announces the leaves to be (see `kinds_of`), checked on arrival; empty for no announcement."""
+    """The announced kinds of its leaves (see `kinds_of`), checked on arrival; empty if not announced."""
 
     @property
     def announced(self) -> bool:

@@ -16,7 +16,7 @@ Arrive = Callable[[], None]
 """What to call when a message is taken, on the thread that takes it."""
 
 Failed = tuple[int, str, BaseException]
-"""The rank that failed, where it did, and its error."""
+"""The rank that failed, where it failed, and its error."""
 
 ANY = -1
 """Before every step."""
@@ -111,7 +111,7 @@ class ThreadTransport:
     """One rank's end of a `ThreadHub`."""
 
     def __init__(self, hub: ThreadHub, rank: int) -> None:
-        """Belong to a rank."""
+        """Create the end of this rank."""
         self.hub = hub
         self.rank = rank
         self.ranks = hub.ranks

@@ -116,7 +116,7 @@ def _expanded(tensors: Sequence[Tensor], metas: Sequence[TensorMeta]) -> list[Te
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor in the order of its memory, and in that memory if it has no gaps.
+    """The bytes of a tensor in memory order; a view of its memory if it has no gaps.
 
     >>> bytes_of(torch.ones(2, 3, dtype=torch.bfloat16)).shape
     torch.Size([12])
@@ -362,7 +362,7 @@ def read_head(head: bytes) -> tuple[Prefix, bytes]:
     prefix = Prefix(*numbers)
     if magic != _MAGIC or not 0 < prefix.text < _LONGEST_TEXT or not 0 <= prefix.payload < _LONGEST:
         raise TransportError(
-            f"bytes that are no message arrived (they start with {magic:#x}, and {_MAGIC:#x} was expected)"
+            f"received bytes that are not a message (they start with {magic:#x}, and {_MAGIC:#x} was expected)"
         )
     return prefix, head[_PREFIX.size : _PREFIX.size + prefix.text]
 
@@ -370,7 +370,7 @@ def read_head(head: bytes) -> tuple[Prefix, bytes]:
 def check_text(text: bytes, prefix: Prefix) -> None:
     """Refuse a header that does not match its checksum."""
     if zlib.crc32(text) != prefix.check:
-        raise TransportError(f"a header arrived with check sum {zlib.crc32(text):#x}, and {prefix.check:#x} was sent")
+        raise TransportError(f"a header arrived with checksum {zlib.crc32(text):#x}, and {prefix.check:#x} was sent")
 
 
 def cut(payload: Tensor, sizes: Sequence[int]) -> list[Tensor]:

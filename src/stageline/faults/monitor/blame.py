@@ -24,7 +24,7 @@ BY_SIGNAL = "ended by SIGTERM"
 
 
 class RankState:
-    """What the monitor knows of one rank."""
+    """What the monitor knows about one rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -164,7 +164,7 @@ class BlameRules:
         if self._blame_leaver(here, now):
             return
         if self._echoes and now - self._echoes[0][0] > GRACE:
-            # A rank that knows whom it follows may be heard before that one: prefer a rank that knows of none.
+            # A rank that knows its cause may be heard before that cause: prefer a rank that knows of none.
             _, rank, report = min(self._echoes, key=lambda echo: echo[2].get("origin") is not None)
             silence = max(SUSPICIOUS_SILENCE, self.deadline / 4)
             if silent is not None and silent.rank != rank and now - silent.heard > silence:
@@ -180,7 +180,7 @@ class BlameRules:
         )
 
     def all_gone(self) -> bool:
-        """Whether every rank came and is gone."""
+        """Whether every rank connected and has left."""
         return all(state.state in ("left", "died") for state in self.ranks)
 
     def _blame_leaver(self, here: list[RankState], now: float) -> bool:

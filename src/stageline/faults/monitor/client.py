@@ -28,7 +28,7 @@ from stageline.faults.monitor.signals import Wakeup, end_by
 from stageline.faults.monitor.verdict import Failure, Verdict, describe
 
 HOLD = 0.7
-"""Seconds that a rank which is being ended waits for a verdict, once the monitor knows that it is being ended."""
+"""Seconds that a rank waits for a verdict after a signal to end, once the monitor knows of the signal."""
 
 SLOWEST_ANSWER = 5.0
 """Seconds that the monitor may take to learn it, on a busy machine."""
@@ -89,7 +89,7 @@ class MonitorClient:
         self._on_verdict: list[Callable[[Verdict], None]] = []
         self._on_end: list[Callable[[Verdict | None], None]] = []
         self._on_complete: Callable[[], None] = lambda: None
-        """Called once every rank has come, or at the end: nobody needs the shared address any more."""
+        """Called once every rank has connected, or at the end: the shared address is no longer needed."""
         self._changed = threading.Condition()
         self._closing = self._ending = False
         self._connection: Connection | None = None
@@ -219,13 +219,13 @@ class MonitorClient:
         return self.verdict(timeout)
 
     def everyone(self, timeout: float) -> Verdict | None:
-        """Wait until every rank has come; return None if they have, or if there is no channel."""
+        """Wait until every rank has connected; return None if they have, or if there is no channel."""
         with self._changed:
             decided = self._changed.wait_for(
                 lambda: self._complete or self._verdict is not None or self.lost is not None, timeout
             )
             if not decided:
-                raise ControlError(f"not all ranks came within {timeout:g} s, and the monitor blames none of them")
+                raise ControlError(f"not all ranks connected within {timeout:g} s, and the monitor blames none of them")
             return self._verdict
 
     def on_verdict(self, callback: Callable[[Verdict], None]) -> None:
@@ -320,7 +320,7 @@ class MonitorClient:
                         break
                     heard = time.monotonic()
                 elif time.monotonic() - due < 1.0 and time.monotonic() - heard > max(5.0, self.deadline):
-                    self._lose(f"the failure monitor is silent for {time.monotonic() - heard:.0f} s")
+                    self._lose(f"the failure monitor has been silent for {time.monotonic() - heard:.0f} s")
                     break
             # Without a monitor, SIGTERM must still end the process.
             selector.unregister(link)
@@ -442,7 +442,7 @@ class MonitorClient:
 
 
 def _weakly(callback: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Call a method only while its object lives: the channel outlives the pipelines that listen to it."""
+    """Call a method only while its object is alive: the channel outlives the pipelines that listen to it."""
     try:
         method = weakref.WeakMethod(callback)
     except TypeError:

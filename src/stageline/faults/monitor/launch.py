@@ -70,7 +70,7 @@ def job_of(token: str) -> str:
 
 
 def share_by_store(store: Store, rank: int, name: str = "0", ranks: int = 1) -> Sharing:
-    """Share the address through a store; no rank but 0 has to be there.
+    """Share the address through a store; only rank 0 has to be running.
 
     If all ranks are on one machine, the store holds only the name of a file, because the address holds the secret.
     `name` distinguishes several channels of a job. A job that torchrun restarted uses another key, because its store

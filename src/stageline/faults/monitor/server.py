@@ -1,7 +1,7 @@
 """The failure monitor's process: hears from every rank, and tells all of them which one failed first.
 
 Rank 0 starts it (see `launch.py`) in a session of its own, so that it outlives every rank and the signals that a
-launcher sends to them. It needs the standard library alone and starts in a tenth of a second.
+launcher sends to them. It needs only the standard library and starts in a tenth of a second.
 
 Each rank has one TCP connection, with lines of JSON both ways:
 
@@ -33,7 +33,7 @@ LINGER = 1.0
 HELLO_TIMEOUT = 5.0
 """Seconds in which a new connection must prove that it is a rank."""
 MAX_STRANGERS = 32
-"""Connections, beside one for each rank, that have not proved it."""
+"""Maximum number of connections, beside one per rank, that have not proved it."""
 LONGEST_HELLO = 1024
 LONGEST_LINE = 1 << 18
 

@@ -80,7 +80,7 @@ def located(doing: str) -> object:
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """What the monitor knew of one rank at the time of the verdict."""
+    """What the monitor knew about one rank at the time of the verdict."""
 
     rank: int
     state: str

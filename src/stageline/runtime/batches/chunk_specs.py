@@ -106,7 +106,7 @@ class ChunkSpecs:
         if self.output is None and any(dim != 0 for spec in (self.args, self.kwargs) for dim in _dims(spec)):
             raise StagelineError(
                 "the inputs are not cut along the first dimension, and nothing says along which dimension the outputs "
-                "are put together; pass the Pipeline output_merge_spec=, such as TensorChunkSpec(1)"
+                "are merged; pass the Pipeline output_merge_spec=, such as TensorChunkSpec(1)"
             )
 
 
@@ -139,7 +139,7 @@ def _dims(spec: Any) -> list[int]:
 
 
 def check_spec(spec: Any, name: str) -> None:
-    """Refuse a tree with anything in it that is no spec.
+    """Refuse a tree that contains anything other than specs.
 
     >>> check_spec((1, None), "args_chunk_spec")
     Traceback (most recent call last):
@@ -173,7 +173,7 @@ class Cut:
     """What each leaf is called in errors."""
 
     def sizes(self) -> list[tuple[int, str]]:
-        """How many samples each leaf has that is cut."""
+        """The number of samples of each leaf that is cut."""
         sizes: list[tuple[int, str]] = []
         for leaf, how, where in zip(self.leaves, self.how, self.where, strict=True):
             if isinstance(how, int):

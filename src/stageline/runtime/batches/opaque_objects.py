@@ -28,7 +28,7 @@ _PLAIN = (
     torch.memory_format, torch.Generator, range, slice, type(Ellipsis),
 )  # fmt: skip
 MOST = 20_000
-"""How many objects to search inside of one; one with more is refused as if it held a tensor."""
+"""How many objects to search inside a value; a value with more is refused as if it held a tensor."""
 
 
 def is_plain(leaf: Any) -> bool:
@@ -37,7 +37,7 @@ def is_plain(leaf: Any) -> bool:
 
 
 def refuse_opaque(leaf: Any, where: str, option: str) -> None:
-    """Refuse a leaf of a batch that is no tensor but holds some: every microbatch would get all of them."""
+    """Refuse a leaf of a batch that holds tensors but is not one: every microbatch would get all of them."""
     proxy = isinstance(leaf, weakref.ProxyTypes)  # isinstance says that the proxy of a tensor is one
     own = isinstance(leaf, (type, types.ModuleType)) and _is_users(_namespace_of(leaf))
     if not (proxy or own) and (isinstance(leaf, (Tensor, *_PLAIN)) or is_mask(leaf)):
@@ -77,7 +77,7 @@ def tensor_inside(value: Any) -> str | None:
     seen: set[int] = set()
     waiting: list[tuple[str, Any]] = [(type(value).__name__, value)]
     read: deque[tuple[str, Any]] = deque()
-    alive: list[Any] = []  # an id is one object's only while that lives
+    alive: list[Any] = []  # an id is unique only while its object is alive
     if isinstance(value, (type, types.ModuleType)):  # of the user's
         waiting = [(f"{value.__name__}.{name}", part) for name, part in list(vars(value).items())]
     while waiting:
@@ -92,7 +92,7 @@ def tensor_inside(value: Any) -> str | None:
             return f"{path}, past {MOST} objects"
         waiting += [(f"{path}{name}", part) for name, part in _referents(inner)]
         read += [(f"{path}{name}", part) for name, part in _reads(inner)]
-    while read and len(seen) <= MOST:  # nearest first; these are no part of the batch, so many of them are fine
+    while read and len(seen) <= MOST:  # nearest first; these are not part of the batch, so there may be many
         path, inner = read.popleft()
         if _holds_samples(inner):
             return path
@@ -163,7 +163,7 @@ def _referents(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", part) for name, part in vars(value).items())
         return
     if isinstance(value, (weakref.ref, *weakref.ProxyTypes)):
-        # A proxy gives its object by a bound method alone.
+        # A proxy reveals its object only through a bound method.
         target = value() if isinstance(value, weakref.ref) else getattr(value.__repr__, "__self__", None)
         yield "()", target
         return

@@ -60,7 +60,7 @@ class ProcessServices:
         self._coming[step] = (next_batch, self._host.all_gather_async(row))
 
     def plan(self, step: int) -> PlannedStep:
-        """What this step computes, by the batches that all ranks fetched one step ago."""
+        """What this step computes, from the batches that all ranks fetched one step ago."""
         if step not in self._coming:
             self.prefetch(step)
         next_batch, gathered = self._coming.pop(step)
@@ -89,7 +89,7 @@ class ProcessServices:
     # A step.
 
     def run(self, planned: PlannedStep) -> tuple[RankResult | None, RankFailure | None]:
-        """Run this rank's program; if it fails, the ranks that wait for its messages are told."""
+        """Run this rank's program; if it fails, tell the ranks that wait for its messages."""
         assert planned.executors is not None
         self._host.begin()
         with no_collections():
@@ -100,7 +100,7 @@ class ProcessServices:
         """No-op: the other ranks learn of it from the messages they wait for."""
 
     def send_record(self, planned: PlannedStep, row: Floats, result: RankResult | None) -> None:
-        """Start to add it up over all ranks, with the times of all actions."""
+        """Start summing it over all ranks, with the times of all actions."""
         assert planned.executors is not None
         executors, layout, size = planned.executors.executors, planned.executors.record_layout, len(row)
         times = np.zeros(3 * layout.actions)

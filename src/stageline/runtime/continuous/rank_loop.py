@@ -42,7 +42,7 @@ from stageline.tensors.buffers import BufferCopies, all_buffers, put_back
 from stageline.tensors.thread_context import plain_precision
 
 LEFT = "the parameters are those before this step, and there are no gradients"
-"""What a step of a run leaves when it fails."""
+"""The state that a failed step of a run leaves."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ def decide_step(options: RunOptions, planned: PlannedStep, totals: StepTotals) -
 def not_finite(step: int, norm: Tensor, loss: float, where: str = "") -> PipelineError:
     """The error of a step whose gradients are not finite numbers; `where` says where they began."""
     return PipelineError(
-        f"{not_finite_text(step, norm.item(), loss)}{where}; {LEFT}; lower the learning rate, leave such steps out "
-        "with skip_not_finite=True, or let them pass with check_finite=False"
+        f"{not_finite_text(step, norm.item(), loss)}{where}; {LEFT}; lower the learning rate, skip such steps with "
+        "skip_not_finite=True, or accept them with check_finite=False"
     )
 
 
@@ -144,7 +144,7 @@ class RankServices(Protocol):
     """Per-step services of a rank (threads or processes)."""
 
     def prefetch(self, step: int) -> None:
-        """Start to fetch the batch of this step."""
+        """Start fetching the batch of this step."""
 
     def plan(self, step: int) -> PlannedStep:
         """What this step computes; the same on all ranks."""
@@ -162,7 +162,7 @@ class RankServices(Protocol):
         """The step records of all ranks, added up; waits for them."""
 
     def synchronize(self, planned: PlannedStep) -> None:
-        """Keep messages from before this call apart from those after it."""
+        """Separate messages sent before this call from those sent after it."""
 
     def drain(self, planned: PlannedStep, error: BaseException) -> None:
         """After a failure in this step, take part in the next one as far as other ranks wait for this one."""
@@ -199,9 +199,9 @@ class RankLoop:
         self._snapshot = Snapshot(part)
         self._gradients = Gradients(list(own.values()))
         self._current: CompletedStep | None = None
-        """The step that runs."""
+        """The step that is running."""
         self._waiting: CompletedStep | None = None
-        """The step that is complete on this rank, and not decided."""
+        """The step that is complete on this rank but not decided yet."""
 
     @property
     def bytes(self) -> int:
@@ -272,7 +272,7 @@ class RankLoop:
             self._waiting, self._current = ran, None
             with plain_precision():
                 self._part.step()
-            torch.clear_autocast_cache()  # it holds casts of the old weights as long as the caller's context is open
+            torch.clear_autocast_cache()  # it caches casts of the old weights until the caller's context ends
             self._gradients.after()
         except Exception as error:
             ran.failed = RankFailure(time.time(), executor.doing, error)
@@ -314,7 +314,7 @@ class RankLoop:
         self.services.synchronize(decided.planned)
 
     def _failure(self, ran: CompletedStep, failed: RankFailure) -> BaseException:
-        """Tell all ranks of this rank's failure, and learn whose came first."""
+        """Tell all ranks of this rank's failure, and learn which failure came first."""
         self.services.stop(ran.planned, failed)
         when = (0.0, failed.time) if isinstance(failed.error, PeerFailed) else (failed.time, 0.0)
         self.services.send_record(ran.planned, self._record_layout(ran.planned).write(self.rank, failed=when), None)

@@ -20,7 +20,7 @@ Make: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 def find_optimizer(optimizer_or_make: Optimizer | Make, parameters: Sequence[nn.Parameter]) -> Optimizer:
-    """The optimizer that was given, or the one that the given function returns; of these parameters alone.
+    """The optimizer that was passed, or the one that the passed function returns; over these parameters only.
 
     >>> linear = nn.Linear(2, 2)
     >>> type(find_optimizer(torch.optim.SGD, list(linear.parameters()))).__name__
@@ -32,13 +32,13 @@ def find_optimizer(optimizer_or_make: Optimizer | Make, parameters: Sequence[nn.
     if not isinstance(optimizer, Optimizer):
         raise StagelineError(
             f"optimizer= is an optimizer of torch, or a function from parameters to one; got "
-            f"{shorten(optimizer_or_make) if optimizer is None else f'a function that gives {shorten(optimizer)}'}"
+            f"{shorten(optimizer_or_make) if optimizer is None else f'a function that returns {shorten(optimizer)}'}"
         )
     own = set(parameters)
     foreign = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter not in own]
     if foreign:
         raise StagelineError(
-            f"the optimizer has {len(foreign)} parameters that are not of this pipeline, the first of shape "
+            f"the optimizer has {len(foreign)} parameters that do not belong to this pipeline, the first of shape "
             f"{tuple(foreign[0].shape)}; pass it those of pipe.parameters()"
         )
     return optimizer

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from stageline.runtime.pipeline import Pipeline
 
 Rates: TypeAlias = Callable[[int], float] | LRScheduler
-"""From the number of a step to a factor of the learning rates, or a scheduler of torch's."""
+"""A function from the step number to a factor of the learning rates, or a torch scheduler."""
 ARGUMENTS = ("inputs", "targets", "count", "scale", "stage_kwargs")
 """The keys of a batch that is a dict with "inputs" in it."""
 
@@ -60,15 +60,15 @@ class UpdateOptions:
     def __post_init__(self) -> None:
         max_norm = self.rules.max_norm
         if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
-            raise StagelineError(f"max_norm is a number above 0, or None to clip nothing; got {shorten(max_norm)}")
+            raise StagelineError(f"max_norm is a number above 0, or None for no clipping; got {shorten(max_norm)}")
         if isinstance(self.rates, ReduceLROnPlateau):
             raise StagelineError(
-                "lr_schedule=ReduceLROnPlateau needs a figure to go by; leave it out, and call scheduler.step(figure) "
+                "lr_schedule=ReduceLROnPlateau needs a metric; leave it out, and call scheduler.step(figure) "
                 "in the loop over the steps"
             )
         if self.rates is not None and not callable(self.rates) and not isinstance(self.rates, LRScheduler):
             raise StagelineError(
-                f"lr_schedule is a function from the number of a step to a factor, or a scheduler of torch's; got "
+                f"lr_schedule is a function from the number of a step to a factor, or a torch scheduler; got "
                 f"{shorten(self.rates)}"
             )
 
@@ -141,10 +141,10 @@ def why_not(runner: StepRunner, optimizer: Optimizer) -> str:
     scattered = {id(parameter) for parameter in runner.stages.placed.scattered}
     model, replicas = runner.stages.model, runner.host.layout.replicas
     if replicas > 1:
-        return f"the gradients of {replicas} replicas are added up when all ranks are at the end of a step"
+        return f"the gradients of {replicas} replicas are summed when all ranks have finished a step"
     if scattered:
         name = next(name for name, parameter in model.named_parameters() if id(parameter) in scattered)
-        return f"several ranks use the parameter {name}, so its gradient is complete when all are at the end of a step"
+        return f"several ranks use the parameter {name}, so its gradient is complete only after the step"
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"cpu", "meta"}
     if devices:
         return f"stages are on {' and '.join(sorted(devices))}, and continuous steps need them on the CPU"
@@ -164,7 +164,7 @@ class CallerTurn:
 
     @contextmanager
     def take(self) -> Iterator[None]:
-        """While this lasts no rank draws, and what is drawn is the caller's."""
+        """While this is held, no rank draws, so all random numbers belong to the caller."""
         with self.lock:
             if self._before.moved():
                 self._runner.check_generators(self._before, list(self._runner.executors.sets.values()))
@@ -193,7 +193,7 @@ class RunSteps:
         return sum(loop.bytes for loop in self._loops)
 
     def one_by_one(self) -> Generator[StepStats, None, None]:
-        """Steps that wait for each other."""
+        """Run steps one after the other."""
         pipe, runner, update = self.pipe, self.runner, self.update
         rules = update.rules
         update.set_rates(runner.steps)
@@ -217,7 +217,7 @@ class RunSteps:
             yield replace(stats, norm=None if norm is None else norm.item())
 
     def continuous(self) -> Generator[StepStats, None, None]:
-        """Steps that do not."""
+        """Run continuous steps."""
         runner = self.runner
         with runner.continuous():
             caller = CallerTurn(runner)
@@ -288,7 +288,7 @@ class RunSteps:
             return PlannedStep(step, executors, refused=error)
 
     def _complete(self, decided: DecidedStep, times: Callable[[], Floats], began: float) -> StepStats:
-        """All ranks have made this step. Another order is taken by the first step that no rank has planned."""
+        """All ranks have completed this step. A new order takes effect at the first step that no rank has planned."""
         runner, executors, request = self.runner, decided.planned.executors, decided.planned.request
         assert executors is not None
         assert request is not None
@@ -339,12 +339,12 @@ class Run(Iterator[StepStats]):
         """Start nothing before the first step is requested."""
         runner = pipe.runner
         self._shown: StepRunner | None = None
-        """The runner whose model was cut by the first batch, until that has been run."""
+        """The runner whose model was cut by the first batch, until that batch has run."""
         if runner.stages.awaits_batch:
             batches = cut_by_first(runner, batches)
             self._shown = None if runner.stages.awaits_batch else runner
         self.optimizer = find_optimizer(optimizer, list(pipe.parameters()))
-        """The optimizer that was given, or made."""
+        """The optimizer that was passed, or created."""
         self.note = why_not(runner, self.optimizer)
         """Why steps are not continuous; empty if they are."""
         self.interlocks = not self.note and pipe.ranks > 1
@@ -370,7 +370,7 @@ class Run(Iterator[StepStats]):
         """The next step."""
         thread = threading.get_ident()
         if self._thread not in (None, thread):
-            raise StagelineError("one thread iterates over a run, and another thread has started this one")
+            raise StagelineError("only one thread may iterate over a run, and another thread has started this one")
         self._thread = thread
         if self._shown is None:
             return next(self._steps)
@@ -383,5 +383,5 @@ class Run(Iterator[StepStats]):
             self._shown = None
 
     def close(self) -> None:
-        """Leave the run: parameters are those after the last step that it returned."""
+        """End the run: the parameters are as the last returned step left them."""
         self._steps.close()

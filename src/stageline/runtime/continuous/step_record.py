@@ -14,7 +14,7 @@ from stageline.runtime.step_report import Outcome, StepRecordLayout
 from stageline.schedules.schedule import Schedule
 
 TEXT, BYTES = 256, 6
-"""How many numbers a text takes, and how many bytes of it each holds exactly."""
+"""How many numbers encode a text, and how many bytes of it each number holds."""
 
 
 def write_text(text: str) -> Floats:

@@ -67,8 +67,8 @@ def automatic(
     """Plan together with all ranks, and cut the model as planned."""
     if options.chunk_specs:
         raise StagelineError(
-            "schedule='auto' measures microbatches that are cut along the first dimension, and chunk specs are "
-            "given; name a schedule, or plan with sl.plan and pass its schedule"
+            "schedule='auto' measures microbatches that are cut along the first dimension, and chunk specs were "
+            "passed; name a schedule, or plan with sl.plan and pass its schedule"
         )
     ranks = ranks_for(ranks, replicas, options.seconds)
     host = find_host(ranks, options.seconds, replicas, mesh)
@@ -80,7 +80,7 @@ def automatic(
 
 
 def factory_of(stages: Any) -> Callable[[], nn.Module] | None:
-    """The function that builds the model, if the user gave one, or functions that build its layers."""
+    """The function that builds the model, or the functions that build its layers, if the user passed them."""
     if isinstance(stages, nn.Module | Staged):
         return None
     if callable(stages):
@@ -161,7 +161,7 @@ def _beside(example: Any, model: nn.Module) -> Any:
 
 
 def _units(model: nn.Module, recompute: Choice) -> Any:
-    """What is recomputed, as a plan knows it: whole units."""
+    """What is recomputed, in the form that a plan supports: whole units."""
     if isinstance(recompute, str) and recompute in ("auto", "none", "stage"):
         return recompute
     chosen = parse_recompute(recompute, None).chosen

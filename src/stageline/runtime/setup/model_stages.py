@@ -39,16 +39,16 @@ class ModelStages:
     """Whether every stage runs once, on its own module: no parameter has two uses."""
 
     def __init__(self, source: Any, model: nn.Module, stages: int, example: Any) -> None:
-        """Cut the model, or keep the reason why only an example can tell where to cut."""
+        """Cut the model, or keep the reason why only an example can show where to cut."""
         self.model = model
         self.exact = not isinstance(source, nn.Module | Staged)
-        """Whether the user gave the stages, and not a model to cut."""
+        """Whether the user passed stages, not a model to cut."""
         self._source, self._count, self._example = source, stages, example
         own_forward = isinstance(source, nn.Module) and not isinstance(source, nn.Sequential)
         self.awaits_batch = example is None and own_forward
         self._cut, self.parts, self._not_cut = cut_or_wait(source, model, stages, example)
         self._defined: list[nn.Sequential] = []
-        """The stages by the order of definitions, once the first batch showed others."""
+        """The stages in the order of definition, if the first batch showed a different order."""
 
     def join(self, host: RankHost, placement: Placement) -> None:
         """Find the stages of this process. Processes must know at once which parameters are theirs."""
@@ -58,7 +58,7 @@ class ModelStages:
             raise self._not_cut
 
     def build(self, recipe: Description[Any] | None, seed: int, device: torch.device | str) -> None:
-        """Give memory and weights to the tensors of this process's stages, of a model that was described without."""
+        """Give memory and weights to the tensors of this process's stages, if the model was built without memory."""
         if recipe is not None:
             recipe.materialise(self._local_names().__contains__, seed=seed, device=device)
             _, self.parts, _ = cut_or_wait(self._cut, self.model, self._count, self._example)
@@ -92,7 +92,7 @@ class ModelStages:
         self._defined = defined
 
     def forget_batch(self) -> None:
-        """Wait for the first batch again, as the one that the model was cut by failed."""
+        """Wait for the first batch again: the batch by which the model was cut has failed."""
         self._cut_again(self._defined, awaits_batch=True)
 
     def _cut_again(self, parts: list[nn.Sequential], *, awaits_batch: bool) -> None:

@@ -1,4 +1,4 @@
-"""The options of a pipeline: one field for each, checked when they are given, and compared between processes."""
+"""The options of a pipeline: one field for each, checked on creation, and compared between processes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class PipelineOptions:
     def facts(self) -> dict[str, str]:
         """The options that must be the same on all processes, as text."""
         return {
-            "the seed that was given": repr(self.seed),
+            "the seed that was passed": repr(self.seed),
             "loss_reduction": self.loss_reduction,
             "loss_fn": function_fact(self.loss_fn),
             "penalty": function_fact(self.penalty),

@@ -201,7 +201,7 @@ def count_layers(model: nn.Module | Staged | Sequence[nn.Module]) -> int:
 def cut_once(stages_or_model: Any, model: nn.Module, stages: int, example: Any = None) -> Any:
     """Split a model with its own forward once, so that every later cut is at the same places.
 
-    The result of looking at a forward may depend on which of its tensors have memory.
+    The result of inspecting a forward may depend on which of its tensors have memory.
     """
     if isinstance(stages_or_model, Staged) or isinstance(model, nn.Sequential):
         return stages_or_model

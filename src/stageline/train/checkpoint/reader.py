@@ -167,7 +167,7 @@ class Checkpoint:
         except OSError as error:
             return Damage(self.path, name, "unreadable", f"cannot be read: {reason(error)}")
         if status is None:
-            return Damage(self.path, name, "refused", "is a link or no regular file; refused")
+            return Damage(self.path, name, "refused", "is not a regular file; refused")
         if status.st_size != file.bytes:
             return Damage(self.path, name, "size", f"has {status.st_size:,} bytes, expected {file.bytes:,}")
         return None
@@ -212,7 +212,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     try:
         status = stat_regular(file)
         if status is None or status.st_size > LARGEST:
-            why = "is a link or no regular file" if status is None else f"has {status.st_size:,} bytes"
+            why = "is not a regular file" if status is None else f"has {status.st_size:,} bytes"
             raise CheckpointError(f"{file} {why}; refused")
         handle = hold(where)
         manifest = Manifest.from_bytes(file.read_bytes(), str(file))
@@ -282,7 +282,7 @@ def newest(
         return None
     names = "; ".join(map(str, reported[:5])) + (f"; and {len(reported) - 5} more" if len(reported) > 5 else "")
     raise CheckpointError(
-        f"none of the {len(paths)} checkpoints in {folder} is whole: {names}; repair or remove them, or start in "
+        f"none of the {len(paths)} checkpoints in {folder} is intact: {names}; repair or remove them, or start in "
         "another folder"
     )
 

@@ -304,7 +304,7 @@ class Writer:
 
 
 def _check_ranks() -> None:
-    """Abort a checkpoint when the job lost a rank, whose files will never come."""
+    """Abort a checkpoint if the job lost a rank, whose files will never be written."""
     lost = lost_rank()
     if lost:
         raise CheckpointError(lost)
@@ -372,7 +372,7 @@ def _check_assets(assets: Mapping[str, bytes]) -> None:
         except JsonError as wrong:
             raise CheckpointError(f"assets: {wrong}") from None
         if name in (MANIFEST, INDEX) or name.endswith(".safetensors") or name.startswith("writer-"):
-            raise CheckpointError(f"assets: {name!r} is a name of the checkpoint's own; choose another one")
+            raise CheckpointError(f"assets: {name!r} is a name that the checkpoint itself uses; choose another one")
         if not isinstance(data, bytes):
             raise CheckpointError(f"assets: {name!r} is {shorten(data)}, expected its bytes")
 

@@ -188,12 +188,12 @@ class Part(NamedTuple):
 
     text: str
     weight: int
-    """Where there is no room, the part with the least goes first; the heaviest stays."""
+    """If there is no room, the part with the smallest weight is dropped first; the heaviest stays."""
     style: str = ""
 
 
 class Pace:
-    """How long a step takes: the median of the recent ones, without the first steps of a life.
+    """How long a step takes: the median of the recent ones, without the first steps after a start.
 
     >>> pace = Pace()
     >>> for step, now in enumerate([0, 30, 40, 41, 42, 43, 99, 100]):
@@ -203,13 +203,13 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        """Know nothing yet."""
+        """Starts empty."""
         self._taken: deque[float] = deque(maxlen=RECENT)
         self._steps = 0
         self._before: tuple[int, float] | None = None
 
     def add(self, row: Row) -> None:
-        """Hear of a step; from one to the next counts what its own time does not, like loading data."""
+        """Add a step; the time between two steps includes what a step's own time does not, such as data loading."""
         step, now, own = row["step"], number_or_none(row.get("time")), number_or_none(row.get("seconds"))
         taken = own
         if self._before is not None and now is not None and step == self._before[0] + 1:

@@ -19,7 +19,7 @@ from stageline.transport.wire import TensorMeta, bytes_of, fill, room_for
 
 
 def pinned(size: int) -> Tensor:
-    """So many bytes of pinned host memory."""
+    """Allocate this many bytes of pinned host memory."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
@@ -49,7 +49,7 @@ class Staging:
         return done
 
     def to_device(self, places: Sequence[Tensor], metas: Sequence[TensorMeta]) -> tuple[list[Tensor], Arrive]:
-        """Start to copy from pinned memory; the thread that takes the message calls the returned function."""
+        """Start copying from pinned memory; the thread that takes the message calls the returned function."""
         tensors: list[Tensor] = []
         with torch.cuda.device(self.device), torch.cuda.stream(self._in):
             for place, meta in zip(places, metas, strict=True):

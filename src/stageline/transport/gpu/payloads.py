@@ -64,7 +64,7 @@ class PayloadGroups:
 
 
 class _Awaited:
-    """A send of gloo, which is done only when something waits for it."""
+    """A gloo send, which completes only when something waits for it."""
 
     def __init__(self, work: Any) -> None:
         """Wait on a thread."""
@@ -72,5 +72,5 @@ class _Awaited:
         self._thread.start()
 
     def is_completed(self) -> bool:
-        """As a send of NCCL says it."""
+        """Whether it is complete, as for an NCCL send."""
         return not self._thread.is_alive()

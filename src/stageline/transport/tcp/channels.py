@@ -28,7 +28,7 @@ _PIECES = 512
 
 
 class Guess(NamedTuple):
-    """The message that will most likely come next: how it begins, what to return for it, and where its bytes go."""
+    """The message that will most likely arrive next: how it begins, what to return for it, and where its bytes go."""
 
     head: bytes
     opened: Any
@@ -36,7 +36,7 @@ class Guess(NamedTuple):
 
 
 class Inbound:
-    """Where the messages of one channel come in, piece by piece."""
+    """The receiving end of one channel; reads messages piece by piece."""
 
     def __init__(self, source: int, kind: ChannelKind) -> None:
         """Not connected yet."""
@@ -46,7 +46,7 @@ class Inbound:
         self.left = 0
         """How many messages are still to come in this step."""
         self._ahead = b""
-        """Bytes that were read already, of what comes next."""
+        """Bytes of the next message that were already read."""
         self._begin()
 
     def _begin(self) -> None:
@@ -64,7 +64,7 @@ class Inbound:
     ) -> T | None:
         """Wait for the next message until a moment of `time.monotonic`, or until the alarm has something to read.
 
-        If the message is just what was guessed, it costs one system call and a comparison. If not, nothing is lost.
+        If the guess is right, this costs one system call and a comparison.
         """
         if guess is not None and not self._got and not self._ahead and self._guess is None:
             self._guess = guess
@@ -88,7 +88,7 @@ class Inbound:
         return bool(events) and (alarm is None or alarm.fileno() not in [number for number, _ in events])
 
     def _pull(self, open_it: Open[T], link: socket.socket) -> T | None:
-        """Read what is there: a whole message, or None as long as a part of it has to come."""
+        """Read the available bytes; return a whole message, or None while a part of it is missing."""
         while True:
             while self._missing:
                 got = self._receive(link)
@@ -110,7 +110,7 @@ class Inbound:
                 self._opened, self._missing = open_it(self._prefix, self._text + bytes(self._more))
 
     def _receive(self, link: socket.socket) -> int | None:
-        """Fill what is missing as far as there are bytes; None if there are none."""
+        """Fill the missing part with the available bytes; None if there are none."""
         if self._ahead:
             room, size = self._missing[0], min(len(self._missing[0]), len(self._ahead))
             room[:size] = self._ahead[:size]
@@ -127,7 +127,7 @@ class Inbound:
         return got
 
     def _check_guess(self, guess: Guess) -> None:
-        """The head is there: continue if it is as guessed, else put back what was read beyond it."""
+        """The head has arrived: continue if it is as guessed, else put back what was read beyond it."""
         self._guess = None
         if self._head == guess.head:
             self._opened = guess.opened
@@ -137,7 +137,7 @@ class Inbound:
 
 
 class Outbound:
-    """Where the messages of one channel go out."""
+    """The sending end of one channel."""
 
     def __init__(self, target: int, link: socket.socket) -> None:
         """Connected, and known to the other end."""
@@ -145,7 +145,7 @@ class Outbound:
         self.link = link
 
     def write(self, pieces: list[memoryview]) -> list[memoryview]:
-        """Write what the socket takes without waiting; return the rest."""
+        """Write what the socket accepts without waiting; return the rest."""
         while pieces:
             try:
                 sent = self.link.sendmsg(pieces[:_PIECES])
@@ -175,9 +175,9 @@ Ready = Callable[[], object]
 class Outbox:
     """Sends messages in order.
 
-    The rank's own thread writes what the network takes at once, so a small message needs no other thread. A thread that
-    ends with the step sends the rest, and what must first come from a GPU. It writes to whichever receiver takes
-    something, so no receiver waits for another.
+    The rank's own thread writes what the network accepts at once, so a small message needs no other thread. A thread
+    that ends with the step sends the rest, and what must first come from a GPU. It writes to any receiver that accepts
+    data, so no receiver waits for another.
     """
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ class Outbox:
         self._ending = False
         self._failure: tuple[int, BaseException] | None = None
         self._gone: set[int] = set()
-        """Ranks that a message could not be sent to; the others still get theirs."""
+        """Ranks to which a message could not be sent; the others still get theirs."""
 
     @property
     def failed(self) -> bool:
@@ -222,7 +222,7 @@ class Outbox:
             if not pieces:
                 return
         if ready is None:
-            # The memory belongs to the model, which may change it, so what waits is a copy.
+            # The memory belongs to the model, which may change it, so queue a copy.
             pieces, owner = [memoryview(bytes(piece)) for piece in pieces], None
         with self._changed:
             self._waiting.setdefault(link, deque()).append((pieces, ready, owner))
@@ -306,7 +306,7 @@ class Outbox:
                     pass
 
     def _send_some(self, link: Outbound) -> None:
-        """Write what a receiver takes of the first message that waits for it."""
+        """Write as much of a receiver's first queued message as it accepts."""
         jobs = self._waiting[link]
         pieces, ready, owner = jobs[0]
         try:

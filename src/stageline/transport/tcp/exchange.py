@@ -21,7 +21,7 @@ CHECK_EVERY = 0.05
 """Seconds after which a rank that waits for another checks whether that one is alive."""
 
 FAN = 16
-"""How many ranks send to one at most. A few messages in a row cost less than another level of the tree."""
+"""Maximum number of ranks that send to one. A few messages in a row cost less than another level of the tree."""
 
 
 class Exchange:
@@ -139,11 +139,11 @@ def other_turn(came: int, expected: int) -> str:
     """Say what is wrong with a message of another step or pipeline.
 
     >>> other_turn(3 * TURNS + 1, 2 * TURNS + 1)
-    'a message of step 3 came in step 2'
+    'a message of step 3 arrived in step 2'
     """
     if came % TURNS != expected % TURNS:
         return (
-            f"a message of pipeline {came % TURNS} came to pipeline {expected % TURNS}: the ranks run their pipelines "
-            "in different orders"
+            f"a message of pipeline {came % TURNS} arrived at pipeline {expected % TURNS}: the ranks run their "
+            "pipelines in different orders"
         )
-    return f"a message of step {came // TURNS} came in step {expected // TURNS}"
+    return f"a message of step {came // TURNS} arrived in step {expected // TURNS}"

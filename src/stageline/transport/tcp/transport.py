@@ -1,11 +1,11 @@
 """Ranks as processes, on connections of their own: each message is a typed header and then the bytes of its tensors.
 
 A rank writes its messages itself as far as the network takes them at once, and reads what it waits for itself, so a
-small message wakes one thread, the one that needs it. A thread for the time of the step takes in messages that are
-large or from a GPU while the rank computes.
+small message wakes one thread, the one that needs it. A thread that lives as long as the step receives
+messages that are large or from a GPU while the rank computes.
 
-In every step, each channel carries a number of messages that both ends know. The sender refuses one more, and in place
-of those that it cannot send it sends failure notes. So a failed step leaves nothing on the way.
+In every step, each channel carries a number of messages that both ends know. The sender refuses one more, and sends
+failure notes in place of those that it cannot send. So a failed step leaves no message in transit.
 
 ```text
  tensors of the host   header and bytes, over TCP
@@ -42,7 +42,7 @@ GRACE = 10.0
 """The least number of seconds to wait for the end of a step: with a short deadline, notes still have to arrive."""
 
 LARGE = 1 << 18
-"""Above this many bytes, a thread takes in a channel's messages, since the network cannot buffer many of them."""
+"""Above this many bytes, a thread receives a channel's messages, since the network cannot buffer many of them."""
 
 Channel = tuple[int, Traffic]
 """The rank at the other end, and the traffic."""
@@ -55,7 +55,7 @@ class SocketTransport:
     """One process's end of all its channels."""
 
     def __init__(self, links: Links, payloads: PayloadGroups | None = None, number: int = 0) -> None:
-        """Send over these connections; `payloads` carry tensors apart from the headers.
+        """Send over these connections; `payloads` carry tensors separately from the headers.
 
         `number` identifies the transport among those of other pipelines on the same connections.
         """
@@ -94,7 +94,7 @@ class SocketTransport:
         """
         if self._broken:
             raise TransportError(
-                f"rank {self.rank} lost touch in an earlier step: {self._broken}; start the processes again"
+                f"rank {self.rank} lost its connections in an earlier step: {self._broken}; start the processes again"
             )
         self._turn += TURNS
         self._owed = None if owed is None else dict(owed)
@@ -144,7 +144,7 @@ class SocketTransport:
         self._threads = []
 
     def _late(self, end: float) -> TransportError | None:
-        """What is not sent or received by that moment; None if everything is, or never will be."""
+        """What has not been sent or received by that moment; None if everything has, or never will be."""
         try:
             self._outbox.flush(end)
         except TransportError as error:
@@ -161,11 +161,11 @@ class SocketTransport:
 
     @property
     def kept(self) -> int:
-        """How many messages the network has not taken yet."""
+        """How many messages the network has not accepted yet."""
         return self._outbox.kept
 
     def send(self, message: Message) -> None:
-        """Send what the network takes; a thread sends the rest."""
+        """Send what the network accepts; a thread sends the rest."""
         head = message.header
         if head.traffic == "forward" and any(type(leaf) is not Tensor for leaf in message.leaves):
             wire.refuse_classes(message)
@@ -264,7 +264,7 @@ class SocketTransport:
                 note = Message(header, [origin, where, f"{type(error).__name__}: {error}"], "", [False] * 3)
                 try:
                     self._send(note, (target, traffic))
-                except (TransportError, RuntimeError) as lost:  # that rank is gone; the others must still hear
+                except (TransportError, RuntimeError) as lost:  # that rank is gone; the others must still be told
                     self._broken = self._broken or f"nothing can be sent to rank {target}: {lost}"
                     break
 
@@ -323,7 +323,7 @@ class SocketTransport:
     # Receiving.
 
     def _receive_all(self, inbound: Inbound) -> None:
-        """On a thread of its own, take in all messages of a step."""
+        """Receive all messages of a step, on a separate thread."""
         channel = (inbound.source, self.rank, inbound.kind)
         while inbound.left and not self._broken:
             arrival = self._take(inbound, time.monotonic() + 1.0, wakeful=False)
@@ -333,7 +333,7 @@ class SocketTransport:
     def _take(
         self, inbound: Inbound, end: float, guess: Guess | None = None, *, wakeful: bool = True
     ) -> Arrival | None:
-        """The next message that comes in time and is no failure note; a broken channel brings no more."""
+        """The next message that arrives in time and is not a failure note; a broken channel delivers none."""
         try:
             while inbound.left:
                 if inbound.link is None:
@@ -381,7 +381,7 @@ class SocketTransport:
             return announcement, _as_expected
         if isinstance(announcement, TransportError):
             if self._payloads is not None:
-                raise announcement  # without it, what travels apart cannot be received
+                raise announcement  # without it, tensors that travel separately cannot be received
             return announcement, _nothing
         if announcement.header.stage == FAILED:
             origin, where, text = announcement.contents.leaves
@@ -452,7 +452,7 @@ def _read(text: bytes, prefix: wire.Prefix) -> Announcement | TransportError:
 
 
 def _never(tensor: Tensor) -> bool:
-    """Without payload groups, no tensor travels apart."""
+    """Without payload groups, no tensor travels separately."""
     return False
 
 
