@@ -189,7 +189,7 @@ def test_processes_reorder_together(replicas: int) -> None:
 
 
 def look(watch: Watch, schedule: sl.Schedule, costs: sl.Costs, steps: int) -> list[Any]:
-    """Watch so many steps that are measured as these costs."""
+    """Watch this many steps that are measured as these costs."""
     host, results = ThreadHost(schedule.ranks), []
     for step in range(steps):
         seen = sl.simulate(schedule, costs) if watch.wants() else None

@@ -60,7 +60,7 @@ def find_host(ranks: int, deadline: float, replicas: int | None = None, mesh: De
 
 
 def job_host(deadline: float) -> RankHost:
-    """All processes of a job, whatever pipelines they are part of; a process alone is all of it."""
+    """All processes of a job, whichever pipelines they belong to; just this one if it is alone."""
     if not several_processes(deadline):
         return ThreadHost(1, deadline)
     return ProcessHost(deadline, Layout.even(dist.get_world_size()))
@@ -122,7 +122,7 @@ class ProcessHost(ProcessCollectives):
         self._failures.abandon(error)
 
     def run(self, step: HostedStep) -> tuple[list[Any], Floats]:
-        """Run this rank in this thread; all ranks come to the end of the step together, failed or not."""
+        """Run this rank in this thread; all ranks reach the end of the step together, failed or not."""
         results, own, failed = self.run_rank(step)
         return results, self._end_together(failed, own)
 
@@ -174,7 +174,7 @@ class ProcessHost(ProcessCollectives):
         return self._traffic[1], self._traffic[2]
 
     def _report(self, runner: RankRunner, error: BaseException) -> None:
-        """Tell all ranks of this rank's failure, and learn whether another's was the cause of it."""
+        """Tell all ranks of this rank's failure, and learn whether another rank's failure caused it."""
         report = Failure.of(error, self._control.doing, secondary=isinstance(error, TransportError))
         if isinstance(error, PeerFailed):
             report = replace(report, origin=error.origin)

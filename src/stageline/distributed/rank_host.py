@@ -173,4 +173,4 @@ class RankHost(Collectives, Protocol):
         """End a step, failed or not."""
 
     def abandon(self, error: BaseException) -> None:
-        """Leave a step for good, for an error that is not a failure of the step, such as Ctrl-C."""
+        """Leave a step permanently, for an error that is not a failure of the step, such as Ctrl-C."""

@@ -110,7 +110,7 @@ class BatchIntake:
         return None if self._options.loss_fn is own_loss else targets
 
     def validate(self, batch: Batch) -> BatchRow:
-        """Make sure that a batch can be cut."""
+        """Check that a batch can be cut."""
         specs, alone = self._options.chunk_specs, self._host.single_process
         if alone and specs.kwargs is not None and batch.training:
             specs.refuse_unknown(batch.inputs, batch.keywords)

@@ -300,7 +300,7 @@ class Pipeline:
         if self._mesh is not None:
             return self._mesh
         if not isinstance(self.runner.host, ProcessCollectives):
-            raise StagelineError("all ranks are threads of this process, and a mesh is of processes: use torchrun")
+            raise StagelineError("all ranks are threads of one process, and a mesh consists of processes: use torchrun")
         return mesh_of(self.runner.host)
 
     def __reduce__(self) -> Any:

@@ -35,7 +35,7 @@ WINDOW = 3
 TIME_LIMIT = 1.0
 """Time limit of the search for another order, in seconds; all ranks wait for it."""
 LOOK_EVERY = 3
-"""After how many steps stragglers are looked for, in all of these steps together."""
+"""How many steps are searched for stragglers at a time."""
 logger = logging.getLogger("stageline")
 
 

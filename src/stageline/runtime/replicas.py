@@ -212,7 +212,7 @@ def join_replicas(
     model: nn.Module,
     options: PipelineOptions,
 ) -> Replicas | None:
-    """Join this process to the other replicas, which must begin with the same weights; None where there is one."""
+    """Join this process to the other replicas, which must begin with the same weights; None if there is only one."""
     if host.replica_group is None:
         return None
     names = {id(parameter): name for name, parameter in model.named_parameters()}

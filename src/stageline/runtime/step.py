@@ -298,7 +298,7 @@ class StepRunner:
                 results, totals = host.run(step)
         except PipelineError as error:
             if refused is not None and not isinstance(refused, PipelineError):
-                raise refused from error  # this rank's own error, in its own words
+                raise refused from error  # this rank's own error
             apart = "" if host.single_process else self.batches.disagreement(agreed.rows(), batch)
             raise (PipelineError(apart) if apart else error) from error.__cause__
         assert request is not None
@@ -321,7 +321,7 @@ class StepRunner:
                 gather(self.stages.placed, host.broadcast_tensor, host.single_process)
             if replicas is not None:
                 replicas.finish(reducer, changed, buffers)
-            if penalties and (batch.sync or host.replica == 0):  # what is added up over replicas later counts in one
+            if penalties and (batch.sync or host.replica == 0):  # it counts once in the sum over replicas
                 add_gradients(penalties, batch.scale)
             if request.inputs_require_grad or len(self.batches.first_ranks) > 1:
                 self._give_input_gradients(request, results)
@@ -382,7 +382,7 @@ class StepRunner:
         return wrong if wrong is None or not request.inputs else wrong.with_inputs(request.inputs)
 
     def _not_finite_error(self, executors: ExecutorSet, wrong: NotFinite | None, replica: int) -> PipelineError:
-        """The error of a loss or gradient that is not finite, on all ranks of all replicas alike."""
+        """The error of a loss or gradient that is not finite, the same on all ranks of all replicas."""
         host, layout = self.host, self.host.layout
         own = {} if wrong is None else {"process": layout.rows[host.replica][wrong.rank], **wrong.to_json()}
         first = json.loads(host.broadcast_to_all(json.dumps(own), layout.rows[replica][0]))

@@ -51,7 +51,7 @@ class ModelStages:
         """The stages in the order of definition, if the first batch showed a different order."""
 
     def join(self, host: RankHost, placement: Placement) -> None:
-        """Find the stages of this process. Processes must know at once which parameters are theirs."""
+        """Find the stages of this process. Processes must know immediately which parameters they own."""
         self.here, self._placement = host.here, placement
         self.awaits_batch = self.awaits_batch and host.single_process
         if self._not_cut is not None and not self.awaits_batch:
