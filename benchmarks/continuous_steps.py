@@ -6,8 +6,8 @@ python benchmarks/continuous_steps.py [--ranks 4] [--microbatches 8 16] [--famil
 Every rank sleeps 10 ms in F, I and W of every microbatch; with V chunks per rank, each chunk sleeps a V-th of that. A
 turn is a number of steps with the loop and then the same number with `pipe.run`, with AdamW, on the same pipeline.
 Figures are medians over the turns: steps per second, and their ratio, the gain. The limits come from `sl.simulate` with
-the nominal sleeps. "for ever" is makespan over span: a step costs the makespan when all ranks wait for its end, and at
-best the span when they do not. "limit" is the same for one turn, whose last step is waited for either way. The work
+the nominal sleeps. "steady state" is makespan over span: a step costs the makespan when all ranks wait for its end, and
+at best the span when they do not. "limit" is the same for one turn, whose last step is waited for either way. The work
 between steps is part of the gain, not of the limits.
 With --max-norm below the norms, every step is clipped after the fact and computed twice: this measures that cost.
 """
@@ -90,7 +90,7 @@ def row_of(
         "run": statistics.median(turns["run"]),
         "gain": statistics.median(run / loop for loop, run in zip(*turns.values(), strict=True)),
         "limit": steps * planned.makespan / together,
-        "for ever": planned.makespan / planned.span,
+        "steady state": planned.makespan / planned.span,
     }
 
 
@@ -103,7 +103,7 @@ def show(row: dict[str, Any], markdown: bool) -> str:
         f"{row['run']:.3f}",
         f"{row['gain']:.3f}",
         f"{row['limit']:.3f}",
-        f"{row['for ever']:.3f}",
+        f"{row['steady state']:.3f}",
     ]
     return f"| {' | '.join(cells)} |" if markdown else "  ".join(f"{cell:>9}" for cell in cells)
 
@@ -127,7 +127,7 @@ def main() -> None:
         options.microbatches, options.steps, options.repeats = [8], 4, 2
     torch.set_num_threads(1)
     if not options.json:
-        names = ["where", "family", "M", "loop /s", "run /s", "gain", "limit", "for ever"]
+        names = ["where", "family", "M", "loop /s", "run /s", "gain", "limit", "steady state"]
         print(f"| {' | '.join(names)} |" if options.markdown else "  ".join(f"{name:>9}" for name in names))
         if options.markdown:
             print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")

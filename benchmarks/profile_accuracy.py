@@ -105,7 +105,7 @@ def ranges(stages: int, layers: int) -> list[tuple[int, int]]:
 
 
 def promised(schedule: sl.Schedule, profiles: list[Profile], transfer: float) -> sl.Timeline:
-    """The step that the profiles of two ranks say; each stage costs what it cost the rank that holds it."""
+    """The step that the profiles of two ranks predict; each stage has the cost measured on its own rank."""
     stages = ranges(schedule.stages, len(profiles[0].layers))
     owners = schedule.placement.table[0].tolist()
     layers = [

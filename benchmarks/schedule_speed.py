@@ -94,7 +94,7 @@ def once(family: str, ranks: int, microbatches: int, options: dict[str, int]) ->
 
 
 def measure(family: str, ranks: int, microbatches: int, options: dict[str, int], most: int) -> Cost:
-    """Repeat one schedule for about three seconds, at least once and at most so often."""
+    """Repeat one schedule for about three seconds, at least once and at most this often."""
     once(family, 4, 8, options)  # loads the families and numpy's own parts
     parts: list[Parts] = []
     while not parts or (len(parts) < most and sum(map(sum, parts)) < 3):

@@ -195,7 +195,7 @@ def work(job: str, folder: str, steps: str, rank: str, tell: str) -> None:
     KINDS[kind](int(rank), Path(folder), what, Turns(WARMUP, int(steps), int(tell)))
 
 
-# What the jobs are led by.
+# What controls the jobs.
 
 
 def prepare(folder: Path, steps: int) -> None:

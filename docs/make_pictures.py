@@ -43,7 +43,7 @@ def synthesized() -> dict[str, str]:
 
 
 def planned() -> dict[str, str]:
-    """A plan beside what one would take without: 1f1b and as many layers on every rank."""
+    """A plan beside the usual choice without one: 1f1b and equal numbers of layers on every rank."""
     plan = sl.plan(profile=example_profile(), ranks=4, microbatches=8, schedule=["1f1b", "zb-h1", "zb-v"])
     even = sl.plan(profile=example_profile(), ranks=4, microbatches=8, schedule="1f1b", split="layers")
     names = ["1f1b, cut by layers", f"planned: {plan.schedule.name}, cut by time"]

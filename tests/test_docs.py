@@ -1,4 +1,4 @@
-"""The documentation covers what there is, and its pictures are what the code draws."""
+"""The documentation is complete, and its pictures are those that the code draws."""
 
 from __future__ import annotations
 

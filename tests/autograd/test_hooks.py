@@ -28,7 +28,7 @@ def times(grads: Any, factor: int) -> tuple[Tensor | None, ...]:
 
 
 class Hooked(nn.Module):
-    """A layer whose forward puts hooks on what it sees."""
+    """A layer whose forward registers hooks on its tensors."""
 
     def __init__(self, layer: nn.Module, where: str) -> None:
         super().__init__()

@@ -79,7 +79,7 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what matrix products gave."""
+    """Keep the results of matrix products."""
     products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if operator in products else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -107,7 +107,7 @@ def test_a_policy_says_which_operators_are_not_computed_again(name: str, chosen_
 
 
 def test_only_the_inputs_of_a_chosen_module_are_kept() -> None:
-    """After a forward, nothing of what happened inside of it is alive."""
+    """After a forward, none of its intermediate tensors are alive."""
     watched: list[Any] = []
 
     class Watched(nn.Module):
@@ -268,7 +268,7 @@ BOTH = pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 
 
 def test_recomputed_stages_of_complex_numbers() -> None:
-    """Only floats were told to want a gradient, so the stages before got none."""
+    """Only floats were marked as requiring a gradient, so the stages before got none."""
     layers = [nn.Linear(4, 4, dtype=torch.cfloat) for _ in range(2)]
     x = torch.randn(8, 4, dtype=torch.cfloat)
     pipe = sl.Pipeline(layers, loss_fn=lambda o, t: (o - t).abs().mean(), microbatches=2, recompute="stage")
@@ -279,7 +279,7 @@ def test_recomputed_stages_of_complex_numbers() -> None:
 @BOTH
 @pytest.mark.parametrize("recompute", ["stage", "*"])
 def test_buffers_of_a_recomputed_module_are_those_of_its_first_run(schedule: str, recompute: str) -> None:
-    """The second run saw, and changed, what later microbatches had made of them."""
+    """The second run saw, and changed, the values of later microbatches."""
     torch.manual_seed(1)
     model: Any = nn.Sequential(Average(), Average())
     plain: Any = copy.deepcopy(model)
@@ -294,7 +294,7 @@ def test_buffers_of_a_recomputed_module_are_those_of_its_first_run(schedule: str
 
 
 class Spoils(nn.Module):
-    """Changes what a module inside of it was given."""
+    """Changes the input of a module inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,7 +342,7 @@ def test_dropout_inside_torchs_checkpointing_on_threads(schedule: str) -> None:
 
 
 def test_recompute_of_one_pipeline_does_not_affect_another() -> None:
-    """Its choice stayed with the model."""
+    """The model kept the choice of the first pipeline."""
     runs: list[int] = []
     model = nn.Sequential(Block(), Block())
     model[0].register_forward_pre_hook(lambda *_: runs.append(1))

@@ -243,7 +243,7 @@ def compare_halves(model: nn.Module, x: Tensor) -> None:
 
 
 def test_norms_in_all_memory_formats_have_the_bits_of_the_whole() -> None:
-    """Asked for the weight gradients of a group norm on channels_last alone, torch ends the process."""
+    """torch crashes if only the weight gradients of a group norm on channels_last are requested."""
     assert run_ranks(compare_norms, 1) == [3 * 8 * 2 * 3]
 
 
@@ -327,7 +327,7 @@ def test_the_first_stage_stops_where_the_data_enters(name: str) -> None:
 
 
 def test_between_the_halves_only_what_the_weights_need_is_kept() -> None:
-    """The graph is freed by I, as a whole backward frees it: of an exponential nothing is left."""
+    """The graph is freed by I, as a whole backward frees it: nothing of an exponential is left."""
     model = nn.Sequential(nn.Linear(8, 8), Exponential(), nn.Linear(8, 8))
     x = torch.randn(4, 8, requires_grad=True)
     output = model(x)
@@ -344,7 +344,7 @@ def test_between_the_halves_only_what_the_weights_need_is_kept() -> None:
 
 
 class Exponential(nn.Module):
-    """Keeps a weak eye on what autograd saves of it: its result, times three in what comes after."""
+    """Keeps a weak reference to what autograd saves of it: its result, which the next operation multiplies by three."""
 
     result: Any = None
 
@@ -534,7 +534,7 @@ def test_a_graph_of_the_same_form_whose_input_stands_elsewhere_is_another_one() 
 
 
 class Own(Tensor):
-    """A tensor class that takes part in what is done with it."""
+    """A tensor class that intercepts operations on it."""
 
 
 def test_tensors_of_other_classes_are_run_backwards_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ PLANTS = {
     "swallowed": "\ntry: time.sleep(600)\nexcept BaseException: time.sleep(600)",
     "native": f"mutex = ctypes.create_string_buffer(64); {NATIVE}; {NATIVE}",
 }
-"""What an import is in the middle of. The last one holds the main thread where Python runs no signal handlers."""
+"""What an import is doing. The last one holds the main thread where Python runs no signal handlers."""
 
 
 def interrupted(folder: Path, module: str, plant: str, *words: str) -> subprocess.CompletedProcess[str]:

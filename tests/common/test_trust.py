@@ -1,4 +1,4 @@
-"""The secret of a job: who can read it, what proves it, and what somebody can do who reads all of the store."""
+"""The secret of a job: who can read it, what proves it, and what an attacker who reads the whole store can do."""
 
 from __future__ import annotations
 
@@ -104,13 +104,13 @@ def test_one_warning_says_that_links_trust_the_store_across_machines(monkeypatch
 
 
 def knock(address: tuple[str, int], message: bytes) -> None:
-    """Say something to a port, whoever listens; what it does with it shows later."""
+    """Send something to a port, whoever listens; the effect shows later."""
     with contextlib.suppress(OSError), socket.create_connection(address, timeout=10) as link:
         link.sendall(message)
 
 
 def train_beside_a_stranger(rank: int) -> int:
-    """One step, before which somebody who has read the store tries all he can with it."""
+    """One step, before which an attacker who has read the store tries everything possible."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
     x, y = torch.randn(4, 4), torch.randn(4, 4)

@@ -81,7 +81,7 @@ def test_tied_weights_and_clipping_match_ranks_on_threads() -> None:
 
 
 def mistakes(rank: int) -> list[str]:
-    """What goes wrong between ranks is said on all of them."""
+    """A mistake between ranks is reported on all of them."""
     errors = []
     x, y = batch()
 
@@ -268,7 +268,7 @@ class Changing(nn.Linear):
 
 
 def changing(rank: int) -> list[str]:
-    """A stage that changes what it passes on is named, though another one, or one after that, fails on it."""
+    """A stage that changes its output is named, although a later stage fails on it."""
     errors = []
     for change in ("type", "shape", *STRUCTURES):
         layers = [Changing(4, 4), nn.Tanh(), nn.Linear(4, 4)]
@@ -333,7 +333,7 @@ def test_all_ranks_report_an_exception_and_the_next_step_is_correct(stage: int, 
 
 
 def last_loss_fails(rank: int) -> str:
-    """The last microbatch's loss fails when the other rank has little left to wait for; inference even nothing."""
+    """The last microbatch's loss fails when the other rank waits for little else, or nothing."""
     calls = []
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -368,7 +368,7 @@ def test_dropout_and_metrics_match_ranks_on_threads() -> None:
 
 
 class Remembering(Block):
-    """A layer with a state that is no tensor."""
+    """A layer with a state that is not a tensor."""
 
     kept: Any = None
 
@@ -391,7 +391,7 @@ class Normed(nn.Module):
 
 
 def rich_model(state: Any) -> Any:
-    """Tied weights on two stages, buffers, and a state that is no tensor."""
+    """Tied weights on two stages, buffers, and a state that is not a tensor."""
     tied = tied_model()
     remembering = Remembering()
     remembering.kept = state
@@ -547,7 +547,9 @@ def is_slow(rank: int) -> None:
     layers = [Block(), Block(), Slow()]
     plain: Any = copy.deepcopy(nn.Sequential(*layers))
     plain[2].slept = True
-    sl.Pipeline(blocks(3), loss_fn=functional.mse_loss, microbatches=4, deadline=60.0)  # all have come, soon or late
+    sl.Pipeline(
+        blocks(3), loss_fn=functional.mse_loss, microbatches=4, deadline=60.0
+    )  # all have connected, sooner or later
     pipe = sl.Pipeline(layers, loss_fn=functional.mse_loss, schedule="1f1b", microbatches=4, deadline=4.0)
     for step in range(2):
         if step == 1 and rank == 1:
@@ -608,7 +610,7 @@ def test_a_death_is_an_error_on_all_other_ranks_long_before_their_deadline(tmp_p
 
 
 def foreign_default(rank: int, folder: str) -> list[str]:
-    """Train under a default group that moves nothing: what is used must be the pipeline's own."""
+    """Train under a default group that moves nothing: the pipeline must use its own groups."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  (it registers the backend)
 
     dist.destroy_process_group()
@@ -751,7 +753,7 @@ def interrupted(rank: int) -> str:
     with pytest.raises(KeyboardInterrupt if rank == 1 else sl.PipelineError) as caught:
         pipe.step(x, x)
     if rank == 1:
-        time.sleep(3.0)  # it lives on, and the other does not wait for it
+        time.sleep(3.0)  # it stays alive, and the other does not wait for it
     return str(caught.value)
 
 
@@ -771,7 +773,7 @@ def tied_v(rank: int) -> Tensor:
 
 
 def test_a_tied_weight_may_be_used_on_one_rank_only() -> None:
-    """That rank thought that there was nobody to tell, and the others waited for it."""
+    """That rank found nobody to tell, and the others waited for it."""
     (first, second), expected = run_ranks(tied_v, 2), tied_v(0)
     assert torch.equal(first, expected)
     assert len(second) == 0

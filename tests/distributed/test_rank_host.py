@@ -19,7 +19,7 @@ from support.threads import left_over
 
 
 def test_ctrl_c_stops_every_rank_and_is_raised_as_keyboard_interrupt() -> None:
-    """The ranks went on in the background and added into gradients; with one rank it became another error."""
+    """The ranks continued in the background and added into gradients; with one rank it became another error."""
 
     class Interrupted(Block):
         broken = True
@@ -72,4 +72,4 @@ def test_ctrl_c_while_the_caller_waits_for_its_ranks(monkeypatch: pytest.MonkeyP
     runs = Slow.runs
     assert runs < 16
     time.sleep(0.2)
-    assert Slow.runs == runs, "nothing goes on in the background"
+    assert Slow.runs == runs, "nothing continues in the background"

@@ -1,6 +1,6 @@
 """Faults planted for real, at the first, a middle and the last stage: every survivor names the culprit, in seconds.
 
-The bounds on time tell only "seconds" from "the deadline"; how fast it is, `benchmarks/faults.py` measures.
+The time limits only separate "seconds" from "the deadline"; `benchmarks/faults.py` measures the speed.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def test_frozen_ranks_are_named_within_the_deadline_and_slow_ranks_are_not(
     # Alone, and with a deadline that a heartbeat keeps on a busy machine.
     slow = start([{"do": "right"}, hurry, {**STEP, "plant": ["slow", 1, "B", 1]}])
     assert [slow.answers(rank)[2]["error"] for rank in slow.wait()] == [""] * RANKS
-    # One that wakes up again learns that it was given up.
+    # A rank that wakes up again learns that the others gave it up.
     jobs[1].ranks[1].signal(signal.SIGCONT)
     (answer,) = jobs[1].wait(0, 2).values()
     assert answer["error"] == "PipelineError", answer
@@ -404,11 +404,11 @@ ENDS = {
     "nested": 5,
     "pytest": 1,
 }
-"""How a script ends after it lost a rank, and its exit code; the last two are started otherwise than by a path."""
+"""How a script ends after it lost a rank, and its exit code; the last two are not started by a path."""
 
 
 def test_a_script_that_lost_a_rank_keeps_its_exit_code(nursery: Nursery, tmp_path: Path) -> None:
-    """The collective that it waited in never ends, and neither holds it up nor takes the code away."""
+    """The collective that it waited in never ends, but neither delays the exit nor changes its code."""
     script = RANK.with_name("exit_rank.py")
     common = {"WORLD_SIZE": str(len(ENDS) + 1), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "STAGELINE_FLIGHT_DIR": str(tmp_path / "flights")}

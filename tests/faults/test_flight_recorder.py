@@ -323,7 +323,7 @@ def wrong_loss(output: Tensor, target: Tensor) -> Any:
 
 
 def test_an_exception_in_user_code_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The traceback says it all; a loss that is not finite, and a run, are the same."""
+    """The traceback explains it; the same holds for a non-finite loss, and in a run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("STAGELINE_FLIGHT_DIR", raising=False)
     x, y = torch.ones(4, 4), torch.ones(4, 4)

@@ -169,7 +169,7 @@ def test_a_child_of_a_killed_rank_does_not_hide_its_death(jobs: Any) -> None:
 
 
 def test_a_frozen_rank_is_blamed_and_a_slow_one_is_not(jobs: Any) -> None:
-    """Liveness and progress are apart: rank 0 computes far beyond the deadline, and is not blamed."""
+    """Liveness and progress are separate: rank 0 computes far beyond the deadline, and is not blamed."""
     job = jobs(3, deadline=5.0, start_deadline=LONG)
     job.ranks[0].do("step(control, 'loading data', None)")
     job.ranks[1].do("step(control, ('F', 1, 0), 2)")
@@ -236,7 +236,7 @@ def test_a_death_wins_over_the_errors_that_it_causes(jobs: Any) -> None:
         for survivor in job.survivors():
             survivor.do("step(control, 'F', None)")
         (monitor,) = job.monitors()
-        os.kill(monitor, signal.SIGSTOP)  # all of this is in its ears when it runs again
+        os.kill(monitor, signal.SIGSTOP)  # it reads all of this when it runs again
         for survivor in job.survivors(victim)[:victim]:
             survivor.do("fail(control, 'Connection reset by peer', secondary=True)")
         job.ranks[victim].process.kill()
@@ -311,7 +311,7 @@ def test_a_rank_that_hangs_in_native_code_after_a_failure_is_ended(jobs: Any, mo
     job.ranks[0].tell("collective()")
     os.kill(job.ranks[2].process.pid, signal.SIGKILL)
     assert job.ranks[1].do(ASK)["culprit"] == 2
-    job.ranks[1].do("control.end()")  # it came back, and may do what it likes
+    job.ranks[1].do("control.end()")  # it has returned, and continues normally
     job.ranks[1].do("setattr(control, 'patience', 0.5)")
     stderr = job.ranks[0].end()
     assert "did not return from F of stage 0, microbatch 1 within 0.5 s after the failure of rank 2" in stderr
@@ -448,7 +448,7 @@ def hello(token: str, rank: int, challenge: str, proven_rank: int | None = None)
 
 
 def test_a_proof_is_valid_for_one_rank_and_one_connection(jobs: Any) -> None:
-    """What was recorded of one connection is worth nothing on another; nor is a rank that has come taken again."""
+    """A proof recorded on one connection is useless on another, and a rank cannot connect twice."""
     address = jobs(2, missing=1).address()
     earlier, challenge = challenged(address)
     for rank, seen, of in ((1, challenge, 1), (1, "", 0), (0, "", 0), (99, "", 99)):
@@ -463,7 +463,7 @@ def test_a_proof_is_valid_for_one_rank_and_one_connection(jobs: Any) -> None:
 
 
 def test_a_monitor_without_the_secret_is_refused() -> None:
-    """Who took its port, or changed its address in the store."""
+    """An attacker that took its port, or changed its address in the store."""
 
     def pretend(listener: socket.socket) -> None:
         link, _ = listener.accept()

@@ -493,7 +493,7 @@ def test_the_command_suggests_changes_if_nothing_fits(tmp_path: Path, capsys: py
     assert "error: nothing fits" in error
     advice = re.findall(r"(--[a-z]+) (\S+?)(?: needs|[;\n])", error)
     assert dict(advice).keys() >= {"--memory", "--ranks"}
-    assert "=" not in error  # no Python syntax
+    assert "=" not in error  # not Python syntax
     for flag, value in advice:  # the suggested command runs
         fits = [*words, "--memory", "900", "--schedule", "gpipe", "--recompute", "none", flag, value]
         assert run(fits) == 0, fits

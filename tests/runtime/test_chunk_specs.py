@@ -32,7 +32,7 @@ def backward(loss: Any) -> None:
 
 
 class Scaled(nn.Module):
-    """A layer that is told by keyword what to multiply each sample with, in whatever that comes."""
+    """A layer that multiplies each sample by a keyword input, in any container."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def scaled_pipe(model: nn.Module, **options: Any) -> sl.Pipeline:
 
 
 def loop(model: Any, x: Tensor, y: Tensor, infos: list[Any], parts: int) -> None:
-    """What a pipeline of `Scaled` layers must equal; `infos` is what each microbatch is told."""
+    """What a pipeline of `Scaled` layers must equal; `infos` are the keyword inputs of each microbatch."""
     for number, (xi, yi) in enumerate(zip(x.tensor_split(parts), y.tensor_split(parts), strict=True)):
         value = xi
         for layer in model:
@@ -146,7 +146,7 @@ def loop(model: Any, x: Tensor, y: Tensor, infos: list[Any], parts: int) -> None
 
 @pytest.mark.parametrize("kind", [Data, Slotted, Named, Registered, Checks, lambda scale: OrderedDict(scale=scale)])
 def test_containers_of_tensors_in_stage_kwargs_are_cut(kind: Any) -> None:
-    """Each microbatch is given its own samples of a dataclass, named tuple or registered class."""
+    """Each microbatch gets its own samples of a dataclass, named tuple or registered class."""
     model = nn.Sequential(Scaled(), Scaled())
     plain = copy.deepcopy(model)
     x, y, scale = torch.randn(9, 4), torch.randn(9, 4), torch.randn(9, 1)
@@ -180,7 +180,7 @@ OPAQUE = {
 
 @pytest.mark.parametrize("kind", OPAQUE.values(), ids=OPAQUE)
 def test_an_object_that_holds_tensors_is_refused_by_name(kind: Any) -> None:
-    """Nobody can cut it, and every microbatch would be given the whole of it."""
+    """It cannot be cut, and every microbatch would get all of it."""
     x, y, scale = torch.randn(8, 4), torch.randn(8, 4), torch.randn(8, 1)
     pipe = scaled_pipe(nn.Sequential(Scaled(), Scaled()))
     words = r"stage_kwargs\[0\]\['info'\].* holds tensors .* cannot cut .*pass kwargs_chunk_spec=\{'info': None\}"
@@ -416,7 +416,7 @@ def stages_of(name: str) -> int:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tensors_are_cut_along_the_dimension_of_their_spec(name: str) -> None:
-    """Uneven parts too; what is replicated, and numbers without a dimension, go whole to every microbatch."""
+    """Including uneven parts; replicated values and numbers without a dimension go whole to every microbatch."""
     model = nn.Sequential(*(Rows() for _ in range(stages_of(name))))
     plain = copy.deepcopy(model)
     inputs, target = rows_batch()
@@ -451,7 +451,7 @@ def rows_rank(rank: int) -> tuple[Any, Any, list[str]]:
 
 
 def test_chunk_specs_on_processes() -> None:
-    """Each process is given its part of the batch; what does not fit is said on every rank."""
+    """Each process gets its part of the batch; a mismatch is reported on every rank."""
     torch.manual_seed(0)
     plain = nn.Sequential(Rows(), Rows())
     (first, _, errors), (second, outputs, other) = run_ranks(rows_rank, 2)

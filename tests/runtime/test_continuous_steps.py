@@ -38,7 +38,7 @@ def no_rank_left() -> Iterator[None]:
 
 
 class Centred(nn.Module):
-    """Takes away a running mean: a buffer that changes with every microbatch, and that the next one depends on."""
+    """Subtracts a running mean: a buffer that changes with every microbatch, and on which the next one depends."""
 
     mean: Tensor
 
@@ -81,7 +81,7 @@ def pipeline(model: Any, family: str = "zb-h2", ranks: int = 2, microbatches: in
 
 
 def plain(pipe: sl.Pipeline, optimizer: Any, data: Any, max_norm: float | None = MAX_NORM) -> list[Any]:
-    """The loop that a run stands for."""
+    """The loop that a run must equal."""
     steps = []
     for inputs, targets in data:
         stats = pipe.step(inputs, targets)
@@ -181,7 +181,7 @@ def test_the_loop_body_sees_the_state_after_its_step() -> None:
             {name: value for name, value in theirs.items() if name not in kept},
             {name: value for name, value in ours.items() if name not in kept},
         )
-        torch.randn(3)  # and what is drawn here is nobody else's
+        torch.randn(3)  # and these draws belong to the caller alone
 
 
 def assert_stopped_after(steps: int, run: sl.Pipeline, optimizer: Any, make: Make, model: Any) -> None:
@@ -365,7 +365,7 @@ def test_non_finite_gradients_fail_or_skip_the_step() -> None:
         loop = pipeline(faulty(), ranks=4)
         first = OPTIMIZERS["SGD"](loop.parameters())
         plain(loop, first, batches(5)[:2], None)
-        if skips:  # the step is made, and only its optimizer is not
+        if skips:  # the step completes, except for its optimizer
             loop.step(*batches(5)[2])
             loop.zero_grad()
             plain(loop, first, batches(5)[3:], None)
@@ -504,7 +504,7 @@ def test_a_run_gives_the_bits_of_the_loop_on_processes() -> None:
 
 
 def failing_on_processes(rank: int) -> list[str]:
-    """One failure after the other on the same connections; every time all ranks are as the loop is, and go on."""
+    """One failure after the other on the same connections; every time, all ranks equal the loop and continue."""
     errors = []
     make = OPTIMIZERS["SGD"]
 

@@ -39,7 +39,7 @@ def test_processes_with_a_gpu_pass_the_suite() -> None:
 
 
 def exchanges(rank: int) -> int:
-    """Messages of every kind from GPU to GPU, while the GPU is kept busy, so that nothing is there by luck."""
+    """Messages of every kind from GPU to GPU, while the GPU is kept busy, so that nothing arrives early by luck."""
     transport = SocketTransport(Links.join())
     other = 1 - rank
     sizes = [(64, 64), (64, 64), (3,), (512, 1024), (512, 1024), (0, 4), (1,)]
@@ -137,7 +137,7 @@ def test_tied_weights_and_the_gathered_state_of_a_gpu() -> None:
 
 
 def fails(rank: int) -> str:
-    """A message of a GPU that is not what was announced, and an honest step after it."""
+    """A GPU message that differs from its announcement, followed by a correct step."""
     pipe = sl.Pipeline(blocks(2).to(DEVICE), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=4)
     host: Any = pipe.runner.host
     honest = host.transport(rank)

@@ -18,7 +18,7 @@ from stageline.testing import assert_same_bits, run_ranks
 from support.pipelines import TRAINING
 
 MARK, AT = 7.5, 2
-"""What the samples of the microbatch hold in which something goes wrong, and which that is."""
+"""The mark in the samples of the faulty microbatch, and the index of that microbatch."""
 
 
 class Scaled(torch.autograd.Function):
@@ -38,7 +38,7 @@ class Scaled(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """A layer that passes a mark on in the first column, and in which something may go wrong where it is."""
+    """A layer that passes a mark on in the first column, and may fail on marked samples."""
 
     def __init__(self, fault: str = "") -> None:
         super().__init__()

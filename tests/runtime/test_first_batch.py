@@ -1,4 +1,4 @@
-"""A model without an example: on threads the first batch shows where it is cut, and processes ask for one."""
+"""A model without an example: with threads the first batch shows where it is cut, and processes require one."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def loop(model: nn.Module, inputs: Any, loss_fn: Callable[[Any, Any], Any], part
 
 
 def trains(model: nn.Module, inputs: Any, loss_fn: Callable[[Any, Any], Any], schedule: str) -> None:
-    """Two steps of the optimizer, whose parameters were asked for before anything was cut."""
+    """Two steps of the optimizer, whose parameters were read before anything was cut."""
     plain = copy.deepcopy(model)
     pipe = sl.Pipeline(model, loss_fn=loss_fn, schedule=schedule, ranks=2, microbatches=2)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (pipe, plain)]

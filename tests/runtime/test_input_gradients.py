@@ -23,7 +23,7 @@ SAMPLES = 2 * MICROBATCHES + 3
 
 @dataclass
 class Sample:
-    """An input that is no tuple or dict."""
+    """An input that is neither a tuple nor a dict."""
 
     state: Tensor
     tokens: Tensor
@@ -100,7 +100,7 @@ def test_inputs_of_any_structure(name: str, recompute: Any) -> None:
     pipe.step(mine, data()[1])
     if pipe.schedule.placement.directions == 1:
         loop(plain, pipe, other, data()[1])
-    else:  # a number that every microbatch is given adds up in the order of the microbatches
+    else:  # the gradient of a number shared by all microbatches is summed in their order
         one_process_step(plain, functional.mse_loss, other, data()[1], MICROBATCHES)
     first, second = of_inputs(mine), of_inputs(other)
     assert [grad is None for grad in first.values()] == [False, True, False, False, True]

@@ -24,7 +24,7 @@ class Detached(nn.Linear):
 
 
 class Later(nn.Linear):
-    """Detaches some microbatches alone."""
+    """Detaches only some microbatches."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)

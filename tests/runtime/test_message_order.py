@@ -110,7 +110,7 @@ def test_steps_that_interlock_keep_the_bits() -> None:
 
 
 def train(rank: int, seeds: list[int], apart: bool) -> list[dict[str, Tensor | None]]:
-    """On processes; with tensors on groups of their own, as NCCL carries them, where asked for."""
+    """On processes; optionally with tensors on separate groups, as NCCL carries them."""
     grads = []
     for seed in seeds:
         schedule = reordered(2, seed)
@@ -135,7 +135,7 @@ def test_any_order_gives_the_bits_of_the_loop_on_processes(apart: bool) -> None:
 
 
 def test_a_message_that_was_not_sent_in_its_turn_is_still_refused() -> None:
-    """What is parked is checked as what is taken at once."""
+    """Parked messages are checked like all others."""
     schedule = reordered(2, 0)
     pipe = sl.Pipeline(list(layers(schedule.stages)), loss_fn=functional.mse_loss, schedule=schedule, deadline=5.0)
     host: Any = pipe.runner.host

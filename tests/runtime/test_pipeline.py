@@ -103,7 +103,7 @@ def test_a_stage_that_mixes_whole_and_split_backwards_in_order_gives_the_bits_of
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
 def test_several_steps_accumulate_exactly(name: str) -> None:
-    """torch.distributed.pipelining divides again what was accumulated before."""
+    """torch.distributed.pipelining divides earlier accumulated gradients again."""
     model, plain = blocks(), blocks()
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule=name, ranks=2, microbatches=4)
     for _ in range(3):
@@ -259,7 +259,7 @@ def test_trees_of_tensors_numbers_strings_and_none_pass_between_stages() -> None
 
 
 def test_no_step_is_run_for_rehearsal() -> None:
-    """torch runs the model once more to learn its shapes: BatchNorm counts five batches of four."""
+    """torch runs the model an extra time to learn its shapes: BatchNorm counts five batches of four."""
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Tanh())
     plain = copy.deepcopy(model)
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="zb-h1", ranks=2, microbatches=4)
@@ -432,7 +432,7 @@ def test_unknown_options_are_refused_with_the_nearest_name() -> None:
 @pytest.mark.parametrize("recompute", ["none", "stage"])
 @pytest.mark.parametrize(("name", "ranks"), [("gpipe", 2), ("1f1b", 4), ("zb-v", 2), ("interleaved", 4), ("zb-h1", 3)])
 def test_dropout_draws_the_same_for_every_schedule_and_number_of_ranks(name: str, ranks: int, recompute: Any) -> None:
-    """And when a forward is run once more; and a step leaves torch's own generator as it was."""
+    """Also when a forward is recomputed; and a step leaves torch's own generator unchanged."""
     runs = []
     options: dict[str, Any]
     for options in ({"schedule": "gpipe", "ranks": 1}, {"schedule": name, "ranks": ranks, "recompute": recompute}):

@@ -1,4 +1,4 @@
-"""Measured steps against the plan: who drifts is named, another order is taken, and no bit of any gradient changes."""
+"""Measured steps against the plan: drifting stages are named, a new order is used, and no gradient changes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_reordering_changes_no_bit(
         pipe, replanned = trained(ranks, schedule, replan="auto", replan_every=2, planned=PLANNED)
     plain, expected = trained(ranks, schedule)
     assert same(replanned, expected)
-    (changed,) = pipe.replans  # it is seen to once, after the second step
+    (changed,) = pipe.replans  # it happens once, after the second step
     assert changed.step == 1
     assert changed.after < changed.before
     assert pipe.schedule != plain.schedule
@@ -131,7 +131,7 @@ def ran(schedule: str, ranks: int, max_norm: float, **more: Any) -> tuple[sl.Pip
     return pipe, run, [figures, [parameter.detach().clone() for parameter in pipe.parameters()]]
 
 
-@pytest.mark.parametrize("max_norm", [0.05, 100.0])  # all steps are clipped, and schedule once more; or none is
+@pytest.mark.parametrize("max_norm", [0.05, 100.0])  # all steps are clipped and recomputed; or none is
 @pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 2), ("1f1b", 4), ("interleaved", 2)])
 def test_reordering_changes_no_bit_of_continuous_steps(
     schedule: str, ranks: int, max_norm: float, measured: Callable[[sl.Costs], None]
@@ -204,7 +204,7 @@ def test_a_straggler_is_named_once_with_its_cost(caplog: pytest.LogCaptureFixtur
         look(watch, schedule, sl.Costs(), 4)
         assert watch.drift is not None
         assert watch.drift.stages == ()
-        assert not caplog.records  # the first period is what the others are held to
+        assert not caplog.records  # the others are compared with the first period
         assert look(watch, schedule, slower(4, 2), 4) == [None] * 4
         (warning,) = [record.message for record in caplog.records]
         look(watch, schedule, slower(4, 2), 8)
@@ -303,7 +303,7 @@ def test_a_job_reorders_and_trains_with_the_same_loss(
 def test_noise_is_no_drift_and_a_lasting_change_is_reported_once(
     seed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Stages that vary by a fifth from step to step, in 200 steps that are looked at every ten; then one is slow."""
+    """Stages that vary by a fifth from step to step, in 200 steps that are checked every ten; then one is slow."""
     draw, factors = np.random.default_rng(seed), np.ones(4)
 
     def noisy(timeline: sl.Timeline) -> sl.Costs:

@@ -1,4 +1,4 @@
-"""Replicas of a pipeline: what two times two processes compute is what one loop over all their samples would."""
+"""Replicas of a pipeline: two times two processes compute what one loop over all their samples would."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model(layers: int = LAYERS) -> nn.Sequential:
 
 
 def data(replica: int, samples: int = 9) -> tuple[Tensor, Tensor]:
-    """What a replica is given: samples of its own."""
+    """The samples of a replica."""
     x, y = batch()
     generator = torch.Generator().manual_seed(100 + replica)
     shape = (samples, *x.shape[1:])
@@ -70,7 +70,7 @@ def alone(
 
 
 def added(by_replica: list[Gradients]) -> Gradients:
-    """Gradients of replicas, added in their order; one that is not there counts as zeros."""
+    """Gradients of replicas, added in their order; a missing one counts as zeros."""
     sums: Gradients = {}
     for name in by_replica[0]:
         there = [grad for grad in (one[name] for one in by_replica) if grad is not None]
@@ -115,7 +115,7 @@ def test_gradients_are_those_of_one_loop_over_the_samples_of_all_replicas() -> N
 
 
 def accumulates(rank: int) -> None:
-    """Two steps are accumulated, a third adds to what was added up; clipping is by the norm over all stages."""
+    """Two steps accumulate, and a third adds to the sum; clipping uses the norm over all stages."""
     plain = model()
     pipe = pipeline(copy.deepcopy(plain), "zb-v", bucket_mb=0.001)
     both, samples = data(pipe.replica), [9, 9]
@@ -153,7 +153,7 @@ class Choosy(Block):
 
 
 def precisions(rank: int) -> None:
-    """bfloat16 is added in float32 and rounded once; float32 in bfloat16, if that is asked for; what is frozen, not."""
+    """bfloat16 is added in float32 and rounded once; float32 in bfloat16, on request; frozen ones are skipped."""
     for dtype, reduce_dtype in ((torch.bfloat16, None), (torch.float32, torch.bfloat16)):
         plain = model(2).to(dtype)
         pipe = pipeline(copy.deepcopy(plain), reduce_dtype=reduce_dtype)
@@ -232,7 +232,7 @@ def ties(rank: int) -> tuple[Tensor, float]:
 
 
 def dropout(rank: int) -> list[tuple[int, tuple[float, ...]]]:
-    """Twice the same; the replicas are given the same samples."""
+    """The same twice; the replicas get the same samples."""
     results = []
     for _ in range(2):
         pipe = pipeline(noisy(), "1f1b", seed=7, loss_reduction="sum")
@@ -288,7 +288,7 @@ def evaluates(rank: int) -> float:
 
 
 def overlap(rank: int) -> tuple[int, list[int]]:
-    """After how many actions each bucket was begun to be added up, and how many actions there are."""
+    """After how many actions the sum of each bucket started, and how many actions there are."""
     pipe = pipeline(model(), "zb-v", bucket_mb=0.001)
     assert pipe.runner.replicas is not None
     group: Any = pipe.runner.replicas.group
@@ -333,7 +333,7 @@ def test_replicas_train_as_one() -> None:
 
 
 def mistakes(rank: int) -> list[str]:
-    """What goes wrong in one replica is said in all of them, and the next step is right."""
+    """A failure in one replica is reported in all of them, and the next step succeeds."""
     errors = []
 
     def attempt(call: Any) -> None:
@@ -418,7 +418,7 @@ def test_a_mistake_in_one_replica_is_said_in_all_and_the_next_step_is_right() ->
     for rank, errors in enumerate(results):
         assert len(errors) == len(wanted)
         for message, pattern in zip(errors, wanted, strict=True):
-            own = pattern.split("StagelineError: ")[-1]  # the rank that made it hears it in its own words
+            own = pattern.split("StagelineError: ")[-1]  # the rank that failed gets its own error
             assert re.search(own if rank == 3 else pattern, message), (rank, pattern, message)
 
 

@@ -24,7 +24,7 @@ class InPlace(nn.Module):
 
 
 def test_a_first_stage_that_changes_its_batch_in_place() -> None:
-    """Microbatches are parts of one tensor, and a change of one was taken for a change of all."""
+    """Microbatches are parts of one tensor, and a change of one was mistaken for a change of all."""
     torch.manual_seed(1)
     model = [nn.Sequential(InPlace(), nn.Linear(4, 4)), nn.Linear(4, 4)]
     plain = copy.deepcopy(nn.Sequential(*model))
@@ -43,7 +43,7 @@ def test_a_first_stage_that_changes_its_batch_in_place() -> None:
 
 @BOTH
 def test_a_stage_that_begins_in_place(schedule: str) -> None:
-    """What a stage is given is a leaf of its graph, which nothing may change in place."""
+    """The input of a stage is a leaf of its graph, which must not be changed in place."""
 
     def build() -> list[nn.Module]:
         return [nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))]
@@ -120,7 +120,7 @@ def test_layers_of_a_sequential_are_chained_the_same_way_for_every_split(ranks: 
 
 
 class PassesOn(nn.Module):
-    """Adds what it was given first to what it was given second, only at the end; on the way it is passed on."""
+    """Adds its first input to its second one only at the end; before that, it passes both on."""
 
     def __init__(self, last: bool) -> None:
         super().__init__()

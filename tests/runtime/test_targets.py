@@ -25,7 +25,7 @@ class Residual(nn.Linear):
 
 
 class Gpt(nn.Module):
-    """A model that is given its targets and returns its loss, as nanoGPT does."""
+    """A model that takes its targets and returns its loss, as nanoGPT does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def without(rank: int) -> tuple[Any, float, int, list[str]]:
 
 
 def test_processes_agree_on_whether_there_are_targets() -> None:
-    """None on all ranks reaches the loss; targets that the last stage's rank was not given are named on every rank."""
+    """None on all ranks reaches the loss; targets missing on the last stage's rank are named on every rank."""
     answers = run_ranks(without, 2)
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
@@ -153,7 +153,7 @@ def test_processes_agree_on_whether_there_are_targets() -> None:
         assert len(errors) == 4
         assert "rank 0 received the targets, and rank 1, which reads them, received None" in errors[0]
         assert "rank 1 received the inputs, and rank 0, which reads them, received None" in errors[1]
-        assert "are a numpy array" in errors[2]  # what rank 0 refused is not taken for missing
+        assert "are a numpy array" in errors[2]  # what rank 0 refused is not mistaken for missing
         assert "rank 0 received the targets, and rank 1" in errors[3]
 
 
@@ -177,7 +177,7 @@ def test_targets_without_dimensions_go_to_every_microbatch(wrap: Any) -> None:
 
 
 def test_targets_with_a_graph_are_refused_and_told_to_be_detached() -> None:
-    """Each microbatch would run the graph of a teacher backwards once more."""
+    """Each microbatch would run the backward of the teacher's graph again."""
     model, teacher = nn.Sequential(Residual(4, 4), Residual(4, 4)), Residual(4, 4)
     x = torch.randn(8, 4)
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, ranks=2, microbatches=4)

@@ -68,7 +68,7 @@ def test_a_run_clips_float64_as_steps_do() -> None:
 
 
 class Giving(nn.Module):
-    """A stage that passes on what a function of torch gives."""
+    """A stage that passes on the result of a torch function."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

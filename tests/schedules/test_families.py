@@ -678,7 +678,7 @@ def test_a_name_that_is_taken_is_refused_and_changes_nothing() -> None:
 
 
 def test_a_name_that_is_taken_is_refused_before_any_family_was_used() -> None:
-    """The package's own families are loaded when first asked for; a user's declaration may come before that."""
+    """The package's own families are loaded on first use; a user's declaration may come before that."""
     script = """
         import stageline as sl
         try:

@@ -1,4 +1,4 @@
-"""Schedules on disk: what is written comes back, and what is broken gets one clear error."""
+"""Schedules on disk: what is written reads back, and a broken file gives one clear error."""
 
 from __future__ import annotations
 

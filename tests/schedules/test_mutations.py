@@ -1,4 +1,4 @@
-"""`verify` against brute force: it rejects just the schedules that break, for the reason for which they break."""
+"""`verify` against brute force: it rejects exactly the schedules that break, for the right reason."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _all_swaps(schedule: sl.Schedule) -> Iterator[sl.Schedule]:
 
 
 def test_every_swap_in_tiny_schedules_of_every_family() -> None:
-    """All of them, so that it is certain that valid mutants and every kind of broken one were among them."""
+    """Every mutant, so that valid ones and every kind of broken one are certainly included."""
     outcomes: Counter[str | None] = Counter()
     for name, options in TRAINING:
         if options.get("chunks", 2) == 2 and options.get("waves", 1) == 1:
@@ -199,7 +199,7 @@ def test_the_least_look_ahead_is_the_first_that_brute_force_finds_safe(name: str
 
 @st.composite
 def certificates(draw: st.DrawFn) -> sl.Certificate:
-    """Of small schedules of families, some of them with entries swapped, and of random ones; all valid."""
+    """Small schedules of families, some with swapped entries, and random ones; all valid."""
     schedule = draw(st.one_of(of_families(training=True), of_no_family()))
     if draw(st.booleans()):
         programs = programs_of(schedule)
@@ -317,7 +317,7 @@ def test_in_order_of_a_program_of_one_rank(program: str, expected: bool) -> None
 
 
 def test_verifying_twice_gives_the_same_and_forgets_nothing() -> None:
-    """What is remembered about one schedule is not taken over by one made from it."""
+    """Cached properties of a schedule are not copied to one made from it."""
     schedule = cached_schedule("1f1b", 3, 4)
     first, again = sl.verify(schedule), sl.verify(schedule)
     assert first.to_json() == again.to_json()

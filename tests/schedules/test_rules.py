@@ -209,7 +209,7 @@ def test_progress_a_pair_cannot_overlap_a_forward_with_its_own_backward() -> Non
 
 
 def test_progress_ranks_that_wait_for_one_another_in_a_circle() -> None:
-    """Rank 0 wants the gradient of microbatch 0 before it starts 1, rank 1 wants 1 before it gives 0 back."""
+    """Rank 0 waits for the gradient of microbatch 0 before it starts 1; rank 1 waits for 1 before it returns 0."""
     error = fault(scheduled([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]))
     assert error.rule == "progress"
     assert (error.rank, error.position) in {(0, 1), (0, 2), (1, 1), (1, 2)}
@@ -219,7 +219,7 @@ def test_progress_ranks_that_wait_for_one_another_in_a_circle() -> None:
 
 
 def test_progress_pairs_that_wait_for_one_another() -> None:
-    """Two pairs start when both of their inputs are there, and each holds an input of the other."""
+    """A pair starts when both of its inputs have arrived, and each pair produces an input of the other."""
     programs = [
         ["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"],
         ["1F0", "(1F1;1B0)OVERLAP_F_B", "1B1"],
@@ -231,7 +231,7 @@ def test_progress_pairs_that_wait_for_one_another() -> None:
 
 
 def test_progress_a_long_circle_is_cut_short() -> None:
-    """Six ranks that each wait for the next one: the message names some of them and says that it goes on."""
+    """Six ranks that each wait for the next one: the message names some of them and says that there are more."""
     ranks = 6
     backward_first = [[f"{r}F0", f"{r}B0", f"{r}F1", f"{r}B1"] for r in range(ranks - 1)]
     programs = [*backward_first, [f"{ranks - 1}{a}" for a in ("F0", "F1", "B0", "B1")]]
@@ -254,7 +254,7 @@ def test_channels_messages_may_be_taken_in_another_order_than_sent_and_the_certi
     assert data["in_channel_order"] is False
     assert data["channels"][1]["messages"] == ["0F0", "0F1"]
     assert data["channels"][1]["taken"] == ["0F1", "0F0"]
-    # Both outputs must have come before the first is taken, so both receives are posted at once.
+    # Both outputs must have arrived before the first is taken, so both receives are posted at once.
     assert certificate.receive_buffers[1] == 2
 
 

@@ -53,7 +53,7 @@ TRAINED = (
     *("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"),
 )
 TWO_WAY = ("chimera", "dualpipe")
-"""They hold each stage on two ranks, which torch's CSV cannot say."""
+"""They hold each stage on two ranks, which torch's CSV cannot express."""
 
 CASES = [
     *(Case(family, 2, 5) for family in TRAINED),
@@ -208,7 +208,7 @@ def test_exported_schedule_trains_in_torch(case: Case, finished: Path) -> None:
 def torch_order(
     name: str, ranks: int, chunks: int, microbatches: int, path: Path, format: str = "compute_only"
 ) -> sl.Schedule:
-    """Let torch make a schedule and dump it, and read it here. Only sizes are asked of the stages for that."""
+    """Let torch make a schedule and dump it, and read it here. For that, torch reads only the sizes of the stages."""
     held: list[Any] = [
         SimpleNamespace(
             num_stages=ranks * chunks,
@@ -232,7 +232,7 @@ def torch_order(
 
 
 SIZES = [(1, 2), (2, 4), (2, 5), (3, 2), (3, 8), (4, 8), (4, 10), (5, 15), (8, 4), (8, 24)]
-"""Ranks and microbatches; torch asks of interleaved orders that the microbatches split into equal rounds."""
+"""Ranks and microbatches; for interleaved orders, torch requires microbatches that split into equal rounds."""
 
 
 def check_order(schedule: sl.Schedule, ranks: int, chunks: int, microbatches: int) -> sl.Certificate:
@@ -253,7 +253,7 @@ def test_torch_loop_orders_verify(name: str, ranks: int, chunks: int, microbatch
     schedule = torch_order(name, ranks, chunks, microbatches, tmp_path / "a.csv")
     certificate = check_order(schedule, ranks, chunks, microbatches)
     assert schedule.placement.table.tolist() == [list(range(ranks)) * chunks]
-    # torch's LoopedBFS runs the last microbatch backward first: a fact about it, and no error.
+    # torch's LoopedBFS runs the last microbatch backward first: that is not an error.
     assert certificate.in_order == (name != "LoopedBFS")
 
 

@@ -1,4 +1,4 @@
-"""What processes do in the tests of checkpoints: save for ever, die in the middle, write a share, meet a full disk."""
+"""What processes do in the tests of checkpoints: save endlessly, die in the middle, write a share, meet a full disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = ("embedding.weight", "layers.0.weight", "layers.1.weight", "head.bias")
 
 
 def model(step: int) -> dict[str, Tensor]:
-    """What the model is after a step: another at every one."""
+    """The model after a step; different after every step."""
     generator = torch.Generator().manual_seed(step)
     return {name: torch.randn(17, 9, generator=generator) for name in NAMES}
 
@@ -94,7 +94,7 @@ def write_share(folder: str, log: str, number: int, count: int, step: int, deadl
 
 
 def meet_a_limit(folder: str, log: str, most: int) -> None:
-    """Save with a limit on the size of files: the system refuses to write on, as it does when a disk is full."""
+    """Save with a limit on the size of files: the system refuses to write more, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     writer = Writer(folder)
     big = {"weight": torch.ones(most)}

@@ -64,7 +64,7 @@ def step(control: MonitorClient, doing: Any, waits: int | None) -> None:
 
 
 def collective() -> None:
-    """Block the main thread for ever in native code that no signal interrupts, as a collective does."""
+    """Block the main thread endlessly in native code that no signal interrupts, as a collective does."""
     library = ctypes.CDLL(None)
     mutex = ctypes.create_string_buffer(64)  # all zeros is a mutex that nobody holds
     library.pthread_mutex_lock(mutex)

@@ -1,6 +1,6 @@
 """A rank of a job that loses its last rank, after which every other rank ends in a different way.
 
-Every survivor waits in a collective when it hears of the loss, and that collective never ends.
+Every survivor is waiting in a collective when it learns of the loss, and that collective never ends.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def nested() -> None:
 
 
 def exit_in_a_thread() -> None:
-    """A thread that exits ends by itself, and the process does not."""
+    """A thread that calls exit ends alone; the process continues."""
     thread = threading.Thread(target=sys.exit, args=(9,))
     thread.start()
     thread.join()

@@ -256,7 +256,7 @@ def main(
 
     os.environ["STAGELINE_FLIGHT_DIR"] = str(Path(folder) / "flights-0")
     meet(Path(folder), rank, ranks)
-    if plan and plan[0].get("dies_at_start") == rank:  # when all have come, and make their groups together
+    if plan and plan[0].get("dies_at_start") == rank:  # when all have connected, and make their groups together
         dist.new_group = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
     try:
         job = Job(rank, Path(folder), deadline, width)

@@ -118,11 +118,11 @@ def of_no_family(draw: st.DrawFn, ranks: int = 4, stages: int = 5, microbatches:
 
 
 def in_random_order(dice: random.Random, placement: sl.Placement) -> list[list[sl.Action | sl.Overlap]]:
-    """Do one thing that can be done after the other, until all is done."""
+    """Run one possible action after the other, until all have run."""
     last = placement.stages - 1
     programs: list[list[sl.Action | sl.Overlap]] = [[] for _ in range(placement.ranks)]
     ready = [sl.Action("F", 0, microbatch) for microbatch in range(placement.microbatches)]
-    eager = dice.random()  # whether to go for the late stages first, as a real schedule does
+    eager = dice.random()  # whether to prefer late stages, as a real schedule does
     while ready:
         by_depth = dice.random() < eager
         chosen = min(ready, key=lambda a: (a.microbatch, a.kind == "F")) if by_depth else dice.choice(ready)

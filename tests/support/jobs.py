@@ -80,7 +80,7 @@ def log_of(tokens: Path, run: str, rank: int = 0) -> str:
 def step_of(tokens: Path, run: str) -> int:
     try:
         lines = (tokens.parent / run / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:  # not begun yet, or set aside by a start that begins anew
+    except FileNotFoundError:  # not started yet, or set aside by a new start
         return 0
     return max((row["step"] for row in map(json.loads, lines) if row["event"] == "step"), default=0)
 
@@ -93,7 +93,7 @@ def wait_for(tokens: Path, run: str, step: int) -> None:
 
 
 def wait_until(child: Child, condition: Callable[[], bool]) -> None:
-    """Wait for something that a process does while it lives."""
+    """Wait for something that a process does while it is alive."""
     end = time.monotonic() + PATIENCE
     while not condition():
         assert child.poll() is None

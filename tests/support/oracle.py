@@ -1,7 +1,7 @@
 """A second opinion on schedules, by brute force: programs are executed step by step, in plain Python.
 
 Nothing here shares code or arrays with the package. A schedule is read through `programs`, `rank_of`, its sizes
-and whether it trains; all else is worked out again, slowly, from what the words mean.
+and whether it trains; everything else is computed again, slowly, from the definitions.
 """
 
 from __future__ import annotations
@@ -200,9 +200,9 @@ def least_look_ahead(schedule: sl.Schedule) -> int:
 def _finishes_with_rendezvous(plan: Plan, ahead: int) -> bool:
     """Run it with sends that hold their rank at its entry until the matching receive is posted.
 
-    A channel delivers in the order sent. A rank that has come to an entry has posted, on every channel, the receives
-    up to the last one that any entry up to this one takes, and `ahead` more. A rank goes on to its next entry when all
-    messages of this one have found their receives.
+    A channel delivers in the order sent. A rank that has reached an entry has posted, on every channel, the receives
+    up to the last one that any entry up to this one takes, and `ahead` more. A rank continues with its next entry when
+    all messages of this one have found their receives.
     """
     # For each channel, the receiver's position of each of its receives, and which message it takes, as they are sent.
     takes: defaultdict[Channel, list[tuple[int, int]]] = defaultdict(list)

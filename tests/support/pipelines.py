@@ -37,7 +37,7 @@ def blocks(count: int = 8, width: int = 8) -> Any:
 
 
 class Head(nn.Module):
-    """A last layer with a weight of another one's."""
+    """A last layer that uses the weight of another layer."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def weights(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 class Trained(NamedTuple):
-    """What three steps of one process give."""
+    """The results of three steps of one process."""
 
     losses: list[float]
     gradients: list[dict[str, Tensor | None]]
@@ -104,7 +104,7 @@ def train_beside_the_loop(
 ) -> None:
     """Three steps of a family; fail where a loss, a gradient or a weight differs in any bit from the plain loop's.
 
-    `here` is the rank of this process, if each is one: it is then given only what it needs, or everything.
+    `here` is the rank of this process, if each is one: it then gets only what it needs, or everything.
     """
     what = f"of {name}, {ranks} ranks, {microbatches} microbatches, {dtype}"
     x, y = (part.to(dtype) for part in batch())
@@ -145,7 +145,7 @@ def noisy() -> Any:
 
 
 class Average(nn.Module):
-    """Keeps a running mean in a buffer that it assigns anew, and one that it changes and uses."""
+    """Keeps a running mean in a buffer that it reassigns, and one that it changes and uses."""
 
     def __init__(self) -> None:
         super().__init__()

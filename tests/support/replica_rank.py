@@ -20,7 +20,7 @@ def die(value: Tensor) -> Tensor:
 
 
 def main(rank: int, folder: str) -> None:
-    """Train until a rank is lost, and write what was said of it."""
+    """Train until a rank is lost, and write the error."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
     stages = [FaultyStage(nn.Linear(4, 4)) for _ in range(2)]

@@ -45,7 +45,7 @@ def orders(problem: Problem, rank: int, split: dict[tuple[int, int], bool]) -> I
         return (a == b == "F" and s < t) or (a in "BI" and b in "BI" and s > t) or (a == "F" and b in "BI")
 
     def size(step: Step) -> tuple[float, float]:
-        """Memory during an action beside what was there, and what it leaves behind."""
+        """Additional memory during an action, and after it."""
         kind, s, m = step
         held, kept = problem.activation[s][m], problem.residue[s][m]
         extra = problem.transients["FBIW".index(kind)][s][m]
@@ -114,7 +114,7 @@ def tiny(draw: st.DrawFn) -> Problem:
 
 
 def best_of_states(problem: Problem) -> float:
-    """The best objective of an instance with one stage a rank, by going through everything that can be done.
+    """The best objective of an instance with one stage a rank, by exhaustive search.
 
     A state is how many F, I and W every rank has run; of all ways to come to it, those are kept that no other way
     beats in the moment each rank is free and each message arrives.
@@ -145,7 +145,7 @@ def best_of_states(problem: Problem) -> float:
 
 
 def may_run(problem: Problem, state: Any, rank: int, at: int) -> bool:
-    """Whether a rank may run its next F, I or W: it is there, its input is made, and it fits."""
+    """Whether a rank may run its next F, I or W: it exists, its input is ready, and it fits."""
     done = state[rank]
     m = done[at]
     if m == problem.microbatches or (at > 0 and m >= done[at - 1]):

@@ -1,4 +1,4 @@
-"""Schedules made for their costs: valid, within memory, in order, and never worse than what has a name."""
+"""Schedules made for their costs: valid, within memory, in order, and never worse than a named family."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def measured(residue: float = 1.0) -> sl.Costs:
 
 @st.composite
 def requests(draw: st.DrawFn) -> dict[str, Any]:
-    """Anything one may ask for: unequal stages, ranks, memory, transfers and microbatches, in any placement."""
+    """Any valid request: unequal stages, ranks, memory, transfers and microbatches, in any placement."""
     dice = random.Random(draw(st.integers(0, 2**32 - 1)))
     ranks, count = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     chunks = draw(st.sampled_from([1, 1, 2, 3]))
@@ -61,7 +61,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def caps_for(request: dict[str, Any]) -> Any:
-    """Turn the room that was drawn into caps: so much above what every rank needs at least."""
+    """Turn the drawn slack into caps: this much above the minimum of every rank."""
     room = request["memory"]
     if room is None or room == math.inf:
         return room
@@ -92,7 +92,7 @@ def in_order(schedule: sl.Schedule) -> bool:
 
 
 def options_of(known: Any, request: dict[str, Any]) -> list[dict[str, Any]]:
-    """All options of a family that give a rank as many stages as asked for."""
+    """All options of a family that give a rank the requested number of stages."""
     if "waves" in known:
         return [{"waves": max(1, request["chunks"] // 2)}]
     if "chunks" not in known:
@@ -102,7 +102,7 @@ def options_of(known: Any, request: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def best_family(request: dict[str, Any], caps: Any, placement: sl.Placement) -> float:
-    """The best of all families in this placement, made without any help of the synthesis."""
+    """The best of all families in this placement, built without the synthesis."""
     best = math.inf
     choices = [
         (name, options) for name, family in sl.families().items() for options in options_of(family.options, request)

@@ -1,4 +1,4 @@
-"""Memory of the host that is freed and taken again: a process that keeps it does not pay for its pages twice."""
+"""Host memory that is freed and allocated again: a process that keeps it does not pay for its pages twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of classes derived from torch.Tensor: stages are given them as in one process, or they are refused."""
+"""Tensors of classes derived from torch.Tensor: stages receive them as in one process, or they are refused."""
 
 from __future__ import annotations
 

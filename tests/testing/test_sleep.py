@@ -43,7 +43,7 @@ def test_every_sleep_runs_once_per_microbatch_and_gradients_are_exact(family: st
 
 
 def test_a_split_backward_sleeps_each_half_in_its_own_action() -> None:
-    """Both ranks put W off to the very end."""
+    """Both ranks defer W to the end."""
     schedule = sl.Schedule.from_programs(
         [["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"], ["1F0", "1I0", "1F1", "1I1", "1W0", "1W1"]]
     )

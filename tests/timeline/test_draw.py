@@ -149,7 +149,7 @@ def test_the_trace_has_every_action_and_an_arrow_for_every_transfer(name: str) -
 
 
 def test_kinds_differ_in_brightness_and_words_can_be_read() -> None:
-    """In grey print the kinds stay apart, and every label has a contrast of at least 4.5 to 1."""
+    """In greyscale the kinds stay distinguishable, and every label has a contrast of at least 4.5 to 1."""
     steps = sorted((brightness(look.fill) for letter, look in LOOKS.items() if letter != "&"), reverse=True)
     assert all((high + 0.05) / (low + 0.05) > 1.35 for high, low in pairwise(steps))
     assert len({look.line for look in LOOKS.values()}) == len(LOOKS)

@@ -1,4 +1,4 @@
-"""Planned against measured: the parts add up, each blames what is to blame, and runs come back from files."""
+"""Planned against measured: the parts add up, each has the right cause, and runs can be read back from files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def measured_like(schedule: sl.Schedule, seed: int) -> sl.Timeline:
                     there = end[source]
                     if graph.rank[source] != rank:
                         there += float(dice.integers(0, 4))
-                        # What a rank did not wait for, it finds only when it comes.
+                        # A rank notices an input that it did not wait for only when it gets to it.
                         arrived[action] = max(there, now) if dice.random() < 0.5 else there
                     now = max(now, there)
             now += float(dice.integers(0, 3))

@@ -27,7 +27,7 @@ speeds = st.sampled_from([0.5, 1.0, 2.0, 4.0])
 
 @dataclass
 class Case:
-    """A schedule, what it costs in our words, and the same in the oracle's."""
+    """A schedule, its costs in our format, and the same in the oracle's."""
 
     schedule: sl.Schedule
     costs: sl.Costs
@@ -40,7 +40,7 @@ class Case:
 
 
 def one_or_each(draw: st.DrawFn, value: st.SearchStrategy[float], count: int) -> tuple[Any, list[float]]:
-    """Draw one number for all, or one for each; as it is given, and spelled out."""
+    """Draw one number for all, or one for each; return it as passed, and expanded."""
     if draw(st.booleans()):
         one = draw(value)
         return one, [one] * count
@@ -59,7 +59,7 @@ def one_or_square(draw: st.DrawFn, value: st.SearchStrategy[float], count: int) 
 
 @st.composite
 def cases(draw: st.DrawFn, training: bool = False) -> Case:
-    """A random schedule with random costs, each of them given in one of the ways in which it can be."""
+    """A random schedule with random costs, each in one of the accepted forms."""
     schedule = draw(st.one_of(of_families(training=training), of_no_family()))
     stages, microbatches = schedule.stages, schedule.microbatches
     given_costs: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Stages that become slower: named once and soon, on threads and processes; never for what is only noise."""
+"""Stages that become slower: reported once and soon, with threads and with processes; noise is never reported."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def test_every_lasting_change_is_told_once() -> None:
     rows = np.ones((600, 2, STAGES))
     rows[100:, :, 1] *= 2.0
     rows[200:, :, 1] *= 2.0
-    rows[300:, :, 1] /= 4.0  # as in the beginning, which is nothing to tell
+    rows[300:, :, 1] /= 4.0  # as at the beginning: nothing to report
     rows[300 + PAST + QUIET :, :, 1] *= 2.0
     assert named(rows) == [(first + WINDOW - 1, 1) for first in (100, 200, 300 + PAST + QUIET)]
 
 
 class Sleeper(nn.Module):
-    """A layer that takes as long as it is told to, however busy the machine is."""
+    """A layer with a set duration, however busy the machine is."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Checkpoints: what was saved comes back bit by bit, a kill or a flipped bit loses one at most, and damage is named."""
+"""Checkpoints: saved values load bit by bit, a kill or a flipped bit loses at most one, and damage is named."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def save_steps(folder: Path, *steps: int, **options: Any) -> None:
             process.save(writer, step)
 
 
-# What was saved comes back
+# Saved values load again
 
 
 @st.composite
@@ -177,7 +177,7 @@ def test_only_one_checkpoint_is_being_written(tmp_path: Path, monkeypatch: pytes
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda handle: (free.wait(60), fsync(handle))[1])
     with Writer(tmp_path) as writer:
-        process.save(writer, 1)  # returns, though the disk stands still
+        process.save(writer, 1)  # returns, although the disk is blocked
         assert published(tmp_path) == []
         second = threading.Thread(target=process.save, args=(writer, 2))
         second.start()
@@ -337,7 +337,7 @@ def test_a_killed_writer_is_named_by_the_first(tmp_path: Path, nursery: Nursery)
 
 def test_attempts_never_mix(tmp_path: Path) -> None:
     with Writer(tmp_path, 1, 2) as stale:
-        stale.save(5, {"b": torch.zeros(2)}, attempt="first")  # its job was killed before writer 0 came
+        stale.save(5, {"b": torch.zeros(2)}, attempt="first")  # its job was killed before writer 0 started
     with Writer(tmp_path, 0, 2, deadline=60.0) as first, Writer(tmp_path, 1, 2) as second:
         first.save(5, {"a": torch.ones(2)}, attempt="second")
         second.save(5, {"b": torch.ones(2)}, attempt="second")
@@ -424,7 +424,7 @@ def test_damage_is_named_and_the_one_before_is_used(tmp_path: Path, name: str, c
     file, do, what, text = DAMAGES[name]
     kept = shutil.copytree(tmp_path / "c/step-00000001", tmp_path / "kept")
     do(tmp_path / "c/step-00000002" / file)
-    if name.startswith("exchanged"):  # it damages both: whole is what was kept
+    if name.startswith("exchanged"):  # it damages both: only the kept one is intact
         shutil.rmtree(tmp_path / "c/step-00000001")
         shutil.copytree(kept, tmp_path / "c/step-00000001")
     damages: list[Damage] = []
@@ -569,7 +569,7 @@ def test_no_space_is_said_with_the_space_there_is(tmp_path: Path, monkeypatch: p
             ):
                 process.save(writer, 3)
         assert {path.name for path in tmp_path.iterdir()} == {"latest", "step-00000001"}
-        process.save(writer, 3)  # told once, and training may go on
+        process.save(writer, 3)  # raised once, and training may continue
     assert [path.name for path in published(tmp_path)] == ["step-00000001", "step-00000003"]
 
 

@@ -1,4 +1,4 @@
-"""Data of every kind, what is refused, and whether it is the data of a checkpoint."""
+"""Data of every kind, what is refused, and whether data matches a checkpoint."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused() -> None:
 
 def test_files_of_tokens_are_not_read_into_memory() -> None:
     with Path("big.bin").open("wb") as file:
-        file.truncate(1 << 36)  # 64 GB of zeros that takes no place
+        file.truncate(1 << 36)  # 64 GB of zeros that take no space
         file.seek(5 * 2 * 1024 * 4)
         file.write(np.array([7, 8, 9], "<u2").tobytes())
     source = memmap_tokens("big.bin", "uint16", seq_len=1024)

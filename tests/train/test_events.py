@@ -136,7 +136,7 @@ def test_going_on_without_a_step_keeps_all_but_a_torn_line(tmp_path: Path) -> No
         file.write(step_row(3))
     assert [row["step"] for row in read_metrics(path).rows] == [1, 2, 3]
     assert read_metrics(path).broken == 0
-    path.write_text(path.read_text().rstrip("\n"))  # whole, but its line break never reached the disk
+    path.write_text(path.read_text().rstrip("\n"))  # complete, but its line break never reached the disk
     with MetricsFile(path) as file:
         file.write(step_row(4))
     assert [row["step"] for row in read_metrics(path).rows] == [1, 2, 3, 4]

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_killed_job_resumes_with_the_same_bits(nursery: Nursery, tokens: Path, processes: int) -> None:
-    """Dropout and shuffling are on; the threads' whole run is the measure of all."""
+    """Dropout and shuffling are on; all runs are compared with the uninterrupted run on threads."""
     assert exit_codes(start(nursery, tokens, "whole")) == [0], log_of(tokens, "whole")
     draw = random.Random(processes)
     for _ in range(2):
@@ -166,7 +166,7 @@ def test_replicas_of_a_pipeline_train_go_on_and_load_elsewhere(nursery: Nursery,
     apart = [abs(losses(tokens, "other")[step][0] - losses(tokens, "whole")[step][0]) for step in range(1, 17)]
     assert max(apart) < 1e-4, apart
     (shared,), (whole,) = (validations(tokens, run) for run in ("whole", "other"))
-    assert shared["samples"] == whole["samples"] == 11  # of 16 that are asked for; the last 3 are shared unevenly
+    assert shared["samples"] == whole["samples"] == 11  # of 16 that are requested; the last 3 are shared unevenly
     assert abs(shared["loss"] - whole["loss"]) < 1e-4
 
 
@@ -205,7 +205,7 @@ def test_a_rank_killed_while_saving_is_named_at_once_and_the_folder_is_free(
         assert f"error: rank {ranks - 1} died" in logs[rank] or f"is not saved: rank {ranks - 1} died" in logs[rank]
         # Not by the deadline of the writer, which is a minute.
         assert float((folder / f"ended-{rank}").read_text()) - killed < 30.0
-    assert not published(folder / "run" / "checkpoint")  # what they gave up may stay until the next save
+    assert not published(folder / "run" / "checkpoint")  # what they abandoned may stay until the next save
     free = RunFolder(folder / "run")
     free.claim(read_config(folder / "run" / "config.toml"))
     free.release()

@@ -58,7 +58,7 @@ def test_over_many_epochs_every_sample_comes_at_every_place_as_often(size: int) 
 
 
 def in_plain_python(place: int, size: int, seed: int, epoch: int) -> int:
-    """The order once more in integers without a size, which no platform and no version of numpy can bend."""
+    """The same order computed with Python's unbounded integers, independent of the platform and of numpy."""
     words = hashlib.blake2b(f"{seed}/{epoch}/{size}".encode(), digest_size=64).digest()
     keys = [int.from_bytes(words[at : at + 8], "little") for at in range(0, 64, 8)]
     columns = next(count for count in range(1, size + 1) if count * count >= size)

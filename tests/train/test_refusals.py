@@ -1,4 +1,4 @@
-"""What a training job must not let pass: options that do nothing, damage, silent restarts, losses of something else."""
+"""What a training job must refuse: options without effect, damage, silent restarts, losses of other samples."""
 
 from __future__ import annotations
 
@@ -417,7 +417,7 @@ def test_a_warm_up_that_leaves_no_step_to_the_rest_is_told_of(
 @pytest.mark.parametrize(("wanted", "used"), [(1, 4), (2, 7), (5, 7)])
 @pytest.mark.parametrize("loss", ["mse", "cross_entropy"])
 def test_every_validation_sample_counts_at_most_once(loss: str, wanted: int, used: int) -> None:
-    """7 of 40 samples are held back, and a batch has 4; the loss is that of one pass over them."""
+    """7 of 40 samples are for validation, and a batch has 4; the loss is that of one pass over them."""
     more = ("validation.freq=4", f"validation.steps={wanted}", "validation.fraction=0.175", f"training.loss={loss}")
     data = pictures() if loss == "cross_entropy" else SAMPLES
     trainer = Trainer(Config.read(None, *TINY, *more), model=Small if loss == "mse" else Wide, data=data)

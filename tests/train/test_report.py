@@ -1,4 +1,4 @@
-"""The report of a run: one page that tells the truth, needs nothing else, and breaks for nobody."""
+"""The report of a run: one page that is correct, self-contained and robust."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_settings_that_differ_from_the_defaults_are_marked(options: str, marked:
     assert page.all("pre") == [options.rstrip("\n")]
 
 
-# --- runs that are not whole ------------------------------------------------------------------------------------------
+# --- incomplete runs --------------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_is_running_or_was_killed_has_no_known_end(tmp_path: Path) -> None:

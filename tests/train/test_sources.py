@@ -1,4 +1,4 @@
-"""Data sets, functions, what is held back, what a batch is made of, and whether it is the data of a checkpoint."""
+"""Data sets, functions, validation data, batches, and whether data matches a checkpoint."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_samples_are_trees_of_anything_that_is_a_tensor() -> None:
     assert torch.equal(targets, torch.tensor([0.5, 1.5]))
 
 
-# Held back
+# Validation data
 
 
 @settings(max_examples=examples(100))

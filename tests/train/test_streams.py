@@ -1,4 +1,4 @@
-"""Streams of samples, taken up where they were, and batches that are made ahead."""
+"""Streams of samples, resumed at their position, and batches that are prepared ahead."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_stream_goes_through_its_epochs_in_order() -> None:
 
 @pytest.mark.parametrize(("kind", "drawn"), [(Numbers, 5024), (Seeking, 4), (Remembering, 4)])
 def test_a_stream_is_taken_up_where_it_was(kind: type[Numbers], drawn: int) -> None:
-    """Only one that cannot be told where to go on is skipped through, with a note."""
+    """Only a stream that cannot seek is skipped through, with a note."""
     first = Loader(Stream(kind()), batch=4)
     expected = numbers(first.samples(5000, 20))
     for position in range(5020, 5040, 4):
@@ -101,7 +101,7 @@ def test_a_stream_is_taken_up_where_it_was(kind: type[Numbers], drawn: int) -> N
 def test_a_stream_resumes_with_other_replicas(
     kind: type[Numbers], replicas: int, local: int, batches: int, ahead: int, later: int
 ) -> None:
-    """The checkpoint is of a position a few batches back, as when batches are made ahead."""
+    """The checkpoint has a position a few batches back, as when batches are prepared ahead."""
     first = Loader(Stream(kind()), batch=replicas * local)
     for turn in range(batches + ahead):
         first.batch(turn * replicas * local, 0, replicas, local)

@@ -156,7 +156,7 @@ def test_a_run_resumes_with_other_ranks_and_another_schedule(tokens: Path, chang
 
 
 def stop_after(trainer: Trainer, step: int) -> None:
-    """Let the job hear SIGTERM when it has made a step."""
+    """Send SIGTERM to the job after a step."""
     import signal
 
     agree = trainer._agree_to_stop

@@ -163,7 +163,7 @@ def test_hosts_with_other_uptimes_give_the_makespan_and_the_bubble_of_one_clock(
     assert "±" in repr(timelines["step-0"])
 
 
-# ---- what is said of it ----
+# ---- messages ----
 
 ALIGNED = sl.simulate(sl.schedule("1f1b", 2, 4), sl.Costs(forward=0.01, backward=0.02))
 MEASURED = replace(ALIGNED, costs=None, uncertainty=0.002)
@@ -221,7 +221,7 @@ def test_nothing_is_planned_from_a_step_of_clocks_that_were_not_aligned() -> Non
 
 
 def without_uncertainty(timeline: sl.Timeline, path: Path) -> sl.Timeline:
-    """As a file reads that was written before there were uncertainties."""
+    """A file that was written before timelines had uncertainties."""
     timeline.write(path)
     data = json.loads(path.read_text())
     del data["uncertainty"]

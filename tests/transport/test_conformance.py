@@ -186,7 +186,7 @@ def test_a_sender_refuses_what_its_receiver_does_not_expect() -> None:
 
 
 def keeps(rank: int) -> tuple[int, int, float, float]:
-    """Train with 64 microbatches, looking after every send how much is kept."""
+    """Train with 64 microbatches, and check after every send how much is kept."""
     pipe = sl.Pipeline(blocks(4), loss_fn=functional.mse_loss, schedule="1f1b", ranks=2, microbatches=64)
     transport: Any = pipe.runner.host.transport(rank)
     kept: list[int] = []
@@ -205,7 +205,7 @@ def keeps(rank: int) -> tuple[int, int, float, float]:
 
 
 def test_what_is_kept_of_sent_messages_does_not_grow_with_the_microbatches() -> None:
-    """1F1B is never more than two microbatches ahead; the rest is what the thread that lets go has not yet seen."""
+    """1F1B is never more than two microbatches ahead; the rest is what the releasing thread has not processed yet."""
     for sent, kept, loss, plain in run_ranks(keeps, 2):
         assert sent == 64
         assert kept <= 16
@@ -288,9 +288,9 @@ def only(active: list[bool], name: str) -> dict[str, Callable[[Any], Any]]:
 
 
 def suffers(rank: int, names: list[str], apart: bool) -> dict[str, list[str]]:
-    """Plant every fault in turn on rank 0, in a step and in an evaluation; train honestly after each."""
+    """Plant every fault in turn on rank 0, in a step and in an evaluation; train correctly after each."""
     errors: dict[str, list[str]] = {}
-    sl.Pipeline(blocks(3), loss_fn=functional.mse_loss, ranks=3, microbatches=4, deadline=60.0)  # all have come
+    sl.Pipeline(blocks(3), loss_fn=functional.mse_loss, ranks=3, microbatches=4, deadline=60.0)  # all have connected
     for name in names:
         active = [True]
         pipe = sl.Pipeline(

@@ -115,7 +115,7 @@ def call(links: Links) -> socket.socket:
 
 
 def hello(sender: int, links: Links, token: str = TOKEN, **other: Any) -> bytes:
-    """What a rank says to another, but for what is other."""
+    """The hello of a rank, with some fields replaced."""
     words = {"source": sender, "target": links.rank, "lane": 0, "address": links.address, "nonce": "a" * 32, **other}
     claim = proof(token, "sender", *(words[name] for name in ("source", "target", "lane", "address", "nonce")))
     return struct.pack("<8s32s64sii", b"stagelin", b"a" * 32, claim.encode(), sender, 0)
@@ -135,7 +135,7 @@ def hello(sender: int, links: Links, token: str = TOKEN, **other: Any) -> bytes:
     ids=lambda other: next(iter(other)),
 )
 def test_a_stranger_is_not_heard(links: tuple[Links, Links], other: dict[str, Any]) -> None:
-    """Another secret, rank, lane, listener or nonce than the proof is of; something else, or nothing at all."""
+    """A secret, rank, lane, listener or nonce that the proof does not cover; something else, or nothing at all."""
     strangers = [call(links[1]) for _ in range(4)]
     strangers[0].sendall(hello(**{"sender": 0, "links": links[1], **other}))
     strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100)
@@ -164,7 +164,7 @@ def test_a_wait_ends_when_another_rank_fails_or_its_connection_does(links: tuple
 
 
 def test_a_receiver_that_takes_nothing_does_not_hold_up_others() -> None:
-    """What the network does not take waits for its receiver alone."""
+    """Data that the network does not accept waits only for its own receiver."""
     ends = [Links(rank, 3) for rank in range(3)]
     for end in ends:
         end.meet([peer.address for peer in ends], TOKEN)
@@ -174,7 +174,7 @@ def test_a_receiver_that_takes_nothing_does_not_hold_up_others() -> None:
     large = torch.zeros(64 << 20, dtype=torch.uint8)
     sender.send(Message(header(0), [large], "*", [True]))
     assert sender.kept == 1
-    large.fill_(9)  # what is on its way is not what was sent any more: it must have been copied
+    large.fill_(9)  # the tensor changed after the send: it must have been copied
     to_third = Header(0, 2, "forward", 0, 0, 0)
     sender.send(Message(to_third, [torch.ones(3)], "*", [True]))
     assert torch.as_tensor(third.receive(to_third, 20.0).leaves[0]).tolist() == [1.0] * 3
@@ -224,7 +224,7 @@ def test_a_sender_that_ends_late_does_no_harm(links: tuple[Links, Links], monkey
 
 
 def received(links: tuple[Links, Links]) -> list[float]:
-    """What a message brings that is sent now."""
+    """The contents of a message that is sent now."""
     sender, receiver = (SocketTransport(end) for end in links)
     sender.begin({}, {(1, "forward"): 1})
     receiver.begin({(0, "forward"): 1}, {})
@@ -272,7 +272,7 @@ def test_a_stranger_that_says_nothing_has_to_go_in_time(
 
 
 def test_links_that_outlive_their_module_end_without_a_word(tmp_path: Path) -> None:
-    """At the end of Python, where names of modules are gone before the last objects."""
+    """At interpreter shutdown, when module globals are gone before the last objects."""
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\nfrom stageline.transport.tcp import links\nlinks.kept = links.Links(0, 1)\nsys.kept = links\n"
