@@ -164,8 +164,8 @@ class Executor:
             stage.splits_backward = any(task.kind == kinds.I for task in self._tasks if task.stage == number)
         self._local: dict[tuple[Traffic, int, int], Message] = {}
         self._parked_before = self._find_parked_before()
-        """For tasks that take a message in another order than it was sent: the tasks whose messages come before it and
-        are parked, or None if its own is parked by then."""
+        """For tasks that take a message out of order: the tasks whose messages arrive before it and must be parked.
+        None if the task's own message is already parked."""
         self._parked: dict[int, Message] = {}
         self._forms: dict[Any, _Form] = {}
         self._passed: dict[int, _Form] = {}
@@ -207,7 +207,7 @@ class Executor:
         )
 
     def _find_parked_before(self) -> dict[int, list[_Task] | None]:
-        """Follow what this rank takes from each channel that it reads in another order than was sent."""
+        """For channels read out of order, find which messages to park before each task."""
         channels = self.schedule.channels
         parked_before: dict[int, list[_Task] | None] = {}
         own = channels.targets() == self.rank

@@ -286,7 +286,7 @@ class StepRunner:
         versions = list(map(version_of, self.stages.model.buffers())) if self._two_directions else []
         on_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         generators = Generators.now() if on_gpus else torch.get_rng_state()
-        if request is not None and executors.devices:  # ranks begin after what the caller's streams hold
+        if request is not None and executors.devices:  # ranks start after the work in the caller's streams
             start_events = {device: (_event(device), time.perf_counter()) for device in executors.devices}
             request = replace(request, start_events=start_events)
         penalties: dict[str, Tensor] = {}

@@ -14,11 +14,11 @@ Snapshot = tuple[tuple[nn.Module, str, Tensor, int, Tensor | None], ...]
 """For each buffer: its module and name, the tensor, its version, and a copy if a forward changes it."""
 
 BufferCopies = list[tuple[nn.Module, str, Tensor, Tensor]]
-"""Where each buffer is, the tensor, and a copy of it."""
+"""For each buffer: its module and name, the tensor, and a copy of it."""
 
 
 def all_buffers(module: nn.Module) -> BufferCopies:
-    """Where each buffer is, the tensor, and a copy of it."""
+    """For each buffer: its module and name, the tensor, and a copy of it."""
     return [
         (owner, name, buffer, buffer.detach().clone())
         for owner in module.modules()
@@ -28,7 +28,7 @@ def all_buffers(module: nn.Module) -> BufferCopies:
 
 
 def put_back(taken: BufferCopies) -> None:
-    """Restore the buffers, also those that were assigned anew since."""
+    """Restore the buffers, including buffers reassigned since."""
     for owner, name, buffer, copy in taken:
         buffers_of(owner)[name] = buffer
         buffer.data.copy_(copy)
