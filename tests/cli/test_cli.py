@@ -319,7 +319,7 @@ def test_a_config_of_hugging_face_is_a_model(models: Path, capsys: Capture) -> N
             "check models_of_a_test:swapped",
             "returned a function as the targets; it must return a model, (model, inputs)",
         ),
-        ("profile models_of_a_test:alone", "gives no inputs"),
+        ("profile models_of_a_test:alone", "returns no inputs"),
         ("inspect models_of_a_test:alone --stages 9", "has 2 units (0, 1), but 9 stages were requested"),
     ],
 )

@@ -136,7 +136,7 @@ def test_the_folder_comes_from_the_argument_or_the_environment(tmp_path: Path, m
 def test_doctor_needs_no_record_of_the_killed_rank(tmp_path: Path, capsys: Capture) -> None:
     flights(tmp_path)
     out = call(["doctor", str(tmp_path)], capsys)
-    assert out.startswith("job job1: 1f1b, 4 ranks, 4 stages, 8 microbatches rank 2 died (its process ended")
+    assert out.startswith("job job1: 1f1b, 4 ranks, 4 stages, 8 microbatches rank 2 died (its process exited")
     assert "while it was in B of stage 2, microbatch 1" in out
     assert (
         "rank 2 wrote no record (a killed process cannot); the last message received from it is the gradient of stage 2"

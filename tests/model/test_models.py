@@ -238,7 +238,7 @@ def test_where_a_model_is_cut(ask: dict[str, Any], expected: Any) -> None:
         ({"placement": "v", "ranks": 1}, "ranks=, placement= need costs"),
         ({"schedule": "1f1b"}, "schedule= needs costs"),
         ({"schedule": 3, "by": "parameters"}, r"schedule must be a family name or a Schedule .*, got 3"),
-        ({"schedule": "zb-v", "by": "parameters", "ranks": 2}, "zb-v on 2 ranks has 4 stages, .* give stages=4"),
+        ({"schedule": "zb-v", "by": "parameters", "ranks": 2}, "zb-v on 2 ranks has 4 stages, .* pass stages=4"),
         ({"schedule": "1f1b", "by": "parameters", "placement": "v"}, "leave placement= out"),
         ({"layers_per_stage": [4, 1]}, r"\[4, 1\], 5 in total, but the model has 4 blocks \(8 units"),
         ({"stack": "transformer.g"}, r"no module 'transformer.g' \(did you mean 'transformer.h'\?\) in GPT"),

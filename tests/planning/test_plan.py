@@ -396,7 +396,7 @@ def test_an_invalid_file_is_refused_with_the_reason(tmp_path: Path, change: dict
     [
         ({"ranks": 0, "batch": 8}, "ranks to be a whole number from 1"),
         ({"ranks": 2}, "needs microbatches="),
-        ({"ranks": 2, "batch": 8}, "give samples="),
+        ({"ranks": 2, "batch": 8}, "pass samples="),
         ({"ranks": 2, "batch": 8, "samples": 1, "microbatches": 3}, r"do not divide batch=8; .* are \[2, 4\]"),
         ({"ranks": 9, "microbatches": 2}, "the model has 4 units, but 9 ranks"),
         ({"ranks": 2, "microbatches": 2, "memory": -1}, "memory must be a number of bytes above 0"),

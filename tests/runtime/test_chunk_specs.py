@@ -541,7 +541,7 @@ def test_specs_that_do_not_fit_are_refused_in_words() -> None:
         (lambda: pipe(args_chunk_spec=(cut, cut)).step((x,), y), "has 2 parts, and the value has 1"),
         (lambda: pipe(args_chunk_spec=cut).step((x, 3), y), r"the inputs\[1\] is 3, .* only tensors can be cut"),
         (lambda: pipe(args_chunk_spec=(whole,), targets_chunk_spec=(whole,)).step(x, (y,)), "nothing to cut into 2"),
-        (lambda: pipe(args_chunk_spec=cut).predict(x), "give the Pipeline output_merge_spec="),
+        (lambda: pipe(args_chunk_spec=cut).predict(x), "pass the Pipeline output_merge_spec="),
         (lambda: pipe(output_merge_spec=(whole,)).predict(x), "the chunk spec of the outputs is a tuple"),
         (lambda: pipe(output_merge_spec=TensorChunkSpec(3)).predict(x), "says dimension 3, and an output is of shape"),
     ]

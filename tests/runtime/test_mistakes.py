@@ -58,7 +58,7 @@ def test_invalid_arguments_are_named() -> None:
             lambda: make(layers=[Sets(4, 4), nn.Linear(4, 4)]).step(x, y),
             "stage 0 passes on a frozenset",
         ),
-        (lambda: copy.deepcopy(make()), "copy its model"),
+        (lambda: copy.deepcopy(make()), "a copy of its model"),
     ]
     for mistake, words in mistakes:
         with pytest.raises(sl.StagelineError, match=words):

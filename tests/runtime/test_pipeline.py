@@ -371,7 +371,7 @@ def test_invalid_arguments_are_refused() -> None:
         (lambda: make(list(blocks(4)), schedule="1f1b", ranks=3), "3 stages, but 4 were passed"),
         (lambda: make(schedule=sl.schedule("1f1b", 2, 3)), "microbatches=4, but the schedule has 3"),
         (lambda: make(loss_reduction="max"), "'mean', 'sum' or 'count'"),
-        (lambda: make(recompute="all"), "recompute='all' chose none .* give 'none' or 'stage'"),
+        (lambda: make(recompute="all"), "recompute='all' chose none .* pass 'none' or 'stage'"),
         (lambda: make(recompute=[3]), "recompute is 'none', 'stage', or modules chosen .* got 3"),
         (lambda: make(recompute="stage", recompute_policy=[]), "leave recompute out"),
         (lambda: make(recompute_policy=3), "recompute_policy is a function or a list of operators, got 3"),
@@ -673,4 +673,4 @@ def test_the_repr_of_a_pipeline_describes_it() -> None:
     assert repr(linear_pipeline(schedule="gpipe", ranks=1, microbatches=1)) == (
         "<Pipeline of Sequential: 1 stage on 1 rank, schedule gpipe, 1 microbatch; in this process on cpu>"
     )
-    assert "not made" in repr(sl.Pipeline.__new__(sl.Pipeline))
+    assert "not initialised" in repr(sl.Pipeline.__new__(sl.Pipeline))

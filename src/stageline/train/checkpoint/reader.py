@@ -167,7 +167,7 @@ class Checkpoint:
         except OSError as error:
             return Damage(self.path, name, "unreadable", f"cannot be read: {reason(error)}")
         if status is None:
-            return Damage(self.path, name, "refused", "is not a regular file; refused")
+            return Damage(self.path, name, "refused", "is a link or not a regular file; refused")
         if status.st_size != file.bytes:
             return Damage(self.path, name, "size", f"has {status.st_size:,} bytes, expected {file.bytes:,}")
         return None
@@ -212,7 +212,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     try:
         status = stat_regular(file)
         if status is None or status.st_size > LARGEST:
-            why = "is not a regular file" if status is None else f"has {status.st_size:,} bytes"
+            why = "is a link or not a regular file" if status is None else f"has {status.st_size:,} bytes"
             raise CheckpointError(f"{file} {why}; refused")
         handle = hold(where)
         manifest = Manifest.from_bytes(file.read_bytes(), str(file))
