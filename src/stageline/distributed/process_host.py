@@ -193,7 +193,7 @@ class ProcessHost(ProcessCollectives):
             raise self._failures.over(verdict) from error
 
     def _end_together(self, failed: RankFailure | None, own: Floats) -> Floats:
-        """Add up the step records; or tell all ranks of all replicas that one failed, and which was the first to."""
+        """Add up the step records; or tell all ranks of all replicas which rank failed first."""
         flags = np.zeros(3)
         if failed is not None:
             flags[int(isinstance(failed.error, PeerFailed))] = failed.time

@@ -31,7 +31,7 @@ class ExecutorSet(RankExecutors[Executor]):
     """The executors of this process's ranks for one schedule."""
 
     record_layout: StepRecordLayout
-    """Of a step; it includes the times of all actions where they are few, and where other processes need them."""
+    """The layout of a step's summary; it includes action times if they are few and other processes need them."""
     devices: frozenset[int]
     """The GPUs that they run on."""
 

@@ -107,7 +107,7 @@ class DecidedStep:
 
 
 def decide_step(options: RunOptions, planned: PlannedStep, totals: StepTotals) -> DecidedStep:
-    """Decide what becomes of a step, as clipping and checking before the update would have."""
+    """Decide whether a step is applied, scaled, skipped or failed, as clipping and checking before the update would."""
     assert planned.executors is not None
     rules, outcome = options.rules, totals.outcome
     if rules.check_finite:
@@ -120,7 +120,7 @@ def decide_step(options: RunOptions, planned: PlannedStep, totals: StepTotals) -
     if rules.check_finite and options.penalty is not None:
         wrong_penalty = penalty_not_finite(options.names, outcome.penalties)
         if wrong_penalty:
-            text = f"{wrong_penalty}; {LEFT}; check_finite=False lets such penalties pass"
+            text = f"{wrong_penalty}; {LEFT}; check_finite=False accepts such penalties"
             return DecidedStep(planned, totals, error=PipelineError(text))
     norm = total_norm(totals.norms, dtype=options.norm_dtype) if rules.need_norm else None
     decision = rules.decide(norm)

@@ -79,7 +79,7 @@ class ContinuousRecordLayout:
     """
 
     def __init__(self, schedule: Schedule, parameters: int, penalties: int = 0) -> None:
-        """`parameters` is how many the model has, `penalties` as many where there is a penalty on them, and else 0."""
+        """`parameters` is how many the model has, `penalties` the same number if there is a penalty, else 0."""
         self.step_record = StepRecordLayout(schedule, penalties=penalties)
         self._ranks, self._parameters = schedule.ranks, parameters
         self._ends = np.cumsum([2 * schedule.ranks, self.step_record.size, TEXT]).tolist()
