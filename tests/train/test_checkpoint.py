@@ -404,7 +404,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
     "missing manifest": ("manifest.json", Path.unlink, "missing", "is missing"),
     "swapped": (MODEL, lambda path: exchange(path, path.with_name(INDEX)), "size", "bytes, expected"),
     "exchanged with an earlier one": (
-        MODEL, lambda path: exchange(path, path.parent.parent / "step-00000001" / path.name), "checksum", "contents differ"
+        MODEL, lambda path: exchange(path, path.parent.parent / "step-00000001" / path.name), "checksum", "differ"
     ),
     "another's manifest": (
         "manifest.json", lambda path: shutil.copy(path.parent.parent / "step-00000001" / path.name, path), "manifest",
