@@ -22,7 +22,7 @@ from stageline.distributed.process_groups import LayoutGroups, own_groups
 from stageline.distributed.rank_host import Floats
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.transport.clock_alignment import Alignment
-from stageline.transport.tcp.exchange import Exchange
+from stageline.transport.protocol import ProcessTransport, RowExchange
 from stageline.transport.tcp.transport import SocketTransport
 
 Result = TypeVar("Result")
@@ -37,7 +37,8 @@ class ProcessCollectives:
         self._groups = own_groups(deadline)
         self._control = self._groups.monitor
         self._control.set_deadline(deadline)
-        self._transport = SocketTransport(self._groups.links, self._groups.payloads, self._groups.count())
+        links, payloads = self._groups.links, self._groups.payloads
+        self._transport: ProcessTransport = SocketTransport(links, payloads, self._groups.count())
         self._transport.patience = self._control.busy
         self._failures = JobFailures(self._groups, layout, self._transport)
         self._lost_checked = 0.0
@@ -112,11 +113,11 @@ class ProcessCollectives:
             return time.monotonic()
         return began
 
-    def gather(self, exchange: Exchange, row: Floats) -> Floats:
+    def gather(self, exchange: RowExchange, row: Floats) -> Floats:
         """The rows of the ranks of an exchange."""
         return self._exchanging(lambda check: exchange.gather(row, check))
 
-    def align(self, exchange: Exchange) -> Alignment:
+    def align(self, exchange: RowExchange) -> Alignment:
         """The offsets between the clocks of the ranks of an exchange."""
         return self._exchanging(exchange.align)
 
@@ -240,7 +241,7 @@ class OnDevice:
 class ReplicaGroup:
     """The processes that are the same rank of every replica, and so hold the same stages."""
 
-    def __init__(self, collectives: ProcessCollectives, exchange: Exchange) -> None:
+    def __init__(self, collectives: ProcessCollectives, exchange: RowExchange) -> None:
         self._collectives, self._exchange = collectives, exchange
         self._processes = collectives.layout.replica_group(collectives.here[0])
 

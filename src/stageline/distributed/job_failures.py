@@ -18,7 +18,7 @@ from stageline.distributed.process_groups import Groups
 from stageline.distributed.rank_host import RankRunner
 from stageline.faults.flight_recorder import FlightRecorder, worth_writing
 from stageline.faults.monitor.verdict import Failure, Verdict
-from stageline.transport.tcp.transport import SocketTransport
+from stageline.transport.protocol import ProcessTransport
 
 
 class JobFailures:
@@ -27,7 +27,7 @@ class JobFailures:
     latest: ClassVar[Callable[[], JobFailures | None]] = lambda: None
     """Of several pipelines, the one that was made or began a step last: it writes the record when the job ends."""
 
-    def __init__(self, groups: Groups, layout: Layout, transport: SocketTransport) -> None:
+    def __init__(self, groups: Groups, layout: Layout, transport: ProcessTransport) -> None:
         self.control = groups.monitor
         self.flight = FlightRecorder(transport.rank, transport.ranks, self.control.job)
         self.running: RankRunner | None = None

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Protocol, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stageline.common.errors import TransportError
 from stageline.tensors.pytree import Leaf
+from stageline.transport.clock_alignment import Alignment
 
 Traffic: TypeAlias = Literal["forward", "backward"]
 
@@ -90,6 +93,46 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Close connections and end threads."""
+
+
+class RowExchange(Protocol):
+    """Shares rows of numbers between some processes: each sends one, and all get all of them.
+
+    While a call waits, it calls `check` now and then, which may raise.
+    """
+
+    def gather(self, row: NDArray[np.float64], check: Callable[[], None]) -> NDArray[np.float64]:
+        """The rows of all ranks, in order."""
+
+    def align(self, check: Callable[[], None]) -> Alignment:
+        """The offsets between the clocks of the ranks."""
+
+
+class ProcessTransport(Transport, Protocol):
+    """The transport of a rank that is a process: it also counts the messages of a step, and can be interrupted."""
+
+    patience: Callable[[int], bool]
+    """Called when a deadline has passed: whether to keep waiting for that rank."""
+
+    def begin(
+        self,
+        expected: Mapping[tuple[int, Traffic], int],
+        owed: Mapping[tuple[int, Traffic], int] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Begin a step in which each channel brings (`expected`) or takes (`owed`) so many messages."""
+
+    def finish(self, deadline: float) -> None:
+        """Wait until everything is sent and received."""
+
+    def interrupt(self, culprit: int, text: str, *, final: bool = False) -> None:
+        """Wake this rank if it waits for a message, since another one failed. May be called from any thread."""
+
+    def exchange(self, ranks: Sequence[int]) -> RowExchange:
+        """An exchange of rows between some of the ranks, this one among them; all of them create it."""
+
+    def close(self, patience: float = 0.1) -> None:
+        """Close connections, and wait at most `patience` seconds for the threads to end."""
 
 
 def check_message(message: Message, expected: Header) -> None:
