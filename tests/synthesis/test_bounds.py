@@ -17,7 +17,7 @@ from stageline.synthesis.baselines import programs_of, sequential_plan
 from stageline.synthesis.bounds import lower_bound, one_rank, quick_bound
 from stageline.synthesis.cp_sat import search as exact_search
 from stageline.synthesis.fast_simulate import end_times, peak_memory_of
-from stageline.synthesis.list_scheduling import Board, Plan, Rule, list_schedule, schedule_of
+from stageline.synthesis.list_scheduling import Board, PriorityRule, ProgramPlan, list_schedule, schedule_of
 from stageline.synthesis.periodic import periodic_plans
 from stageline.synthesis.problem import Problem, problem_of
 from stageline.synthesis.relaxation import Relaxation
@@ -350,7 +350,7 @@ def test_a_repeated_middle_is_valid_and_needs_no_more_memory(seed: int) -> None:
         for count in (2 * ranks + 1, 2 * ranks + 1 + more)
     )
     held = dice.choice([ranks * chunks, 2 * ranks])
-    plan = list_schedule(short, Rule(ahead=(held,) * ranks, gap=dice.choice([0.01, 1])))
+    plan = list_schedule(short, PriorityRule(ahead=(held,) * ranks, gap=dice.choice([0.01, 1])))
     if plan is None:
         return
     peaks = [peak_memory_of(short, program) for program in plan.programs]
@@ -367,7 +367,7 @@ def test_a_middle_with_both_forms_of_the_backward_is_not_repeated() -> None:
     short, long = (Board(problem_of(sl.Costs(), 1, count, None, 1, "loop", "makespan", None)) for count in (4, 8))
     mixed = ["0F0", "0B0", "0F1", "0I1", "0W1", "0F2", "0B2", "0F3", "0I3", "0W3"]
     programs = programs_of(sl.Schedule.from_programs([mixed]))
-    for plan in periodic_plans(short, Plan(programs, 12.0, "by hand"), long, tries=20, is_over=lambda: False):
+    for plan in periodic_plans(short, ProgramPlan(programs, 12.0, "by hand"), long, tries=20, is_over=lambda: False):
         sl.verify(schedule_of(long.problem, plan.programs))
 
 

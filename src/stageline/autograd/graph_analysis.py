@@ -10,7 +10,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from stageline.autograd._torch_private import input_metadata, saved_names, sequence_number
-from stageline.autograd.graph_plan import CHECKPOINT, Edge, Fork, Plan, hooked_by
+from stageline.autograd.graph_plan import CHECKPOINT, Edge, Fork, GraphPlan, hooked_by
 from stageline.autograd.weight_gradients import FORMULAS, Formula, WantedGradient
 
 VIEWS = frozenset(
@@ -21,7 +21,7 @@ VIEWS = frozenset(
 
 def make_plan(
     roots: Sequence[tuple[Node, int]], ends: Sequence[Node], at_once: bool = False
-) -> tuple[Plan, list[Node]]:
+) -> tuple[GraphPlan, list[Node]]:
     """Walk a graph and decide how to split its backward; `at_once` says that I computes all gradients."""
     numbers: dict[Node, int] = {}
     nodes: list[Node] = []
@@ -45,7 +45,7 @@ def make_plan(
     ]
     leaves = {number: leaf.numel() for number, leaf in variables}
     parameters = {number: leaf for number, leaf in variables if isinstance(leaf, nn.Parameter)}
-    plan = Plan([(type(node), node.name()) for node in nodes], children, starts, inputs, leaves, parameters)
+    plan = GraphPlan([(type(node), node.name()) for node in nodes], children, starts, inputs, leaves, parameters)
     plan.at_once = at_once
     _Analysis(plan, nodes).decide()
     return plan, nodes
@@ -54,7 +54,7 @@ def make_plan(
 class _Analysis:
     """Which nodes lead to ends and which to parameters, and what follows from it."""
 
-    def __init__(self, plan: Plan, nodes: Sequence[Node]) -> None:
+    def __init__(self, plan: GraphPlan, nodes: Sequence[Node]) -> None:
         self.plan, self.nodes = plan, nodes
         self.names = [node.name() for node in nodes]
         self.order = list(_children_first(plan))
@@ -238,7 +238,7 @@ class _Analysis:
         return (parameter, transposed) if plain else (None, False)
 
 
-def _children_first(plan: Plan) -> Iterator[int]:
+def _children_first(plan: GraphPlan) -> Iterator[int]:
     """All nodes, each after the nodes it leads to."""
     entered: set[int] = set()
     left: set[int] = set()

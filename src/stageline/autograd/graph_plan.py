@@ -48,7 +48,7 @@ class Fork(NamedTuple):
 
 
 @dataclass
-class Plan:
+class GraphPlan:
     """The form of a graph, and how its backward is split."""
 
     kinds: list[tuple[type, str]]

@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from stageline.autograd import engine
 from stageline.autograd._torch_private import add_tensors, has_hooks, input_metadata, sequence_number, tensor_hooks
 from stageline.autograd.graph_analysis import make_plan
-from stageline.autograd.graph_plan import Fork, Plan
+from stageline.autograd.graph_plan import Fork, GraphPlan
 from stageline.autograd.weight_gradients import WantedGradient
 
 PLANS = 16
@@ -79,7 +79,7 @@ class SplitBackward:
     outputs: Sequence[Tensor]
     grads: Sequence[Tensor | None]
     inputs: Sequence[Tensor]
-    plans: list[Plan] = field(default_factory=list)
+    plans: list[GraphPlan] = field(default_factory=list)
     """The plans of earlier graphs, the latest first; a new one is added."""
     direct: bool = True
     """Whether gradients may be added without autograd where a parameter has no hooks that it would call."""
@@ -99,7 +99,7 @@ class SplitBackward:
     _rest: bool = False
     """Whether there are such outputs."""
 
-    def _find_plan(self) -> Plan:
+    def _find_plan(self) -> GraphPlan:
         roots = [(engine.node_of(output), output.output_nr) for output in self.outputs]
         dtypes = [tensor.dtype for tensor in (*self.outputs, *self.inputs)]
         for place, plan in enumerate(self.plans):

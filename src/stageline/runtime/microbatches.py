@@ -18,7 +18,7 @@ from stageline.model.huggingface import own_loss
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.batches import comparison
 from stageline.runtime.batches.block_mask import is_mask
-from stageline.runtime.batches.chunk_specs import ChunkSpecs, Keywords, Rule, cut_of
+from stageline.runtime.batches.chunk_specs import ChunkSpecs, Keywords, CutRule, cut_of
 from stageline.runtime.batches.comparison import COUNT, MODE, NAMES, REFUSED, SCALE, BatchRow
 from stageline.runtime.batches.input_gradients import Roots, prepare_inputs
 from stageline.runtime.batches.opaque_objects import is_plain
@@ -245,16 +245,16 @@ def validate_batch(
 
 
 def _inputs_spec(inputs: Any, specs: ChunkSpecs) -> Any:
-    return Rule.DEFAULT if specs.default else specs.of_inputs(inputs)
+    return CutRule.DEFAULT if specs.default else specs.of_inputs(inputs)
 
 
 def _targets_spec(targets: Any, specs: ChunkSpecs) -> Any:
-    return Rule.DEFAULT if specs.default else specs.of_targets(targets)
+    return CutRule.DEFAULT if specs.default else specs.of_targets(targets)
 
 
 def _is_dense(part: Any, spec: Any) -> bool:
     """Whether a part of a batch is one dense tensor, to be cut along its first dimension: the usual case."""
-    plain = type(part) is Tensor and spec is Rule.DEFAULT
+    plain = type(part) is Tensor and spec is CutRule.DEFAULT
     return plain and part.layout is torch.strided and not part.is_nested and part.dim() > 0
 
 

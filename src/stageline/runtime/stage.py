@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.autograd import engine
-from stageline.autograd.graph_plan import Plan, checkpointed
+from stageline.autograd.graph_plan import GraphPlan, checkpointed
 from stageline.autograd.recompute import Recompute, training
 from stageline.autograd.split_backward import SplitBackward
 from stageline.common.errors import StagelineError, TransportError, shorten
@@ -148,7 +148,7 @@ class Stage:
         self._buffers = Buffers(part)
         self._kept: dict[int, _Kept] = {}
         self._refreshed: tuple[int, bool] | None = None
-        self._plans: list[Plan] = []
+        self._plans: list[GraphPlan] = []
         self._hooks: int | None = None
         self._accumulators_held = self._wrapped = False
         self._checked_step, self._checkpoints = -1, False

@@ -18,7 +18,7 @@ from stageline.schedules.channels import check_channels
 from stageline.schedules.dependencies import Ints
 from stageline.schedules.schedule import Schedule
 
-Rule: TypeAlias = Callable[[Schedule], None]
+ScheduleRule: TypeAlias = Callable[[Schedule], None]
 
 
 def check_placement(schedule: Schedule) -> None:
@@ -148,7 +148,7 @@ def check_progress(schedule: Schedule) -> None:
         _report_cycle(schedule)
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, ScheduleRule] = {
     "placement": check_placement,
     "known": check_known,
     "owner": check_owner,

@@ -15,7 +15,7 @@ from stageline.schedules.registry import Family, families
 from stageline.schedules.registry import schedule as build_schedule
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import ensure_progress
-from stageline.synthesis.list_scheduling import Plan, Programs, schedule_of
+from stageline.synthesis.list_scheduling import ProgramPlan, Programs, schedule_of
 from stageline.synthesis.problem import SLACK, Problem
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline
@@ -31,10 +31,10 @@ class Baseline(NamedTuple):
     schedule: Schedule
     value: float
 
-    def to_plan(self) -> Plan:
+    def to_plan(self) -> ProgramPlan:
         """Convert to a plan, as a starting point of the search."""
         paired = self.schedule if self.schedule.has_overlaps else None
-        return Plan(programs_of(self.schedule), self.value, self.name, schedule=paired)
+        return ProgramPlan(programs_of(self.schedule), self.value, self.name, schedule=paired)
 
 
 def baselines(problem: Problem) -> Iterator[Baseline]:
@@ -147,7 +147,7 @@ def _variants(schedule: Schedule) -> list[Schedule]:
     return [sequential, schedule] if _is_valid(sequential) else [schedule]
 
 
-def sequential_plan(problem: Problem) -> Plan:
+def sequential_plan(problem: Problem) -> ProgramPlan:
     """Run the microbatches one after the other in as little memory as possible: exists if any schedule does."""
     size, count = problem.stages * problem.microbatches, problem.microbatches
     programs: Programs = []
@@ -160,4 +160,4 @@ def sequential_plan(problem: Problem) -> Plan:
             program += [kind * size + stage * count + m for kind, stage in backwards]
         programs.append(program)
     timeline = simulate(schedule_of(problem, programs), problem.costs)
-    return Plan(programs, objective_of(problem, timeline), "one by one")
+    return ProgramPlan(programs, objective_of(problem, timeline), "one by one")

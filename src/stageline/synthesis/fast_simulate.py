@@ -7,7 +7,7 @@ whose program changed.
 from __future__ import annotations
 
 from stageline.schedules import action as kinds
-from stageline.synthesis.list_scheduling import Board, Code, Plan, Programs
+from stageline.synthesis.list_scheduling import Board, Code, ProgramPlan, Programs
 
 
 def end_times(board: Board, programs: Programs) -> list[float] | None:
@@ -97,7 +97,7 @@ def peak_memory_of(board: Board, program: list[Code]) -> float:
     return peak
 
 
-def evaluate(board: Board, programs: Programs | None, how: str) -> Plan | None:
+def evaluate(board: Board, programs: Programs | None, how: str) -> ProgramPlan | None:
     """Return a plan with the true costs, or None if the programs deadlock or exceed the memory."""
     if programs is None:
         return None
@@ -106,4 +106,4 @@ def evaluate(board: Board, programs: Programs | None, how: str) -> Plan | None:
         peak_memory_of(board, program) > cap for program, cap in zip(programs, board.caps, strict=True)
     ):
         return None
-    return Plan(programs, objective_value(board, programs, ends), how)
+    return ProgramPlan(programs, objective_value(board, programs, ends), how)

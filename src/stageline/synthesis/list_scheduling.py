@@ -33,7 +33,7 @@ Programs: TypeAlias = list[list[Code]]
 
 
 @dataclass(frozen=True)
-class Rule:
+class PriorityRule:
     """How a rank chooses its next action. By default: I before F, F as early as memory allows, W in gaps."""
 
     ahead: tuple[float, ...] | None = None
@@ -58,14 +58,14 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProgramPlan:
     """The programs of all ranks and their objective value."""
 
     programs: Programs
     value: float
     how: str
     """The method that produced it."""
-    rule: Rule | None = None
+    rule: PriorityRule | None = None
     schedule: Schedule | None = None
     """The schedule, if the programs alone do not describe it because it has overlapped pairs."""
 
@@ -146,7 +146,7 @@ class Board:
             spare.append(most)
         return spare
 
-    def lanes(self, rule: Rule) -> list[list[list[Code]]]:
+    def lanes(self, rule: PriorityRule) -> list[list[list[Code]]]:
         """Return the lanes of every rank under a rule: forwards and backwards, split into down and up on a V."""
         problem = self.problem
         count = problem.microbatches
@@ -191,7 +191,7 @@ class Board:
 class _State:
     """The state of one pass: what every rank has run, holds, defers and waits for."""
 
-    def __init__(self, board: Board, rule: Rule) -> None:
+    def __init__(self, board: Board, rule: PriorityRule) -> None:
         problem = board.problem
         self.board, self.rule = board, rule
         ranks = problem.ranks
@@ -296,7 +296,7 @@ class _State:
                 heappush(self.heap, (arrives, receiver))
 
 
-def list_schedule(board: Board, rule: Rule) -> Plan | None:
+def list_schedule(board: Board, rule: PriorityRule) -> ProgramPlan | None:
     """Schedule event by event with one rule; return None if memory leaves every rank blocked."""
     state = _State(board, rule)
     heap, free = state.heap, state.free
@@ -311,4 +311,4 @@ def list_schedule(board: Board, rule: Rule) -> Plan | None:
         return None
     starts = state.first_start if board.problem.objective == "span" else [0.0] * len(free)
     value = max(end - start for start, end in zip(starts, free, strict=True))
-    return Plan(state.programs, value, "list scheduling", rule)
+    return ProgramPlan(state.programs, value, "list scheduling", rule)

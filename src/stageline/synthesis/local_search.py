@@ -15,7 +15,7 @@ from typing import NamedTuple
 from stageline.schedules import action as kinds
 from stageline.synthesis.cp_sat import splitting_is_free
 from stageline.synthesis.fast_simulate import end_times, objective_value, peak_memory_of
-from stageline.synthesis.list_scheduling import Board, Code, Plan, Programs
+from stageline.synthesis.list_scheduling import Board, Code, ProgramPlan, Programs
 
 HISTORY_LENGTH = 30
 """A move is kept if the step is not longer than it was this many moves ago."""
@@ -137,14 +137,14 @@ def _switch_form(program: list[Code], position: int, size: int) -> list[Code] | 
 
 def improve(
     board: Board,
-    plan: Plan,
+    plan: ProgramPlan,
     *,
     dice: random.Random,
     moves: int,
     lower_bound: float,
     is_over: Callable[[], bool],
-    on_improvement: Callable[[Plan], None] | None = None,
-) -> Plan:
+    on_improvement: Callable[[ProgramPlan], None] | None = None,
+) -> ProgramPlan:
     """Try `moves` moves; stop at the lower bound or when `is_over` returns True. Return the best plan."""
     orders = Orders(board)
     programs = [list(program) for program in plan.programs]
@@ -173,7 +173,7 @@ def improve(
             value = new_value
             critical = _critical_actions(board, programs, ends)
             if value < best.value * (1 - 1e-12):
-                best = Plan([list(program) for program in programs], value, "local search")
+                best = ProgramPlan([list(program) for program in programs], value, "local search")
                 if on_improvement is not None:
                     on_improvement(best)
         history[slot] = value

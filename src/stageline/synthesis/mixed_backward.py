@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 
 from stageline.schedules import action as kinds
 from stageline.synthesis.fast_simulate import evaluate
-from stageline.synthesis.list_scheduling import Board, Code, Plan
+from stageline.synthesis.list_scheduling import Board, Code, ProgramPlan
 
 
-def mixed_plans(board: Board, plan: Plan, *, tries: int, is_over: Callable[[], bool]) -> Iterator[Plan]:
+def mixed_plans(board: Board, plan: ProgramPlan, *, tries: int, is_over: Callable[[], bool]) -> Iterator[ProgramPlan]:
     """Yield plans with some of the backwards in the other form."""
     count, ranks = board.problem.microbatches, board.problem.ranks
     split_counts: list[list[int]] = []

@@ -17,13 +17,15 @@ from collections.abc import Callable, Iterator
 
 from stageline.schedules import action as kinds
 from stageline.synthesis.fast_simulate import end_times, objective_value, peak_memory_of
-from stageline.synthesis.list_scheduling import Board, Code, Plan, Programs
+from stageline.synthesis.list_scheduling import Board, Code, ProgramPlan, Programs
 
 MOMENTS = (0.5, 0.4, 0.6, 0.3, 0.7)
 """Where the repeated section starts in the short step, as fractions of its length."""
 
 
-def periodic_plans(short: Board, plan: Plan, long: Board, *, tries: int, is_over: Callable[[], bool]) -> Iterator[Plan]:
+def periodic_plans(
+    short: Board, plan: ProgramPlan, long: Board, *, tries: int, is_over: Callable[[], bool]
+) -> Iterator[ProgramPlan]:
     """Yield plans for the long step that repeat different sections of a plan for the short step."""
     if _is_mixed(short, plan.programs):
         return
@@ -43,7 +45,7 @@ def periodic_plans(short: Board, plan: Plan, long: Board, *, tries: int, is_over
             tries_left -= 1
             long_ends = end_times(long, programs)
             if long_ends is not None:
-                yield Plan(programs, objective_value(long, programs, long_ends), "a repeated kernel")
+                yield ProgramPlan(programs, objective_value(long, programs, long_ends), "a repeated kernel")
 
 
 def _is_mixed(board: Board, programs: Programs) -> bool:

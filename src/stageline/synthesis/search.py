@@ -19,7 +19,7 @@ from stageline.synthesis import cp_sat
 from stageline.synthesis.baselines import baselines, sequential_plan
 from stageline.synthesis.bounds import lower_bound
 from stageline.synthesis.fast_simulate import end_times, evaluate
-from stageline.synthesis.list_scheduling import Board, Plan, Rule, list_schedule
+from stageline.synthesis.list_scheduling import Board, PriorityRule, ProgramPlan, list_schedule
 from stageline.synthesis.local_search import improve
 from stageline.synthesis.mixed_backward import mixed_plans
 from stageline.synthesis.periodic import periodic_plans
@@ -33,7 +33,7 @@ MAX_EXACT_ACTIONS = 500
 
 
 ORDERS = ((3, 2, 1, 0), (1, 3, 2, 0), (2, 3, 1, 0), (2, 1, 3, 0), (1, 2, 3, 0), (3, 2, 0, 1))
-"""Priorities on a V placement; see `Rule.order`."""
+"""Priorities on a V placement; see `PriorityRule.order`."""
 HABITS = (
     *((0.0, 0.01, math.inf), (0.0, 1.0, math.inf), (0.0, 0.5, -1), (0.0, 0.01, 1), (0.0, 0.5, 2), (0.0, 1.0, 0)),
     *((0.5, 0.01, math.inf), (0.0, 0.01, -1), (0.0, 0.01, 2), (0.0, 1.0, -1), (1.0, 1.0, math.inf), (0.5, 0.5, 2)),
@@ -60,9 +60,9 @@ class Search:
     progress: Callable[[Progress], None] | None = None
     baselines: dict[str, float] = field(default_factory=dict)
     """The named families that fit, with their objective values."""
-    by_form: dict[bool, Plan] = field(default_factory=dict)
+    by_form: dict[bool, ProgramPlan] = field(default_factory=dict)
     """The best plan with all backwards whole (True) and with all split (False)."""
-    best: Plan | None = None
+    best: ProgramPlan | None = None
     lower_bound: float = 0.0
     is_nested: bool = False
     """Whether it serves another search, which continues when this one ends."""
@@ -92,7 +92,7 @@ class Search:
         """Whether the best plan is proven optimal."""
         return self.best is not None and self.best.value <= self.lower_bound * (1 + SLACK)
 
-    def offer(self, plan: Plan | None) -> None:
+    def offer(self, plan: ProgramPlan | None) -> None:
         """Keep a plan if it is the best so far."""
         if plan is None:
             return
@@ -294,7 +294,7 @@ def tight_groups(problem: Problem) -> list[int]:
     return list(dict.fromkeys([num_whole, *diagonals, max(1, num_whole - 1)]))
 
 
-def rules_for(problem: Problem) -> Iterator[Rule]:
+def rules_for(problem: Problem) -> Iterator[PriorityRule]:
     """Yield rules for list scheduling, the most promising first."""
     ranks, chunks = problem.ranks, problem.chunks
     wholes = [whole for whole in (False, True) if allows_form(problem, whole)]
@@ -313,6 +313,6 @@ def rules_for(problem: Problem) -> Iterator[Rule]:
     for patience, gap, deferred in HABITS:
         max_deferred = ranks if deferred < 0 else deferred
         for ahead, (group, priority), whole in product(depths, variants, wholes):
-            yield Rule(
+            yield PriorityRule(
                 ahead=ahead, max_deferred=max_deferred, patience=patience, gap=gap, whole=whole, group=group, **priority
             )

@@ -14,7 +14,7 @@ from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import verify
 from stageline.synthesis.baselines import objective_of
 from stageline.synthesis.fast_simulate import end_times, objective_value, peak_memory_of
-from stageline.synthesis.list_scheduling import Board, Plan, Programs, schedule_of
+from stageline.synthesis.list_scheduling import Board, ProgramPlan, Programs, schedule_of
 from stageline.synthesis.problem import SLACK, Objective, problem_of
 from stageline.synthesis.search import Progress, Search
 from stageline.timeline.costs import Costs
@@ -136,7 +136,7 @@ def synthesize(
     return _result(search, search.best)
 
 
-def _result(search: Search, best: Plan) -> Synthesis:
+def _result(search: Search, best: ProgramPlan) -> Synthesis:
     """Verify and simulate the best plan."""
     problem = search.problem
     schedule = best.schedule

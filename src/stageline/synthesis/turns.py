@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from stageline.schedules import action as kinds
 from stageline.synthesis.fast_simulate import end_times, objective_value, peak_memory_of
-from stageline.synthesis.list_scheduling import Board, Code, Plan, Programs, Rule
+from stageline.synthesis.list_scheduling import Board, Code, PriorityRule, ProgramPlan, Programs
 from stageline.synthesis.problem import Problem
 
 Delay: TypeAlias = tuple[int, int]
@@ -25,7 +25,7 @@ class TurnPrograms:
     def __init__(self, board: Board, group: int, whole: bool) -> None:
         self.board = board
         self.whole = whole
-        self.lanes = board.lanes(Rule(group=group, whole=whole, order=()))
+        self.lanes = board.lanes(PriorityRule(group=group, whole=whole, order=()))
         first = board.problem.stages_of[0][-1] * board.problem.microbatches
         self.lead = self.lanes[0][0].index(first)
         """Number of forwards a rank runs before the first one of its last chunk."""
@@ -58,7 +58,7 @@ class TurnPrograms:
                 return None
         return input_delay, weight_delay
 
-    def plan(self, delays: list[Delay]) -> Plan | None:
+    def plan(self, delays: list[Delay]) -> ProgramPlan | None:
         """Combine all ranks; None if one exceeds its memory or they deadlock."""
         programs: Programs = []
         for rank, delay in enumerate(delays):
@@ -67,16 +67,16 @@ class TurnPrograms:
                 return None
             programs.append(program)
         ends = end_times(self.board, programs)
-        return Plan(programs, objective_value(self.board, programs, ends), "turns") if ends is not None else None
+        return ProgramPlan(programs, objective_value(self.board, programs, ends), "turns") if ends is not None else None
 
 
 def best_turns_plan(
     board: Board, *, dice: random.Random, tries: int, whole: bool, group: int, is_over: Callable[[], bool]
-) -> Plan | None:
+) -> ProgramPlan | None:
     """Try delays of known forms, then change single ones; return the best plan, or None if none fits."""
     problem = board.problem
     builder = TurnPrograms(board, group, whole)
-    best: Plan | None = None
+    best: ProgramPlan | None = None
     delays: list[Delay] = []
     forms = _forms(problem, builder.lead, whole)
     for form in forms[:tries]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.autograd.engine import ArrivingGradients, registered_hooks
-from stageline.autograd.graph_plan import Plan
+from stageline.autograd.graph_plan import GraphPlan
 from stageline.autograd.split_backward import SplitBackward
 from stageline.common.errors import StagelineError
 from stageline.model._torch_private import hook_dictionaries, tensors_in, tree_unflatten
@@ -60,7 +60,7 @@ class _Graph:
     def grads(self) -> list[Tensor]:
         return [torch.ones_like(output) for output in self.outputs]
 
-    def split(self, plans: list[Plan]) -> SplitBackward:
+    def split(self, plans: list[GraphPlan]) -> SplitBackward:
         return SplitBackward(self.outputs, self.grads(), self.inputs, plans, hooked=self.hooked)
 
 
@@ -69,7 +69,7 @@ class CallBenchmark:
 
     def __init__(self, trace: LayerTrace, call: Call, timer: Timer) -> None:
         self._trace, self._call, self._timer = trace, call, timer
-        self._plans: list[Plan] = []
+        self._plans: list[GraphPlan] = []
         self._graph = _Graph()
         self._times: dict[str, list[float]] = {kind: [] for kind in "FIWB"}
 

@@ -23,7 +23,7 @@ from stageline.runtime.batches.opaque_objects import refuse_opaque
 from stageline.tensors.pytree import learn
 
 
-class Rule(Enum):
+class CutRule(Enum):
     """How to treat a leaf without a dimension of its own to cut along."""
 
     DEFAULT = "cut along the first dimension, if it has one"
@@ -33,7 +33,7 @@ class Rule(Enum):
 Keywords: TypeAlias = Mapping[int | str, Mapping[str, Any]]
 """Keyword inputs by the number of their stage; under "all", those of every stage that takes them."""
 
-How: TypeAlias = Rule | int
+How: TypeAlias = CutRule | int
 """How a leaf is cut; a number is the dimension to cut along."""
 KNOWN = "TensorChunkSpec(dim) of torch.distributed.pipelining, or None for what every microbatch gets whole"
 
@@ -87,19 +87,19 @@ class ChunkSpecs:
         if isinstance(inputs, Mapping) and not isinstance(single, Mapping) and (self.kwargs is not None or spec == ()):
             return Partly(self.kwargs or {})
         if isinstance(spec, tuple | list) and len(spec) == 1 and not (isinstance(inputs, tuple) and len(inputs) == 1):
-            return Rule.REPLICATE if single is None else single
-        return Rule.DEFAULT if spec is None else spec
+            return CutRule.REPLICATE if single is None else single
+        return CutRule.DEFAULT if spec is None else spec
 
     def of_keyword(self, name: str) -> Any:
         """The spec of one keyword input of a stage."""
-        return Rule.DEFAULT if self.kwargs is None or name not in self.kwargs else self.kwargs[name]
+        return CutRule.DEFAULT if self.kwargs is None or name not in self.kwargs else self.kwargs[name]
 
     def of_targets(self, targets: Any) -> Any:
         """The spec of the targets; a tuple of one spec is that of a single value."""
         spec = self.targets
         if isinstance(spec, tuple | list) and len(spec) == 1 and not isinstance(targets, tuple | list):
-            return Rule.REPLICATE if spec[0] is None else spec[0]
-        return Rule.DEFAULT if spec is None else spec
+            return CutRule.REPLICATE if spec[0] is None else spec[0]
+        return CutRule.DEFAULT if spec is None else spec
 
     def refuse_merge(self) -> None:
         """Refuse to guess how to merge outputs if inputs are not cut along the first dimension."""
@@ -206,10 +206,10 @@ def cut_of(value: Any, spec: Any, what: str, option: str, refuse: bool = True) -
     Errors name the value `what`, and the option that replicates it `option`. `refuse=False` skips the search for
     tensors inside objects, if it was done before.
 
-    >>> cut_of((torch.zeros(3, 4), 2), Rule.DEFAULT, "the inputs", "").how
-    [0, <Rule.REPLICATE: 'whole to every microbatch'>]
+    >>> cut_of((torch.zeros(3, 4), 2), CutRule.DEFAULT, "the inputs", "").how
+    [0, <CutRule.REPLICATE: 'whole to every microbatch'>]
     """
-    if issubclass(type(value), Tensor) and spec is Rule.DEFAULT and value.dim() and _dense(value):  # no weak proxy
+    if issubclass(type(value), Tensor) and spec is CutRule.DEFAULT and value.dim() and _dense(value):  # no weak proxy
         return Cut([value], _ONE, [0], [what])
     learn(value)
     leaves, tree = pytree.tree_flatten(value, is_leaf=is_mask)
@@ -218,7 +218,7 @@ def cut_of(value: Any, spec: Any, what: str, option: str, refuse: bool = True) -
     how = [_how(leaf, spec, at) for leaf, spec, at in zip(leaves, specs, where, strict=True)]
     if refuse:
         for leaf, spec, at in zip(leaves, specs, where, strict=True):
-            if not _is_replicate(spec) and spec is not Rule.REPLICATE:
+            if not _is_replicate(spec) and spec is not CutRule.REPLICATE:
                 refuse_opaque(leaf, at, option)
     return Cut(leaves, tree, how, where)
 
@@ -240,8 +240,8 @@ def _dense(tensor: Tensor) -> bool:
 
 def _how(leaf: Any, spec: Any, where: str) -> How:
     """How one leaf is cut."""
-    if spec is Rule.REPLICATE or _is_replicate(spec):
-        return Rule.REPLICATE
+    if spec is CutRule.REPLICATE or _is_replicate(spec):
+        return CutRule.REPLICATE
     if isinstance(leaf, Tensor) and not _dense(leaf):
         kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
         verb = "hold" if where in ("the inputs", "the targets") else "is"
@@ -249,11 +249,11 @@ def _how(leaf: Any, spec: Any, where: str) -> How:
             f"{where} {verb} a {kind} tensor, which cannot be cut into microbatches; pass a dense one, with "
             "padding and a mask if needed, or use a chunk spec of None to pass it whole to every microbatch"
         )
-    if spec is Rule.DEFAULT:
-        return 0 if is_mask(leaf) or (isinstance(leaf, Tensor) and leaf.dim() > 0) else Rule.REPLICATE
+    if spec is CutRule.DEFAULT:
+        return 0 if is_mask(leaf) or (isinstance(leaf, Tensor) and leaf.dim() > 0) else CutRule.REPLICATE
     dim = int(spec.split_dim)
     if leaf is None:
-        return Rule.REPLICATE
+        return CutRule.REPLICATE
     if is_mask(leaf):
         if dim != 0:
             raise StagelineError(f"{where} is a BlockMask, which is cut along dimension 0 alone; its spec says {dim}")
@@ -289,7 +289,7 @@ def _spread(value: Any, spec: Any, where: str) -> list[Any]:
             raise StagelineError(
                 f"the chunk spec of {where} has {strange!r}, and the value has {', '.join(map(str, keys)) or 'nothing'}"
             )
-        specs = {key: spec.get(key, Rule.DEFAULT) for key in keys}
+        specs = {key: spec.get(key, CutRule.DEFAULT) for key in keys}
     else:
         if len(spec) != len(keys):
             raise StagelineError(
@@ -327,7 +327,7 @@ def merge(outputs: Sequence[Any], spec: Any, join: Callable[[Sequence[Any]], Any
 
 def _merge_leaf(column: Sequence[Any], spec: Any, join: Callable[[Sequence[Any]], Any]) -> Any:
     first = column[0]
-    if spec is Rule.DEFAULT:
+    if spec is CutRule.DEFAULT:
         return join(column)
     if _is_dim(spec):
         if not (isinstance(first, Tensor) and -first.dim() <= spec.split_dim < first.dim()):

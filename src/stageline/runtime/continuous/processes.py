@@ -34,14 +34,14 @@ class NextBatch(NamedTuple):
 
 
 Fetch = Callable[[], NextBatch]
-Plan = Callable[[int, Any, int], PlannedStep]
+PlanStep = Callable[[int, Any, int], PlannedStep]
 """From the number of a step, a batch and its number of samples, to what the step computes."""
 
 
 class ProcessServices:
     """Per-step services of the rank of this process, in a pipeline with one replica."""
 
-    def __init__(self, host: ProcessHost, fetch: Fetch, plan: Plan, readers: Mapping[int, set[int]]) -> None:
+    def __init__(self, host: ProcessHost, fetch: Fetch, plan: PlanStep, readers: Mapping[int, set[int]]) -> None:
         """`readers` are the ranks that read the inputs, and those that read the targets."""
         self._host, self._fetch, self._plan, self._readers = host, fetch, plan, readers
         self._coming: dict[int, tuple[NextBatch, Callable[[], Floats]]] = {}

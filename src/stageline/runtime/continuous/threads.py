@@ -22,7 +22,7 @@ from stageline.runtime.rank_executors import ExecutorSet
 from stageline.runtime.step import no_collections
 from stageline.tensors.thread_context import ThreadContext
 
-Plan = Callable[[int], PlannedStep]
+PlanStep = Callable[[int], PlannedStep]
 """Fetches the batch of a step, and says what the step computes."""
 
 
@@ -172,7 +172,7 @@ class ThreadRun:
         host: ThreadHost,
         options: RunOptions,
         make_loop: Callable[[int, ThreadServices], RankLoop],
-        plan: Plan,
+        plan: PlanStep,
         on_start: Callable[[], None],
     ) -> None:
         """`on_start` is called on the thread of each rank before anything else."""

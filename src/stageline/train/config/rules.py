@@ -305,8 +305,8 @@ def too_few_units(config: Config, units: int, reason: str) -> Iterator[str]:
         )
 
 
-Rule = Callable[[Config], Iterator[str]]
-RULES: tuple[Rule, ...] = (
+ConfigRule = Callable[[Config], Iterator[str]]
+RULES: tuple[ConfigRule, ...] = (
     _folders,
     _model,
     _data,
