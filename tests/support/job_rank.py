@@ -111,9 +111,9 @@ def killed_while_saving(words: list[str], step: int, folder: str) -> None:
     """The same, but the last rank is killed in the middle of its part of the checkpoint of a step."""
     from stageline.train.checkpoint import disk
 
-    write = disk.Stream.write
+    write = disk.ChecksummedFile.write
 
-    def die(self: disk.Stream, data: bytes | memoryview) -> None:
+    def die(self: disk.ChecksummedFile, data: bytes | memoryview) -> None:
         write(self, data)
         place = self.path.parent.name
         last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
@@ -123,7 +123,7 @@ def killed_while_saving(words: list[str], step: int, folder: str) -> None:
             note.replace(Path(folder) / "killed")
             os.kill(os.getpid(), signal.SIGKILL)
 
-    disk.Stream.write = die  # type: ignore[method-assign]
+    disk.ChecksummedFile.write = die  # type: ignore[method-assign]
     try:
         main(words)
     finally:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import stageline as sl
 from stageline.cli.app import run
-from stageline.synthesis.search import Progress
+from stageline.synthesis.search import SearchProgress
 from support.instances import examples
 
 
@@ -200,7 +200,7 @@ def test_a_family_of_the_users_own_is_one_to_start_from() -> None:
 
 
 def test_progress_is_told_and_never_gets_worse() -> None:
-    states: list[Progress] = []
+    states: list[SearchProgress] = []
     r = sl.synthesize(measured(), 4, 8, memory=5, progress=states.append)
     assert states
     assert all(one.achieved >= two.achieved for one, two in pairwise(states))
@@ -209,7 +209,7 @@ def test_progress_is_told_and_never_gets_worse() -> None:
 
 
 def test_an_interrupt_keeps_the_best_so_far() -> None:
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: SearchProgress) -> None:
         if progress.step == "lower bound":
             raise KeyboardInterrupt
 

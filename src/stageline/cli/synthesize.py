@@ -16,7 +16,7 @@ from stageline.timeline import draw
 from stageline.timeline.draw.palette import number
 
 if TYPE_CHECKING:
-    from stageline.synthesis.search import Progress
+    from stageline.synthesis.search import SearchProgress
     from stageline.synthesis.synthesize import Synthesis
 
 SEARCH = "Search"
@@ -80,7 +80,7 @@ def command(
 
     with progress("simulating the families …") as update, interrupts.raised():  # the search keeps its best result
 
-        def tell(state: Progress) -> None:
+        def tell(state: SearchProgress) -> None:
             gap = f", gap {state.achieved / state.lower_bound - 1:.2%}" if state.lower_bound > 0 else ""
             if update is not None:
                 update(f"{state.seconds:.1f} s  {number(state.achieved)} by {state.step}{gap}  (Ctrl-C keeps the best)")

@@ -34,7 +34,7 @@ from stageline.distributed.thread_host import ThreadHost
 from stageline.faults.flight_recorder import FlightRecorder
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.verdict import Failure, Verdict, describe, located
-from stageline.faults.progress import Progress
+from stageline.faults.progress import RankProgress
 from stageline.schedules.schedule import Schedule
 from stageline.transport.clock_alignment import Alignment
 from stageline.transport.protocol import Traffic, Transport
@@ -81,7 +81,7 @@ class ProcessHost(ProcessCollectives):
         """The transport of this process."""
         return self._transport
 
-    def progress(self, rank: int) -> Progress:
+    def progress(self, rank: int) -> RankProgress:
         """The control channel, which reads it with every beat."""
         return self._control
 

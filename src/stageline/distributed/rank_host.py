@@ -16,7 +16,7 @@ from stageline.distributed.failures import Change
 from stageline.distributed.layout import Layout
 from stageline.faults.flight_recorder import FlightRecorder
 from stageline.faults.monitor.verdict import Verdict
-from stageline.faults.progress import Progress
+from stageline.faults.progress import RankProgress
 from stageline.schedules.schedule import Schedule
 from stageline.transport.clock_alignment import Alignment
 from stageline.transport.protocol import Transport
@@ -38,7 +38,7 @@ class RankRunner(Protocol):
     """The processes of all ranks of the schedule."""
     device: int | None
     """The GPU that it runs on."""
-    progress: Progress
+    progress: RankProgress
     stopped: PeerFailed | None
     """Set from another thread: the failure of another rank, after which no action is started."""
     step: int
@@ -154,7 +154,7 @@ class RankHost(Collectives, Protocol):
     def transport(self, rank: int) -> Transport:
         """The transport of a rank of this process."""
 
-    def progress(self, rank: int) -> Progress:
+    def progress(self, rank: int) -> RankProgress:
         """Where the rank says what it is doing."""
 
     def flight(self, rank: int) -> FlightRecorder:

@@ -18,7 +18,7 @@ from stageline.distributed.rank_host import Floats, HostedStep, RankExecutors, R
 from stageline.faults.flight_recorder import FlightRecorder
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.verdict import Failure, Verdict, describe, place
-from stageline.faults.progress import Progress, ThreadProgress, busy
+from stageline.faults.progress import RankProgress, ThreadProgress, busy
 from stageline.tensors.thread_context import ThreadContext
 from stageline.transport.clock_alignment import Alignment
 from stageline.transport.protocol import Transport
@@ -54,7 +54,7 @@ class ThreadHost:
         """The rank's end of the in-memory channels."""
         return self.hub.end(rank)
 
-    def progress(self, rank: int) -> Progress:
+    def progress(self, rank: int) -> RankProgress:
         """Where the rank says what it is doing."""
         return self._progress[rank]
 

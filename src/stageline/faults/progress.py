@@ -8,7 +8,7 @@ from typing import Protocol
 from stageline.faults.monitor.blame import EVERYONE
 
 
-class Progress(Protocol):
+class RankProgress(Protocol):
     """The state of a rank; others read it at any time."""
 
     doing: object
@@ -28,7 +28,7 @@ class ThreadProgress:
         self.done = 0
 
 
-def busy(rank: int, ranks: Mapping[int, Progress]) -> bool:
+def busy(rank: int, ranks: Mapping[int, RankProgress]) -> bool:
     """Whether it makes sense to keep waiting for a rank: it works, or a rank that it waits for works.
 
     >>> first, second = ThreadProgress(), ThreadProgress()

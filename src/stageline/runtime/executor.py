@@ -18,7 +18,7 @@ from stageline.common.errors import PeerFailed, StagelineError
 from stageline.distributed.failures import Change
 from stageline.faults.flight_recorder import FlightRecorder, worth_writing
 from stageline.faults.monitor.verdict import Verdict, describe
-from stageline.faults.progress import Progress, ThreadProgress
+from stageline.faults.progress import RankProgress, ThreadProgress
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.batches.block_mask import is_mask
 from stageline.runtime.gpu_clock import GpuClock
@@ -137,7 +137,7 @@ class Executor:
         *,
         processes: Sequence[int] | None = None,
         own_stream: bool = False,
-        progress: Progress | None = None,
+        progress: RankProgress | None = None,
         flight: FlightRecorder | None = None,
         deadline: float = 60.0,
     ) -> None:
@@ -176,7 +176,7 @@ class Executor:
         """What an action holds while it runs: a lock of all ranks while torch compiles, which must not run twice."""
         self.stopped: PeerFailed | None = None
         """Another rank's failure, set from another thread: no action begins after it."""
-        self.progress: Progress = ThreadProgress() if progress is None else progress
+        self.progress: RankProgress = ThreadProgress() if progress is None else progress
         self.flight = FlightRecorder(self.process, schedule.ranks) if flight is None else flight
         sizes = {"ranks": schedule.ranks, "stages": schedule.stages, "microbatches": schedule.microbatches}
         self.flight.schedule = {"name": schedule.name, **sizes}

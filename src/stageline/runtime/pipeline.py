@@ -22,7 +22,7 @@ from stageline.distributed.rank_host import Floats, RankHost
 from stageline.model.staged import Staged
 from stageline.runtime.batches.chunk_specs import ChunkSpecs, Keywords
 from stageline.runtime.continuous.rollback import Make
-from stageline.runtime.continuous.run import Rates, Run
+from stageline.runtime.continuous.run import ContinuousRun, Rates
 from stageline.runtime.grad_norm import norm_dtype, norms_of, total_norm
 from stageline.runtime.guards.loss_reads import Tensors, listed
 from stageline.runtime.microbatches import Batch
@@ -457,7 +457,7 @@ class Pipeline:
         max_norm: float | None = None,
         lr_schedule: Rates | None = None,
         skip_not_finite: bool = False,
-    ) -> Run:
+    ) -> ContinuousRun:
         """Train on batches with continuous steps: yields the figures of every step when all ranks have completed it.
 
         The same as `step`, `clip_grad_norm_(max_norm)`, `optimizer.step()` and `zero_grad()`, bit for bit, but a rank
@@ -470,7 +470,9 @@ class Pipeline:
         skip it with `skip_not_finite`; if a step fails, parameters are those before it.
         """
         self.runner.refuse_to_train()
-        return Run(self, batches, optimizer, GradientRules(max_norm, self.check_finite, skip_not_finite), lr_schedule)
+        return ContinuousRun(
+            self, batches, optimizer, GradientRules(max_norm, self.check_finite, skip_not_finite), lr_schedule
+        )
 
     def evaluate(
         self,

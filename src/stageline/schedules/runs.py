@@ -14,13 +14,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from stageline.schedules import action as kinds
 
-Run: TypeAlias = NDArray[np.int32]
+ActionRun: TypeAlias = NDArray[np.int32]
 
 PAIRED = 8
 """Added to the kind of a forward that forms an overlapped pair with the backward in the next row."""
 
 
-def _run(kind: int, stage: ArrayLike, microbatches: ArrayLike) -> Run:
+def _run(kind: int, stage: ArrayLike, microbatches: ArrayLike) -> ActionRun:
     column = np.asarray(microbatches, dtype=np.int32)
     rows = np.empty((column.size, 3), dtype=np.int32)
     rows[:, 0] = kind
@@ -29,7 +29,7 @@ def _run(kind: int, stage: ArrayLike, microbatches: ArrayLike) -> Run:
     return rows
 
 
-def forward(stage: ArrayLike, microbatches: ArrayLike) -> Run:
+def forward(stage: ArrayLike, microbatches: ArrayLike) -> ActionRun:
     """Return F of these microbatches, on one stage or on one stage each.
 
     >>> forward(2, range(3)).tolist()
@@ -38,27 +38,27 @@ def forward(stage: ArrayLike, microbatches: ArrayLike) -> Run:
     return _run(kinds.F, stage, microbatches)
 
 
-def backward(stage: ArrayLike, microbatches: ArrayLike) -> Run:
+def backward(stage: ArrayLike, microbatches: ArrayLike) -> ActionRun:
     """Return B of these microbatches."""
     return _run(kinds.B, stage, microbatches)
 
 
-def backward_input(stage: ArrayLike, microbatches: ArrayLike) -> Run:
+def backward_input(stage: ArrayLike, microbatches: ArrayLike) -> ActionRun:
     """Return I of these microbatches."""
     return _run(kinds.I, stage, microbatches)
 
 
-def backward_weight(stage: ArrayLike, microbatches: ArrayLike) -> Run:
+def backward_weight(stage: ArrayLike, microbatches: ArrayLike) -> ActionRun:
     """Return W of these microbatches."""
     return _run(kinds.W, stage, microbatches)
 
 
-def join(*runs: Run) -> Run:
+def join(*runs: ActionRun) -> ActionRun:
     """Concatenate runs."""
     return np.concatenate(runs) if runs else np.empty((0, 3), dtype=np.int32)
 
 
-def take_turns(*runs: Run) -> Run:
+def take_turns(*runs: ActionRun) -> ActionRun:
     """Alternate between runs of equal length: a0 b0 c0 a1 b1 c1 …
 
     >>> take_turns(forward(0, [4, 5]), backward(0, [1, 2])).tolist()
@@ -67,7 +67,7 @@ def take_turns(*runs: Run) -> Run:
     return np.stack(runs, axis=1).reshape(-1, 3)
 
 
-def weave(*delayed: tuple[Run, int]) -> Run:
+def weave(*delayed: tuple[ActionRun, int]) -> ActionRun:
     """Alternate between runs with delays: turn i has action i − delay of each run, where it exists.
 
     Most families are built on it. 1F1B on a rank with two warm-up forwards:
@@ -80,12 +80,12 @@ def weave(*delayed: tuple[Run, int]) -> Run:
     return join(*(run for run, _ in delayed))[np.argsort(turns, kind="stable")]
 
 
-def by_slot(timed: Iterable[tuple[Run, NDArray[np.int64]]]) -> Run:
+def by_slot(timed: Iterable[tuple[ActionRun, NDArray[np.int64]]]) -> ActionRun:
     """Sort actions by time slot."""
     runs, slots = zip(*timed, strict=True)
     return join(*runs)[np.argsort(np.concatenate(slots), kind="stable")]
 
 
-def keep_microbatches(run: Run, microbatches: int) -> Run:
+def keep_microbatches(run: ActionRun, microbatches: int) -> ActionRun:
     """Drop the actions of microbatches from `microbatches` on."""
     return run[run[:, 2] < microbatches]

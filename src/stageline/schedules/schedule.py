@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from stageline.common.errors import ScheduleError, shorten
 from stageline.schedules.action import KINDS, LARGEST_INDEX, OUTPUT_STEP, Action, Entry, Overlap, parse_entry
 from stageline.schedules.placement import Placement
-from stageline.schedules.runs import PAIRED, Run
+from stageline.schedules.runs import PAIRED, ActionRun
 
 if TYPE_CHECKING:
     from stageline.schedules.channels import Channels
@@ -107,7 +107,7 @@ class Schedule:
     @classmethod
     def from_runs(
         cls,
-        runs: Sequence[Run],
+        runs: Sequence[ActionRun],
         placement: Placement,
         *,
         training: bool = True,
@@ -308,7 +308,7 @@ class Schedule:
         )
 
 
-def _encode(program: Sequence[Entry | str], rank: int) -> Run:
+def _encode(program: Sequence[Entry | str], rank: int) -> ActionRun:
     """Convert a list of entries to a run; errors name the position."""
     if not isinstance(program, Iterable) or isinstance(program, str):
         raise ScheduleError(
@@ -344,7 +344,7 @@ def _row(action: Action, flag: int = 0) -> tuple[int, int, int]:
     return row
 
 
-def infer_placement(runs: Sequence[Run], microbatches: int | None = None) -> Placement:
+def infer_placement(runs: Sequence[ActionRun], microbatches: int | None = None) -> Placement:
     """Return the placement in one direction that puts each stage on the rank that runs most of its actions."""
     total = sum(len(run) for run in runs)
     num_stages = 1 + max(int(run[:, 1].max(initial=0)) for run in runs)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import numpy as np
 
 from stageline.schedules import action as kinds
-from stageline.schedules.runs import Run
+from stageline.schedules.runs import ActionRun
 
 F0, F1, B1, B0 = range(4)
 
@@ -32,7 +32,7 @@ Limit = Callable[[int, int, int, int], bool]
 
 def list_v(
     ranks: int, microbatches: int, priority: Priority, may_start: Limit, *, split: bool, overtake: bool
-) -> list[Run]:
+) -> list[ActionRun]:
     """Let every rank take the ready action with the smallest priority in every slot.
 
     Without `overtake`, a rank waits for the action with the smallest priority even if another one is ready, and only

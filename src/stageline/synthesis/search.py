@@ -41,7 +41,7 @@ HABITS = (
 """(patience, gap, max_deferred) of a rule; −1 means one per rank."""
 
 
-class Progress(NamedTuple):
+class SearchProgress(NamedTuple):
     """The state of a running search."""
 
     seconds: float
@@ -57,7 +57,7 @@ class Search:
     problem: Problem
     seconds: float
     seed: int
-    progress: Callable[[Progress], None] | None = None
+    progress: Callable[[SearchProgress], None] | None = None
     baselines: dict[str, float] = field(default_factory=dict)
     """The named families that fit, with their objective values."""
     by_form: dict[bool, ProgramPlan] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class Search:
     def report(self, step: str) -> None:
         """Call `progress` with the current state."""
         if self.progress is not None and self.best is not None:
-            self.progress(Progress(self.elapsed, self.best.value, min(self.lower_bound, self.best.value), step))
+            self.progress(SearchProgress(self.elapsed, self.best.value, min(self.lower_bound, self.best.value), step))
 
     def run(self) -> None:
         """Run all steps until the bound is reached or time is up; an interrupt keeps the best plan so far."""

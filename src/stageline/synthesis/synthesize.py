@@ -16,7 +16,7 @@ from stageline.synthesis.baselines import objective_of
 from stageline.synthesis.fast_simulate import end_times, objective_value, peak_memory_of
 from stageline.synthesis.list_scheduling import Board, ProgramPlan, Programs, schedule_of
 from stageline.synthesis.problem import SLACK, Objective, problem_of
-from stageline.synthesis.search import Progress, Search
+from stageline.synthesis.search import Search, SearchProgress
 from stageline.timeline.costs import Costs
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline
@@ -103,7 +103,7 @@ def synthesize(
     split: bool | None = None,
     time_limit: float = 2.0,
     seed: int = 0,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[SearchProgress], None] | None = None,
 ) -> Synthesis:
     """Build the shortest schedule that the search finds for these costs, and prove a lower bound.
 
@@ -112,8 +112,8 @@ def synthesize(
     (`"loop"`) or down and up again (`"v"`). `split` forces (True) or forbids (False) split backwards. The result is
     never worse than a named family that fits.
 
-    `progress` is called with a `Progress` at every improvement. Raises `MemoryCapError` if no schedule fits the memory,
-    and `StagelineError` for invalid arguments.
+    `progress` is called with a `SearchProgress` at every improvement. Raises `MemoryCapError` if no schedule fits the
+    memory, and `StagelineError` for invalid arguments.
 
     >>> import stageline as sl
     >>> costs = sl.Costs(forward=10, backward_input=11, backward_weight=7, transfer=1)

@@ -22,7 +22,7 @@ from stageline.train.checkpoint import Checkpoint, Writer, newest, open_checkpoi
 from stageline.train.checkpoint.manifest import MANIFEST
 from stageline.train.checkpoint.reader import at_step, inspect
 from stageline.train.events import Logs
-from stageline.train.layout import Layout
+from stageline.train.layout import JobLayout
 from stageline.train.optimizers import Optimizer, State
 
 
@@ -152,7 +152,7 @@ class JobCheckpoints:
         logs: Logs,
         *,
         host: Collectives,
-        layout: Layout,
+        layout: JobLayout,
         attempt: str,
         assets: Mapping[str, bytes],
     ) -> None:

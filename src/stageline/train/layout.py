@@ -14,7 +14,7 @@ from stageline.train.config.config import Config
 
 
 @dataclass(frozen=True)
-class Layout:
+class JobLayout:
     """The place of this process in the job."""
 
     ranks: int
@@ -42,7 +42,7 @@ class Layout:
 
     def __str__(self) -> str:
         """
-        >>> print(Layout(4, 1, 1, 0, torch.device("cpu")))
+        >>> print(JobLayout(4, 1, 1, 0, torch.device("cpu")))
         4 ranks as threads on cpu
         """
         how = "threads" if self.processes == 1 else "processes"
@@ -50,10 +50,10 @@ class Layout:
         return f"{self.ranks} ranks{times} as {how} on {self.device.type}"
 
 
-def find_layout(config: Config) -> Layout:
+def find_job_layout(config: Config) -> JobLayout:
     """Return the layout, from the process group or the environment of torchrun, and from the configuration.
 
-    >>> find_layout(Config()).ranks
+    >>> find_job_layout(Config()).ranks
     4
     """
     ranks, wanted = config.parallelism.pipeline_parallel_degree, config.parallelism.data_parallel_replicate_degree
@@ -65,7 +65,7 @@ def find_layout(config: Config) -> Layout:
                 f"parallelism.data_parallel_replicate_degree is {wanted}, and replicas are processes: start them with "
                 f"torchrun --nproc-per-node {ranks * wanted} -m stageline train, or set it to 1"
             )
-        return Layout(ranks, 1, 1, 0, _device(0))
+        return JobLayout(ranks, 1, 1, 0, _device(0))
     replicas = wanted or max(processes // ranks, 1)
     if ranks * replicas != processes:
         raise StagelineError(
@@ -74,7 +74,9 @@ def find_layout(config: Config) -> Layout:
             f"data_parallel_replicate_degree so that their product is {processes}"
         )
     rank = dist.get_rank() if grouped else int(os.environ["RANK"])
-    return Layout(ranks, replicas, processes, rank, _device(int(os.environ.get("LOCAL_RANK", rank if grouped else 0))))
+    return JobLayout(
+        ranks, replicas, processes, rank, _device(int(os.environ.get("LOCAL_RANK", rank if grouped else 0)))
+    )
 
 
 def _device(local_rank: int) -> torch.device:

@@ -19,7 +19,7 @@ from stageline.train.checkpoint.reader import at_step
 from stageline.train.config.config import Config
 from stageline.train.config.io import raise_errors
 from stageline.train.config.rules import too_few_units
-from stageline.train.layout import Layout, find_layout
+from stageline.train.layout import JobLayout, find_job_layout
 from stageline.train.run_folder import RunFolder
 from stageline.train.setup import Setup
 
@@ -44,12 +44,12 @@ def preflight(config: Config) -> None:
     raise_errors(sentences)
 
 
-def _layout(config: Config) -> Layout:
+def _layout(config: Config) -> JobLayout:
     """Return the layout of the running processes; a single one checks for all that will be started."""
     if check_environment(os.environ) > 1:
-        return find_layout(config)
+        return find_job_layout(config)
     replicas = max(1, config.parallelism.data_parallel_replicate_degree)
-    return Layout(config.parallelism.pipeline_parallel_degree, replicas, 1, 0, torch.device("cpu"))
+    return JobLayout(config.parallelism.pipeline_parallel_degree, replicas, 1, 0, torch.device("cpu"))
 
 
 def _folder(setup: Setup) -> Iterator[str]:

@@ -32,7 +32,7 @@ from stageline.runtime.pipeline import Pipeline
 from stageline.train.checkpoint import leave_mark, remove_mark, sees_mark
 from stageline.train.config.config import Config
 from stageline.train.data import Data, Loader, Tokens, data_of, open_data
-from stageline.train.layout import Layout
+from stageline.train.layout import JobLayout
 from stageline.train.optimizers import warm_up_note
 from stageline.train.precision import disable_broken_bfloat16
 from stageline.train.run_folder import PROFILE, RunFolder
@@ -96,7 +96,7 @@ class Setup:
     def __init__(
         self,
         config: Config,
-        layout: Layout,
+        layout: JobLayout,
         folder: RunFolder,
         model: Callable[[], nn.Module] | None = None,
         loss_fn: Callable[[Any, Any], Any] | None = None,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stageline.common.errors import StagelineError
-from stageline.runtime.continuous.run import Run
+from stageline.runtime.continuous.run import ContinuousRun
 from stageline.runtime.optimizer_step import GradientRules, not_finite_text, step_optimizer
 from stageline.runtime.pipeline import Pipeline
 from stageline.runtime.step_report import StepStats
@@ -93,7 +93,7 @@ class TrainingStep:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # steps that cannot overlap are run one after the other
             rules = replace(self._rules, factor_dtype=torch.float64)  # as in `train`
-            run = Run(self.pipe, map(self._arguments, batches), optimizer, rules, rate)
+            run = ContinuousRun(self.pipe, map(self._arguments, batches), optimizer, rules, rate)
         while True:
             with autocast(self._device, self._mixed):
                 stats = next(run, None)

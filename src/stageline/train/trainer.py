@@ -37,7 +37,7 @@ from stageline.train.config.rules import validate
 from stageline.train.data import Data, Loader, Prefetch
 from stageline.train.events import Logs, read_metrics
 from stageline.train.events.screen import put
-from stageline.train.layout import Layout, find_layout
+from stageline.train.layout import JobLayout, find_job_layout
 from stageline.train.optimizers import Optimizer, outer_parameters, rate
 from stageline.train.output import Output
 from stageline.train.precision import LossScale
@@ -52,7 +52,7 @@ CONTINUOUS_STEPS = 8
 
 
 @contextmanager
-def _process_settings(config: Config, layout: Layout) -> Iterator[None]:
+def _process_settings(config: Config, layout: JobLayout) -> Iterator[None]:
     """Set the number of threads and deterministic algorithms for a job, and restore them afterwards."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     try:
@@ -82,7 +82,7 @@ class Result:
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """The progress of a run, stored in checkpoints."""
 
     step: int = 0
@@ -121,10 +121,10 @@ class Trainer:
         """
         self.config = config if isinstance(config, Config) else read_config(config)
         validate(self.config)
-        self.layout = find_layout(self.config)
+        self.layout = find_job_layout(self.config)
         self.folder = RunFolder(self.config.job.dump_folder)
         self.setup = Setup(self.config, self.layout, self.folder, model, loss_fn, data)
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         self._loss: float | None = None
         self._validation_loss: float | None = None
 
@@ -221,7 +221,7 @@ class Trainer:
         load_checkpoint(self.pipe, self.optimizer, checkpoint)
         self.scale.load(state["scale"])
         self.pipe.steps = int(state["pipeline_steps"])
-        self.progress = Progress(
+        self.progress = TrainingProgress(
             checkpoint.step,
             position,
             float(state["best"]),

@@ -315,7 +315,7 @@ class RunSteps:
         )
 
 
-class Run(Iterator[StepStats]):
+class ContinuousRun(Iterator[StepStats]):
     """The steps of `Pipeline.run`: a loop over it trains.
 
     >>> import torch, stageline as sl

@@ -36,7 +36,7 @@ import numpy as np
 from stageline.schedules import action as kinds
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import family, require, require_even
-from stageline.schedules.runs import PAIRED, Run
+from stageline.schedules.runs import PAIRED, ActionRun
 from stageline.schedules.schedule import Schedule
 
 
@@ -71,7 +71,7 @@ class _Writer:
         self.backward(backward_way)
 
 
-def _program(writer: _Writer, place: int, half: int, steady: int) -> Run:
+def _program(writer: _Writer, place: int, half: int, steady: int) -> ActionRun:
     """Write the eight phases; `place` is h, `half` the number of places, `steady` the number of turns in phase 4."""
     gap = half - place - 1
     for _ in range(2 * gap):  # 1

@@ -26,7 +26,7 @@ import numpy as np
 
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import family
-from stageline.schedules.runs import Run, backward, by_slot, forward
+from stageline.schedules.runs import ActionRun, backward, by_slot, forward
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.v_scheduling import B0, B1, F0, F1, list_v
 
@@ -39,7 +39,7 @@ def hanayo(ranks: int, microbatches: int, *, waves: int = 1) -> Schedule:
     return Schedule.from_runs(runs, placement)
 
 
-def _one_wave(ranks: int, microbatches: int) -> list[Run]:
+def _one_wave(ranks: int, microbatches: int) -> list[ActionRun]:
     first = {F1: 0, F0: 1, B1: 2, B0: 3}
 
     def may_start(point: int, rank: int, held_down: int, held_up: int) -> bool:
@@ -48,7 +48,7 @@ def _one_wave(ranks: int, microbatches: int) -> list[Run]:
     return list_v(ranks, microbatches, lambda point, *_: first[point], may_start, split=False, overtake=True)
 
 
-def _by_slots(placement: Placement) -> list[Run]:
+def _by_slots(placement: Placement) -> list[ActionRun]:
     ranks, stages = placement.ranks, placement.stages
     every = np.arange(placement.microbatches)
     starts = 2 * stages * (every // ranks) + 2 * (every % ranks)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import family, require
-from stageline.schedules.runs import Run, backward, backward_input, backward_weight, forward, weave
+from stageline.schedules.runs import ActionRun, backward, backward_input, backward_weight, forward, weave
 from stageline.schedules.schedule import Schedule
 
 
@@ -55,7 +55,7 @@ class GroupOrder:
         """Return the number of forwards that a rank runs before its first backward."""
         return 2 * (ranks - 1 - rank) + (self.num_chunks - 1) * self.largest_group
 
-    def forwards(self, rank: int, ranks: int) -> Run:
+    def forwards(self, rank: int, ranks: int) -> ActionRun:
         """Return F of all chunks and microbatches."""
         return forward(self.chunks * ranks + rank, self.microbatches)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import family
 from stageline.schedules.runs import (
-    Run,
+    ActionRun,
     backward_input,
     backward_weight,
     forward,
@@ -32,7 +32,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     return Schedule.from_runs(runs, Placement.v(ranks, microbatches=microbatches))
 
 
-def _program(rank: int, ranks: int, microbatches: int) -> Run:
+def _program(rank: int, ranks: int, microbatches: int) -> ActionRun:
     """Return the phases of one rank; 0 is its stage on the way down, 1 the one on the way up."""
     down, up = rank, 2 * ranks - 1 - rank
     every = range(microbatches)

@@ -21,10 +21,10 @@ CHUNK = 8 * 2**20
 """Bytes per write."""
 
 
-class Stream:
+class ChecksummedFile:
     """A new file, whose checksum another thread computes during the writes, and which is synced at the end.
 
-    >>> with Stream(Path("a.bin")) as stream:
+    >>> with ChecksummedFile(Path("a.bin")) as stream:
     ...     stream.write(b"abc")
     >>> stream.bytes, stream.sha256[:8], Path("a.bin").read_bytes()
     (3, 'ba7816bf', b'abc')
@@ -118,9 +118,9 @@ def write_error(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(text)
 
 
-def write_file(path: Path, data: bytes) -> Stream:
+def write_file(path: Path, data: bytes) -> ChecksummedFile:
     """Write a small file, synced."""
-    with Stream(path) as stream:
+    with ChecksummedFile(path) as stream:
         stream.write(data)
     return stream
 

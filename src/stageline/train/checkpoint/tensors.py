@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stageline.common.errors import CheckpointError, shorten
-from stageline.train.checkpoint.disk import Stream
+from stageline.train.checkpoint.disk import ChecksummedFile
 from stageline.train.checkpoint.manifest import DTYPES, File, TensorEntry
 
 
@@ -106,7 +106,7 @@ def write_tensors(
         offset += entry.bytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with Stream(path, check) as stream:
+    with ChecksummedFile(path, check) as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for entry in ordered:
             stream.write(raw_bytes(entry.take()))
