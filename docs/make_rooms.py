@@ -1,4 +1,4 @@
-"""Write the list of rooms in architecture.md, from the docstrings of the source: `python docs/make_rooms.py`."""
+"""Write the list of packages in architecture.md, from the docstrings of the source: `python docs/make_rooms.py`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 `ranks` runs a function on several processes, `fork_server` starts processes that a test may kill, `conformance` tests a
 transport, `faults` and `sleep` are stages that fail and stages of known duration. Nothing here needs pytest, and no
-other room of the package imports this one.
+other package of Stageline imports this one.
 """
 
 from stageline.runtime.reference import Difference, assert_same_bits, differences, one_process_step
