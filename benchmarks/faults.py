@@ -4,8 +4,8 @@ python benchmarks/faults.py [--stages 0 1 2] [--worlds threads processes torch] 
 
 Three ranks train for one step. In the next step a stage injects a fault and records the moment. Seconds are from then
 until the last living rank has raised or exited, the maximum over all places of the fault. Ours have a deadline of 5 s.
-torch runs Schedule1F1B over gloo with a process group timeout of 20 s. A job that is not over 40 s after the fault is
-killed and counts as a hang.
+torch runs Schedule1F1B over gloo with a process group timeout of 20 s. A job that has not ended 40 s after the fault
+is killed and counts as a hang.
 """
 
 from __future__ import annotations

@@ -294,7 +294,7 @@ def test_two_jobs_do_not_work_in_one_folder(tokens: Path) -> None:
     config = make_config(tokens)
     held = RunFolder(config.job.dump_folder)
     held.claim(config)
-    refused(tokens, "another job is at work in")
+    refused(tokens, "another job is running in")
     held.release()
     assert train(tokens).step == 6
 

@@ -5,7 +5,7 @@ the work of a small action. The roots are valid here, and the engine itself refu
 subclasses may override the backward, so they use torch's own functions.
 
 A hook on a tensor or node may change a gradient or count its calls, so it must run exactly once, in I or in W. torch
-does not tell which nodes have hooks, but it numbers every hook that Python registers. If the number grew between a
+does not reveal which nodes have hooks, but it numbers every hook that Python registers. If the number grew between a
 forward and its backward, the graph may have hooks, and its backward is not split.
 """
 

@@ -38,8 +38,8 @@ def command(
     model with labels, needs no loss_fn: (model, inputs), with a dict of keyword arguments as inputs, or (model, inputs,
     targets) is enough.
 
-    The exit code is 0 for the verdicts "equal" and "reordered" (gradients are summed in another order and differ by
-    rounding only), and 1 for "different".
+    The exit code is 0 for the verdicts "equal" and "reordered" (gradients are summed in another order and differ
+    only by rounding), and 1 for "different".
 
     Examples:
       stageline check mypackage.models:make --ranks 4 --schedule zb-v

@@ -97,7 +97,7 @@ class ProcessCollectives:
             raise self._failures.lose(f"rank {self.process} lost another rank: {error}") from error
 
     def _check_on_others(self, began: float) -> float:
-        """Raise if a rank is lost, or if the deadline has passed since `began` and no other rank is at work."""
+        """Raise if a rank is lost, or if the deadline has passed since `began` and no other rank is working."""
         self._failures.check(self._control.verdict())
         if time.monotonic() - self._lost_checked > 0.2:
             lost, self._lost_checked = self._groups.lost(), time.monotonic()
@@ -107,8 +107,8 @@ class ProcessCollectives:
             others = (rank for rank in range(self._control.ranks) if rank != self.process)
             if self._control.lost is not None or not any(map(self._control.busy, others)):
                 raise self._failures.lose(
-                    f"rank {self.process} waited {self.deadline:g} s for all ranks to come to the same point, "
-                    "and none of them is at work"
+                    f"rank {self.process} waited {self.deadline:g} s for all ranks to reach the same point, "
+                    "and none of them is working"
                 )
             return time.monotonic()
         return began

@@ -111,7 +111,7 @@ class ThreadHost:
                 thread.start()
             for thread in threads:
                 thread.join()
-        except BaseException as error:  # a KeyboardInterrupt reaches this thread, and the ranks must hear of it
+        except BaseException as error:  # a KeyboardInterrupt reaches this thread, and the ranks must be told
             self._stop(runners, EVERYONE, error, "the step was interrupted")
             for thread in threads:
                 if thread in threading.enumerate():  # including one that was interrupted while it started

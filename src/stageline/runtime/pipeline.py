@@ -137,7 +137,7 @@ class Pipeline:
         (`"*.mlp"`), classes or a function of name and module choose modules instead, and `recompute_policy` is torch's
         policy of which of their operators to save.
         `seed` seeds dropout (default: torch's own seed on rank 0). `deadline` is how many seconds a rank may be silent,
-        or be waited for while no rank is at work, before the step fails with its name (default: the environment
+        or be waited for while no rank is working, before the step fails with its name (default: the environment
         variable STAGELINE_DEADLINE, or 60). `check_finite` fails a step whose loss or gradients are not finite, and
         names the stage and microbatch where that began; with a `scale` above 1, gradients are left to the scaler.
         `compare_weights` compares, in the first step, the weights that several processes hold (tied weights, both

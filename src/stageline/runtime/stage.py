@@ -220,7 +220,7 @@ class Stage:
             if "leaf Variable" in str(error) and "in-place" in str(error):
                 raise StagelineError(
                     f"stage {self.index} changes its input in place in microbatch {microbatch}, but did not when it "
-                    "first got such an input; change it always, or work on a copy (x = x.clone())"
+                    "first got such an input; change it every time, or work on a copy (x = x.clone())"
                 ) from error
             raise
 

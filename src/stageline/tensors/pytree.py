@@ -79,8 +79,9 @@ def _refuse_odd(tensor: Tensor, where: str) -> None:
         )
     if type(tensor) is not Tensor and (attribute := graph_attribute(tensor)):
         raise StagelineError(
-            f"{where} passes on a {type(tensor).__name__} whose attribute {attribute} requires grad, and no gradient "
-            "of an attribute comes back from another stage; pass the attribute as a tensor of its own, or detach it"
+            f"{where} passes on a {type(tensor).__name__} whose attribute {attribute} requires grad, and the "
+            "gradient of an attribute is not returned from another stage; pass the attribute as a separate tensor, or "
+            "detach it"
         )
 
 

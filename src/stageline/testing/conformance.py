@@ -241,7 +241,7 @@ class FaultyTransport:
     """A transport that corrupts chosen messages as it sends them.
 
     It drops, repeats or delays them, changes their headers (a field of the wrong type makes a header unreadable), or
-    replaces their contents by tensors of another type or shape than announced.
+    replaces their contents by tensors whose type or shape was not announced.
 
     >>> import torch
     >>> from stageline.transport.threads import ThreadHub

@@ -90,7 +90,7 @@ class RunFolder:
             pass
         except OSError:
             raise StagelineError(
-                f"another job is at work in {str(self.path)!r}; wait for it, or use another job.dump_folder"
+                f"another job is running in {str(self.path)!r}; wait for it, or use another job.dump_folder"
             ) from None
         if not (self.path / CONFIG).is_file():  # tells a later start that this is the folder of a run
             self.write_config(config)

@@ -43,8 +43,8 @@ class Validation:
     def loss(self, step: TrainingStep, interrupted: Callable[[], bool] = lambda: False) -> float | None:
         """Return the loss over all samples, weighted by their targets where some do not count.
 
-        `interrupted` is called before every batch, and gives the same answer on all processes: True ends the
-        evaluation, and None is returned.
+        `interrupted` is called before every batch, and returns the same value on all processes: True ends the
+        evaluation, which then returns None.
         """
         total = weight = 0.0
         for first, count in self._batches:

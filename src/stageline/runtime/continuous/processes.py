@@ -45,7 +45,7 @@ class ProcessServices:
         """`readers` are the ranks that read the inputs, and those that read the targets."""
         self._host, self._fetch, self._plan, self._readers = host, fetch, plan, readers
         self._coming: dict[int, tuple[NextBatch, Callable[[], Floats]]] = {}
-        """For steps to come: the batch of this process, and the rows of all processes."""
+        """For the next steps: the batch of this process, and the rows of all processes."""
         self._records: dict[int, Callable[[], Floats]] = {}
         self.times: dict[int, Callable[[], Floats]] = {}
 

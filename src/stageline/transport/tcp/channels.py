@@ -20,8 +20,8 @@ ChannelKind: TypeAlias = Traffic | Literal["exchange"]
 
 T = TypeVar("T")
 Open: TypeAlias = Callable[[wire.Prefix, bytes], tuple[T, list[memoryview]]]
-"""Called when the header of a message is there: returns what to return for the whole message, and where the bytes of
-its tensors go."""
+"""Called when the header of a message has arrived: returns the result for the whole message, and where the bytes of its
+tensors go."""
 
 _PIECES = 512
 """How many pieces of memory to pass to one system call; the limit is a little higher."""
