@@ -12,14 +12,15 @@ SOURCE = ROOT / "src/stageline"
 PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 
 
-def test_the_list_of_rooms_is_that_of_the_tree() -> None:
+def test_the_list_of_packages_is_that_of_the_tree() -> None:
     """Every file with the first line of its docstring, in the order of the layers."""
     rooms = runpy.run_path(str(ROOT / "docs/make_rooms.py"))["rooms"]()
     assert rooms in PAGE, "run python docs/make_rooms.py"
 
 
-def test_the_files_and_functions_on_the_page_exist() -> None:
-    named = re.findall(r"`([\w/]+\.(?:py|md)|[\w/]+/)(?::([\w.]+))?`", PAGE)
+def test_the_files_and_functions_on_the_page_and_in_the_guide_for_contributors_exist() -> None:
+    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/]+\.(?:py|md)|[\w/]+/)(?::([\w.]+))?`", PAGE + guide)
     assert len([name for _, name in named if name]) > 30  # the walks are there
     missing = [f"{path}:{name}" for path, name in named if not exists(path, name)]
     assert not missing

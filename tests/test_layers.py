@@ -1,4 +1,4 @@
-"""The rooms of the code and of its tests: their layers, their sizes, and that every module imports by itself."""
+"""Packages of the code and folders of its tests: layers, sizes, and that every module imports by itself."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_no_level_has_more_than_25_files() -> None:
     assert not {level: files for level, files in levels.items() if files > 25}
 
 
-def test_tests_stand_in_the_rooms_of_the_code() -> None:
-    rooms = {path.relative_to(TESTS).parts[0] for path in TESTS.glob("*/test_*.py")}
-    assert rooms <= set(LAYERS)
+def test_test_folders_are_named_after_packages() -> None:
+    folders = {path.relative_to(TESTS).parts[0] for path in TESTS.glob("*/test_*.py")}
+    assert folders <= set(LAYERS)
     assert not list(TESTS.glob("support/**/test_*.py"))
 
 
