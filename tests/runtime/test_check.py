@@ -105,14 +105,14 @@ def test_a_gradient_that_is_wrong_by_one_percent_is_different(at: int, dtype: to
 
 @pytest.mark.parametrize("drop", [0.0, 0.3])
 def test_a_wrong_gradient_of_a_tied_weight_is_different(monkeypatch: pytest.MonkeyPatch, drop: float) -> None:
-    gather = shared_parameters.gather
+    sum_shared_gradients = shared_parameters.sum_shared_gradients
 
     def wrong(placed: Any, *args: Any) -> None:
-        gather(placed, *args)
+        sum_shared_gradients(placed, *args)
         for parameter in placed.uses:
             parameter.grad.mul_(1 + 1e-4)
 
-    monkeypatch.setattr(runner, "gather", wrong)
+    monkeypatch.setattr(runner, "sum_shared_gradients", wrong)
     report = sl.check(
         models.GPT(tied=True, drop=drop), (words(), words()), ranks=2, loss_fn=models.next_words, schedule="zb-h1"
     )
@@ -122,15 +122,15 @@ def test_a_wrong_gradient_of_a_tied_weight_is_different(monkeypatch: pytest.Monk
 
 def test_a_use_that_is_lost_is_different(monkeypatch: pytest.MonkeyPatch) -> None:
     """One single row of a tied weight that lacks one use."""
-    gather = shared_parameters.gather
+    sum_shared_gradients = shared_parameters.sum_shared_gradients
 
     def wrong(placed: Any, *args: Any) -> None:
         for uses in placed.uses.values():
             if len(uses) > 1 and uses[1].own is not None and uses[1].own.grad is not None:
                 uses[1].own.grad[0].zero_()
-        gather(placed, *args)
+        sum_shared_gradients(placed, *args)
 
-    monkeypatch.setattr(runner, "gather", wrong)
+    monkeypatch.setattr(runner, "sum_shared_gradients", wrong)
     report = sl.check(models.GPT(tied=True), (words(), words()), ranks=2, loss_fn=models.next_words)
     assert report.verdict == "different"
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import stageline as sl
 from stageline.cli.app import run
-from stageline.testing.fork_server import Nursery
+from stageline.testing import Nursery
 from stageline.train.checkpoint import (
     Checkpoint,
     CheckpointError,

@@ -131,7 +131,7 @@ def test_a_message_that_comes_twice_is_refused() -> None:
 )
 def test_a_header_that_cannot_be_read_is_refused(text: bytes) -> None:
     with pytest.raises(TransportError, match="cannot be read"):
-        wire.read_text(text)
+        wire.decode_announcement(text)
 
 
 def test_bytes_that_are_no_message_are_refused() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stageline.common.errors import PipelineError, StagelineError
-from stageline.faults.monitor.verdict import Verdict, describe, place
+from stageline.faults.monitor.verdict import Verdict, describe, place_in_words
 
 GRADIENTS = "no parameter was changed, and gradients may hold part of this step: call zero_grad() before the next one"
 _ABOUT_FORM = re.compile(r"dtype|scalar type|shape|size|dimension|channels|same type|Expected", re.IGNORECASE)
@@ -52,7 +52,7 @@ class ChangedOutput(TypeError):
 
 def failure(who: str, doing: str, error: BaseException, left: str = GRADIENTS) -> PipelineError:
     """The one error that a failed step raises; `left` says what the step left behind."""
-    return PipelineError(f"{who} failed {place(doing)}: {type(error).__name__}: {error}; {left}")
+    return PipelineError(f"{who} failed {place_in_words(doing)}: {type(error).__name__}: {error}; {left}")
 
 
 def changed_output(who: str, change: Change, failed: str, text: str, left: str) -> PipelineError:

@@ -17,7 +17,7 @@ from stageline.distributed.layout import Layout
 from stageline.distributed.rank_host import Floats, HostedStep, RankExecutors, RankRunner
 from stageline.faults.flight_recorder import FlightRecorder
 from stageline.faults.monitor.blame import EVERYONE
-from stageline.faults.monitor.verdict import Failure, Verdict, describe, place
+from stageline.faults.monitor.verdict import Failure, Verdict, describe, place_in_words
 from stageline.faults.progress import RankProgress, ThreadProgress, busy
 from stageline.tensors.thread_context import ThreadContext
 from stageline.transport.clock_alignment import Alignment
@@ -81,7 +81,7 @@ class ThreadHost:
                 runner.progress.doing = None
             except BaseException as error:
                 failures[runner.rank] = error
-                self._stop(runners, runner.rank, error, f"rank {runner.rank} failed {place(runner.doing)}")
+                self._stop(runners, runner.rank, error, f"rank {runner.rank} failed {place_in_words(runner.doing)}")
 
         for runner in runners:
             runner.stopped = None

@@ -13,7 +13,7 @@ from typing import Any
 
 from stageline.faults.flight_recorder import FlightRecord, PassedMessage
 from stageline.faults.monitor.blame import EVERYONE
-from stageline.faults.monitor.verdict import RankSnapshot, Verdict, place
+from stageline.faults.monitor.verdict import RankSnapshot, Verdict, place_in_words
 
 MAX_CHAINS = 4
 MAX_MESSAGES = 3
@@ -176,7 +176,8 @@ def _last_link(row: Row, verdict: Verdict | None) -> str:
     if verdict is not None and verdict.culprit == row.rank:
         kinds = {"died": "died", "frozen": "froze", "raised": "failed", "absent": "never started", "left": "left"}
         return f"rank {row.rank} {kinds[verdict.kind]}"
-    return f"rank {row.rank} was {place(row.doing)}" if row.doing else f"rank {row.rank}, which waits for nobody"
+    doing = f" was {place_in_words(row.doing)}" if row.doing else ", which waits for nobody"
+    return f"rank {row.rank}{doing}"
 
 
 def _underway(records: Mapping[int, FlightRecord]) -> tuple[UndeliveredMessages, ...]:

@@ -116,7 +116,7 @@ class _Task(NamedTuple):
     """What it is called: its letter, stage and microbatch."""
 
 
-class _Form(NamedTuple):
+class _MessageForm(NamedTuple):
     """What follows from the types and shapes of a message's leaves; learned from the first such message."""
 
     kinds: tuple[str, ...]
@@ -167,8 +167,8 @@ class Executor:
         """For tasks that take a message out of order: the tasks whose messages arrive before it and must be parked.
         None if the task's own message is already parked."""
         self._parked: dict[int, Message] = {}
-        self._forms: dict[Any, _Form] = {}
-        self._passed: dict[int, _Form] = {}
+        self._forms: dict[Any, _MessageForm] = {}
+        self._passed: dict[int, _MessageForm] = {}
         """By stage, the form of the last output."""
         self.awaited: tuple[Header, float] | None = None
         """The message that this rank waits for, and since when."""
@@ -424,14 +424,14 @@ class Executor:
             self.outputs.note(message)
         return message
 
-    def _learn_form(self, task: _Task, leaves: Sequence[Leaf]) -> _Form:
+    def _learn_form(self, task: _Task, leaves: Sequence[Leaf]) -> _MessageForm:
         if len(self._forms) >= FORMS:
             self._forms.clear()
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for tensor in tensors:
             if tensor.layout is not torch.strided:
                 refuse_layout(tensor, task.stage, task.microbatch, forward=task.kind == kinds.F)
-        return _Form(
+        return _MessageForm(
             kinds_of(leaves),
             [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves],
             all(map(is_plain_tensor, tensors)),

@@ -108,7 +108,7 @@ def add_gradients(terms: Mapping[str, Tensor], scale: float = 1.0) -> None:
             torch.autograd.backward([root.reshape(()) for root in roots])
 
 
-def not_finite(names: Sequence[str], values: Floats) -> str:
+def penalty_not_finite(names: Sequence[str], values: Floats) -> str:
     """An error message that names the penalties that are not finite; empty if all are."""
     wrong = [name for name, value in zip(names, values.tolist(), strict=True) if not math.isfinite(value)]
     return f"the penalty of {listed(wrong)} is not finite" if wrong else ""

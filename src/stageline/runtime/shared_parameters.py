@@ -85,7 +85,7 @@ class Placed:
         return [parameter for parameter, uses in self.uses.items() if len({use.rank for use in uses}) > 1]
 
 
-def place(
+def place_stages(
     parts: Sequence[nn.Sequential], placement: Placement, here: Sequence[int], holders: Sequence[object] = ()
 ) -> Placed:
     """Give every rank in this process the modules of its stages; a second use of a parameter runs on a copy.
@@ -151,7 +151,9 @@ def copy_with_aliases(
     return copy.deepcopy(module, memo), aliases
 
 
-def gather(placed: Placed, share: Callable[[Tensor, int], None], everywhere: bool, rank: int | None = None) -> None:
+def sum_shared_gradients(
+    placed: Placed, share: Callable[[Tensor, int], None], everywhere: bool, rank: int | None = None
+) -> None:
     """Sum the gradients of every shared parameter in the order of its uses, and give the sum to all ranks that use it.
 
     `share` broadcasts a tensor from the rank that owns it. `everywhere` means that all ranks are in this process, so

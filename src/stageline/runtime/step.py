@@ -28,14 +28,13 @@ from stageline.runtime.guards.initial_weights import compare_weights, held_by_se
 from stageline.runtime.guards.loss_reads import Tensors, reaches
 from stageline.runtime.guards.non_finite import NotFinite, not_finite
 from stageline.runtime.microbatches import Agreement, Batch, BatchIntake, input_parts
-from stageline.runtime.penalty import add_gradients, terms_of, values_of
-from stageline.runtime.penalty import not_finite as penalty_not_finite
+from stageline.runtime.penalty import add_gradients, penalty_not_finite, terms_of, values_of
 from stageline.runtime.rank_executors import ExecutorCache, ExecutorSet
 from stageline.runtime.replan import LOOK_EVERY, StepWatch
 from stageline.runtime.replicas import Replicas
 from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.setup.options import PipelineOptions
-from stageline.runtime.shared_parameters import gather
+from stageline.runtime.shared_parameters import sum_shared_gradients
 from stageline.runtime.step_report import Measured, Outcome, StepStats, lengths_of, metrics_of
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import verify
@@ -318,7 +317,7 @@ class StepRunner:
                 raise self._not_finite_error(executors, wrong, good.index(False))
             self._check(executors, outcome, versions, generators)
             if not self.stages.plain:
-                gather(self.stages.placed, host.broadcast_tensor, host.single_process)
+                sum_shared_gradients(self.stages.placed, host.broadcast_tensor, host.single_process)
             if replicas is not None:
                 replicas.finish(reducer, changed, buffers)
             if penalties and (batch.sync or host.replica == 0):  # it counts once in the sum over replicas

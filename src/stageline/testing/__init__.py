@@ -8,15 +8,19 @@ other package of Stageline imports this one.
 from stageline.runtime.reference import Difference, assert_same_bits, differences, one_process_step
 from stageline.testing.conformance import FaultyTransport, exercise
 from stageline.testing.faults import FaultyStage
-from stageline.testing.fork_server import Child, Nursery
+from stageline.testing.fork_server import Child, ForkServer
 from stageline.testing.ranks import run_ranks
 from stageline.testing.sleep import SleepStage, Slept
+
+Nursery = ForkServer
+"""The former name of `ForkServer`."""
 
 __all__ = [
     "Child",
     "Difference",
     "FaultyStage",
     "FaultyTransport",
+    "ForkServer",
     "Nursery",
     "SleepStage",
     "Slept",

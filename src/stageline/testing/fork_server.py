@@ -23,17 +23,17 @@ from typing import Any, Self
 
 
 class Child:
-    """A process that a nursery started."""
+    """A process that a fork server started."""
 
-    def __init__(self, nursery: Nursery, pid: int) -> None:
+    def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid = pid
         self.code: int | None = None
         """The exit code, as in `subprocess`: negative for a signal; None while it runs."""
-        self._nursery = nursery
+        self._server = server
 
     def poll(self) -> int | None:
         """Return the exit code, or None while it runs."""
-        self._nursery.read_events(0.0)
+        self._server.read_events(0.0)
         return self.code
 
     def wait(self, timeout: float) -> int:
@@ -42,7 +42,7 @@ class Child:
         while self.code is None:
             if time.monotonic() > end:
                 raise TimeoutError(f"process {self.pid} did not end within {timeout:g} s")
-            self._nursery.read_events(0.05)
+            self._server.read_events(0.05)
         return self.code
 
     def signal(self, number: int) -> None:
@@ -51,12 +51,12 @@ class Child:
             os.kill(self.pid, number)
 
 
-class Nursery:
+class ForkServer:
     """Starts functions of a script in new processes, within milliseconds.
 
     >>> _ = Path("job.py").write_text("import sys\\ndef work(code): sys.exit(code)")
-    >>> with Nursery() as nursery:
-    ...     child = nursery.start("job.py", "work", [3], log="job.log")
+    >>> with ForkServer() as server:
+    ...     child = server.start("job.py", "work", [3], log="job.log")
     ...     child.wait(timeout=60)
     3
     """
@@ -96,7 +96,7 @@ class Nursery:
         end = time.monotonic() + 60
         while not self._started:
             if time.monotonic() > end:
-                raise TimeoutError("the nursery did not start a process within 60 s")
+                raise TimeoutError("the fork server did not start a process within 60 s")
             self.read_events(0.1)
         return self._children[self._started.pop(0)]
 
@@ -119,7 +119,7 @@ class Nursery:
         while select.select([self._process.stdout], [], [], timeout)[0]:
             data = os.read(self._process.stdout.fileno(), 1 << 16)
             if not data:
-                raise RuntimeError(f"the nursery ended by itself, with code {self._process.wait()}")
+                raise RuntimeError(f"the fork server ended by itself, with code {self._process.wait()}")
             *lines, self._buffer = (self._buffer + data).split(b"\n")
             for line in lines:
                 pid, code = json.loads(line)

@@ -194,7 +194,7 @@ def encode(message: Message, turn: int) -> tuple[list[memoryview], list[Tensor]]
     """A message with tensors of the host as pieces of memory, and the tensors that own this memory."""
     tensors = [base_of(leaf) for leaf in message.leaves if isinstance(leaf, Tensor)]
     size = sum([tensor.nbytes for tensor in tensors])
-    pieces, owners = [memoryview(write_head(turn, write_text(message), size))], []
+    pieces, owners = [memoryview(write_head(turn, encode_announcement(message), size))], []
     for tensor in tensors:
         if tensor.numel():
             owner, memory = pieces_of(tensor)
@@ -220,11 +220,12 @@ def expect(header: Header, turn: int, pattern: Pattern) -> tuple[bytes, Message,
     return head, message, [memory_of(tensor) for tensor in tensors if tensor.numel()]
 
 
-def write_text(message: Message, apart: Callable[[Tensor], bool] = lambda tensor: False) -> bytes:
+def encode_announcement(message: Message, apart: Callable[[Tensor], bool] = lambda tensor: False) -> bytes:
     """The header of a message as text.
 
     >>> header = Header(0, 1, "forward", 0, 0, 0)
-    >>> read_text(write_text(Message(header, [torch.zeros(3), 2, None], "*", [True, False, False]))).contents.leaves
+    >>> message = Message(header, [torch.zeros(3), 2, None], "*", [True, False, False])
+    >>> decode_announcement(encode_announcement(message)).contents.leaves
     [TensorMeta(dtype=torch.float32, shape=(3,), device='cpu', apart=False, strides=None, expanded=None), 2, None]
     """
     # What was announced is sent only if it is not what the message holds; the receiver reports that.
@@ -269,7 +270,7 @@ def _written(described: tuple[Any, ...], tree: str, wants: tuple[bool, ...], kin
     return json.dumps([described, tree, wants, kinds]).encode()
 
 
-class _Form(NamedTuple):
+class _TensorForm(NamedTuple):
     """How tensors of one dtype, shape and layout are sent."""
 
     dense: bool
@@ -281,7 +282,7 @@ class _Form(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _form(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], device: str, apart: bool) -> _Form:
+def _form(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], device: str, apart: bool) -> _TensorForm:
     kind = tensor_kind(dtype, shape)
     base = tuple(1 if stride == 0 else size for stride, size in zip(strides, shape, strict=True))
     expanded = tuple(shape) if 0 in strides and shape.numel() and base != tuple(shape) else None
@@ -292,18 +293,18 @@ def _form(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], devic
         # Any layout without gaps, and those whose gaps take little memory.
         kept = strides if span is not None and span <= (1 if apart else 4) * shape.numel() else None
     meta = (str(dtype).removeprefix("torch."), tuple(shape), device, apart, kept, expanded)
-    return _Form(expanded is None and span == shape.numel(), meta, kind)
+    return _TensorForm(expanded is None and span == shape.numel(), meta, kind)
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:
     return tuple(torch.empty(shape, device="meta").stride())
 
 
-def _form_of(tensor: Tensor, apart: bool) -> _Form:
+def _form_of(tensor: Tensor, apart: bool) -> _TensorForm:
     return _form(tensor.dtype, tensor.shape, tensor.stride(), tensor.device.type, apart)
 
 
-def read_text(text: bytes) -> Announcement:
+def decode_announcement(text: bytes) -> Announcement:
     """Read a header; refuse what is not one."""
     try:
         first, rest = text.split(b"\n", 1)

@@ -167,10 +167,10 @@ def waiting(ranks: tuple[RankSnapshot, ...]) -> str:
     return ", ".join(waits[:8]) + (f" and {len(waits) - 8} more" if len(waits) > 8 else "")
 
 
-def place(doing: str) -> str:
+def place_in_words(doing: str) -> str:
     """Return what a rank was doing as a part of a sentence.
 
-    >>> place("F of stage 1, microbatch 3"), place("after its last action")
+    >>> place_in_words("F of stage 1, microbatch 3"), place_in_words("after its last action")
     ('in F of stage 1, microbatch 3', 'after its last action')
     """
     return doing if doing.startswith(("before its", "after its", "starting")) else f"in {doing}"
@@ -181,7 +181,7 @@ def _who(verdict: Verdict) -> str:
 
 
 def _where(verdict: Verdict) -> str:
-    return f" while it was {place(verdict.doing)}" if verdict.doing else ""
+    return f" while it was {place_in_words(verdict.doing)}" if verdict.doing else ""
 
 
 def _died(verdict: Verdict) -> str:
@@ -198,7 +198,7 @@ def _frozen(verdict: Verdict) -> str:
 
 
 def _raised(verdict: Verdict) -> str:
-    where = f" {place(verdict.doing)}" if verdict.doing else ""
+    where = f" {place_in_words(verdict.doing)}" if verdict.doing else ""
     return f"{_who(verdict)} failed{where}: {verdict.text}"
 
 

@@ -29,13 +29,11 @@ from stageline.runtime.continuous.step_record import ContinuousRecordLayout, Ste
 from stageline.runtime.executor import RankResult, StepRequest
 from stageline.runtime.grad_norm import norms_of, total_norm
 from stageline.runtime.guards.loss_reads import Tensors
-from stageline.runtime.guards.non_finite import first
-from stageline.runtime.guards.non_finite import not_finite as not_finite_values
+from stageline.runtime.guards.non_finite import first, not_finite
 from stageline.runtime.optimizer_step import GradientRules, StepDecision, not_finite_text
-from stageline.runtime.penalty import Penalty, add_gradients, terms_of, values_of
-from stageline.runtime.penalty import not_finite as penalty_not_finite
+from stageline.runtime.penalty import Penalty, add_gradients, penalty_not_finite, terms_of, values_of
 from stageline.runtime.rank_executors import ExecutorSet
-from stageline.runtime.shared_parameters import Placed, gather
+from stageline.runtime.shared_parameters import Placed, sum_shared_gradients
 from stageline.runtime.step_report import metrics_of
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.buffers import BufferCopies, all_buffers, put_back
@@ -111,7 +109,7 @@ def decide_step(options: RunOptions, planned: PlannedStep, totals: StepTotals) -
     assert planned.executors is not None
     rules, outcome = options.rules, totals.outcome
     if rules.check_finite:
-        wrong = not_finite_values(outcome.losses, outcome.events, (), planned.executors.schedule)
+        wrong = not_finite(outcome.losses, outcome.events, (), planned.executors.schedule)
         if wrong is not None:
             cause = ArithmeticError(wrong.text)
             error = failure(f"rank {wrong.rank}", wrong.doing, cause, LEFT)
@@ -127,12 +125,12 @@ def decide_step(options: RunOptions, planned: PlannedStep, totals: StepTotals) -
     if norm is not None and decision.failed:
         origin = first(outcome.events)
         where = "" if origin is None else f"; the first value that is not finite is {origin}"
-        error = not_finite(planned.step, norm, sum(outcome.losses) + outcome.penalty, where)
+        error = norm_not_finite(planned.step, norm, sum(outcome.losses) + outcome.penalty, where)
         return DecidedStep(planned, totals, decision, error)
     return DecidedStep(planned, totals, decision)
 
 
-def not_finite(step: int, norm: Tensor, loss: float, where: str = "") -> PipelineError:
+def norm_not_finite(step: int, norm: Tensor, loss: float, where: str = "") -> PipelineError:
     """The error of a step whose gradients are not finite numbers; `where` says where they began."""
     return PipelineError(
         f"{not_finite_text(step, norm.item(), loss)}{where}; {LEFT}; lower the learning rate, skip such steps with "
@@ -258,7 +256,7 @@ class RankLoop:
         assert request is not None
         executor.progress.doing = "the step of its optimizer"
         try:
-            gather(options.placed, _no_broadcast, True, self.rank)
+            sum_shared_gradients(options.placed, _no_broadcast, True, self.rank)
             penalties = self._penalize(request.scale)
             layout = self._record_layout(ran.planned)
             row = layout.write(

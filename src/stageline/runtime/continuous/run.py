@@ -28,7 +28,7 @@ from stageline.runtime.continuous.rank_loop import (
     RankLoop,
     RankServices,
     RunOptions,
-    not_finite,
+    norm_not_finite,
 )
 from stageline.runtime.continuous.rollback import Make, OptimizerPart, find_optimizer
 from stageline.runtime.continuous.threads import ThreadRun
@@ -209,7 +209,7 @@ class RunSteps:
             if norm is not None and decision.failed:
                 pipe.zero_grad()
                 runner.steps -= 1
-                raise not_finite(runner.steps, norm, stats.loss)
+                raise norm_not_finite(runner.steps, norm, stats.loss)
             gradients = (parameter.grad for parameter in pipe.parameters() if parameter.grad is not None)
             step_optimizer(decision, gradients, update.optimizer.step)
             pipe.zero_grad()

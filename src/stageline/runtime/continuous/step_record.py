@@ -17,10 +17,10 @@ TEXT, BYTES = 256, 6
 """How many numbers encode a text, and how many bytes of it each number holds."""
 
 
-def write_text(text: str) -> Floats:
+def text_to_row(text: str) -> Floats:
     """A text as numbers that adding zeros does not change.
 
-    >>> read_text(write_text("über") + write_text(""))
+    >>> row_to_text(text_to_row("über") + text_to_row(""))
     'über'
     """
     data = text.encode()
@@ -36,7 +36,7 @@ def write_text(text: str) -> Floats:
     return row
 
 
-def read_text(row: Floats) -> str:
+def row_to_text(row: Floats) -> str:
     """The text of a row."""
     data = b"".join(int(number).to_bytes(BYTES, "big") for number in row[1:].tolist())
     return data[: int(row[0])].decode()
@@ -99,7 +99,7 @@ class ContinuousRecordLayout:
         parts = [
             flags.reshape(-1),
             np.zeros(self.step_record.size) if outcome is None else outcome,
-            write_text(json.dumps(metrics) if metrics else ""),
+            text_to_row(json.dumps(metrics) if metrics else ""),
             np.zeros(self._parameters) if norms is None else norms,
         ]
         return np.concatenate(parts)
@@ -107,7 +107,7 @@ class ContinuousRecordLayout:
     def read(self, row: Floats) -> StepTotals:
         """The records of all ranks, added up."""
         failed, outcome, text, norms = np.split(row, self._ends)
-        metrics = read_text(text)
+        metrics = row_to_text(text)
         return StepTotals(
             failed.reshape(-1, 2), self.step_record.read(outcome), norms, json.loads(metrics) if metrics else {}
         )

@@ -15,7 +15,7 @@ from stageline.distributed.failures import RankFailure
 from stageline.distributed.rank_host import Floats
 from stageline.distributed.thread_host import ThreadHost
 from stageline.faults.monitor.blame import EVERYONE
-from stageline.faults.monitor.verdict import place
+from stageline.faults.monitor.verdict import place_in_words
 from stageline.runtime.continuous.rank_loop import LEFT, DecidedStep, PlannedStep, RankLoop, RunOptions, decide_step
 from stageline.runtime.executor import Executor, RankResult
 from stageline.runtime.rank_executors import ExecutorSet
@@ -124,7 +124,8 @@ class ThreadServices:
         """Wake the ranks that wait for this one."""
         with self._board.changed:
             self._board.failures.setdefault(self._rank, (planned.step, failed.error))
-        self._board.stop(planned.step, self._rank, failed.error, f"rank {self._rank} failed {place(failed.doing)}")
+        where = f"rank {self._rank} failed {place_in_words(failed.doing)}"
+        self._board.stop(planned.step, self._rank, failed.error, where)
 
     def send_record(self, planned: PlannedStep, row: Floats, result: RankResult | None) -> None:
         """Write it on the board."""

@@ -18,7 +18,7 @@ from stageline.runtime.grad_norm import owners_of
 from stageline.runtime.guards.foreign_reads import holders_of, readers
 from stageline.runtime.setup.compile import Compile, compile_units
 from stageline.runtime.setup.stages import cut_by_batch, cut_or_wait
-from stageline.runtime.shared_parameters import Placed, place
+from stageline.runtime.shared_parameters import Placed, place_stages
 from stageline.runtime.stage import watched_layers
 from stageline.schedules.placement import Placement
 
@@ -74,7 +74,7 @@ class ModelStages:
         self.readers = readers(self.parts, layers, [stage for stage in range(len(layers)) if self.holds(stage)])
         holders = [*self.shared_state.holders(), *(holders_of(self.parts) if self.readers else ())]
         self.placed = (
-            place(self.parts, self._placement, self.here, holders)
+            place_stages(self.parts, self._placement, self.here, holders)
             if self.parts
             else Placed({rank: {} for rank in self.here}, {}, [])
         )

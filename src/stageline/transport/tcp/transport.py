@@ -280,7 +280,7 @@ class SocketTransport:
         tensors = [wire.base_of(leaf) for leaf in message.leaves if isinstance(leaf, Tensor)]
         own = [tensor for tensor in tensors if not apart(tensor)]
         size = sum(tensor.numel() * tensor.element_size() for tensor in own)
-        text = wire.write_text(message, apart)
+        text = wire.encode_announcement(message, apart)
         pieces, ready = [memoryview(wire.write_head(self._turn, text, size))], None
         kept: list[Tensor] = []
         if any(tensor.is_cuda for tensor in own):
@@ -446,7 +446,7 @@ _EMPTY = torch.empty(0, dtype=torch.uint8)
 def _read(text: bytes, prefix: wire.Prefix) -> Announcement | TransportError:
     try:
         wire.check_text(text, prefix)
-        return wire.read_text(text)
+        return wire.decode_announcement(text)
     except TransportError as error:
         return error
 
