@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from stageline.schedules import registry
 
 if TYPE_CHECKING:
-    from stageline.testing import Nursery
+    from stageline.testing import ForkServer
 
 # A busy machine is slow: that says nothing about a property.
 settings.register_profile(
@@ -55,12 +55,12 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
+def fork_server() -> Iterator[ForkServer]:
     """Start processes that have imported torch already."""
-    from stageline.testing import Nursery
+    from stageline.testing import ForkServer
 
-    with Nursery() as nursery:
-        yield nursery
+    with ForkServer() as fork_server:
+        yield fork_server
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ import torch
 
 import stageline.train.trainer  # noqa: F401  # imported once, before processes fork
 from stageline.cli.app import run
-from stageline.testing import Child, Nursery
+from stageline.testing import Child, ForkServer
 from stageline.train.checkpoint import open_checkpoint, published
 from stageline.train.checkpoint.reader import inspect
 
@@ -66,8 +66,8 @@ def train(words: list[str]) -> None:
 class Job:
     """A job in a folder that can be restarted."""
 
-    def __init__(self, nursery: Nursery, folder: Path, tokens: Path, ranks: int, steps: int) -> None:
-        self.nursery, self.folder, self.ranks = nursery, folder, ranks
+    def __init__(self, fork_server: ForkServer, folder: Path, tokens: Path, ranks: int, steps: int) -> None:
+        self.fork_server, self.folder, self.ranks = fork_server, folder, ranks
         self.words = [*WORDS, f"--training.dataset_path={tokens}", f"--training.steps={steps}"]
         self.words += [f"--job.dump_folder={folder / 'run'}", f"--parallelism.pipeline_parallel_degree={ranks}"]
         self.children: list[Child] = []
@@ -87,7 +87,7 @@ class Job:
         common |= {"MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         self.starts += 1
         self.children = [
-            self.nursery.start(
+            self.fork_server.start(
                 __file__,
                 "train",
                 [self.words],
@@ -165,8 +165,8 @@ def same(job: Job, reference: Job, step: int) -> str:
 class Trials:
     """A series of crashes."""
 
-    def __init__(self, nursery: Nursery, folder: Path, options: argparse.Namespace) -> None:
-        self.nursery, self.folder, self.options = nursery, folder, options
+    def __init__(self, fork_server: ForkServer, folder: Path, options: argparse.Namespace) -> None:
+        self.fork_server, self.folder, self.options = fork_server, folder, options
         self.chance = random.Random(options.seed)
         self.tokens = folder / "tokens.bin"
         draws = np.random.default_rng(0).choice([1, 1, 1, 5], size=20_000)
@@ -182,7 +182,9 @@ class Trials:
 
     def new_job(self) -> Job:
         self.jobs += 1
-        return Job(self.nursery, self.folder / f"job-{self.jobs}", self.tokens, self.options.ranks, self.options.steps)
+        return Job(
+            self.fork_server, self.folder / f"job-{self.jobs}", self.tokens, self.options.ranks, self.options.steps
+        )
 
     def finish(self, job: Job) -> None:
         codes = [child.wait(LONGEST) for child in job.children]
@@ -252,8 +254,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and leave nothing running
-    with tempfile.TemporaryDirectory(prefix="stageline-crashes-") as folder, Nursery() as nursery:
-        trials = Trials(nursery, Path(folder), options)
+    with tempfile.TemporaryDirectory(prefix="stageline-crashes-") as folder, ForkServer() as fork_server:
+        trials = Trials(fork_server, Path(folder), options)
         trials.run()
     summary: dict[str, Any] = {"crashes": trials.crashes, "ranks": options.ranks, "jobs": trials.jobs - 1}
     summary |= {"checkpoints": trials.compared, "faults": trials.faults, "load": os.getloadavg()[0]}

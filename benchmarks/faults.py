@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stageline as sl
-from stageline.testing import Child, FaultyStage, FaultyTransport, Nursery
+from stageline.testing import Child, FaultyStage, FaultyTransport, ForkServer
 
 RANKS, MICROBATCHES, WIDTH, DEADLINE, TIMEOUT, LIMIT = 3, 4, 8, 5.0, 20.0, 40.0
 FAULTS = {
@@ -205,7 +205,7 @@ class Case:
         return {"world": self.world, "fault": self.name, "stage": self.stage, "seconds": seconds, "said": messages}
 
 
-def start(nursery: Nursery, world: str, name: str, stage: int, folder: Path) -> Case:
+def start(fork_server: ForkServer, world: str, name: str, stage: int, folder: Path) -> Case:
     from turns import free_port  # the ranks, which load this file too, do not have its folder on their path
 
     port = free_port()
@@ -224,17 +224,19 @@ def start(nursery: Nursery, world: str, name: str, stage: int, folder: Path) -> 
                 "MASTER_PORT": port,
             }
         arguments = [rank, world, str(folder), place, fault, stage]
-        children[rank] = nursery.start(__file__, "work", arguments, log=folder / f"log-{rank}", environment=environment)
+        children[rank] = fork_server.start(
+            __file__, "work", arguments, log=folder / f"log-{rank}", environment=environment
+        )
     return Case(world, name, stage, folder, children, time.time())
 
 
-def run(nursery: Nursery, plan: list[tuple[str, str, int]], jobs: int, folder: Path) -> list[dict[str, Any]]:
+def run(fork_server: ForkServer, plan: list[tuple[str, str, int]], jobs: int, folder: Path) -> list[dict[str, Any]]:
     """Run the cases, several at a time."""
     waiting, running, results = list(plan), [], []  # type: ignore[var-annotated]
     while waiting or running:
         while waiting and len(running) < jobs:
             world, name, stage = waiting.pop(0)
-            running.append(start(nursery, world, name, stage, folder / f"{world}-{len(results)}-{len(waiting)}"))
+            running.append(start(fork_server, world, name, stage, folder / f"{world}-{len(results)}-{len(waiting)}"))
         for case in [case for case in running if case.over()]:
             running.remove(case)
             results.append(case.result())
@@ -274,13 +276,13 @@ def main() -> None:
     options = parser.parse_args()
     names = [name for name in FAULTS if options.only in name]
     results: list[dict[str, Any]] = []
-    with Nursery() as nursery, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    with ForkServer() as fork_server, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for world in options.worlds:
             plan = [(world, name, stage) for name in names for stage in options.stages]
             plan = [case for case in plan if world != "threads" or case[1] in ON_THREADS]
             plan = [case for case in plan if FAULTS[case[1]][0] != "wire" or case[2] < RANKS - 1]
             # torch mostly waits for its timeout, so several jobs do not disturb each other.
-            results += run(nursery, plan, 6 if world == "torch" else 1, Path(folder))
+            results += run(fork_server, plan, 6 if world == "torch" else 1, Path(folder))
     if options.json:
         print(json.dumps(results))
         return

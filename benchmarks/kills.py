@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import stageline as sl
-from stageline.testing import Child, Nursery
+from stageline.testing import Child, ForkServer
 
 WIDTH, DEADLINE = 64, 60.0
 
@@ -55,7 +55,7 @@ def train(rank: int, ranks: int, folder: str, family: str) -> None:
 class Job:
     """A training job, one rank of which will be killed."""
 
-    def __init__(self, nursery: Nursery, ranks: int, chance: random.Random) -> None:
+    def __init__(self, fork_server: ForkServer, ranks: int, chance: random.Random) -> None:
         from turns import free_port  # the ranks, which load this file too, do not have its folder on their path
 
         self.holder = tempfile.TemporaryDirectory(prefix="stageline-kill-", ignore_cleanup_errors=True)
@@ -66,7 +66,7 @@ class Job:
         common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         common |= {"GLOO_SOCKET_IFNAME": "lo", "STAGELINE_FLIGHT_DIR": str(self.folder / "flights")}
         self.children: list[Child] = [
-            nursery.start(
+            fork_server.start(
                 __file__,
                 "train",
                 [rank, ranks, str(self.folder), self.family],
@@ -125,10 +125,10 @@ def main() -> None:
     chance, started = random.Random(options.seed), 0
     results: list[dict[str, Any]] = []
     running: list[Job] = []
-    with Nursery() as nursery:
+    with ForkServer() as fork_server:
         while len(results) < options.kills:
             while len(running) < options.jobs and started < options.kills:
-                running.append(Job(nursery, options.ranks, chance))
+                running.append(Job(fork_server, options.ranks, chance))
                 started += 1
             for job in list(running):
                 result = job.tend()

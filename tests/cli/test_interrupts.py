@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stageline.testing import Nursery
+from stageline.testing import ForkServer
 from support.jobs import SCRIPT, TINY, exit_codes, log_of, losses, start, validations, wait_for, wait_until, weights
 
 PATIENCE = 240.0
@@ -75,44 +75,44 @@ def test_the_names_of_the_package_are_there_without_touching_them_first() -> Non
 
 
 def test_before_the_first_step_is_finished_the_command_ends_at_once_and_can_be_started_again(
-    nursery: Nursery, tokens: Path
+    fork_server: ForkServer, tokens: Path
 ) -> None:
     folder = tokens.parent
     words = [*TINY, *PLAIN, f"--training.dataset_path={tokens}", f"--job.dump_folder={folder / 'run'}"]
-    child = nursery.start(SCRIPT, "command", [words, str(folder)], log=folder / "run.0.log")
+    child = fork_server.start(SCRIPT, "command", [words, str(folder)], log=folder / "run.0.log")
     wait_until(child, lambda: (folder / "inside").exists())
     child.signal(signal.SIGINT)
     assert child.wait(PATIENCE) == 130
     assert log_of(tokens, "run").count("stageline: interrupted\n") == 1
     assert "Traceback" not in log_of(tokens, "run")
-    assert exit_codes(start(nursery, tokens, "run", *PLAIN)) == [0]
+    assert exit_codes(start(fork_server, tokens, "run", *PLAIN)) == [0]
     assert not [path.name for path in (folder / "run").iterdir() if path.name.startswith(".")]
 
 
-def test_an_interrupt_while_a_sample_is_drawn_leaves_it_out(nursery: Nursery, tokens: Path) -> None:
+def test_an_interrupt_while_a_sample_is_drawn_leaves_it_out(fork_server: ForkServer, tokens: Path) -> None:
     (tokens.parent / "text.txt").write_text("ab" * 4000)
     more = [
         "--training.dataset=text",
         f"--training.dataset_path={tokens.parent / 'text.txt'}",
         "--model.vocab_size=256",
     ]
-    children = start(nursery, tokens, "run", *PLAIN, *more, "--sample.tokens=1000000", processes=2)
+    children = start(fork_server, tokens, "run", *PLAIN, *more, "--sample.tokens=1000000", processes=2)
     wait_until(children[0], lambda: (tokens.parent / "run/checkpoint/step-00000016/manifest.json").is_file())
     children[1].signal(signal.SIGINT)  # one rank alone; the ranks agree
     assert exit_codes(children) == [0, 0], log_of(tokens, "run")
     assert "sample    none: stopped by a signal\n" in log_of(tokens, "run")
 
 
-def test_an_interrupted_validation_is_made_up_for_by_the_next_start(nursery: Nursery, tokens: Path) -> None:
+def test_an_interrupted_validation_is_made_up_for_by_the_next_start(fork_server: ForkServer, tokens: Path) -> None:
     more = (*PLAIN, "--validation.steps=2", "--validation.freq=4", "--validation.patience=3")
-    assert exit_codes(start(nursery, tokens, "whole", *more)) == [0], log_of(tokens, "whole")
-    children = start(nursery, tokens, "parts", *more, processes=2, function="slow_validation")
+    assert exit_codes(start(fork_server, tokens, "whole", *more)) == [0], log_of(tokens, "whole")
+    children = start(fork_server, tokens, "parts", *more, processes=2, function="slow_validation")
     wait_for(tokens, "parts", 4)
     wait_until(children[1], lambda: (tokens.parent / "validating").exists())
     children[1].signal(signal.SIGINT)
     assert exit_codes(children) == [0, 0], log_of(tokens, "parts")
     assert validations(tokens, "parts") == []
-    assert exit_codes(start(nursery, tokens, "parts", *more)) == [0], log_of(tokens, "parts")
+    assert exit_codes(start(fork_server, tokens, "parts", *more)) == [0], log_of(tokens, "parts")
     assert [(row["step"], row["loss"]) for row in validations(tokens, "parts")] == [
         (row["step"], row["loss"]) for row in validations(tokens, "whole")
     ]

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from stageline.cli.app import run
 from stageline.faults.monitor.launch import NAME
-from stageline.testing import Child, Nursery
+from stageline.testing import Child, ForkServer
 from support.ports import free_port
 
 RANK = Path(__file__).parents[1] / "support" / "fault_rank.py"
@@ -60,7 +60,7 @@ class Job:
 
     def __init__(
         self,
-        nursery: Nursery,
+        fork_server: ForkServer,
         folder: Path,
         plan: list[Answer],
         deadline: float = LONG,
@@ -76,7 +76,7 @@ class Job:
             environment = {} if threads else self.environment(rank)
             arguments = [rank, str(folder), plan, deadline, 4, ranks]
             log = folder / f"log-{rank}"
-            self.ranks[rank] = nursery.start(RANK, "main", arguments, log=log, environment=environment)
+            self.ranks[rank] = fork_server.start(RANK, "main", arguments, log=log, environment=environment)
 
     def environment(self, rank: int) -> dict[str, str]:
         common = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
@@ -123,12 +123,12 @@ Start = Callable[..., Job]
 
 
 @pytest.fixture
-def start(nursery: Nursery, tmp_path: Path) -> Iterator[Start]:
+def start(fork_server: ForkServer, tmp_path: Path) -> Iterator[Start]:
     """Start jobs; afterwards no process, no monitor and no port is left."""
     jobs: list[Job] = []
 
     def begin(plan: list[Answer], deadline: float = LONG, **options: Any) -> Job:
-        jobs.append(Job(nursery, tmp_path / f"job{len(jobs)}", plan, deadline, **options))
+        jobs.append(Job(fork_server, tmp_path / f"job{len(jobs)}", plan, deadline, **options))
         return jobs[-1]
 
     yield begin
@@ -183,12 +183,14 @@ PLAN = [item for planted, *_ in FAULTS.values() for item in (planted, {"do": "ri
 
 
 @pytest.fixture(scope="module", params=["threads", "processes"])
-def lived(request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+def lived(
+    request: pytest.FixtureRequest, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Job]:
     """One job with one fault after another, each followed by a correct step."""
     threads = request.param == "threads"
     odd = [] if threads else [{"do": "odd_one", "odd": rank, "deadline": LONG} for rank in range(RANKS)]
     job = Job(
-        nursery, tmp_path_factory.mktemp("lived"), [{"do": "right"}, *PLAN, *odd, {"do": "right"}], threads=threads
+        fork_server, tmp_path_factory.mktemp("lived"), [{"do": "right"}, *PLAN, *odd, {"do": "right"}], threads=threads
     )
     try:
         job.wait()
@@ -407,7 +409,7 @@ ENDS = {
 """How a script ends after it lost a rank, and its exit code; the last two are not started by a path."""
 
 
-def test_a_script_that_lost_a_rank_keeps_its_exit_code(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_script_that_lost_a_rank_keeps_its_exit_code(fork_server: ForkServer, tmp_path: Path) -> None:
     """The collective that it waited in never ends, but neither delays the exit nor changes its code."""
     script = RANK.with_name("exit_rank.py")
     common = {"WORLD_SIZE": str(len(ENDS) + 1), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -426,7 +428,7 @@ def test_a_script_that_lost_a_rank_keeps_its_exit_code(nursery: Nursery, tmp_pat
                     command = [sys.executable, "-m", *commands[way]]
                     started[way] = subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log)
             else:
-                started[way] = nursery.start(script, "end", [way], log=tmp_path / way, environment=environment)
+                started[way] = fork_server.start(script, "end", [way], log=tmp_path / way, environment=environment)
         codes = {way: started[way].wait(PATIENCE) for way in ENDS}
         logs = {way: (tmp_path / way).read_text() for way in ENDS}
         assert codes == ENDS, logs
@@ -443,7 +445,7 @@ def test_a_script_that_lost_a_rank_keeps_its_exit_code(nursery: Nursery, tmp_pat
 
 @pytest.mark.parametrize("script_makes_it", [False, True])
 def test_a_new_rendezvous_in_the_same_process_is_independent_of_the_previous_one(
-    nursery: Nursery, tmp_path: Path, script_makes_it: bool
+    fork_server: ForkServer, tmp_path: Path, script_makes_it: bool
 ) -> None:
     """A good round, one that a rank left, one in which a rank was killed, and two with a new process in its place."""
     script = RANK.with_name("rendezvous_rank.py")
@@ -455,7 +457,7 @@ def test_a_new_rendezvous_in_the_same_process_is_independent_of_the_previous_one
     def begin(rank: int, first: int) -> Child:
         arguments = [rank, str(tmp_path), rounds[first:], script_makes_it]
         own = {**environment, "RANK": str(rank)}
-        return nursery.start(script, "main", arguments, log=tmp_path / f"log-{rank}", environment=own)
+        return fork_server.start(script, "main", arguments, log=tmp_path / f"log-{rank}", environment=own)
 
     started = [begin(rank, 0) for rank in range(RANKS)]
     try:
@@ -476,7 +478,7 @@ def test_a_new_rendezvous_in_the_same_process_is_independent_of_the_previous_one
 
 
 def test_restarted_ranks_ignore_addresses_of_the_previous_attempt_in_the_store(
-    nursery: Nursery, tmp_path: Path
+    fork_server: ForkServer, tmp_path: Path
 ) -> None:
     """torchrun keeps one store for all attempts."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -490,7 +492,7 @@ def test_restarted_ranks_ignore_addresses_of_the_previous_attempt_in_the_store(
         for rank in range(RANKS):
             arguments = [rank, str(folder), plan, LONG, 4, list(range(RANKS))]
             own = {**environment, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
-            ranks[rank] = nursery.start(RANK, "main", arguments, log=folder / f"log-{rank}", environment=own)
+            ranks[rank] = fork_server.start(RANK, "main", arguments, log=folder / f"log-{rank}", environment=own)
         try:
             codes = {rank: child.wait(PATIENCE) for rank, child in ranks.items()}
         finally:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 import stageline as sl
-from stageline.testing import Child, FaultyStage, Nursery, assert_same_bits, one_process_step, run_ranks
+from stageline.testing import Child, FaultyStage, ForkServer, assert_same_bits, one_process_step, run_ranks
 from support.gradients import gradients
 from support.pipelines import Block, batch, noisy, tied_model, token_loss
 from support.ports import free_port
@@ -468,9 +468,9 @@ def started(tmp_path: Path) -> Iterator[list[Child]]:
     """Four processes that find each other by the environment; none is left."""
     port = free_port()
     common = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    with Nursery() as nursery:
+    with ForkServer() as fork_server:
         ranks = [
-            nursery.start(
+            fork_server.start(
                 Path(__file__).parents[1] / "support" / "replica_rank.py", "main", [rank, str(tmp_path)],
                 log=tmp_path / f"log-{rank}",
                 environment={**common, "RANK": str(rank), "STAGELINE_FLIGHT_DIR": str(tmp_path / "flights")},

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stageline.testing import Nursery
+from stageline.testing import ForkServer
 from stageline.testing.fork_server import Child
 from stageline.train.checkpoint import newest
 from support.ports import free_port
@@ -39,7 +39,7 @@ PATIENCE = 240.0
 
 
 def start(
-    nursery: Nursery,
+    fork_server: ForkServer,
     tokens: Path,
     run: str,
     *more: str,
@@ -58,7 +58,7 @@ def start(
         environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     return [
-        nursery.start(
+        fork_server.start(
             SCRIPT,
             function if full is None else "on_a_full_disk",
             [words] if full is None else [words, full],

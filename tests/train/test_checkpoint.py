@@ -26,7 +26,7 @@ from torch import Tensor
 
 import stageline as sl
 from stageline.cli.app import run
-from stageline.testing import Nursery
+from stageline.testing import ForkServer
 from stageline.train.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -191,8 +191,8 @@ def test_only_one_checkpoint_is_being_written(tmp_path: Path, monkeypatch: pytes
     assert is_step(checkpoint, 2)
 
 
-def test_a_script_that_ends_finishes_its_checkpoint(tmp_path: Path, nursery: Nursery) -> None:
-    child = nursery.start(SCRIPT, "end_at_once", [str(tmp_path / "c")], log=tmp_path / "log")
+def test_a_script_that_ends_finishes_its_checkpoint(tmp_path: Path, fork_server: ForkServer) -> None:
+    child = fork_server.start(SCRIPT, "end_at_once", [str(tmp_path / "c")], log=tmp_path / "log")
     assert child.wait(300) == 0, (tmp_path / "log").read_text()
     checkpoint = newest(tmp_path / "c")
     assert checkpoint is not None
@@ -235,14 +235,14 @@ def test_hugging_face_opens_a_checkpoint_as_it_is(
 # Killed at any moment
 
 
-def test_a_writer_killed_at_random_leaves_what_it_published(tmp_path: Path, nursery: Nursery) -> None:
+def test_a_writer_killed_at_random_leaves_what_it_published(tmp_path: Path, fork_server: ForkServer) -> None:
     folder, log, seed = tmp_path / "c", tmp_path / "steps", random.Random(1)
     folder.mkdir()
     log.touch()
     first = expected = 0
     for _ in range(20):
         expected += seed.randrange(3)
-        child = nursery.start(SCRIPT, "save_for_ever", [str(folder), str(log), first], log=tmp_path / "log")
+        child = fork_server.start(SCRIPT, "save_for_ever", [str(folder), str(log), first], log=tmp_path / "log")
         end = time.monotonic() + 60
         while len(log.read_text().split()) < expected and time.monotonic() < end:
             time.sleep(0.002)
@@ -261,7 +261,9 @@ def test_a_writer_killed_at_random_leaves_what_it_published(tmp_path: Path, nurs
             checkpoint.close()
 
 
-def test_a_writer_killed_before_any_change_of_the_disk_leaves_a_whole_one(tmp_path: Path, nursery: Nursery) -> None:
+def test_a_writer_killed_before_any_change_of_the_disk_leaves_a_whole_one(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
     log = tmp_path / "steps"
     save_steps(tmp_path / "before", 1)
     for step in (1, 2):  # the same one again, and a later one, for which the first is pruned
@@ -271,7 +273,7 @@ def test_a_writer_killed_before_any_change_of_the_disk_leaves_a_whole_one(tmp_pa
             fatal += 1
             folder = tmp_path / f"{step}-{fatal}"
             shutil.copytree(tmp_path / "before", folder)
-            child = nursery.start(SCRIPT, "die_at", [str(folder), str(log), step, fatal], log=tmp_path / "log")
+            child = fork_server.start(SCRIPT, "die_at", [str(folder), str(log), step, fatal], log=tmp_path / "log")
             code = child.wait(300)
             assert code == (0 if log.exists() else -9), (tmp_path / "log").read_text()
             with whole(folder) as checkpoint:
@@ -307,13 +309,13 @@ def test_nothing_is_published_before_it_is_on_the_disk(tmp_path: Path, monkeypat
     assert str(tmp_path.stat().st_ino) in synced
 
 
-def test_a_killed_writer_is_named_by_the_first(tmp_path: Path, nursery: Nursery) -> None:
+def test_a_killed_writer_is_named_by_the_first(tmp_path: Path, fork_server: ForkServer) -> None:
     folder = tmp_path / "c"
 
     def start(step: int, numbers: tuple[int, ...], deadline: float) -> list[str]:
         logs = [tmp_path / f"{step}-{number}" for number in numbers]
         children = [
-            nursery.start(
+            fork_server.start(
                 SCRIPT, "write_share", [str(folder), str(log), number, 3, step, deadline], log=tmp_path / "log"
             )
             for number, log in zip(numbers, logs, strict=True)
@@ -541,10 +543,10 @@ def test_a_manifest_that_lies_about_its_tensors_is_refused(tmp_path: Path) -> No
 # When it cannot be written
 
 
-def test_a_full_disk_is_named_and_what_was_there_stays(tmp_path: Path, nursery: Nursery) -> None:
+def test_a_full_disk_is_named_and_what_was_there_stays(tmp_path: Path, fork_server: ForkServer) -> None:
     folder, log = tmp_path / "c", tmp_path / "error"
     save_steps(folder, 1)
-    child = nursery.start(SCRIPT, "meet_a_limit", [str(folder), str(log), 20_000], log=tmp_path / "log")
+    child = fork_server.start(SCRIPT, "meet_a_limit", [str(folder), str(log), 20_000], log=tmp_path / "log")
     assert child.wait(300) == 0, (tmp_path / "log").read_text()
     assert "the checkpoint of step 2 is not saved: cannot write " in log.read_text()
     assert ".partial/model-00000-00000.safetensors: File too large" in log.read_text()

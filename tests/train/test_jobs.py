@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stageline.testing import Nursery
+from stageline.testing import ForkServer
 from stageline.train.checkpoint import published
 from stageline.train.config.io import read_config
 from stageline.train.run_folder import RunFolder
@@ -33,25 +33,27 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_killed_job_resumes_with_the_same_bits(nursery: Nursery, tokens: Path, processes: int) -> None:
+def test_a_killed_job_resumes_with_the_same_bits(fork_server: ForkServer, tokens: Path, processes: int) -> None:
     """Dropout and shuffling are on; all runs are compared with the uninterrupted run on threads."""
-    assert exit_codes(start(nursery, tokens, "whole")) == [0], log_of(tokens, "whole")
+    assert exit_codes(start(fork_server, tokens, "whole")) == [0], log_of(tokens, "whole")
     draw = random.Random(processes)
     for _ in range(2):
-        children = start(nursery, tokens, "parts", processes=processes)
+        children = start(fork_server, tokens, "parts", processes=processes)
         wait_for(tokens, "parts", min(step_of(tokens, "parts") + draw.randrange(1, 7), 15))
         for child in children:
             child.signal(signal.SIGKILL)
         exit_codes(children)
-    assert exit_codes(start(nursery, tokens, "parts", processes=processes)) == [0] * processes, log_of(tokens, "parts")
+    assert exit_codes(start(fork_server, tokens, "parts", processes=processes)) == [0] * processes, log_of(
+        tokens, "parts"
+    )
     assert losses(tokens, "parts") == losses(tokens, "whole")
     assert len(losses(tokens, "whole")) == 16
     assert weights(tokens, "parts", 16) == weights(tokens, "whole", 16)
 
 
-def test_continuous_steps_of_processes_have_the_bits_of_single_steps(nursery: Nursery, tokens: Path) -> None:
-    assert exit_codes(start(nursery, tokens, "single", processes=2)) == [0, 0], log_of(tokens, "single")
-    continuous = start(nursery, tokens, "continuous", "--training.continuous_steps=true", processes=2)
+def test_continuous_steps_of_processes_have_the_bits_of_single_steps(fork_server: ForkServer, tokens: Path) -> None:
+    assert exit_codes(start(fork_server, tokens, "single", processes=2)) == [0, 0], log_of(tokens, "single")
+    continuous = start(fork_server, tokens, "continuous", "--training.continuous_steps=true", processes=2)
     assert exit_codes(continuous) == [0, 0], log_of(tokens, "continuous")
     assert losses(tokens, "continuous") == losses(tokens, "single")
     assert weights(tokens, "continuous", 16) == weights(tokens, "single", 16)
@@ -59,9 +61,9 @@ def test_continuous_steps_of_processes_have_the_bits_of_single_steps(nursery: Nu
 
 @pytest.mark.parametrize(("processes", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
 def test_a_signal_ends_a_job_with_a_checkpoint_and_without_an_error(
-    nursery: Nursery, tokens: Path, processes: int, number: signal.Signals
+    fork_server: ForkServer, tokens: Path, processes: int, number: signal.Signals
 ) -> None:
-    children = start(nursery, tokens, "run", "--training.steps=5000", processes=processes)
+    children = start(fork_server, tokens, "run", "--training.steps=5000", processes=processes)
     wait_for(tokens, "run", 3)
     children[-1].signal(number)  # one rank alone; the ranks agree
     assert exit_codes(children) == [0] * processes, log_of(tokens, "run")
@@ -70,11 +72,11 @@ def test_a_signal_ends_a_job_with_a_checkpoint_and_without_an_error(
     assert f"stopped by {number.name}" in log_of(tokens, "run")
 
 
-def test_a_second_interrupt_ends_at_once(nursery: Nursery, tokens: Path) -> None:
+def test_a_second_interrupt_ends_at_once(fork_server: ForkServer, tokens: Path) -> None:
     """In a step that would never end."""
     folder = tokens.parent
     words = [*TINY, f"--training.dataset_path={tokens}", f"--job.dump_folder={folder / 'run'}"]
-    child = nursery.start(SCRIPT, "hang", [words, str(folder)], log=folder / "run.0.log")
+    child = fork_server.start(SCRIPT, "hang", [words, str(folder)], log=folder / "run.0.log")
     wait_until(child, lambda: (folder / "inside").exists())
     child.signal(signal.SIGINT)
     wait_until(child, lambda: (folder / "heard-1").exists())
@@ -83,8 +85,8 @@ def test_a_second_interrupt_ends_at_once(nursery: Nursery, tokens: Path) -> None
     assert "ended at once; the last published checkpoint is intact" in log_of(tokens, "run")
 
 
-def test_a_rank_whose_peer_died_ends_with_an_error_and_saves_nothing(nursery: Nursery, tokens: Path) -> None:
-    children = start(nursery, tokens, "run", "--training.steps=5000", "--checkpoint.interval=100000", processes=2)
+def test_a_rank_whose_peer_died_ends_with_an_error_and_saves_nothing(fork_server: ForkServer, tokens: Path) -> None:
+    children = start(fork_server, tokens, "run", "--training.steps=5000", "--checkpoint.interval=100000", processes=2)
     wait_for(tokens, "run", 3)
     children[1].signal(signal.SIGKILL)
     children[0].signal(signal.SIGTERM)
@@ -94,10 +96,10 @@ def test_a_rank_whose_peer_died_ends_with_an_error_and_saves_nothing(nursery: Nu
 
 
 def test_a_checkpoint_that_one_rank_could_not_write_ends_all_of_them_with_its_error(
-    nursery: Nursery, tokens: Path
+    fork_server: ForkServer, tokens: Path
 ) -> None:
     more = ("--checkpoint.interval=2", "--parallelism.pipeline_parallel_schedule=1f1b")
-    children = start(nursery, tokens, "run", "--training.steps=5000", *more, processes=2, full=4)
+    children = start(fork_server, tokens, "run", "--training.steps=5000", *more, processes=2, full=4)
     assert exit_codes(children) == [2, 2], log_of(tokens, "run")
     last = tokens.parent / "run" / "checkpoint" / "step-00000002"
     for rank in range(2):
@@ -106,27 +108,27 @@ def test_a_checkpoint_that_one_rank_could_not_write_ends_all_of_them_with_its_er
     assert "error: the checkpoint of step 4 is not saved: No space left on device; " in log_of(tokens, "run")
 
 
-def test_a_checkpoint_of_processes_resumes_on_threads_and_back(nursery: Nursery, tokens: Path) -> None:
-    assert exit_codes(start(nursery, tokens, "whole")) == [0]
+def test_a_checkpoint_of_processes_resumes_on_threads_and_back(fork_server: ForkServer, tokens: Path) -> None:
+    assert exit_codes(start(fork_server, tokens, "whole")) == [0]
     for processes, more in (
         (2, ["--training.time_limit=0.00001"]),
         (1, ["--training.time_limit=0.00001", "--parallelism.pipeline_parallel_degree=4"]),
         (2, ["--parallelism.pipeline_parallel_schedule=zb-v"]),
     ):
-        assert exit_codes(start(nursery, tokens, "parts", *more, processes=processes)) == [0] * processes, log_of(
+        assert exit_codes(start(fork_server, tokens, "parts", *more, processes=processes)) == [0] * processes, log_of(
             tokens, "parts"
         )
     assert losses(tokens, "parts") == losses(tokens, "whole")
 
 
-def test_more_ranks_than_processes_is_one_clear_error(nursery: Nursery, tokens: Path) -> None:
-    children = start(nursery, tokens, "run", "--parallelism.pipeline_parallel_degree=4", processes=2)
+def test_more_ranks_than_processes_is_one_clear_error(fork_server: ForkServer, tokens: Path) -> None:
+    children = start(fork_server, tokens, "run", "--parallelism.pipeline_parallel_degree=4", processes=2)
     assert exit_codes(children) == [2, 2]
     assert "need 4 processes, and 2 were started" in log_of(tokens, "run")
     assert not (tokens.parent / "run").exists()
 
 
-def test_ranks_without_a_shared_folder_are_found(nursery: Nursery, tokens: Path) -> None:
+def test_ranks_without_a_shared_folder_are_found(fork_server: ForkServer, tokens: Path) -> None:
     """The second rank works in another folder, where the same relative path leads elsewhere."""
     elsewhere = tokens.parent / "elsewhere"
     elsewhere.mkdir()
@@ -138,7 +140,7 @@ def test_ranks_without_a_shared_folder_are_found(nursery: Nursery, tokens: Path)
         os.chdir(folder)
         try:
             children.append(
-                nursery.start(SCRIPT, "main", [words], log=tokens.parent / f"apart.{rank}.log",
+                fork_server.start(SCRIPT, "main", [words], log=tokens.parent / f"apart.{rank}.log",
                               environment=common | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"})
             )  # fmt: skip
         finally:
@@ -147,22 +149,25 @@ def test_ranks_without_a_shared_folder_are_found(nursery: Nursery, tokens: Path)
     assert "rank 1 does not see the folder 'here' of rank 0" in log_of(tokens, "apart")
 
 
-def test_replicas_of_a_pipeline_train_go_on_and_load_elsewhere(nursery: Nursery, tokens: Path) -> None:
+def test_replicas_of_a_pipeline_train_go_on_and_load_elsewhere(fork_server: ForkServer, tokens: Path) -> None:
     """2 × 2 processes with a split backward: the same bits in every run of that layout, and nearly so in others."""
     spread = ["--training.local_batch_size=4", "--training.global_batch_size=16", "--model.dropout=0",
               "--parallelism.pipeline_parallel_schedule=zb-h1", "--validation.fraction=0.045"]  # fmt: skip
-    assert exit_codes(start(nursery, tokens, "whole", *spread, processes=4)) == [0] * 4, log_of(tokens, "whole")
-    children = start(nursery, tokens, "parts", *spread, processes=4)
+    assert exit_codes(start(fork_server, tokens, "whole", *spread, processes=4)) == [0] * 4, log_of(tokens, "whole")
+    children = start(fork_server, tokens, "parts", *spread, processes=4)
     wait_for(tokens, "parts", 13)
     for child in children:
         child.signal(signal.SIGKILL)
     exit_codes(children)
-    assert exit_codes(start(nursery, tokens, "parts", *spread, processes=4)) == [0] * 4, log_of(tokens, "parts")
+    assert exit_codes(start(fork_server, tokens, "parts", *spread, processes=4)) == [0] * 4, log_of(tokens, "parts")
     assert losses(tokens, "parts") == losses(tokens, "whole")
     assert weights(tokens, "parts", 16) == weights(tokens, "whole", 16)
-    assert exit_codes(start(nursery, tokens, "other", *spread, "--training.time_limit=0.00001", processes=4)) == [0] * 4
+    assert (
+        exit_codes(start(fork_server, tokens, "other", *spread, "--training.time_limit=0.00001", processes=4))
+        == [0] * 4
+    )
     alone = [*spread, "--training.local_batch_size=16", "--parallelism.pipeline_parallel_degree=3"]
-    assert exit_codes(start(nursery, tokens, "other", *alone)) == [0], log_of(tokens, "other")
+    assert exit_codes(start(fork_server, tokens, "other", *alone)) == [0], log_of(tokens, "other")
     apart = [abs(losses(tokens, "other")[step][0] - losses(tokens, "whole")[step][0]) for step in range(1, 17)]
     assert max(apart) < 1e-4, apart
     (shared,), (whole,) = (validations(tokens, run) for run in ("whole", "other"))
@@ -172,7 +177,7 @@ def test_replicas_of_a_pipeline_train_go_on_and_load_elsewhere(nursery: Nursery,
 
 @pytest.mark.parametrize("last", [False, True], ids=["in the background", "at the end"])
 def test_a_rank_killed_while_saving_is_named_at_once_and_the_folder_is_free(
-    nursery: Nursery, tokens: Path, last: bool
+    fork_server: ForkServer, tokens: Path, last: bool
 ) -> None:
     """The first rank waits for what the killed one had to write, and the others for the first."""
     folder, ranks, step = tokens.parent, 3, 3
@@ -187,7 +192,7 @@ def test_a_rank_killed_while_saving_is_named_at_once_and_the_folder_is_free(
     environment = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     children = [
-        nursery.start(
+        fork_server.start(
             SCRIPT,
             "killed_while_saving",
             [words, step, str(folder)],
@@ -211,14 +216,14 @@ def test_a_rank_killed_while_saving_is_named_at_once_and_the_folder_is_free(
     free.release()
 
 
-def test_a_rank_that_waits_for_others_at_the_start_ends_by_sigterm(nursery: Nursery, tokens: Path) -> None:
+def test_a_rank_that_waits_for_others_at_the_start_ends_by_sigterm(fork_server: ForkServer, tokens: Path) -> None:
     """As when another was killed before they met, and a launcher ends the rest to start all of them again."""
     folder = tokens.parent
     words = [*TINY, f"--training.dataset_path={tokens}", f"--job.dump_folder={folder / 'run'}"]
     environment = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     log = folder / "run.1.log"
-    child = nursery.start(SCRIPT, "noted_when_waiting", [words, str(folder)], log=log, environment=environment)
+    child = fork_server.start(SCRIPT, "noted_when_waiting", [words, str(folder)], log=log, environment=environment)
     wait_until(child, lambda: (folder / "inside").exists())
     child.signal(signal.SIGTERM)
     assert child.wait(PATIENCE) == -signal.SIGTERM, log.read_text()
