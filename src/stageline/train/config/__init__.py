@@ -1,7 +1,7 @@
 """The configuration of a training job: one dataclass per section, read from TOML, flags or Python.
 
 Read in order: `config`, `options` (what each field accepts), `io` (TOML files, settings, plain data), `rules` (which
-options go together). Nothing here imports torch: the command line checks a config before it loads.
+options go together). Nothing here imports torch: the command checks a config before it imports torch.
 """
 
 from stageline.train.config.config import Config
