@@ -133,6 +133,15 @@ def test_module_names_of_the_first_version_still_import(old: str, new: str) -> N
     assert all(getattr(module, name) is getattr(target, name) for name in public)
 
 
+def test_former_names_of_classes_and_attributes_stay_valid() -> None:
+    from stageline import testing
+
+    assert testing.Nursery is testing.ForkServer
+    trainer = sl.Trainer.__new__(sl.Trainer)
+    trainer.host = host = object()  # type: ignore[assignment]
+    assert trainer.world is host
+
+
 def test_a_module_that_never_existed_is_refused_as_before() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'stageline\.runtime\.nothing'"):
         import_module("stageline.runtime.nothing")
