@@ -342,7 +342,7 @@ def test_every_survivor_under_torchrun_writes_whom_it_blames(tmp_path: Path) -> 
     script.write_text(TORCHRUN)
     meeting = tmp_path / "address"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "127.0.0.1:0", str(script), str(RANK.parent), str(meeting)]
+    command += ["--rdzv-endpoint", "127.0.0.1:0", str(script), str(RANK.parents[1]), str(meeting)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE, check=False)
     for rank in (0, 2):
         assert f"stageline: rank {rank}: rank 1 died (its process exited without reporting an error)" in done.stderr
