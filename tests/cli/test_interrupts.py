@@ -71,7 +71,8 @@ def test_nothing_is_imported_before_an_interrupt_can_be_heard() -> None:
 
 def test_the_names_of_the_package_are_there_without_touching_them_first() -> None:
     code = "import stageline as sl; print(sl.errors.StagelineError.__name__, sl.schedules.registry, sl.timeline.costs)"
-    subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=PATIENCE, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert done.stdout.startswith("StagelineError <module 'stageline.schedules.registry'")
 
 
 def test_before_the_first_step_is_finished_the_command_ends_at_once_and_can_be_started_again(

@@ -19,10 +19,11 @@ import stageline as sl
 from stageline.distributed.thread_host import ThreadHost
 from stageline.planning.reorder import Reordered, reorder
 from stageline.runtime import replan
-from stageline.runtime.replan import Watch
+from stageline.runtime.replan import LOOK_EVERY, Watch
 from stageline.testing import run_ranks
 from stageline.timeline.drift import drift_of
 from stageline.timeline.memory import peaks_of
+from stageline.timeline.stragglers import WINDOW
 from stageline.train.events import read_metrics
 
 PLANNED = sl.Costs(forward=1, backward_input=1, backward_weight=1, residue=0.5)
@@ -318,3 +319,8 @@ def test_noise_is_no_drift_and_a_lasting_change_is_reported_once(
         watch.after(step, timeline if watch.wants() else None, schedule, host)
     (line,) = caplog.messages
     assert line.startswith("after step 209, stage 2 on rank 2 takes ")
+
+
+def test_a_lasting_straggler_is_named_within_ten_steps() -> None:
+    """It must be slow for a whole window, which may end just after the last look."""
+    assert WINDOW + LOOK_EVERY - 1 <= 10

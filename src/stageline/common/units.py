@@ -14,7 +14,7 @@ Size: TypeAlias = float | str
 
 Other = TypeVar("Other")
 
-_SIZE = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmgt]?)(i?)b?\s*")
+_SIZE = re.compile(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)\s*([kmgt]?)(i?)b?\s*")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -25,13 +25,10 @@ def parse_size(text: str, name: str = "memory") -> float:
     (24.0, 10000000000.0, 512.0, 651264.0)
     """
     match = _SIZE.fullmatch(text.lower())
-    try:
-        assert match is not None
+    if match is not None:
         value = float(match[1]) * (1024.0 if match[3] else 1000.0) ** " kmgt".index(match[2] or " ")
         if value < math.inf:
             return value
-    except (AssertionError, ValueError):
-        pass
     raise StagelineError(f"{name} takes a size, like 24GiB or 10G; got {shorten(text)}")
 
 

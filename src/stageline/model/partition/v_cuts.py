@@ -207,13 +207,7 @@ def cut_from_all_pairs(problem: CutProblem, slowest: float, *, capped: bool) -> 
         if not len(after.a):
             break
         pairs.append(after)
-    if len(pairs) == ranks:
-        allowed, rejected = last_rank_pairs(problem, pairs[-1], limits[-1], capped)
-        refused = min(refused, rejected)
-        if len(allowed.a):
-            cut = trace_back(problem, [*pairs[:-1], allowed], limits, capped)
-            return cut, float(problem.loads(cut).max())
-    return None, max(refused, next_above(limits, problem.speed))
+    return _finish(problem, pairs, limits, refused, capped)
 
 
 def _candidates(step: Step, limits: Floats) -> tuple[Pairs, float]:
@@ -269,7 +263,14 @@ def cut_from_front(problem: CutProblem, slowest: float, *, capped: bool) -> tupl
         if not len(after.a):
             break
         pairs.append(after)
-    if len(pairs) == ranks:
+    return _finish(problem, pairs, limits, refused, capped)
+
+
+def _finish(
+    problem: CutProblem, pairs: list[Pairs], limits: Floats, refused: float, capped: bool
+) -> tuple[Ints | None, float]:
+    """Return the cut that the pairs left after each rank lead to and its time; or None and the next time to try."""
+    if len(pairs) == len(problem.speed):
         allowed, rejected = last_rank_pairs(problem, pairs[-1], limits[-1], capped)
         refused = min(refused, rejected)
         if len(allowed.a):
