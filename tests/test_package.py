@@ -122,15 +122,29 @@ def test_builds_leave_no_file_of_the_package_out() -> None:
     assert not [path for path in ignored if "__pycache__" not in path]
 
 
-@pytest.mark.parametrize(("old", "new"), sorted(MOVED.items()))
-def test_module_names_of_the_first_version_still_import(old: str, new: str) -> None:
+DOCUMENTED = {
+    "model.load": ["load_weights"],
+    "runtime.control": ["Verdict"],
+    "runtime.diagnosis": ["diagnose"],
+    "runtime.flight": ["Flight", "read_flight"],
+    "schedules.build": ["backward", "forward", "weave"],
+    "train.config": ["Config"],
+    "train.logs": ["Logs", "read_metrics"],
+    "train.settings": ["FIXED", "FREE", "WARN", "differences"],
+    "train.validate": ["validate"],
+}
+"""What the pages of the first version imported, by module."""
+
+
+@pytest.mark.parametrize("old", sorted(DOCUMENTED))
+def test_module_names_of_the_first_version_still_import(old: str) -> None:
+    code = f"from stageline.{old} import {', '.join(DOCUMENTED[old])}"
     sys.modules.pop(f"stageline.{old}", None)
-    with pytest.warns(DeprecationWarning, match=rf"stageline\.{old} is now stageline\.{new}"):
-        module = import_module(f"stageline.{old}")
-    target = import_module(f"stageline.{new}")
-    public = [name for name in vars(target) if not name.startswith("_")]
-    assert public
-    assert all(getattr(module, name) is getattr(target, name) for name in public)
+    if old in MOVED:
+        with pytest.warns(DeprecationWarning, match=rf"stageline\.{old} is now stageline\.{MOVED[old]}"):
+            exec(code)
+    else:
+        exec(code)
 
 
 def test_former_names_of_classes_and_attributes_stay_valid() -> None:

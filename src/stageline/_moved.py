@@ -19,6 +19,9 @@ MOVED = {
 }
 """From the old name to the new one, both without `stageline.`."""
 
+RENAMED = {"Flight": "FlightRecorder"}
+"""Classes of these modules that have a new name, too."""
+
 
 class MovedModules:
     """An importer that knows the old names."""
@@ -42,7 +45,7 @@ class MovedModules:
         warnings.warn(f"{old} is now {new}; the old name will go away", DeprecationWarning, stacklevel=2)
         moved = import_module(new)
         module.__doc__ = moved.__doc__
-        module.__getattr__ = lambda name: getattr(moved, name)  # type: ignore[method-assign]
+        module.__getattr__ = lambda name: getattr(moved, RENAMED.get(name, name))  # type: ignore[method-assign]
 
 
 def install() -> None:
