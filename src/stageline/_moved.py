@@ -49,5 +49,5 @@ class MovedModules:
 
 
 def install() -> None:
-    """Add the importer before the others: an old folder that holds only `__pycache__` would import as an empty package."""
+    """Add the importer first: a leftover folder that holds only `__pycache__` would import as an empty package."""
     sys.meta_path.insert(0, MovedModules())
