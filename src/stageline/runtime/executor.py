@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from stageline.common.errors import PeerFailed, StagelineError
@@ -20,19 +19,17 @@ from stageline.faults.flight_recorder import FlightRecorder, worth_writing
 from stageline.faults.monitor.verdict import Verdict, describe
 from stageline.faults.progress import RankProgress, ThreadProgress
 from stageline.runtime._torch_private import pytree
-from stageline.runtime.batches.block_mask import is_mask
-from stageline.runtime.gpu_clock import GpuClock
+from stageline.runtime.batches.chunk_specs import is_mask
 from stageline.runtime.guards.changed_outputs import OutputForms
 from stageline.runtime.guards.non_finite import FiniteWatch
 from stageline.runtime.stage import Stage
+from stageline.runtime.step_report import GpuClock, RankResult
 from stageline.schedules import action as kinds
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.aliases import noted, read_pairs, sharing
 from stageline.tensors.pytree import TENSOR, Leaf, flatten, refuse_layout, unflatten
 from stageline.tensors.subclasses import data_of, detached, is_plain_tensor
 from stageline.transport.protocol import Header, Message, Traffic, Transport, kinds_of
-
-Times = NDArray[np.float64]
 
 FORMS = 4096
 """How many forms of messages a rank remembers."""
@@ -63,36 +60,6 @@ class StepRequest:
     """Whether gradients that are not finite count; a loss scale of float16 deals with them itself."""
     start_events: Mapping[int, tuple[Any, float]] = field(default_factory=dict)
     """For every GPU in use: an event in the caller's stream, after which the step may begin, and its moment."""
-
-
-@dataclass
-class RankResult:
-    """What one rank's part of a step produced: times of its actions and of what it received, losses, outputs."""
-
-    rank: int = 0
-    starts: list[float] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
-    """When each action of the rank began and ended, by `time.perf_counter` of the host."""
-    gpu_clock: GpuClock | None = None
-    """The same by the clock of the rank's GPU, which runs behind its host; None without a GPU."""
-    arrived: dict[int, float] = field(default_factory=dict)
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
-    outputs: dict[int, Any] = field(default_factory=dict)
-    input_gradients: dict[int, Sequence[Tensor | None]] = field(default_factory=dict)
-    """For each microbatch, the gradients of the batch's own inputs, if requested."""
-    split: tuple[int, int] = (0, 0)
-    """Of the elements of parameters that got a gradient by I and W: all, and those that got it by I."""
-    watch: FiniteWatch | None = None
-    """The values that are not finite; None if they are not checked."""
-    finished_event: Any = None
-    """An event in this rank's stream, after which its part of the step is finished; None without a GPU."""
-
-    def times(self) -> tuple[Times, Times]:
-        """Start and end of each action in seconds, on the scale of `time.perf_counter`; waits for a GPU."""
-        if self.gpu_clock is not None:
-            return self.gpu_clock.read()
-        return np.array(self.starts), np.array(self.ends)
 
 
 class _Task(NamedTuple):

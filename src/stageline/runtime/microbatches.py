@@ -17,8 +17,7 @@ from stageline.distributed.rank_host import Floats, RankHost
 from stageline.model.huggingface import own_loss
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.batches import comparison
-from stageline.runtime.batches.block_mask import is_mask
-from stageline.runtime.batches.chunk_specs import ChunkSpecs, CutRule, Keywords, cut_of
+from stageline.runtime.batches.chunk_specs import ChunkSpecs, CutRule, Keywords, cut_of, is_mask
 from stageline.runtime.batches.comparison import COUNT, MODE, NAMES, REFUSED, SCALE, BatchRow
 from stageline.runtime.batches.input_gradients import Roots, prepare_inputs
 from stageline.runtime.batches.opaque_objects import is_plain

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stageline.common.errors import StagelineError, shorten
 from stageline.distributed.rank_host import Floats
 from stageline.runtime._torch_private import storage_id
-from stageline.runtime.guards.loss_reads import ReadWatch, Tensors, leaves_below, listed
+from stageline.runtime.guards.foreign_reads import NamedTensors, ReadWatch, leaves_below, listed
 from stageline.tensors.thread_context import plain_precision
 
 Penalty: TypeAlias = Callable[[str, nn.Parameter], Any]
@@ -27,7 +27,7 @@ def check_penalty(penalty: Any) -> None:
 
 
 def terms_of(
-    penalty: Penalty, named: Iterable[tuple[str, nn.Parameter]], model: Tensors | None = None
+    penalty: Penalty, named: Iterable[tuple[str, nn.Parameter]], model: NamedTensors | None = None
 ) -> dict[str, Tensor]:
     """The penalty of each parameter that has one, with its autograd graph.
 
@@ -66,16 +66,15 @@ def terms_of(
     return terms
 
 
-def _value_of(penalty: Penalty, name: str, parameter: nn.Parameter, model: Tensors | None) -> Any:
+def _value_of(penalty: Penalty, name: str, parameter: nn.Parameter, model: NamedTensors | None) -> Any:
     """Call the penalty; refuse it if it reads another parameter of the model."""
     if model is None:
         return penalty(name, parameter)
     own = storage_id(parameter)
 
     def another(tensor: Tensor) -> str | None:
-        if tensor is parameter or (model.exactly(tensor) is None and storage_id(tensor) == own):
-            return None
-        return None if model.exactly(tensor) == name else model.name(tensor)
+        known = model.name(tensor, passed=(own,))
+        return None if tensor is parameter or known == name else known
 
     watch = ReadWatch(another)
     with watch:

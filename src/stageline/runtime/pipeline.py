@@ -24,7 +24,7 @@ from stageline.runtime.batches.chunk_specs import ChunkSpecs, Keywords
 from stageline.runtime.continuous.rollback import Make
 from stageline.runtime.continuous.run import ContinuousRun, Rates
 from stageline.runtime.grad_norm import norm_dtype, norms_of, total_norm
-from stageline.runtime.guards.loss_reads import Tensors, listed
+from stageline.runtime.guards.foreign_reads import NamedTensors, listed
 from stageline.runtime.microbatches import Batch
 from stageline.runtime.optimizer_step import GradientRules, scale_gradients
 from stageline.runtime.penalty import Penalty
@@ -217,7 +217,9 @@ class Pipeline:
         stages.place(options.compile)
         stage_options = StageOptions(options.loss_fn, replica_seed(seed, host.replica), recompute)
         penalties = len(list(model.named_parameters())) if options.penalty is not None else 0
-        executors = ExecutorCache(host, stages, stage_options, Tensors([*named_tensors(model), *before]), penalties)
+        executors = ExecutorCache(
+            host, stages, stage_options, NamedTensors([*named_tensors(model), *before]), penalties
+        )
         joined_replicas = join_replicas(host, schedule, stages.parts, stages.placed, model, options)
         looks = options.stragglers and schedule.training and 0 in host.here
         watch = StepWatch(Stragglers(schedule) if looks else None, plan_watch)

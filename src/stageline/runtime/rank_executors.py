@@ -13,8 +13,7 @@ from torch import nn
 from stageline.distributed.rank_host import RankExecutors, RankHost
 from stageline.model.stage_module.stage_module import StagePart
 from stageline.runtime.executor import Executor
-from stageline.runtime.guards.foreign_reads import ForeignReads, holders_of
-from stageline.runtime.guards.loss_reads import LossReads, Tensors, is_torch_function
+from stageline.runtime.guards.foreign_reads import ForeignReads, LossReads, NamedTensors, holders_of, is_torch_function
 from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.stage import Stage, StageOptions
 from stageline.runtime.step_report import StepRecordLayout
@@ -51,7 +50,7 @@ class ExecutorCache:
     """Makes executors, and keeps them."""
 
     def __init__(
-        self, host: RankHost, stages: ModelStages, options: StageOptions, watched: Tensors, penalties: int
+        self, host: RankHost, stages: ModelStages, options: StageOptions, watched: NamedTensors, penalties: int
     ) -> None:
         """`watched` are the tensors that loss_fn may not read, except those of the last stage."""
         self._host, self._stages, self._options = host, stages, options

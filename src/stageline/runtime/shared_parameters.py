@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from stageline.autograd import engine
 from stageline.common.errors import StagelineError
 from stageline.runtime._torch_private import has_accumulate_hooks, has_gradient_hooks, share_gradient_hooks
-from stageline.runtime.guards.wrappers import wrapper_in
+from stageline.runtime.guards.backward import wrapper_in
 from stageline.schedules.placement import Placement
 
 

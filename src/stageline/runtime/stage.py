@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -21,12 +22,8 @@ from stageline.model.stage_module.shared_state import SharedStateWatch
 from stageline.model.stage_module.stage_module import StagePart
 from stageline.model.units import layers_of
 from stageline.runtime._torch_private import has_gradient_hooks, version_of
-from stageline.runtime.guards.foreign_reads import ForeignReads
-from stageline.runtime.guards.inner_backward import ActivationDropping
-from stageline.runtime.guards.loss_graph import refuse_loss
-from stageline.runtime.guards.loss_reads import LossReads
-from stageline.runtime.guards.wrappers import wrapper_in
-from stageline.runtime.stage_inputs import ForwardSignature, refuse_unknown_keywords
+from stageline.runtime.guards.backward import ActivationDropping, refuse_loss, wrapper_in
+from stageline.runtime.guards.foreign_reads import ForeignReads, LossReads
 from stageline.tensors.aliases import Joined, Pairs, Shared
 from stageline.tensors.buffers import Buffers, Snapshot
 from stageline.tensors.pytree import TENSOR, Leaf, flatten, unflatten
@@ -52,6 +49,36 @@ class StageOptions:
     loss_fn: Loss
     seed: int = 0
     recompute: Recompute = field(default_factory=Recompute)
+
+
+class ForwardSignature(NamedTuple):
+    """The arguments of a module's forward."""
+
+    single: bool
+    """Whether it takes its whole input as one argument, as nn.Sequential does, rather than one per part."""
+    names: frozenset[str] = frozenset()
+    any_keyword: bool = False
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ForwardSignature:
+        """Inspect a module.
+
+        >>> ForwardSignature.of(nn.Linear(2, 2)).single
+        True
+        """
+        try:
+            parameters = list(inspect.signature(module.forward).parameters.values())
+        except (TypeError, ValueError):
+            return cls(single=True)
+        kinds, named = {parameter.kind for parameter in parameters}, inspect.Parameter
+        several = named.VAR_KEYWORD in kinds or named.VAR_POSITIONAL in kinds or len(parameters) != 1
+        by_name = (named.POSITIONAL_OR_KEYWORD, named.KEYWORD_ONLY)
+        names = frozenset(parameter.name for parameter in parameters if parameter.kind in by_name)
+        return cls(not several, names, named.VAR_KEYWORD in kinds)
+
+    def accepted(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """The keyword inputs that the module accepts."""
+        return {name: value for name, value in keywords.items() if self.any_keyword or name in self.names}
 
 
 class StageOutput(NamedTuple):
@@ -124,27 +151,26 @@ class Stage:
         """Whether its schedule has I and W; if not, hooks need not be counted."""
         self._layers = layers_of(part)
         self._signatures = {name: ForwardSignature.of(layer) for name, layer in self._layers}
-        self._random = {name for name, layer in units_of(part) if draws(layer)}
+        drawing = part.random_modules() if isinstance(part, StagePart) else self._layers
+        self._random = {name for name, layer in drawing if draws(layer)}
+        """The layers, or units of a model with its own forward, that draw random numbers under their own names."""
         self._watched: set[tuple[str, bool]] = set()
         # A stage that the user passed as such is called like that module: a tuple is its arguments. The layers of an
         # nn.Sequential are chained as it chains them, wherever it is cut.
-        self._unpacks_inputs = (
-            unpack_inputs and len(self._layers) == 1 and not self._signatures[self._layers[0][0]].single
-        )
+        one_layer = unpack_inputs and len(self._layers) == 1
+        self._unpacks_inputs = one_layer and not self._signatures[self._layers[0][0]].single
         self._changes_input = bool(self._layers) and _begins_in_place(self._layers[0][1])
-        self._replay = part.replay if isinstance(part, StagePart) else None
         self._loss_reads = loss_reads
-        self._state_watch = (
-            None if isinstance(part, StagePart) else state_watch
-        )  # there, each unit is watched on its own
         self._changed: dict[Any, list[bool]] = {}
         """Which of its inputs the stage changes in place, by the form of the inputs."""
         self._shared: Shared | None = None
         self._dropping = ActivationDropping()
         self._skips = part if isinstance(part, SkipPart) else None
-        if self._replay is not None:
+        self._replay = part.replay if isinstance(part, StagePart) else None
+        self._state_watch, self._foreign_reads = state_watch, foreign_reads
+        if self._replay is not None:  # it watches each unit on its own
             self._replay.watch, self._replay.foreign = state_watch, foreign_reads
-        self._foreign_reads = None if self._replay is not None else foreign_reads
+            self._state_watch = self._foreign_reads = None
         self._buffers = Buffers(part)
         self._kept: dict[int, _Kept] = {}
         self._refreshed: tuple[int, bool] | None = None
@@ -318,7 +344,14 @@ class Stage:
 
     def check_keywords(self, names: Sequence[str]) -> None:
         """Refuse keyword inputs that no layer of the stage accepts."""
-        refuse_unknown_keywords(self.index, names, self._signatures.values())
+        signatures = self._signatures.values()
+        for name in names:
+            if not any(signature.accepted({name: None}) for signature in signatures):
+                known = sorted({known for signature in signatures for known in signature.names})
+                raise StagelineError(
+                    f"stage_kwargs has {name!r} for stage {self.index}, but no layer of that stage accepts it; its "
+                    f"layers accept {', '.join(known)}"
+                )
 
     # The loss.
 
@@ -510,16 +543,6 @@ def _checked_metrics(metrics: dict[Any, Any]) -> dict[str, Any]:
         if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)):
             raise StagelineError(f"the metric {name!r} is {shorten(value)}; a metric is one number")
     return plain
-
-
-def units_of(part: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """What draws random numbers under its own name: the layers, or the units of a model with its own forward."""
-    return part.random_modules() if isinstance(part, StagePart) else layers_of(part)
-
-
-def watched_layers(part: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """What may share state with other stages: the layers of a stage, or its units as the model holds them."""
-    return part.own_units() if isinstance(part, StagePart) else layers_of(part)
 
 
 def _was_changed(leaf: Leaf) -> bool:

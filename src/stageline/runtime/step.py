@@ -22,10 +22,10 @@ from stageline.distributed.rank_host import Floats, HostedStep, RankHost
 from stageline.faults.monitor.verdict import Failure, Verdict, located
 from stageline.runtime._torch_private import version_of
 from stageline.runtime.batches.input_gradients import exchange, give_gradients
-from stageline.runtime.executor import RankResult, StepRequest
+from stageline.runtime.executor import StepRequest
 from stageline.runtime.grad_reduce import Reducer
+from stageline.runtime.guards.foreign_reads import NamedTensors, reaches
 from stageline.runtime.guards.initial_weights import compare_weights, held_by_several
-from stageline.runtime.guards.loss_reads import Tensors, reaches
 from stageline.runtime.guards.non_finite import NotFinite, not_finite
 from stageline.runtime.microbatches import Agreement, Batch, BatchIntake, input_parts
 from stageline.runtime.penalty import add_gradients, penalty_not_finite, terms_of, values_of
@@ -35,7 +35,7 @@ from stageline.runtime.replicas import Replicas
 from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.setup.options import PipelineOptions
 from stageline.runtime.shared_parameters import sum_shared_gradients
-from stageline.runtime.step_report import Measured, Outcome, StepStats, lengths_of, metrics_of
+from stageline.runtime.step_report import Measured, Outcome, RankResult, StepStats, lengths_of, metrics_of
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import verify
 from stageline.tensors.buffers import BufferCopies, all_buffers, put_back
@@ -107,15 +107,12 @@ class StepRunner:
         done = self.run(batch)
         executors, results, times, clocks = done.executors, done.results, done.outcome.times, self.host.clocks
         layout = executors.record_layout
-        if times is None:
-            known = self.host.all_reduce_async(lambda: layout.times(executors.executors, results, clocks))
-        else:
-            known = lambda: times  # noqa: E731
+        known = self.host.all_reduce_async(lambda: layout.times(results, clocks)) if times is None else lambda: times
         self.complete(
             executors,
             done.request,
             Measured(executors.schedule, known, clocks),
-            lambda: layout.lengths(executors.executors, results) if times is None else lengths_of(times),
+            lambda: lengths_of(layout.times(results, None) if times is None else times),
             lengths_are_known=times is not None or self.host.single_process,
         )
         return StepStats(
@@ -345,12 +342,12 @@ class StepRunner:
             return row
         if executors.devices:  # the times of a GPU are not known yet, and follow later
             return np.concatenate([row, np.zeros(3 * layout.actions + 1)])
-        return np.concatenate([row, layout.times(executors.executors, results, self.host.clocks), [1.0]])
+        return np.concatenate([row, layout.times(results, self.host.clocks), [1.0]])
 
     @cached_property
-    def penalty_reads(self) -> Tensors | None:
+    def penalty_reads(self) -> NamedTensors | None:
         """The parameters of the model, if the penalty can reach them: each of its terms may read only one of them."""
-        model = Tensors(self.stages.model.named_parameters())
+        model = NamedTensors(self.stages.model.named_parameters())
         return model if reaches(self.options.penalty, model) else None
 
     def _give_input_gradients(self, request: StepRequest, results: Sequence[RankResult]) -> None:

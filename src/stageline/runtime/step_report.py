@@ -1,4 +1,4 @@
-"""The numbers that the ranks of a step report and add up, the timeline of a step, and its outputs."""
+"""The report of a step: what each rank returns, what the ranks add up, and the figures and timeline that follow."""
 
 from __future__ import annotations
 
@@ -10,15 +10,72 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from stageline.distributed.rank_host import Floats
 from stageline.runtime.batches.chunk_specs import merge
-from stageline.runtime.executor import Executor, RankResult
 from stageline.runtime.guards.non_finite import WIDTH, Event, FiniteWatch, read_events, write_events
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.pytree import join_batch
 from stageline.timeline.timeline import Timeline, Transfers
 from stageline.transport.clock_alignment import Alignment
+
+
+class GpuClock:
+    """Puts an event into a stream before and after every action; they are read when the times are needed."""
+
+    def __init__(self, actions: int, stream: Any, base: Any, moment: float) -> None:
+        """Count from `base`, an event that was put into a stream at a moment of the host's clock."""
+        new_event: Any = torch.cuda.Event
+        self._starts = [new_event(enable_timing=True) for _ in range(actions)]
+        self._ends = [new_event(enable_timing=True) for _ in range(actions)]
+        self._stream, self._base, self._moment = stream, base, moment
+
+    def start(self, position: int) -> None:
+        """The action at this position of the program begins."""
+        self._starts[position].record(self._stream)
+
+    def end(self, position: int) -> None:
+        """The action at this position has ended."""
+        self._ends[position].record(self._stream)
+
+    def read(self) -> tuple[Floats, Floats]:
+        """Wait for the last event; return starts and ends in seconds, on the scale of `time.perf_counter`."""
+        if self._ends:
+            self._ends[-1].synchronize()
+        starts = [self._moment + self._base.elapsed_time(event) / 1e3 for event in self._starts]
+        ends = [self._moment + self._base.elapsed_time(event) / 1e3 for event in self._ends]
+        return np.array(starts), np.array(ends)
+
+
+@dataclass
+class RankResult:
+    """What one rank's part of a step produced: times of its actions and of what it received, losses, outputs."""
+
+    rank: int = 0
+    starts: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    """When each action of the rank began and ended, by `time.perf_counter` of the host."""
+    gpu_clock: GpuClock | None = None
+    """The same by the clock of the rank's GPU, which runs behind its host; None without a GPU."""
+    arrived: dict[int, float] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    input_gradients: dict[int, Sequence[Tensor | None]] = field(default_factory=dict)
+    """For each microbatch, the gradients of the batch's own inputs, if requested."""
+    split: tuple[int, int] = (0, 0)
+    """Of the elements of parameters that got a gradient by I and W: all, and those that got it by I."""
+    watch: FiniteWatch | None = None
+    """The values that are not finite; None if they are not checked."""
+    finished_event: Any = None
+    """An event in this rank's stream, after which its part of the step is finished; None without a GPU."""
+
+    def times(self) -> tuple[Floats, Floats]:
+        """Start and end of each action in seconds, on the scale of `time.perf_counter`; waits for a GPU."""
+        if self.gpu_clock is not None:
+            return self.gpu_clock.read()
+        return np.array(self.starts), np.array(self.ends)
 
 
 @dataclass(frozen=True)
@@ -87,26 +144,18 @@ class StepRecordLayout:
             times=times[:-1] if len(times) and times[-1] == self.ranks else None,
         )
 
-    def times(self, executors: Sequence[Executor], results: Sequence[RankResult], clocks: Alignment | None) -> Floats:
+    def times(self, results: Sequence[RankResult], clocks: Alignment | None) -> Floats:
         """Start, end and arrival of every action of the ranks of this process, on the clock of the first rank; 0 for
         those of others."""
         times = np.zeros((3, self.actions))
-        for executor, result in zip(executors, results, strict=True):
-            own = slice(self.bounds[executor.rank], self.bounds[executor.rank + 1])
-            offset = 0.0 if clocks is None else clocks.offsets[executor.rank]
+        for result in results:
+            own = slice(self.bounds[result.rank], self.bounds[result.rank + 1])
+            offset = 0.0 if clocks is None else clocks.offsets[result.rank]
             start, end = result.times()
             times[0, own], times[1, own] = start + offset, end + offset
             if result.arrived:
                 times[2, list(result.arrived)] = np.array(list(result.arrived.values())) + offset
         return times.reshape(-1)
-
-    def lengths(self, executors: Sequence[Executor], results: Sequence[RankResult]) -> Floats:
-        """The length of every action, by the clocks of the ranks, which are all in this process."""
-        lengths = np.zeros(self.actions)
-        for executor, result in zip(executors, results, strict=True):
-            start, end = result.times()
-            lengths[self.bounds[executor.rank] : self.bounds[executor.rank + 1]] = end - start
-        return lengths
 
 
 def _write_not_finite(watch: FiniteWatch, finite_losses: bool, flags: Floats, events: Floats) -> None:

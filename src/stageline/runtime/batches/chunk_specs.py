@@ -8,6 +8,8 @@ spec are cut along their first dimension.
 from __future__ import annotations
 
 import dataclasses
+import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,7 +20,6 @@ from torch import Tensor
 
 from stageline.common.errors import StagelineError, shorten
 from stageline.runtime._torch_private import pytree
-from stageline.runtime.batches.block_mask import cut_mask, is_mask, mask_samples
 from stageline.runtime.batches.opaque_objects import refuse_opaque
 from stageline.tensors.pytree import learn
 
@@ -218,7 +219,8 @@ def cut_of(value: Any, spec: Any, what: str, option: str, refuse: bool = True) -
     how = [_how(leaf, spec, at) for leaf, spec, at in zip(leaves, specs, where, strict=True)]
     if refuse:
         for leaf, spec, at in zip(leaves, specs, where, strict=True):
-            if not _is_replicate(spec) and spec is not CutRule.REPLICATE:
+            is_whole_mask = is_mask(leaf) and type(leaf) not in weakref.ProxyTypes
+            if not _is_replicate(spec) and spec is not CutRule.REPLICATE and not is_whole_mask:
                 refuse_opaque(leaf, at, option)
     return Cut(leaves, tree, how, where)
 
@@ -349,3 +351,51 @@ def _merge_leaf(column: Sequence[Any], spec: Any, join: Callable[[Sequence[Any]]
                 f"{number} differ in it"
             )
     return first
+
+
+def is_mask(value: Any) -> bool:
+    """Whether a value is a BlockMask; does not import flex attention."""
+    library: Any = sys.modules.get("torch.nn.attention.flex_attention")
+    return library is not None and isinstance(value, library.BlockMask)
+
+
+def mask_samples(mask: Any) -> int | None:
+    """How many samples a mask is for; None if all of them share one mask."""
+    blocks = mask.kv_num_blocks
+    return int(blocks.shape[0]) if blocks.dim() > 2 and blocks.shape[0] > 1 else None
+
+
+def cut_mask(mask: Any, parts: int, filled: int) -> list[Any]:
+    """The first `filled` of `parts` parts of a mask; each calls the mask's function with samples of the whole batch."""
+    if mask_samples(mask) is None:
+        return [mask] * filled
+    if getattr(mask, "dq_write_order", None) is not None or getattr(mask, "dq_kv_order", None) is not None:
+        raise StagelineError(
+            "a BlockMask with an order of dQ writes cannot be cut into microbatches; build it without dq_write_order"
+        )
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    columns = {name: torch.tensor_split(tensor, parts) for name in names if (tensor := getattr(mask, name)) is not None}
+    options: dict[str, Any] = {} if mask.q_indices is not None else {"compute_q_blocks": False}
+    masks, first = [], 0
+    for part in range(filled):
+        tensors = {name: column[part] for name, column in columns.items()}
+        masks.append(
+            type(mask).from_kv_blocks(
+                **tensors,
+                BLOCK_SIZE=mask.BLOCK_SIZE,
+                mask_mod=_shifted(mask.mask_mod, first),
+                seq_lengths=mask.seq_lengths,
+                **options,
+            )
+        )
+        first += int(tensors["kv_num_blocks"].shape[0])
+    return masks
+
+
+def _shifted(function: Any, first: int) -> Any:
+    """The function of a mask, for samples counted from `first`."""
+
+    def shifted(sample: Any, head: Any, query: Any, key: Any) -> Any:
+        return function(sample + first, head, query, key)
+
+    return shifted if first else function

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError, shorten
-from stageline.runtime.batches.block_mask import is_mask
 from stageline.tensors.pytree import why_not
 
 _PLAIN = (
@@ -40,7 +39,7 @@ def refuse_opaque(leaf: Any, where: str, option: str) -> None:
     """Refuse a leaf of a batch that holds tensors but is not one: every microbatch would get all of them."""
     proxy = isinstance(leaf, weakref.ProxyTypes)  # isinstance says that the proxy of a tensor is one
     own = isinstance(leaf, (type, types.ModuleType)) and _is_users(_namespace_of(leaf))
-    if not (proxy or own) and (isinstance(leaf, (Tensor, *_PLAIN)) or is_mask(leaf)):
+    if not (proxy or own) and isinstance(leaf, (Tensor, *_PLAIN)):
         return
     if isinstance(leaf, np.ndarray) and not proxy:
         if leaf.ndim:

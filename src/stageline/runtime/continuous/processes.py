@@ -15,9 +15,9 @@ from stageline.distributed.process_host import ProcessHost
 from stageline.distributed.rank_host import Floats, HostedStep
 from stageline.runtime.batches.comparison import NAMES, BatchRow, disagreement
 from stageline.runtime.continuous.rank_loop import LEFT, DecidedStep, PlannedStep, RankLoop, RunOptions
-from stageline.runtime.executor import RankResult
 from stageline.runtime.rank_executors import MOST_TIMES
 from stageline.runtime.step import no_collections
+from stageline.runtime.step_report import RankResult
 
 ENDED, REFUSED = len(NAMES), len(NAMES) + 1
 """Columns of the row that a process sends about its next batch, after those of the batch."""
@@ -102,10 +102,10 @@ class ProcessServices:
     def send_record(self, planned: PlannedStep, row: Floats, result: RankResult | None) -> None:
         """Start summing it over all ranks, with the times of all actions."""
         assert planned.executors is not None
-        executors, layout, size = planned.executors.executors, planned.executors.record_layout, len(row)
+        layout, size = planned.executors.record_layout, len(row)
         times = np.zeros(3 * layout.actions)
         if result is not None:
-            times = layout.times(executors, [result], self._host.clocks)
+            times = layout.times([result], self._host.clocks)
         if times.size * layout.ranks > MOST_TIMES:  # the next step depends on the record, and must not wait for them
             self._records[planned.step] = self._host.all_reduce_async(lambda: row)
             self.times[planned.step] = self._host.all_reduce_async(lambda: times)

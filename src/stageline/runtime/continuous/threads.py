@@ -17,9 +17,10 @@ from stageline.distributed.thread_host import ThreadHost
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.verdict import place_in_words
 from stageline.runtime.continuous.rank_loop import LEFT, DecidedStep, PlannedStep, RankLoop, RunOptions, decide_step
-from stageline.runtime.executor import Executor, RankResult
+from stageline.runtime.executor import Executor
 from stageline.runtime.rank_executors import ExecutorSet
 from stageline.runtime.step import no_collections
+from stageline.runtime.step_report import RankResult
 from stageline.tensors.thread_context import ThreadContext
 
 PlanStep = Callable[[int], PlannedStep]
@@ -280,7 +281,7 @@ class ThreadRun:
     @staticmethod
     def _times(executors: ExecutorSet, results: Mapping[int, RankResult]) -> Callable[[], Floats]:
         ordered = [results[rank] for rank in sorted(results)]
-        return lambda: executors.record_layout.times(executors.executors, ordered, None)
+        return lambda: executors.record_layout.times(ordered, None)
 
     def _end(self) -> None:
         for thread in self._threads:

@@ -13,14 +13,20 @@ from stageline.distributed.rank_host import RankHost
 from stageline.model.build.build import Description
 from stageline.model.compiled_models import any_compiled
 from stageline.model.stage_module.shared_state import SharedState
+from stageline.model.stage_module.stage_module import StagePart
 from stageline.model.staged import Staged
+from stageline.model.units import layers_of
 from stageline.runtime.grad_norm import owners_of
 from stageline.runtime.guards.foreign_reads import holders_of, readers
 from stageline.runtime.setup.compile import Compile, compile_units
 from stageline.runtime.setup.stages import cut_by_batch, cut_or_wait
 from stageline.runtime.shared_parameters import Placed, place_stages
-from stageline.runtime.stage import watched_layers
 from stageline.schedules.placement import Placement
+
+
+def watched_layers(part: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    """What may share state with other stages: the layers of a stage, or its units as the model holds them."""
+    return part.own_units() if isinstance(part, StagePart) else layers_of(part)
 
 
 class ModelStages:

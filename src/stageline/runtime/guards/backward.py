@@ -1,0 +1,103 @@
+"""Backwards that a stage cannot run as usual: a loss without a graph, a backward inside a forward, and DDP or FSDP."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from stageline.common.errors import StagelineError
+from stageline.runtime._torch_private import composable_wrappers, pytree
+from stageline.tensors.pytree import Leaf, tensors_of
+
+
+def refuse_loss(stage: int, microbatch: int, part: nn.Module, inputs: Sequence[Leaf], output: Any) -> None:
+    """Raise the error for a loss that does not require a gradient; it says where the graph ends.
+
+    >>> import torch
+    >>> refuse_loss(1, 0, nn.Linear(2, 2), [torch.ones(2)], torch.ones(2))
+    Traceback (most recent call last):
+      ...
+    stageline.StagelineError: the loss of microbatch 0 does not require grad, so no parameter would get a
+    gradient: parameters or inputs of stage 1, the last one, require grad, but its output does not; look for detach(),
+    no_grad() or an operation without a derivative in its forward
+    """
+    if any(tensor.requires_grad for tensor in tensors_of(pytree.tree_leaves(output))):
+        why = (
+            f"the output of stage {stage}, the last one, requires grad, but the loss that loss_fn computed does not; "
+            "look for detach(), no_grad(), item() or an operation without a derivative in loss_fn"
+        )
+    elif any(tensor.requires_grad for tensor in (*part.parameters(), *tensors_of(inputs))):
+        why = (
+            f"parameters or inputs of stage {stage}, the last one, require grad, but its output does not; look for "
+            "detach(), no_grad() or an operation without a derivative in its forward"
+        )
+    else:
+        why = (
+            f"neither the parameters nor the inputs of stage {stage}, the last one, require grad; either every "
+            "parameter is frozen, or an earlier stage detaches its output: let some parameters require grad"
+        )
+    raise StagelineError(
+        f"the loss of microbatch {microbatch} does not require grad, so no parameter would get a gradient: {why}"
+    )
+
+
+class ActivationDropping:
+    """Context managers in which the forward and the loss of a stage run when their graphs are dropped.
+
+    A forward that calls `torch.autograd.grad` or `.backward()` needs its saved tensors before it ends. The first run
+    keeps them all and records whether any was read. Later runs keep or drop them accordingly.
+    """
+
+    def __init__(self) -> None:
+        self._reads: dict[str, bool] = {}
+
+    def around(self, what: str) -> AbstractContextManager[Any]:
+        """The context manager for `what`: "stage 1", or its loss function."""
+        if what not in self._reads:
+            self._reads[what] = False
+            return saved_tensors_hooks(lambda tensor: tensor, partial(self._note_read, what))
+        if self._reads[what]:
+            return nullcontext()  # the graph is freed when the forward ends
+        return saved_tensors_hooks(lambda tensor: None, partial(_refuse_read, what))
+
+    def _note_read(self, what: str, tensor: Tensor) -> Tensor:
+        self._reads[what] = True
+        return tensor
+
+
+def _refuse_read(what: str, dropped: None) -> Tensor:
+    raise StagelineError(
+        f"{what} runs a backward inside its forward (torch.autograd.grad or .backward()) and did not the first time, "
+        "so recompute='stage' dropped the tensors it needs; let it do so every time, or use recompute='none'"
+    )
+
+
+def wrapper_in(part: nn.Module) -> str:
+    """The name of the first data-parallel wrapper (DDP, FSDP, `replicate`) in a stage; empty if there is none.
+
+    Wrappers gather, reduce and free gradients in hooks that run when a backward has added them to the parameters. A
+    split backward would run these hooks before the gradients exist, so such a stage runs the whole backward in I.
+
+    >>> wrapper_in(nn.Sequential(nn.Linear(2, 2)))
+    ''
+    """
+    kinds: dict[Any, str] = {DistributedDataParallel: "DistributedDataParallel"}
+    # A module that was never imported wraps nothing, and importing it is slow.
+    sharding: Any = sys.modules.get("torch.distributed.fsdp")
+    if sharding is not None:
+        kinds[sharding.FullyShardedDataParallel] = "FullyShardedDataParallel"
+        kinds[sharding.FSDPModule] = "fully_shard"
+    for module in part.modules():
+        for kind, name in kinds.items():
+            if isinstance(module, kind):
+                return name
+        if "replicate" in composable_wrappers(module):
+            return "replicate"
+    return ""
