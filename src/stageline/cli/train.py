@@ -120,7 +120,9 @@ def _processes_needed(parallelism: Parallelism) -> str:
     replicas = parallelism.data_parallel_replicate_degree
     if replicas < 2 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return ""
-    processes = parallelism.pipeline_parallel_degree * replicas
+    from stageline.train.config.ranks import ranks_of_job
+
+    processes = ranks_of_job(parallelism) * replicas
     return (
         f"; parallelism.data_parallel_replicate_degree is {replicas}, and each replica needs its own processes: start "
         f"{processes} with torchrun --nproc-per-node {processes} -m stageline train"

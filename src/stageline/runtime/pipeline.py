@@ -147,6 +147,7 @@ class Pipeline:
         the definitions.
         `schedule="auto"` profiles the model on the example, which is a whole batch, and takes the cut, the schedule
         and, by default, the number of microbatches that `sl.plan` finds; with `recompute="auto"`, what to recompute.
+        `ranks` is by default the number of processes, and 1 for a model on one GPU.
         `replicas` trains that many copies of the pipeline, each on its own samples, in ranks × replicas processes;
         `mesh` assigns the processes, by dimensions named "dp" and "pp". Gradients are added up over replicas in buckets
         of `bucket_mb` MiB, in `reduce_dtype` (default: float32, or the dtype of the gradients if that is wider).

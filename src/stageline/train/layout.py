@@ -11,6 +11,7 @@ import torch.distributed as dist
 from stageline.common.errors import StagelineError
 from stageline.distributed.bootstrap import check_environment
 from stageline.train.config.config import Config
+from stageline.train.config.ranks import choose_ranks, count_gpus
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,11 @@ class JobLayout:
         """
         >>> print(JobLayout(4, 1, 1, 0, torch.device("cpu")))
         4 ranks as threads on cpu
+        >>> print(JobLayout(1, 1, 1, 0, torch.device("cuda", 0)))
+        1 rank on cuda:0
         """
+        if self.ranks == self.processes == 1:
+            return f"1 rank on {self.device}"
         how = "threads" if self.processes == 1 else "processes"
         times = f" × {self.replicas} replicas" if self.replicas > 1 else ""
         return f"{self.ranks} ranks{times} as {how} on {self.device.type}"
@@ -56,9 +61,10 @@ def find_job_layout(config: Config) -> JobLayout:
     >>> find_job_layout(Config()).ranks
     4
     """
-    ranks, wanted = config.parallelism.pipeline_parallel_degree, config.parallelism.data_parallel_replicate_degree
+    options, wanted = config.parallelism, config.parallelism.data_parallel_replicate_degree
     grouped = dist.is_available() and dist.is_initialized()
     processes = dist.get_world_size() if grouped else check_environment(os.environ)
+    ranks = choose_ranks(options, processes, count_gpus())
     if processes == 1:
         if wanted > 1:
             raise StagelineError(
@@ -76,6 +82,22 @@ def find_job_layout(config: Config) -> JobLayout:
     rank = dist.get_rank() if grouped else int(os.environ["RANK"])
     return JobLayout(
         ranks, replicas, processes, rank, _device(int(os.environ.get("LOCAL_RANK", rank if grouped else 0)))
+    )
+
+
+def note_on_gpus(config: Config, layout: JobLayout) -> str:
+    """Return a sentence about how a job that left the number of ranks open uses the GPUs; empty if it has none."""
+    gpus = count_gpus()
+    if config.parallelism.pipeline_parallel_degree or layout.processes > 1 or layout.ranks > 1 or not gpus:
+        return ""
+    if gpus == 1:
+        return (
+            "one rank uses the one GPU, without the overhead of several; parallelism.pipeline_parallel_degree sets "
+            "another number, as threads on that GPU"
+        )
+    return (
+        f"one rank uses one of the {gpus} GPUs; for one rank per GPU, start torchrun --nproc-per-node {gpus} -m "
+        "stageline train"
     )
 
 

@@ -18,6 +18,7 @@ from stageline.model.split import split
 from stageline.train.checkpoint.reader import at_step
 from stageline.train.config.config import Config
 from stageline.train.config.io import raise_errors
+from stageline.train.config.ranks import ranks_of_job
 from stageline.train.config.rules import too_few_units
 from stageline.train.layout import JobLayout, find_job_layout
 from stageline.train.run_folder import RunFolder
@@ -49,7 +50,7 @@ def _layout(config: Config) -> JobLayout:
     if check_environment(os.environ) > 1:
         return find_job_layout(config)
     replicas = max(1, config.parallelism.data_parallel_replicate_degree)
-    return JobLayout(config.parallelism.pipeline_parallel_degree, replicas, 1, 0, torch.device("cpu"))
+    return JobLayout(ranks_of_job(config.parallelism), replicas, 1, 0, torch.device("cpu"))
 
 
 def _folder(setup: Setup) -> Iterator[str]:

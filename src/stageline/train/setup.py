@@ -32,7 +32,7 @@ from stageline.runtime.pipeline import Pipeline
 from stageline.train.checkpoint import leave_mark, remove_mark, sees_mark
 from stageline.train.config.config import Config
 from stageline.train.data import Data, Loader, Tokens, data_of, open_data
-from stageline.train.layout import JobLayout
+from stageline.train.layout import JobLayout, note_on_gpus
 from stageline.train.optimizers import warm_up_note
 from stageline.train.precision import disable_broken_bfloat16
 from stageline.train.run_folder import PROFILE, RunFolder
@@ -118,7 +118,8 @@ class Setup:
         self.open_data()
         self._claim_folder()  # communicates
         self._check_shared_folder()  # communicates
-        self.notes += [note for note in (precision_note, warm_up_note(self.config)) if note]
+        notes = (note_on_gpus(self.config, self.layout), precision_note, warm_up_note(self.config))
+        self.notes += [note for note in notes if note]
         self._choose_schedule()  # communicates
         self._build_pipeline()  # communicates
 

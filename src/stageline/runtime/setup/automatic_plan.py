@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +33,26 @@ TIME_LIMIT = 2.0
 """Time limit of the search, in seconds."""
 
 
-def ranks_for(ranks: int | None, replicas: int | None, deadline: float) -> int:
-    """The number of ranks: the option, or as many as there are processes."""
+def ranks_for(ranks: int | None, replicas: int | None, deadline: float, devices: Collection[torch.device] = ()) -> int:
+    """The number of ranks: the option, or as many as there are processes; one for a model on one GPU.
+
+    >>> ranks_for(None, None, 1.0, {torch.device("cuda", 0)})
+    1
+    """
     if ranks is not None:
         return ranks
     if several_processes(deadline):
         return max(1, dist.get_world_size() // (replicas or 1))
+    if len(devices) == 1 and all(device.type == "cuda" for device in devices):
+        return 1
     raise StagelineError("schedule='auto' needs ranks=, how many ranks the pipeline has")
+
+
+def _devices(source: Any, built: bool, device: torch.device | str) -> set[torch.device]:
+    """Where the parameters are, or will be built."""
+    if built or not isinstance(source, nn.Module):
+        return {torch.device(device)}
+    return {parameter.device for parameter in source.parameters()}
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,7 @@ def automatic(
             "schedule='auto' measures microbatches that are cut along the first dimension, and chunk specs were "
             "passed; name a schedule, or plan with sl.plan and pass its schedule"
         )
-    ranks = ranks_for(ranks, replicas, options.seconds)
+    ranks = ranks_for(ranks, replicas, options.seconds, _devices(source, recipe is not None, options.device))
     host = find_host(ranks, options.seconds, replicas, mesh)
     factory = None if recipe is None else factory_of(stages)
     plan = plan_together(host, source, factory, options, ranks=ranks, microbatches=microbatches, chunks=chunks)

@@ -144,7 +144,11 @@ class LRScheduler:
 class Parallelism:
     """How the model and the batch are distributed."""
 
-    pipeline_parallel_degree: PositiveInt = _option(4, "Ranks per pipeline.")
+    pipeline_parallel_degree: NonNegativeInt = _option(
+        0,
+        "Ranks per pipeline. 0 chooses: as many as there are processes, or 4 where 4 divides them; in a single process "
+        "1 on a GPU, else 4 threads.",
+    )
     data_parallel_replicate_degree: NonNegativeInt = _option(
         0,
         "Replicas of the pipeline, each with its share of the batch; 0 uses all processes.",
@@ -256,8 +260,8 @@ class Config:
     """All sections.
 
     >>> config = Config()
-    >>> config.training.steps, config.parallelism.pipeline_parallel_degree
-    (200, 4)
+    >>> config.training.steps, config.parallelism.pipeline_parallel_schedule
+    (200, 'auto')
     """
 
     job: Job = field(default_factory=Job)

@@ -15,6 +15,7 @@ from stageline.schedules.registry import find_family, schedule
 from stageline.train.config.config import Config, Parallelism
 from stageline.train.config.io import raise_errors
 from stageline.train.config.options import options, show, toml_value
+from stageline.train.config.ranks import ranks_of_job
 
 LOSSES = ("cross_entropy", "weighted_cross_entropy", "mse", "own")
 DATASETS = ("python", "text", "memmap", "dataset")
@@ -217,7 +218,7 @@ def _recompute(config: Config) -> Iterator[str]:
 
 def _schedule(config: Config) -> Iterator[str]:
     layout, local, key = config.parallelism, config.training.local_batch_size, "parallelism.pipeline_parallel_schedule"
-    name, ranks = layout.pipeline_parallel_schedule, layout.pipeline_parallel_degree
+    name, ranks = layout.pipeline_parallel_schedule, ranks_of_job(layout)
     size = layout.pipeline_parallel_microbatch_size
     if layout.pipeline_parallel_schedule_csv:
         yield from _schedule_file(layout, local)
@@ -248,7 +249,7 @@ def _schedule(config: Config) -> Iterator[str]:
 
 def _schedule_file(layout: Parallelism, local: int) -> Iterator[str]:
     file, name = layout.pipeline_parallel_schedule_csv, layout.pipeline_parallel_schedule
-    ranks, size = layout.pipeline_parallel_degree, layout.pipeline_parallel_microbatch_size
+    ranks, size = ranks_of_job(layout), layout.pipeline_parallel_microbatch_size
     problem = f"parallelism.pipeline_parallel_schedule_csv is {show(file)}"
     if name.lower() != "auto":
         yield f"{problem}, but parallelism.pipeline_parallel_schedule is {name}; set one of them"
@@ -284,7 +285,7 @@ def too_few_units(config: Config, units: int, reason: str) -> Iterator[str]:
     the model has 8; use at most 8 ranks, or a model with at least 40 units
     """
     layout, local = config.parallelism, config.training.local_batch_size
-    ranks, chunks = layout.pipeline_parallel_degree, layout.pipeline_parallel_chunks
+    ranks, chunks = ranks_of_job(layout), layout.pipeline_parallel_chunks
     stages = ranks * max(1, chunks)
     cause = f" and parallelism.pipeline_parallel_chunks is {chunks}" if chunks else ""
     with suppress(StagelineError):  # `_schedule` reports what is wrong with the schedule itself
