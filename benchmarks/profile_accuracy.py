@@ -26,8 +26,8 @@ from torch import Tensor, nn
 import stageline as sl
 from runtime_speed import BLOCKS, SIZES, VOCABULARY, loss_fn, model
 from stageline.model.partition.partition import even_sizes
-from stageline.model.profile.profile import Profile
-from stageline.model.profile.profiler import profile_layers
+from stageline.model.profile import Profile
+from stageline.model.profiler import profile_layers
 from stageline.model.units import layers_of
 from stageline.testing import run_ranks
 from stageline.transport.protocol import Header, Message

@@ -52,7 +52,7 @@ def planned() -> dict[str, str]:
 
 def example_profile() -> sl.Profile:
     """An embedding, twelve blocks and a head, as docs/plan.md has them."""
-    from stageline.model.profile.profile import Layer
+    from stageline.model.profile import Layer
 
     sizes = {"activation": 200, "residue": 120, "tied": 0, "message": 16, "arriving": 0, "leaving": 0, "calls": 1}
 

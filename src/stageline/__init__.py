@@ -34,11 +34,10 @@ if TYPE_CHECKING:
     from stageline.model.build.weights import load_weights
     from stageline.model.huggingface import own_loss
     from stageline.model.partition.partition import partition
-    from stageline.model.profile.profile import Profile, read_profile
-    from stageline.model.profile.profiler import profile
+    from stageline.model.profile import Profile, read_profile
+    from stageline.model.profiler import profile
     from stageline.model.skips import pop, skippable, stash
-    from stageline.model.split import split
-    from stageline.model.staged import Staged
+    from stageline.model.split import Staged, split
     from stageline.planning.io import read_plan
     from stageline.planning.plan import Plan, plan
     from stageline.runtime.check import Report, check
@@ -145,7 +144,7 @@ _LAZY_NAMES = {
     "simulate": "stageline.timeline.simulate",
     "Timeline": "stageline.timeline.timeline",
     "Evaluation": "stageline.runtime.step_report",
-    "Staged": "stageline.model.staged",
+    "Staged": "stageline.model.split",
     "pop": "stageline.model.skips",
     "skippable": "stageline.model.skips",
     "stash": "stageline.model.skips",
@@ -154,13 +153,13 @@ _LAZY_NAMES = {
     "Report": "stageline.runtime.check",
     "check": "stageline.runtime.check",
     "own_loss": "stageline.model.huggingface",
-    "Profile": "stageline.model.profile.profile",
+    "Profile": "stageline.model.profile",
     "Plan": "stageline.planning.plan",
     "plan": "stageline.planning.plan",
     "read_plan": "stageline.planning.io",
     "partition": "stageline.model.partition.partition",
-    "profile": "stageline.model.profile.profiler",
-    "read_profile": "stageline.model.profile.profile",
+    "profile": "stageline.model.profiler",
+    "read_profile": "stageline.model.profile",
     "split": "stageline.model.split",
     "Pipeline": "stageline.runtime.pipeline",
     "StepStats": "stageline.runtime.step_report",

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stageline as sl
-from stageline.model.profile.profile import Layer, Profile, read_profile
-from stageline.model.profile.profiler import profile_layers, profile_model
+from stageline.model.profile import Layer, Profile, read_profile
+from stageline.model.profiler import profile_layers, profile_model
 
 ROWS, WIDTH = 6, 16
 FLOAT = 4

@@ -21,7 +21,7 @@ import stageline as sl
 from stageline.cli.app import run
 from stageline.common.units import parse_size, round_up_size
 from stageline.model.partition.partition import even_sizes, partition
-from stageline.model.profile.profile import Layer
+from stageline.model.profile import Layer
 from stageline.planning.candidates import shape_of
 from stageline.planning.memory import buffers_of
 from stageline.planning.stage_costs import Links, stage_costs

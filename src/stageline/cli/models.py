@@ -12,7 +12,6 @@ import typer
 
 from stageline.common.errors import StagelineError, place_of
 from stageline.common.imports import find_function
-from stageline.model.huggingface_config import config_file, read_config
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,6 +75,8 @@ def _cut(text: str, limit: int = 200) -> str:
 
 def load_model(name: str, samples: int = 8, length: int = 64, *, traceback: bool = False) -> LoadedModel:
     """Build the model that a name stands for, with random weights; `traceback` is as for `user_code`."""
+    from stageline.model.huggingface import config_file
+
     if (file := config_file(name)) is not None:
         return _from_config(file, samples, length)
     if ":" not in name:
@@ -104,14 +105,14 @@ def _from_returned(name: str, returned: Any) -> LoadedModel:
 
 
 def _from_config(path: Path, samples: int, length: int) -> LoadedModel:
-    config = read_config(path)
     import torch
 
+    from stageline.model.huggingface import own_loss, read_config
+
+    config = read_config(path)
     torch.manual_seed(0)
     model = config.make()
     if config.vocab_size is None:
         return LoadedModel(model)
     tokens = torch.randint(0, config.vocab_size, (samples, min(length, config.positions or length)))
-    from stageline.model.huggingface import own_loss
-
     return LoadedModel(model, {"input_ids": tokens, "labels": tokens}, tokens, own_loss)

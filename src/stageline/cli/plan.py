@@ -120,7 +120,7 @@ def _subject(model: str, samples: int, length: int, threads: int | None, has_bat
     """Return the arguments of `plan` for a profile, or for a model and its inputs."""
     path = Path(model)
     if path.suffix == ".json" and path.is_file() and "stageline-profile" in path.read_text("utf-8", "replace")[:200]:
-        from stageline.model.profile.profile import read_profile
+        from stageline.model.profile import read_profile
 
         return {"profile": read_profile(path), "samples": samples if has_batch else None}
     import torch

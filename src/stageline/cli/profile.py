@@ -37,7 +37,7 @@ def command(
     import torch
 
     from stageline.model.partition.partition import evaluate, even_sizes, partition
-    from stageline.model.profile.profiler import profile
+    from stageline.model.profiler import profile
 
     if threads is not None:
         torch.set_num_threads(threads)

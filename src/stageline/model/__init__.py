@@ -3,8 +3,8 @@
 This package finds the units of a model, decides where to cut it, measures it and builds only what a rank owns. It does
 not run schedules, and knows nothing of transports.
 
-Read in order: `units`, `unit_order` (the order of their calls), `split`, `staged` (the result), then `stage_module/`
-(one stage of a model), `partition/` (where to cut), `profile/` (the costs of units) and `build/` (allocating a rank's
-own tensors). Special cases: `skips` (skip connections), `compiled_models`, `huggingface` and `huggingface_config`.
-`reachability` finds what a layer can reach through Python references.
+Read in order: `units` (and the order of their calls), `split` (the cut and its result, `Staged`), then `stage_module/`
+(one stage of a model), `partition/` (where to cut), `profile` (the costs of units) with `profiler` and `measurement`,
+and `build/` (allocating a rank's own tensors). Special cases: `skips` (skip connections), `compiled_models` and
+`huggingface`. `reachability` finds what a layer can reach through Python references.
 """

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from stageline.common.errors import StagelineError, shorten
-from stageline.model.profile.profile import Layer, Profile
-from stageline.model.profile.profiler import profile as measure_profile
+from stageline.model.profile import Layer, Profile
+from stageline.model.profiler import profile as measure_profile
 from stageline.model.split import split
 from stageline.model.units import refuse_lazy
 from stageline.tensors.pytree import batch_size, first_samples, refuse_arrays

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from stageline.common.errors import ScheduleError, StagelineError
 from stageline.model.partition.partition import even_sizes, partition, spans_of
-from stageline.model.profile.profile import Profile
+from stageline.model.profile import Profile
 from stageline.planning.memory import RankMemory
 from stageline.planning.stage_costs import Recompute
 from stageline.schedules.placement import Pattern, Placement

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from stageline.model.partition.partition import spans_of
-from stageline.model.profile.profile import Profile
+from stageline.model.profile import Profile
 from stageline.planning.candidates import Candidate
 from stageline.planning.memory import RankMemory, parameter_bytes, rank_memory
 from stageline.planning.request import PlanRequest

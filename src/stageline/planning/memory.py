@@ -10,7 +10,7 @@ import numpy as np
 
 from stageline.common.checked_json import NonNegative
 from stageline.model.partition.partition import spans_of
-from stageline.model.profile.profile import Profile
+from stageline.model.profile import Profile
 from stageline.timeline.costs import Floats, per_stage
 from stageline.timeline.timeline import Timeline
 

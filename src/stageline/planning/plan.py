@@ -11,7 +11,7 @@ from torch import nn
 
 from stageline.common.checked_json import NonNegative, PositiveInt
 from stageline.common.units import Size, parse_size
-from stageline.model.profile.profile import Profile
+from stageline.model.profile import Profile
 from stageline.planning.candidates import Trial
 from stageline.planning.explain import explain, nothing_fits
 from stageline.planning.memory import RankMemory
@@ -40,7 +40,7 @@ from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline, share_above
 
 if TYPE_CHECKING:
-    from stageline.model.staged import Staged
+    from stageline.model.split import Staged
 
 
 @dataclass(frozen=True)

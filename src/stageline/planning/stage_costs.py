@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from stageline.model.partition.partition import spans_of
-from stageline.model.profile.profile import Layer, Profile
+from stageline.model.profile import Layer, Profile
 from stageline.timeline.costs import Costs, PerPair
 
 Recompute: TypeAlias = str | tuple[str, ...]

@@ -19,7 +19,7 @@ from stageline.distributed.collectives import ProcessCollectives
 from stageline.distributed.layout import mesh_of, ranks_of
 from stageline.distributed.process_host import find_host
 from stageline.distributed.rank_host import Floats, RankHost
-from stageline.model.staged import Staged
+from stageline.model.split import Staged
 from stageline.runtime.batches.chunk_specs import ChunkSpecs, Keywords
 from stageline.runtime.continuous.rollback import Make
 from stageline.runtime.continuous.run import ContinuousRun, Rates

@@ -8,7 +8,7 @@ from typing import Any
 
 from stageline.common.errors import NothingFits, ScheduleError, StagelineError, in_flags
 from stageline.common.files import write_text
-from stageline.model.profile.profile import Profile
+from stageline.model.profile import Profile
 from stageline.planning.io import read_plan
 from stageline.planning.plan import Plan, plan
 from stageline.schedules.io import read_schedule
@@ -45,7 +45,7 @@ def choose_schedule(
     """Return the fastest schedule that the configuration allows, with its best split; and a note, or an empty string.
 
     >>> import torch
-    >>> from stageline.model.profile.profiler import profile
+    >>> from stageline.model.profiler import profile
     >>> layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     >>> choice, _ = choose_schedule(profile(layers, torch.ones(32, 64), repeats=1), Config(), ranks=2, microbatches=4)
     >>> len(choice.alternatives) > 5, sum(choice.layers_per_stage)

@@ -19,10 +19,9 @@ from stageline.distributed.decision import decide_together
 from stageline.distributed.process_host import job_host
 from stageline.distributed.rank_host import RankHost
 from stageline.model.build.build import build, describe
-from stageline.model.profile.profile import Profile
-from stageline.model.profile.profiler import profile
-from stageline.model.split import split
-from stageline.model.staged import Staged
+from stageline.model.profile import Profile
+from stageline.model.profiler import profile
+from stageline.model.split import Staged, split
 from stageline.planning.batch_sizes import by_calls
 from stageline.planning.io import parse_plan, to_text
 from stageline.planning.plan import Plan

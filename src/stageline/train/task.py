@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError
 from stageline.common.imports import find_function
-from stageline.model.huggingface import own_loss
-from stageline.model.huggingface_config import HuggingFaceConfig, config_file, read_config
+from stageline.model.huggingface import HuggingFaceConfig, config_file, own_loss, read_config
 from stageline.train.config.config import Config
 from stageline.train.gpt import GPT
 from stageline.train.losses import Loss, find_loss, logits_of

@@ -3,3 +3,7 @@
 Read in order: `build`, `recorder` (run a constructor without memory), `tape` (replay it for chosen tensors), `weights`
 (load safetensors). Nothing here decides which tensors a rank owns: callers do.
 """
+
+from stageline.model.build.build import build, describe
+
+__all__ = ["build", "describe"]

@@ -3,6 +3,6 @@
 Nothing here knows schedules or ranks.
 
 Read in order: `stage_module`, `forward_replay`, `boundary` (what crosses a stage boundary), `placeholder` (tensors of
-other stages), `dry_run` and `data_flow` (which values a unit needs). Then the checks: `inplace_history`,
-`side_effects`, `shared_state` and `counters`. `traced` is the fallback through torch.export.
+other stages), `dry_run` (which values a unit needs). Then the checks: `side_effects` and `shared_state`. `traced` is
+the fallback through torch.export.
 """

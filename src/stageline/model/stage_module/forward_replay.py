@@ -5,6 +5,7 @@ The first time that inputs of some form arrive, a dry run finds out which values
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,19 +17,12 @@ from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError
 from stageline.model import huggingface
+from stageline.model._torch_private import tensors_in
 from stageline.model.stage_module.boundary import GIVE_EXAMPLE, PARAMETER, BoundaryValues, check_arguments
-from stageline.model.stage_module.counters import Counters
-from stageline.model.stage_module.data_flow import CallOrder, CallOrderError, DataFlow
-from stageline.model.stage_module.dry_run import DryRun, UnitTwins
-from stageline.model.stage_module.inplace_history import UnchangedInputs
+from stageline.model.stage_module.dry_run import CallOrder, CallOrderError, DataFlow, DryRun, UnitTwins
 from stageline.model.stage_module.placeholder import PlaceholderTensor, ValueNames, on_meta, placeholders_in
 from stageline.model.stage_module.shared_state import SharedStateWatch
-from stageline.model.stage_module.side_effects import (
-    Checkpoints,
-    SideEffects,
-    inside_reentrant_checkpoint,
-    refuse_hooks,
-)
+from stageline.model.stage_module.side_effects import Counters, SideEffects, UnchangedInputs
 
 Draw = Callable[..., Any]
 """Calls something that may draw random numbers, given its name."""
@@ -223,7 +217,7 @@ class _StageRun:
     call_counts: Counter[str] = field(default_factory=Counter)
     changed_by_frame: set[str] = field(default_factory=set)
     """Values that the frame modified in place."""
-    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    checkpoints: _Checkpoints = field(default_factory=lambda: _Checkpoints())
     passed: BoundaryValues = field(init=False)
     """What the next stage receives."""
 
@@ -240,7 +234,7 @@ class _StageRun:
             self.checkpoints.check(name, replay.start <= position < replay.stop)
         if position < replay.start:
             output, collected = self.arrived.output(position, name)
-            refuse_hooks(output, name, replay.outside)
+            _refuse_hooks(output, name, replay.outside)
             huggingface.collect(collected)
             return output
         if position >= replay.stop:
@@ -249,7 +243,7 @@ class _StageRun:
         missing = placeholders_in((args, kwargs))
         if missing:
             raise StagelineError(f"{name} needs {replay.describe_missing(missing)}")
-        if self.grad_enabled and not torch.is_grad_enabled() and inside_reentrant_checkpoint():
+        if self.grad_enabled and not torch.is_grad_enabled() and _inside_reentrant_checkpoint():
             raise StagelineError(
                 f"the forward runs {name} in a checkpoint with use_reentrant=True, which hides its gradients from the "
                 "stage; use use_reentrant=False, or recompute= of the pipeline"
@@ -313,3 +307,60 @@ class _StageRun:
             needed = self.flow.after(self.replay.stop)
             self.passed.values = {name: value for name, value in self.passed.values.items() if name in needed}
             self.passed.drop_inputs(needed)
+
+
+# Checkpoints and hooks
+
+
+def _inside_reentrant_checkpoint() -> bool:
+    """Whether torch's reentrant checkpointing is running: without a graph, which it builds later."""
+    return _checkpoint_frame("forward") is not None
+
+
+def _checkpoint_frame(function: str) -> Any:
+    """Return the interpreter frame of the innermost running call of a function of torch's checkpointing."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == function and code.co_filename.replace("\\", "/").endswith("torch/utils/checkpoint.py"):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+class _Checkpoints:
+    """Checks that all units in one of the model's checkpoints are on one stage, which has to recompute it."""
+
+    def __init__(self) -> None:
+        self._first_unit, self._first_is_own = "", True
+
+    def check(self, name: str, own: bool) -> None:
+        """Check the call of a unit; `own` says whether it belongs to this stage."""
+        frame = _checkpoint_frame("checkpoint")
+        if frame is None:
+            return
+        # Mark the frame at its first unit. A reference to it would keep its variables alive.
+        if frame.f_trace_lines:
+            frame.f_trace_lines = False
+            self._first_unit, self._first_is_own = name, own
+        elif self._first_is_own != own:
+            raise StagelineError(
+                f"the forward runs {self._first_unit} and {name} in one checkpoint, but the model is cut between them; "
+                "cut it elsewhere (layers_per_stage=, or by= the first unit of each stage), or remove the checkpoint "
+                "and pass recompute= to the pipeline"
+            )
+
+
+def _refuse_hooks(output: Any, name: str, outside: Callable[[], bool]) -> None:
+    """Refuse hooks that the frame registers on the output of another stage's unit: every stage would register them."""
+    for tensor in [output] if isinstance(output, Tensor) else tensors_in(output):
+        tensor.register_hook = partial(_register_hook, tensor, name, outside)  # type: ignore[method-assign]
+
+
+def _register_hook(tensor: Tensor, name: str, outside: Callable[[], bool], hook: Any) -> Any:
+    if outside():
+        raise StagelineError(
+            f"the forward registers a hook on the output of {name} outside of its units, and several stages run that; "
+            "call register_hook inside of a unit"
+        )
+    return Tensor.register_hook(tensor, hook)  # type: ignore[no-untyped-call]

@@ -26,7 +26,7 @@ from stageline.model._torch_private import (
     tree_map,
     wrapper_tensor,
 )
-from stageline.model.stage_module.inplace_history import InplaceHistory, StorageHistory
+from stageline.model.stage_module.side_effects import InplaceHistory, StorageHistory
 
 ValueNames = frozenset[str]
 """The names of values that a tensor was computed from."""

@@ -1,20 +1,33 @@
-"""Side effects of a unit that other stages would not see: detected in the first call, and refused."""
+"""Side effects of a forward that other stages would not see, or would repeat: detected and refused.
+
+Every stage runs the code around the units, the frame, but only its own units compute. So other stages do not see what a
+unit stores in an attribute or in an object among its arguments. If a unit of an earlier stage modifies a tensor that
+the frame created, a later stage has it unmodified; the output of a unit arrives in its final state, so a later stage
+cannot recompute what the frame computed from it before. A number that the frame counts up differs between stages.
+"""
 
 from __future__ import annotations
 
-import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, MutableSet
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError
-from stageline.model._torch_private import MODULE_ATTRIBUTES, raw_version, tensors_in, tree_leaves
-from stageline.model.reachability import is_object, slots_of
+from stageline.model._torch_private import (
+    MODULE_ATTRIBUTES,
+    TorchDispatchMode,
+    raw_version,
+    storage_id,
+    tensors_in,
+    tree_leaves,
+    version_of,
+)
+from stageline.model.reachability import is_object, reach, slots_of
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.CellType)
 _MAX_OBJECTS = 2_000
@@ -190,58 +203,237 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, int | float | complex | str | bytes | tuple | type(None)) and not isinstance(value, Tensor)
 
 
-# Checkpoints and hooks
+# In-place changes
+
+Read = tuple["StorageHistory", frozenset[int]]
+"""Memory that something was computed from, and the calls that had modified it by then."""
 
 
-def inside_reentrant_checkpoint() -> bool:
-    """Whether torch's reentrant checkpointing is running: without a graph, which it builds later."""
-    return _checkpoint_frame("forward") is not None
+class StorageHistory:
+    """What happened to the memory of a tensor and its views."""
+
+    __slots__ = ("changes", "reads", "root")
+
+    def __init__(self, root: str | None = None, reads: Iterable[Read] = ()) -> None:
+        """`root` is the name of a model input or a unit's output; these cross stage boundaries in their final state."""
+        self.root = root
+        self.changes: set[int] = set()
+        """The calls of units that modified it."""
+        self.reads = set(reads)
+
+    def read(self) -> set[Read]:
+        """Return the dependencies of a value that is computed from this memory now."""
+        own = {(self, frozenset(self.changes))} if self.changes or self.root is not None else set()
+        return self.reads | own
 
 
-def _checkpoint_frame(function: str) -> Any:
-    """Return the interpreter frame of the innermost running call of a function of torch's checkpointing."""
-    frame: Any = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == function and code.co_filename.replace("\\", "/").endswith("torch/utils/checkpoint.py"):
-            return frame
-        frame = frame.f_back
-    return None
-
-
-class Checkpoints:
-    """Checks that all units in one of the model's checkpoints are on one stage, which has to recompute it."""
+class InplaceHistory:
+    """Records in-place changes during one forward, and which calls use the modified tensors."""
 
     def __init__(self) -> None:
-        self._first_unit, self._first_is_own = "", True
+        self._real: dict[Any, tuple[StorageHistory, Tensor]] = {}
+        self._uses: list[tuple[int, StorageHistory, frozenset[int], frozenset[int]]] = []
+        self._control_reads: set[Read] = set()
+        """Tensors whose values the forward read: anything later may depend on them."""
+        self._modes = ExitStack()
 
-    def check(self, name: str, own: bool) -> None:
-        """Check the call of a unit; `own` says whether it belongs to this stage."""
-        frame = _checkpoint_frame("checkpoint")
-        if frame is None:
-            return
-        # Mark the frame at its first unit. A reference to it would keep its variables alive.
-        if frame.f_trace_lines:
-            frame.f_trace_lines = False
-            self._first_unit, self._first_is_own = name, own
-        elif self._first_is_own != own:
+    def of(self, tensor: Tensor) -> StorageHistory | None:
+        """Return the history of a tensor; placeholder tensors carry theirs."""
+        history: StorageHistory | None = getattr(tensor, "storage_history", None)
+        if history is None and self._real:
+            history = self._real.get(storage_id(tensor), (None,))[0]
+        return history
+
+    def read(self, tensors: Iterable[Tensor]) -> set[Read]:
+        """Return the dependencies of a value that is computed from these tensors."""
+        return set().union(*(history.read() for tensor in tensors if (history := self.of(tensor)) is not None))
+
+    def write(self, tensor: Tensor, reads: set[Read]) -> None:
+        """Record that the forward itself writes to a tensor, or computes it."""
+        history = self.of(tensor)
+        if history is not None:
+            history.reads |= reads
+        elif reads:
+            self._real[storage_id(tensor)] = (StorageHistory(reads=reads), tensor)
+
+    def change(self, tensor: Tensor, position: int, root: str | None) -> None:
+        """Record that a unit modified a tensor in place."""
+        history = self.of(tensor)
+        if history is None:
+            if not self._real:
+                self._modes.enter_context(_Follow(self))
+            history = StorageHistory(root)
+            self._real[storage_id(tensor)] = (history, tensor)  # keeps the tensor alive, so that no id is reused
+        history.changes.add(position)
+
+    def read_value(self, tensors: Iterable[Tensor]) -> None:
+        """Record that the forward reads the values of tensors, for example in an `if`."""
+        self._control_reads |= self.read(tensors)
+
+    def use(self, position: int, tree: Any) -> None:
+        """Record the arguments of a unit, or the output of the model."""
+        for history, changes_then in self.read(tensors_in(tree)) | self._control_reads:
+            if history.changes:
+                self._uses.append((position, history, changes_then, frozenset(history.changes)))
+
+    def close(self) -> None:
+        """End the recording."""
+        self._modes.close()
+
+    def check(self, names: Sequence[str], cuts: Iterable[int], copied: Iterable[str]) -> None:
+        """Refuse a change that a later stage would miss or see too early; `copied` are values passed as copies."""
+        copied, cuts = set(copied), list(cuts)
+        for position, history, then, now in sorted(self._uses, key=lambda use: (use[0], sorted(use[3]))):
+            arrives = history.root is not None and history.root not in copied
+            for call in sorted(now - then if arrives else then):
+                if any(call < cut <= position for cut in cuts):
+                    user = names[position] if position < len(names) else "the output of the model"
+                    raise StagelineError(
+                        f"{names[call]} modifies one of its inputs in place, and the forward uses that tensor again "
+                        f"for {user}, on another stage, which does not see the change; let {names[call]} work on a "
+                        "copy (x.clone(), or inplace=False), or return what it computes"
+                    )
+
+
+class UnchangedInputs:
+    """Checks that a unit does not modify its inputs, if only the real call can show it."""
+
+    def __init__(self, name: str, inputs: Any, passed: Iterable[Tensor]) -> None:
+        """Record the inputs before the call; `passed` tensors cross stage boundaries and may change."""
+        arrives = {storage_id(tensor) for tensor in passed}
+        self._name = name
+        self._tensors = [tensor for tensor in tensors_in(inputs) if storage_id(tensor) not in arrives]
+        self._versions = list(map(version_of, self._tensors))
+
+    def check(self) -> None:
+        """Compare after the call."""
+        for tensor, version in zip(self._tensors, self._versions, strict=True):
+            if version != version_of(tensor):
+                raise StagelineError(
+                    f"{self._name} modifies one of its inputs in place, a tensor of shape {tuple(tensor.shape)}, and "
+                    "the forward may use it again on another stage, which does not see the change; let it work on a "
+                    "copy (x.clone(), or inplace=False), or return what it computes"
+                )
+
+
+class _Follow(TorchDispatchMode):
+    """Records what is computed from real tensors, once a unit has modified one of them."""
+
+    def __init__(self, history: InplaceHistory) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._history = history
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs = tensors_in((args, kwargs))
+        reads = self._history.read(inputs)
+        if reads and not getattr(func, "is_view", False):
+            outputs = tensors_in(result)
+            for tensor in outputs:
+                if not hasattr(tensor, "storage_history"):
+                    self._history.write(tensor, reads)
+            if not outputs:
+                self._history.read_value(inputs)
+        return result
+
+
+# Counters
+
+_COUNTER_DEPTH = 3
+_DEEP_FORWARDS = 8
+"""The number of forwards in which containers and objects are inspected, too."""
+
+Place = tuple[int, str]
+Numbers = dict[Place, tuple[Any, Any, Any]]
+"""By frame and path: the object that holds a number, its key there, and the number."""
+
+
+class Counters:
+    """Numbers that a forward sets on the frames; a number that changes in every forward is refused.
+
+    Every stage runs this code, and some stages run it more than once, so their counts would differ.
+    """
+
+    def __init__(self, frames: Sequence[nn.Module], units: Sequence[tuple[str, nn.Module]] = ()) -> None:
+        """Inspect the frames, except for containers that units reach: `shared_state` checks those.
+
+        >>> model = nn.Sequential(nn.Tanh())
+        >>> model.calls = [0]
+        >>> counters = Counters([model])
+        >>> before = counters.read()
+        >>> model.calls[0] += 1
+        >>> counters.restore(before)
+        >>> model.calls
+        [0]
+        """
+        self._frames = frames
+        self._changed: set[Place] = set()
+        self._reached_by_units: set[int] = set()
+        self._forwards = 0
+        if any(_has_containers(frame) for frame in frames):
+            self._reached_by_units = {id(holder.value) for holder in reach(units).values()}
+
+    def read(self) -> Numbers:
+        """Return all numbers."""
+        return {
+            (index, path): (holder, key, value)
+            for index, frame in enumerate(self._frames)
+            for path, holder, key, value in self._numbers(frame, vars(frame), "", 0)
+        }
+
+    def _numbers(
+        self, holder: Any, slots: dict[Any, Any], path: str, depth: int
+    ) -> Iterator[tuple[str, Any, Any, Any]]:
+        for key, value in slots.items():
+            if depth == 0 and key in MODULE_ATTRIBUTES:
+                continue
+            place = f"{path}[{key!r}]" if isinstance(holder, dict | list | deque) else f"{path}.{key}".strip(".")
+            if isinstance(value, int | float):
+                yield place, holder, key, value
+            elif (
+                depth < _COUNTER_DEPTH
+                and self._forwards < _DEEP_FORWARDS
+                and _may_hold_numbers(value)
+                and id(value) not in self._reached_by_units
+            ):
+                yield from self._numbers(value, slots_of(value), place, depth + 1)
+
+    def restore(self, before: Numbers) -> None:
+        """Undo the changes of a dry run."""
+        now = self.read()
+        for place, (holder, key, value) in before.items():
+            if place not in now or now[place][2] == value:
+                continue
+            if isinstance(holder, dict | list | deque):
+                holder[key] = value
+            else:
+                object.__setattr__(holder, key, value)
+
+    def changed(self, before: Numbers) -> set[Place]:
+        """Return the places whose numbers have changed."""
+        return {place for place, (_, _, value) in self.read().items() if place in before and before[place][2] != value}
+
+    def check(self, before: Numbers) -> None:
+        """After a forward, refuse a number that also changed in an earlier one."""
+        self._forwards += 1
+        changed = self.changed(before)
+        self.refuse(changed & self._changed)
+        self._changed |= changed
+
+    def refuse(self, places: set[Place]) -> None:
+        """Raise an error if there are any places."""
+        for index, path in sorted(places):
             raise StagelineError(
-                f"the forward runs {self._first_unit} and {name} in one checkpoint, but the model is cut between them; "
-                "cut it elsewhere (layers_per_stage=, or by= the first unit of each stage), or remove the checkpoint "
-                "and pass recompute= to the pipeline"
+                f"the forward changes {path} of {type(self._frames[index]).__name__} every time, outside of its units, "
+                "and every stage runs that; keep it outside of the model, or in a unit"
             )
 
 
-def refuse_hooks(output: Any, name: str, outside: Callable[[], bool]) -> None:
-    """Refuse hooks that the frame registers on the output of another stage's unit: every stage would register them."""
-    for tensor in [output] if isinstance(output, Tensor) else tensors_in(output):
-        tensor.register_hook = partial(_register_hook, tensor, name, outside)  # type: ignore[method-assign]
+def _has_containers(frame: nn.Module) -> bool:
+    return any(_may_hold_numbers(value) for name, value in vars(frame).items() if name not in MODULE_ATTRIBUTES)
 
 
-def _register_hook(tensor: Tensor, name: str, outside: Callable[[], bool], hook: Any) -> Any:
-    if outside():
-        raise StagelineError(
-            f"the forward registers a hook on the output of {name} outside of its units, and several stages run that; "
-            "call register_hook inside of a unit"
-        )
-    return Tensor.register_hook(tensor, hook)  # type: ignore[no-untyped-call]
+def _may_hold_numbers(value: Any) -> bool:
+    return isinstance(value, dict | list | deque) or (is_object(value) and not isinstance(value, tuple | str))

@@ -23,8 +23,8 @@ from stageline.model._torch_private import (
     raw_version,
 )
 from stageline.model.compiled_models import Wrapper, is_wrapped
-from stageline.model.stage_module.counters import Counters
 from stageline.model.stage_module.forward_replay import Replay
+from stageline.model.stage_module.side_effects import Counters
 from stageline.tensors.random_numbers import draws
 
 _classes: dict[tuple[type, type[nn.Module]], type[nn.Module]] = {}

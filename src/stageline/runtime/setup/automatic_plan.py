@@ -17,8 +17,7 @@ from stageline.distributed.decision import decide_together
 from stageline.distributed.process_host import find_host
 from stageline.distributed.rank_host import RankHost
 from stageline.model.build.build import Description, build
-from stageline.model.split import split
-from stageline.model.staged import Staged
+from stageline.model.split import Staged, split
 from stageline.model.units import NoStack, find_units
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.setup.options import PipelineOptions

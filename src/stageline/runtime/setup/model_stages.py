@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from stageline.distributed.rank_host import RankHost
 from stageline.model.build.build import Description
 from stageline.model.compiled_models import any_compiled
+from stageline.model.split import Staged
 from stageline.model.stage_module.shared_state import SharedState
 from stageline.model.stage_module.stage_module import StagePart
-from stageline.model.staged import Staged
 from stageline.model.units import layers_of
 from stageline.runtime.grad_norm import owners_of
 from stageline.runtime.guards.foreign_reads import holders_of, readers

@@ -16,8 +16,7 @@ from stageline.model.build.build import Description, describe
 from stageline.model.compiled_models import unwrapped
 from stageline.model.partition.partition import even_sizes
 from stageline.model.skips import parts_of
-from stageline.model.split import split
-from stageline.model.staged import Staged
+from stageline.model.split import Staged, split
 from stageline.model.units import NoStack, find_units, layers_of, refuse_lazy
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.setup.function_layers import with_functions

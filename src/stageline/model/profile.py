@@ -1,4 +1,4 @@
-"""The costs of a model's layers, measured in seconds and bytes: as a table, a file, and costs of stages."""
+"""The measured costs of a model's layers, in seconds and bytes: as a table, a file, and costs of stages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from stageline.common.checked_json import PositiveInt, Range, check_format, field, from_json, parse_json
 from stageline.common.errors import CostError, JsonError, shorten
@@ -220,3 +220,11 @@ def parse_profile(text: str, source: str) -> Profile:
         )
     except JsonError as error:
         raise CostError(f"{source}: {error}") from None
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("profile_layers", "profile_model"):  # the first version had them here
+        from stageline.model import profiler
+
+        return getattr(profiler, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

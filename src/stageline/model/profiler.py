@@ -14,12 +14,19 @@ from torch import Tensor, nn
 from stageline.common.errors import StagelineError, shorten
 from stageline.model import huggingface
 from stageline.model.compiled_models import eager, unwrapped
-from stageline.model.profile.capture import LayerTrace, capture, state_storages, storages_of
-from stageline.model.profile.measure import CallBenchmark, Timer, preserved_state, run_round
-from stageline.model.profile.profile import Layer, Profile
+from stageline.model.measurement import (
+    CallBenchmark,
+    LayerTrace,
+    Timer,
+    capture,
+    preserved_state,
+    run_round,
+    state_storages,
+    storages_of,
+)
+from stageline.model.profile import Layer, Profile
 from stageline.model.stage_module.boundary import arguments
-from stageline.model.unit_order import in_call_order, units_of
-from stageline.model.units import Unit, layers_of, refuse_lazy
+from stageline.model.units import Unit, in_call_order, layers_of, refuse_lazy, units_of
 from stageline.tensors.pytree import refuse_arrays
 
 

@@ -1,0 +1,369 @@
+"""Observe one run of a model, then measure each layer alone with the inputs that it received in that run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from stageline.autograd.engine import ArrivingGradients, registered_hooks
+from stageline.autograd.graph_plan import GraphPlan
+from stageline.autograd.split_backward import SplitBackward
+from stageline.common.errors import StagelineError, shorten
+from stageline.model._torch_private import hook_dictionaries, raw_version, tensors_in, tree_flatten, tree_unflatten
+from stageline.tensors.buffers import all_buffers, put_back
+from stageline.tensors.thread_context import autocasts
+
+Value = TypeVar("Value")
+
+
+class Timer:
+    """Measures the duration of a call: with the host's clock, or with CUDA events on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type not in ("cpu", "cuda"):
+            raise StagelineError(f"device must be 'cpu' or 'cuda', got {str(device)!r}")
+        self._device = device
+
+    def __call__(self, call: Callable[[], Value]) -> tuple[float, Value]:
+        """Return the seconds, and the result of the call."""
+        if self._device.type == "cpu":
+            start_time = time.perf_counter()
+            value = call()
+            return time.perf_counter() - start_time, value
+        make: Any = torch.cuda.Event
+        start, end = make(enable_timing=True), make(enable_timing=True)
+        stream = torch.cuda.current_stream(self._device)
+        stream.synchronize()
+        start.record(stream)
+        value = call()
+        end.record(stream)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3, value
+
+
+@dataclass
+class _Graph:
+    """The graph that F leaves: inputs that require a gradient, and outputs that have one."""
+
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    hooked: bool = False
+    """Whether the forward registered hooks."""
+
+    def grads(self) -> list[Tensor]:
+        return [torch.ones_like(output) for output in self.outputs]
+
+    def split(self, plans: list[GraphPlan]) -> SplitBackward:
+        return SplitBackward(self.outputs, self.grads(), self.inputs, plans, hooked=self.hooked)
+
+
+class CallBenchmark:
+    """One call of one layer, run repeatedly."""
+
+    def __init__(self, trace: LayerTrace, call: Call, timer: Timer) -> None:
+        self._trace, self._call, self._timer = trace, call, timer
+        self._plans: list[GraphPlan] = []
+        self._graph = _Graph()
+        self._times: dict[str, list[float]] = {kind: [] for kind in "FIWB"}
+
+    def _new_inputs(self) -> tuple[list[Tensor], Any, Any]:
+        """Return the inputs that require a gradient, as leaves of a new graph, and the arguments."""
+        leaves = [
+            leaf.detach().requires_grad_(requires_grad) if isinstance(leaf, Tensor) else leaf
+            for leaf, requires_grad in zip(self._call.leaves, self._call.requires_grad, strict=True)
+        ]
+        inputs = [leaf for leaf, requires_grad in zip(leaves, self._call.requires_grad, strict=True) if requires_grad]
+        if self._call.mutates_inputs:
+            leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(leaves, self._call.tree)
+        return inputs, args, kwargs
+
+    def forward(self, keep: bool) -> None:
+        """Run F; one of the backwards below must follow. Record its time if `keep`, else it is a warm-up."""
+        inputs, args, kwargs = self._new_inputs()
+        hooks_before = registered_hooks()
+        with self._error_context(), ExitStack() as stack:
+            for autocast in self._call.autocasts:
+                stack.enter_context(autocast)
+            seconds, output = self._timer(lambda: self._trace.module(*args, **kwargs))
+        self._record("F", seconds, keep)
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        self._graph = _Graph(inputs, outputs, registered_hooks() != hooks_before)
+
+    def halves(self, keep: bool) -> None:
+        """Run I and W."""
+        graph, self._graph = self._graph, _Graph()
+        seconds = [0.0, 0.0]
+        if graph.outputs:
+            with self._error_context():
+                split = graph.split(self._plans)
+                del graph
+                seconds = [self._timer(half)[0] for half in (split.input_gradients, split.weight_gradients)]
+        self._record("I", seconds[0], keep)
+        self._record("W", seconds[1], keep)
+
+    def whole(self, keep: bool) -> None:
+        """Run B."""
+        graph, self._graph = self._graph, _Graph()
+        seconds = 0.0
+        if graph.outputs:
+            grads = graph.grads()
+            with self._error_context(), ArrivingGradients(graph.inputs):
+                seconds, _ = self._timer(lambda: torch.autograd.backward(graph.outputs, grads))
+        self._record("B", seconds, keep)
+
+    def residue(self, state: Storages) -> int:
+        """Run F, I and W; return the bytes held from I to W, apart from parameters and buffers (`state`)."""
+        self.forward(keep=False)
+        graph, self._graph = self._graph, _Graph()
+        if not graph.outputs:
+            return 0
+        with self._error_context():
+            split = graph.split(self._plans)
+            split.input_gradients()
+            retained = storages_of([tensor for tree in split.retained() for tensor in tensors_in(tree)])
+            split.weight_gradients()
+        return sum(size for key, size in retained.items() if key not in state)
+
+    def _record(self, kind: str, seconds: float, keep: bool) -> None:
+        if keep:
+            self._times[kind].append(seconds)
+
+    def median(self, kind: str) -> float:
+        """Return the median of the recorded times."""
+        return statistics.median(self._times[kind])
+
+    @contextmanager
+    def _error_context(self) -> Iterator[None]:
+        try:
+            yield
+        except StagelineError:
+            raise
+        except Exception as error:
+            raise StagelineError(
+                f"{self._trace.title} failed when it ran alone with the inputs from the model: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def run_round(calls: Sequence[CallBenchmark], keep: bool) -> None:
+    """Run all calls once with split backwards and once with whole ones.
+
+    They run in the order of a step, so that caches and memory are as in a step, and a slow spell of the machine affects
+    all layers.
+    """
+    for backward in (CallBenchmark.halves, CallBenchmark.whole):
+        for call in calls:
+            call.forward(keep)
+        for call in reversed(calls):
+            backward(call, keep)
+
+
+@contextmanager
+def preserved_state(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore gradients, buffers and random state on exit, and disable hooks of parameters meanwhile."""
+    parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
+    grads = [parameter.grad for parameter in parameters]
+    buffers = [buffer for module in modules for buffer in all_buffers(module)]
+    hooks = [(dictionary, dict(dictionary)) for parameter in parameters for dictionary in hook_dictionaries(parameter)]
+    cuda_devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        for dictionary, _ in hooks:
+            dictionary.clear()
+        with torch.random.fork_rng(devices=cuda_devices), torch.enable_grad():
+            yield
+    finally:
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+        for dictionary, entries in hooks:
+            dictionary.update(entries)
+        put_back(buffers)
+
+
+Storages = dict[Any, int]
+"""Bytes per storage: tensors that share memory have one entry."""
+
+
+@dataclass
+class Call:
+    """The arguments of one call of a layer."""
+
+    leaves: list[Any]
+    """The leaves of its arguments, with copies of the tensors."""
+    tree: Any
+    requires_grad: list[bool]
+    """Which of the leaves require a gradient."""
+    autocasts: list[Any]
+    """The autocast state during the call."""
+    mutates_inputs: bool = False
+    """Whether it modifies its inputs in place."""
+
+
+@dataclass
+class LayerTrace:
+    """What a run showed about one layer."""
+
+    name: str
+    module: nn.Module
+    calls: list[Call] = field(default_factory=list)
+    saved: Storages = field(default_factory=dict)
+    """What it saves for the backward and no earlier layer saves."""
+    inputs: Storages = field(default_factory=dict)
+    """Of the first call."""
+    outputs: Storages = field(default_factory=dict)
+    """Of the last call."""
+    message: int = 0
+    """Bytes of the tensors in its last output."""
+
+    @property
+    def title(self) -> str:
+        """Its name in error messages."""
+        return f"layer {self.name!r} ({type(self.module).__name__})"
+
+
+def storages_of(tensors: Sequence[Tensor]) -> Storages:
+    """Return the storages of tensors. Keys stay valid after a storage is freed and are never reused.
+
+    >>> x = torch.zeros(4)
+    >>> list(storages_of([x, x[:2], x + 1]).values())
+    [16, 16]
+    """
+    storages: Storages = {}
+    for tensor in tensors:
+        try:
+            storage = tensor.untyped_storage()
+            storages[StorageWeakRef(storage)] = storage.nbytes()  # type: ignore[no-untyped-call]
+        except (RuntimeError, NotImplementedError):  # sparse, or a wrapper around other tensors
+            storages[object()] = tensor.numel() * tensor.element_size()
+    return storages
+
+
+def state_storages(layers: Sequence[nn.Module]) -> Storages:
+    """Return the storages of parameters and buffers, which exist without any microbatch."""
+    return storages_of([tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())])
+
+
+def capture(layers: Sequence[tuple[str, nn.Module]], run: Callable[[], Any]) -> list[LayerTrace]:
+    """Run the model once with autograd enabled, and return what was observed of each layer."""
+    observer = _Observer(layers)
+    with ExitStack() as stack:
+        for module in observer.modules:
+            for hook in observer.hooks(module):
+                stack.callback(hook.remove)
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(observer.pack, _no_backward))
+        try:
+            run()
+        except StagelineError:
+            raise
+        except Exception as error:
+            if not observer.inside:
+                raise
+            raise StagelineError(
+                f"{observer.inside[-1].title} failed when the model ran: {type(error).__name__}: {error}"
+            ) from error
+    return observer.traces()
+
+
+def _no_backward(nothing: None) -> Tensor:
+    raise StagelineError("run called backward; it must only run the forward of the model")
+
+
+class _Observer:
+    """Hooks on the layers of a model."""
+
+    def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
+        self.layers = layers
+        self.modules = list(dict.fromkeys(module for _, module in layers))
+        self.inside: list[LayerTrace] = []
+        """The layers that are running."""
+        self._traces = {
+            module: [LayerTrace(name, layer) for name, layer in layers if layer is module] for module in self.modules
+        }
+        self._counts = dict.fromkeys(self.modules, 0)
+        self._state = state_storages(self.modules)
+        self._saved: set[Any] = set()
+        self._copies: dict[Any, Tensor] = {}
+        self._versions: list[list[tuple[Tensor, int]]] = []
+
+    def hooks(self, module: nn.Module) -> list[Any]:
+        # These hooks run outside existing ones, which belong to the layer.
+        return [
+            module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(self._after),
+        ]
+
+    def pack(self, tensor: Tensor) -> None:
+        """Record what the running layer saves, and drop the tensor."""
+        if self.inside:
+            for key, size in storages_of([tensor]).items():
+                if key not in self._state and key not in self._saved:
+                    self._saved.add(key)
+                    self.inside[-1].saved[key] = size
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        traces, count = self._traces[module], self._counts[module]
+        self._counts[module] += 1
+        trace = traces[min(count, len(traces) - 1)]
+        if not torch.is_grad_enabled():
+            raise StagelineError(
+                f"{trace.title} ran without gradients; call the model outside of torch.no_grad() in run"
+            )
+        leaves, tree = tree_flatten((args, kwargs))
+        tensors = tensors_in(leaves)
+        if not trace.calls:
+            trace.inputs = storages_of(tensors)
+        copies = [self._copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        trace.calls.append(Call(copies, tree, requires_grad, autocasts()))
+        self._versions.append([(tensor, raw_version(tensor)) for tensor in tensors])
+        self.inside.append(trace)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor, once if several layers receive it, such as a mask."""
+        keys = list(storages_of([tensor]))
+        try:
+            key = (keys[0], tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, raw_version(tensor))
+        except (RuntimeError, NotImplementedError):
+            return tensor.detach().clone()
+        if key not in self._copies:
+            self._copies[key] = tensor.detach().clone()
+        return self._copies[key]
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        trace = self.inside.pop()
+        trace.calls[-1].mutates_inputs = any(raw_version(tensor) != version for tensor, version in self._versions.pop())
+        tensors = tensors_in(output)
+        if not tensors:
+            raise StagelineError(
+                f"{trace.title} returned {shorten(output)}, which contains no tensor; layers must return tensors, or "
+                "tuples, lists and dicts of them"
+            )
+        trace.outputs = storages_of(tensors)
+        trace.message = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def traces(self) -> list[LayerTrace]:
+        unused = [name for name, module in self.layers if not self._counts[module]]
+        if unused:
+            raise StagelineError(
+                f"run never called {', '.join(map(repr, unused))}; leave unused modules out of layers, and list "
+                "modules that the forward calls as layer(…)"
+            )
+        for module, traces in self._traces.items():
+            if 1 < len(traces) != self._counts[module]:
+                raise StagelineError(
+                    f"{traces[0].title} is listed {len(traces)} times and was called {self._counts[module]} times; "
+                    "list it once, or once for each call"
+                )
+        remaining = {module: iter(traces) for module, traces in self._traces.items()}
+        return [next(remaining[module]) for _, module in self.layers]
