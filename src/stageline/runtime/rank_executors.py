@@ -17,8 +17,7 @@ from stageline.runtime.guards.foreign_reads import ForeignReads, LossReads, Name
 from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.stage import Stage, StageOptions
 from stageline.runtime.step_report import StepRecordLayout
-from stageline.schedules.schedule import Schedule
-from stageline.schedules.transform import forwards_of, only_microbatches
+from stageline.schedules.schedule import Schedule, forwards_of, only_microbatches
 from stageline.tensors.host_memory import keep_memory
 
 MOST_TIMES = 1 << 16

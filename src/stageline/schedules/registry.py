@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from operator import index
 from pkgutil import iter_modules
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias, TypeVar
 
 from stageline.common.errors import ScheduleError, StagelineError, nearest, shorten
 from stageline.schedules.schedule import Schedule
 
 Maker: TypeAlias = Callable[..., Schedule | Sequence[Sequence[Any]]]
+AnyMaker = TypeVar("AnyMaker", bound=Maker)
 
 OWN_FAMILIES = "stageline.schedules.families"
 
@@ -52,7 +53,7 @@ _families: dict[str, Family] = {}
 
 def family(
     name: str, description: str, *, constraints: str = "", aliases: Sequence[str] = (), training: bool = True
-) -> Callable[[Maker], Maker]:
+) -> Callable[[AnyMaker], AnyMaker]:
     """Register a family: a function of ranks and microbatches that returns one program per rank.
 
     The function returns lists of actions, lists of their text forms, or a `Schedule`. With `training=False`, the
@@ -67,7 +68,7 @@ def family(
     ['1F0', '1B0', '1F1', '1B1']
     """
 
-    def register(make: Maker) -> Maker:
+    def register(make: AnyMaker) -> AnyMaker:
         if not make.__module__.startswith(OWN_FAMILIES):
             _load_own_families()
         registered = Family(name, description, constraints, tuple(aliases), make, training)

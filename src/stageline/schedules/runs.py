@@ -53,6 +53,15 @@ def backward_weight(stage: ArrayLike, microbatches: ArrayLike) -> ActionRun:
     return _run(kinds.W, stage, microbatches)
 
 
+def delayed_backwards(
+    stage: ArrayLike, microbatches: ArrayLike, delay: int, defer: int | None
+) -> list[tuple[ActionRun, int]]:
+    """Return runs for `weave`: B with a delay; with `defer`, I with that delay, and W that many turns after I."""
+    if defer is None:
+        return [(backward(stage, microbatches), delay)]
+    return [(backward_input(stage, microbatches), delay), (backward_weight(stage, microbatches), delay + defer)]
+
+
 def join(*runs: ActionRun) -> ActionRun:
     """Concatenate runs."""
     return np.concatenate(runs) if runs else np.empty((0, 3), dtype=np.int32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stageline.common.errors import ScheduleError, shorten
-from stageline.schedules.action import KINDS, LARGEST_INDEX, OUTPUT_STEP, Action, Entry, Overlap, parse_entry
+from stageline.schedules.action import KINDS, LARGEST_INDEX, OUTPUT_STEP, Action, Entry, F, Overlap, parse_entry
 from stageline.schedules.placement import Placement
 from stageline.schedules.runs import PAIRED, ActionRun
 
@@ -115,15 +115,11 @@ class Schedule:
         options: Mapping[str, Any] | None = None,
     ) -> Schedule:
         """Create a schedule from one run of actions per rank (see `stageline.schedules.runs`)."""
-        sizes = [len(run) for run in runs]
-        kinds = np.empty(sum(sizes), dtype=np.uint8)
-        stages = np.empty(sum(sizes), dtype=np.int32)
-        microbatches = np.empty(sum(sizes), dtype=np.int32)
-        bounds = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-        for run, start, end in zip(runs, bounds, bounds[1:], strict=False):
-            kinds[start:end] = run[:, 0]
-            stages[start:end] = run[:, 1]
-            microbatches[start:end] = run[:, 2]
+        bounds = np.concatenate([[0], np.cumsum([len(run) for run in runs], dtype=np.int64)])
+        kinds, stages, microbatches = (
+            np.concatenate([run[:, column] for run in runs], dtype=dtype, casting="unsafe")
+            for column, dtype in enumerate((np.uint8, np.int32, np.int32))
+        )
         return cls(kinds, stages, microbatches, bounds, placement, training, name, dict(options or {}))
 
     @classmethod
@@ -342,6 +338,30 @@ def _row(action: Action, flag: int = 0) -> tuple[int, int, int]:
     if not (0 <= row[1] <= LARGEST_INDEX and 0 <= row[2] <= LARGEST_INDEX):
         raise ScheduleError(f"stage and microbatch count from 0, got {shorten(action)}", rule="known")
     return row
+
+
+def only_microbatches(schedule: Schedule, count: int) -> Schedule:
+    """Return the same order for the first `count` microbatches, for a batch with fewer samples than microbatches."""
+    if count == schedule.microbatches:
+        return schedule
+    direction = schedule.placement.direction[:count]
+    placement = Placement.of(schedule.ranks, schedule.placement.table, direction)
+    return replace(_select(schedule, schedule.microbatch_ids < count), placement=placement)
+
+
+def forwards_of(schedule: Schedule) -> Schedule:
+    """Return the schedule for inference: only its forwards, in the same order."""
+    forwards = _select(schedule, schedule.action_kinds == F)
+    return replace(forwards, training=False, name=f"{schedule.name}, forwards", options={})
+
+
+def _select(schedule: Schedule, selected: NDArray[np.bool_]) -> Schedule:
+    """Return a schedule with only these actions; an overlapped pair stays one if both of its actions are selected."""
+    pairs = schedule.pair_starts & np.append(selected[1:], False)
+    kinds = schedule.action_kinds + np.uint8(PAIRED) * pairs
+    bounds = np.append(0, np.cumsum(selected))[schedule.bounds]
+    stages, microbatches = schedule.stage_ids[selected], schedule.microbatch_ids[selected]
+    return replace(schedule, kinds=kinds[selected], stage_ids=stages, microbatch_ids=microbatches, bounds=bounds)
 
 
 def infer_placement(runs: Sequence[ActionRun], microbatches: int | None = None) -> Placement:

@@ -1,29 +1,8 @@
-"""DualPipe and DualPipeV: forwards and backwards of opposite directions run together.
+"""Families with two directions: chimera, dualpipe and dualpipe-v, which is dualpipe folded onto a V placement.
 
-    dualpipe    rank r holds stage r for microbatches that go down and stage P−1−r for those that go up, so the
-                weights are held twice; the ranks of one half mirror those of the other
-    dualpipe-v  the same order on a V placement: rank r holds stages r and 2P−1−r, the weights are held once, and the
-                second direction is the way up of the same microbatches
-
-    rank 0 F0F1F2f4i4w4f5F3&B5*f6&b0*b6....f7&b1*b7I2W2I3W3      dualpipe, P=4, M=8
-    rank 1 ..F0f4F1f5F2b4f6&b0*F3&B5*f7&b1*b6B2....i7I3w7W3
-    rank 2 ..F4f0F5f1F6b0f2&b4*F7&B1*f3&b5*b2B6....i3I7w3W7
-    rank 3 F4F5F6f0i0w0f1F7&B1*f2&b4*b2....f3&b5*b3I6W6I7W7
-
-On every rank, 0 is the direction that reaches it first, and h counts ranks from the end where that direction starts.
-F&B is an overlapped pair; I is a backward whose W is deferred.
-
-    1  fill             F0 …
-    2  meet             F0 F1 …
-    3  first backwards  I1 W F1 …            a deferred W fills the wait
-    4  steady           F0&B1 F1&B0 …
-    5  no F0 left       B1 F1&B0 …
-    6  no F1 left       B1 B0 …              in the second half, I instead of B
-    7  drain            W I0 …
-    8  close            W …
-
-Every copy of a stage runs its backwards in the order of its own microbatches. In dualpipe there is no common order of
-both copies of a stage; dualpipe-v has one copy and is in order.
+Half of the microbatches go down the ranks, the others up, and each direction fills the bubble of the other. Every stage
+is on two ranks, so the weights are held twice. Each copy of a stage runs the backwards of its own direction in order;
+there is no common order of both copies.
 """
 
 from __future__ import annotations
@@ -36,8 +15,42 @@ import numpy as np
 from stageline.schedules import action as kinds
 from stageline.schedules.placement import Placement
 from stageline.schedules.registry import family, require, require_even
-from stageline.schedules.runs import PAIRED, ActionRun
+from stageline.schedules.runs import PAIRED, ActionRun, backward, by_slot, forward
 from stageline.schedules.schedule import Schedule
+
+
+@family(
+    "chimera",
+    "two directions at once, weights twice: half the bubble of 1f1b at M = P",
+    constraints="an even number of ranks",
+)
+def chimera(ranks: int, microbatches: int) -> Schedule:
+    """Units of P microbatches, the first half of each going down, the second up; the last may be incomplete.
+
+    rank 0  01.2c3da.b      P=4, M=4: 0 and 1 go down, 2 and 3 go up
+    rank 1  .0213cadb.
+    rank 2  .2031acbd.      F of stage s, j-th of its direction, at slot s + 2j, B at 2P−1−s + 2j
+    rank 3  23.0a1bc.d      (up: the same on mirrored ranks), so that no two share a slot
+    """
+    require_even("chimera", ranks)
+    every = np.arange(microbatches)
+    size = np.minimum(ranks, microbatches - every // ranks * ranks)
+    half = (size + 1) // 2
+    inside = every % ranks
+    up = inside >= half
+    turn = np.where(up, inside - half, inside)
+    unit = every // ranks * 2 * ranks
+    placement = Placement.two_way(ranks, up)
+    runs = []
+    for rank in range(ranks):
+        timed = []
+        for going_up, stage in ((False, rank), (True, ranks - 1 - rank)):
+            mine = every[up == going_up]
+            slots = (unit + 2 * turn)[mine]
+            timed.append((forward(stage, mine), slots + stage))
+            timed.append((backward(stage, mine), slots + 2 * ranks - 1 - stage))
+        runs.append(by_slot(timed))
+    return Schedule.from_runs(runs, placement)
 
 
 @dataclass
@@ -72,7 +85,20 @@ class _Writer:
 
 
 def _program(writer: _Writer, place: int, half: int, steady: int) -> ActionRun:
-    """Write the eight phases; `place` is h, `half` the number of places, `steady` the number of turns in phase 4."""
+    """Write the eight phases; `place` is h, `half` the number of places, `steady` the number of turns in phase 4.
+
+    On every rank, 0 is the direction that reaches it first, and h counts ranks from the end where that direction
+    starts. F&B is an overlapped pair; I is a backward whose W is deferred.
+
+        1  fill             F0 …
+        2  meet             F0 F1 …
+        3  first backwards  I1 W F1 …            a deferred W fills the wait
+        4  steady           F0&B1 F1&B0 …
+        5  no F0 left       B1 F1&B0 …
+        6  no F1 left       B1 B0 …              in the second half, I instead of B
+        7  drain            W I0 …
+        8  close            W …
+    """
     gap = half - place - 1
     for _ in range(2 * gap):  # 1
         writer.forward(0)
@@ -112,7 +138,15 @@ def _program(writer: _Writer, place: int, half: int, steady: int) -> ActionRun:
     constraints="P even, M even, M ≥ 2P",
 )
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
-    """The first half of the microbatches goes down, the second half goes up."""
+    """Rank r holds stage r for the first half of the microbatches, which goes down, and P−1−r for the others.
+
+    The ranks of one half mirror those of the other. Forwards and backwards of opposite directions run together.
+
+        rank 0 F0F1F2f4i4w4f5F3&B5*f6&b0*b6....f7&b1*b7I2W2I3W3      P=4, M=8
+        rank 1 ..F0f4F1f5F2b4f6&b0*F3&B5*f7&b1*b6B2....i7I3w7W3
+        rank 2 ..F4f0F5f1F6b0f2&b4*F7&B1*f3&b5*b2B6....i3I7w3W7
+        rank 3 F4F5F6f0i0w0f1F7&B1*f2&b4*b2....f3&b5*b3I6W6I7W7
+    """
     require_even("dualpipe", ranks, most=max(2, microbatches // 2))
     least = max(2 * ranks, microbatches + microbatches % 2)
     require(
@@ -139,7 +173,10 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     aliases=["DualPipeV"],
 )
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """The way down is direction 0, the way up direction 1."""
+    """The order of dualpipe, with the way down as direction 0 and the way up as direction 1.
+
+    Rank r holds stages r and 2P−1−r, so the weights are held once, and the backwards of every stage are in order.
+    """
     fewer = f", or {microbatches // 2} ranks" if microbatches >= 2 else ""
     require(
         microbatches >= 2 * ranks,
