@@ -10,19 +10,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._profiler import ActiveProfilerType as _ActiveProfilerType
 from torch._utils import _flatten_dense_tensors
+from torch.autograd import profiler as _profiler
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 __all__ = [
     "buffer_named",
     "composable_wrappers",
+    "emits_nvtx",
     "flatten_dense",
     "foreach_mul_",
     "has_accumulate_hooks",
     "has_gradient_hooks",
     "mark_stepped",
     "optimizer_hooks",
+    "profiler_is_on",
+    "profiles_this_thread",
     "pytree",
     "share_gradient_hooks",
     "sparse_values",
@@ -35,6 +40,20 @@ foreach_mul_ = torch._foreach_mul_
 
 version_of = attrgetter("_version")
 """How often a tensor was changed in place."""
+
+
+def profiler_is_on() -> bool:
+    """Whether torch's profiler or `emit_nvtx` runs, on this thread or another."""
+    return _profiler._is_profiler_enabled
+
+
+profiles_this_thread: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Whether a profiler that was started in this thread records it, and not all threads."""
+
+
+def emits_nvtx() -> bool:
+    """Whether `torch.autograd.profiler.emit_nvtx` is on in this thread."""
+    return torch._C._autograd._profiler_type() == _ActiveProfilerType.NVTX
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:

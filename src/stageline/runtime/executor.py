@@ -19,6 +19,7 @@ from stageline.faults.flight_recorder import FlightRecorder, worth_writing
 from stageline.faults.monitor.verdict import Verdict, describe
 from stageline.faults.progress import RankProgress, ThreadProgress
 from stageline.runtime._torch_private import pytree
+from stageline.runtime.action_ranges import Mark, range_marker
 from stageline.runtime.batches.chunk_specs import is_mask
 from stageline.runtime.guards.changed_outputs import OutputForms
 from stageline.runtime.guards.non_finite import FiniteWatch
@@ -81,6 +82,8 @@ class _Task(NamedTuple):
     """The stage on this rank that takes its output directly."""
     label: tuple[str, int, int]
     """What it is called: its letter, stage and microbatch."""
+    name: str
+    """The same as profilers show it."""
 
 
 class _MessageForm(NamedTuple):
@@ -149,6 +152,8 @@ class Executor:
         self.flight.schedule = {"name": schedule.name, **sizes}
         self.step = 0
         """The current step, or the last one."""
+        self._mark: Mark = range_marker(on_gpu=False)
+        """Marks ranges for profilers; decided anew in every step."""
         self.outputs = OutputForms()
         self.device = device_of(stages.values())
         self._stream: Any = torch.cuda.Stream(self.device) if self.device is not None and own_stream else None  # type: ignore[no-untyped-call]
@@ -171,6 +176,7 @@ class Executor:
             None if target is None or target == self.rank else self.processes[target],
             after if target == self.rank else None,
             ("FBIW"[kind], stage, microbatch),
+            f"{'FBIW'[kind]} s{stage} m{microbatch}",
         )
 
     def _find_parked_before(self) -> dict[int, list[_Task] | None]:
@@ -204,6 +210,7 @@ class Executor:
     def _run(self, request: StepRequest, clock: GpuClock | None, ready: Callable[[int], None] | None) -> RankResult:
         progress, record = self.progress, self.flight.actions
         self.step = request.step
+        mark = self._mark = range_marker(clock is not None)
         result = RankResult(self.rank, gpu_clock=clock)
         watch = result.watch = self._finite_watch(request)
         self._local.clear()
@@ -216,7 +223,7 @@ class Executor:
             if clock is not None:
                 clock.start(position)
             began = perf_counter()
-            with self.compile_lock:
+            with self.compile_lock, mark(task.name):
                 message = self._compute(task, arrived, request, result)
             ended = perf_counter()
             if clock is not None:
@@ -264,7 +271,8 @@ class Executor:
         header = Header(task.source, self.process, task.traffic, task.feeder, task.microbatch, request.step)
         self.awaited = (header, perf_counter())
         self.progress.waits = task.source
-        message = self.transport.receive(header, self.deadline)
+        with self._mark(f"receive {task.name}"):
+            message = self.transport.receive(header, self.deadline)
         self.progress.waits = None
         self.awaited = None
         moment = result.arrived[task.number] = self.transport.arrived
@@ -408,7 +416,8 @@ class Executor:
         if task.neighbour is not None:
             self._local[(task.traffic, task.neighbour, task.microbatch)] = message
         elif task.target is not None:
-            self.transport.send(message)
+            with self._mark(f"send {task.name}"):
+                self.transport.send(message)
             size = sum([leaf.nbytes for leaf in message.leaves if isinstance(leaf, Tensor)])
             self.flight.sent.append(
                 (task.target, task.traffic, task.stage, task.microbatch, self.step, perf_counter(), size)

@@ -21,6 +21,7 @@ from stageline.distributed.failures import GRADIENTS, failure, note_record
 from stageline.distributed.rank_host import Floats, HostedStep, RankHost
 from stageline.faults.monitor.verdict import Failure, Verdict, located
 from stageline.runtime._torch_private import version_of
+from stageline.runtime.action_ranges import warn_about_threads
 from stageline.runtime.batches.input_gradients import exchange, give_gradients
 from stageline.runtime.executor import StepRequest
 from stageline.runtime.grad_reduce import Reducer
@@ -289,6 +290,8 @@ class StepRunner:
         make_record = lambda results: self._make_record(executors, results, penalties, batch.training)  # noqa: E731
         overlapped = reducer if replicas is not None and replicas.overlap else None
         step = HostedStep(executors, request, refused, make_record, executors.record_layout.size, overlapped)
+        if len(host.here) > 1:
+            warn_about_threads()
         try:
             with no_collections():
                 results, totals = host.run(step)
