@@ -22,7 +22,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from stageline.cli.app import run
-from stageline.faults.monitor.launch import NAME
+from stageline.faults.monitor.connection import NAME
 from stageline.testing import Child, ForkServer
 from support.ports import free_port
 

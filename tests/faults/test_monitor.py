@@ -32,7 +32,7 @@ from stageline.faults.monitor import (
     start_monitor,
 )
 from stageline.faults.monitor.blame import GRACE, BlameRules
-from stageline.faults.monitor.launch import NAME, control_host
+from stageline.faults.monitor.connection import NAME, control_host
 from stageline.faults.monitor.server import Server
 
 RANK = Path(__file__).parents[1] / "support" / "control_rank.py"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import secrets
 import socket
 import threading
 import time
@@ -19,17 +20,60 @@ from torch.distributed.rendezvous import rendezvous
 
 from stageline.common.errors import ControlError, PipelineError, StagelineError
 from stageline.distributed._torch_private import TCPStore, default_store
-from stageline.distributed.failures import note_record
+from stageline.distributed.failures import BLAME, note_record
 from stageline.distributed.process_exit import keep_groups, leave_stuck
-from stageline.distributed.rendezvous import Meeting
 from stageline.faults.flight_recorder import FlightRecorder
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.client import MonitorClient
-from stageline.faults.monitor.launch import share_by_store
+from stageline.faults.monitor.connection import share_by_store
 from stageline.faults.monitor.verdict import Verdict
 
-BLAME = 2.0
-"""Seconds that a rank which failed waits to learn who failed first."""
+_HELLO, _ANSWER, _HEARD = "stageline/hello/{}", "stageline/answer/{}", "stageline/heard/{}/{}"
+"""Keys of the store: a rank's random number, the answer to it, and that the rank has read the answer."""
+
+
+class Meeting:
+    """A unique name for one rendezvous: rank 0 chooses it and answers the others, who ask for it.
+
+    torchrun's store outlives a restart, and the store of a script may outlive a process group. Their keys then hold the
+    addresses of processes that are gone. So every rank writes a fresh random number, and rank 0 answers it with the
+    name of this rendezvous, which is the prefix of all other keys.
+
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> from torch.distributed import HashStore
+    >>> store = HashStore()
+    >>> store.set("stageline/hello/1", "of a rank that is gone")
+    >>> with ThreadPoolExecutor() as pool:
+    ...     other = pool.submit(Meeting, store, 1, 2)
+    ...     first = Meeting(store, 0, 2)
+    ...     first.answer(lambda: False)
+    ...     other.result().name == first.name
+    True
+    """
+
+    def __init__(self, store: Any, rank: int, ranks: int) -> None:
+        """Choose the name, or wait until rank 0 answers with it."""
+        self._store, self._ranks = store, ranks
+        self.name = drawn = secrets.token_hex(8)
+        if rank:
+            store.set(_HELLO.format(rank), drawn)
+            self.name = store.get(_ANSWER.format(drawn)).decode()
+            store.set(_HEARD.format(self.name, rank), "1")
+
+    def answer(self, over: Callable[[], bool]) -> None:
+        """On rank 0: answer the others until all know the name or `over()` is true."""
+        answered: set[str] = set()
+        missing = list(range(1, self._ranks))
+        while missing and not over():
+            for rank in missing:
+                if self._store.check([_HELLO.format(rank)]):
+                    drawn = self._store.get(_HELLO.format(rank)).decode()
+                    if drawn not in answered:  # perhaps of an earlier rendezvous, where the answer does no harm
+                        self._store.set(_ANSWER.format(drawn), self.name)
+                        answered.add(drawn)
+            missing = [rank for rank in missing if not self._store.check([_HEARD.format(self.name, rank)])]
+            if missing:
+                time.sleep(0.01)
 
 
 class JobChannel:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stageline.common.errors import PipelineError, TransportError, shorten
-from stageline.distributed.job_failures import JobFailures
+from stageline.distributed.failures import JobFailures
 from stageline.distributed.layout import Layout
 from stageline.distributed.process_groups import LayoutGroups, own_groups
 from stageline.distributed.rank_host import Floats

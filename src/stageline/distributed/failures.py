@@ -1,16 +1,29 @@
-"""The error of a step that failed: which rank, in which action, and what to do next."""
+"""Failures of steps and of jobs: the error that all ranks raise, and what a process tells and writes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from stageline.common.errors import PipelineError, StagelineError
-from stageline.faults.monitor.verdict import Verdict, describe, place_in_words
+from stageline.common.errors import PeerFailed, PipelineError, StagelineError
+from stageline.distributed.process_exit import close_at_exit
+from stageline.faults.flight_recorder import FlightRecorder, worth_writing
+from stageline.faults.monitor.verdict import Failure, Verdict, describe, place_in_words
+
+if TYPE_CHECKING:
+    from stageline.distributed.layout import Layout
+    from stageline.distributed.process_groups import Groups
+    from stageline.distributed.rank_host import RankRunner
+    from stageline.transport.protocol import ProcessTransport
 
 GRADIENTS = "no parameter was changed, and gradients may hold part of this step: call zero_grad() before the next one"
+BLAME = 2.0
+"""Seconds that a rank which failed waits to learn who failed first."""
 _ABOUT_FORM = re.compile(r"dtype|scalar type|shape|size|dimension|channels|same type|Expected", re.IGNORECASE)
 
 
@@ -90,47 +103,130 @@ def note_missing_value(error: PipelineError, verdict: Verdict) -> None:
         )
 
 
-def origin_of(
-    error: BaseException, step: int, stage: int | None, microbatch: int | None, changes: Iterable[Change]
-) -> Change | None:
-    """The first stage whose changed output explains this error; None if no change does."""
-    return first_change(step, stage, microbatch, changes, is_about_form(error), is_about_structure(error))
+def may_follow_change(error: BaseException) -> tuple[bool, bool]:
+    """Whether an error may come from a tensor whose dtype or shape changed, and whether from a changed container.
 
-
-def is_about_structure(error: BaseException) -> bool:
-    """Whether an error may come from a value in a different container from before, or from a missing value.
-
-    >>> is_about_structure(TypeError("must be Tensor, not tuple")), is_about_structure(ArithmeticError("nan"))
-    (True, False)
+    >>> may_follow_change(RuntimeError("mat1 and mat2 must have the same dtype")), may_follow_change(KeyError("mask"))
+    ((True, False), (False, True))
     """
-    kinds = (TypeError, AttributeError, LookupError, ValueError)
-    return isinstance(error, kinds) and not isinstance(error, StagelineError)
-
-
-def is_about_form(error: BaseException) -> bool:
-    """Whether an error may come from a tensor whose dtype or shape changed.
-
-    >>> is_about_form(RuntimeError("mat1 and mat2 must have the same dtype")), is_about_form(KeyError("mask"))
-    (True, False)
-    """
-    return isinstance(error, RuntimeError | ValueError | TypeError) and bool(_ABOUT_FORM.search(str(error)))
+    of_form = isinstance(error, RuntimeError | ValueError | TypeError) and bool(_ABOUT_FORM.search(str(error)))
+    of_structure = isinstance(error, TypeError | AttributeError | LookupError | ValueError)
+    return of_form, of_structure and not isinstance(error, StagelineError)
 
 
 def first_change(
-    step: int,
-    stage: int | None,
-    microbatch: int | None,
-    changes: Iterable[Change],
-    about_form: bool = True,
-    about_structure: bool = True,
+    step: int, cause: Failure | Verdict, changes: Iterable[Change], kinds: Sequence[bool]
 ) -> Change | None:
-    """The first stage before this one whose output changed for this microbatch."""
+    """The changed output that explains a failure: of the first stage before it, for the same microbatch.
+
+    `kinds` is what `may_follow_change` returned for the error.
+    """
+    of_form, of_structure = kinds
     earlier = [
         change
         for change in changes
-        if (change.step, change.microbatch) == (step, microbatch)
-        and stage is not None
-        and change.stage < stage
-        and (about_form or (about_structure and change.of_structure))
+        if (change.step, change.microbatch) == (step, cause.microbatch)
+        and cause.stage is not None
+        and change.stage < cause.stage
+        and (of_form or (of_structure and change.of_structure))
     ]
     return min(earlier, key=lambda change: change.stage, default=None)
+
+
+class JobFailures:
+    """The failures of one pipeline's ranks, as one process learns of them."""
+
+    latest: ClassVar[Callable[[], JobFailures | None]] = lambda: None
+    """Of several pipelines, the one that was made or began a step last: it writes the record when the job ends."""
+
+    def __init__(self, groups: Groups, layout: Layout, transport: ProcessTransport) -> None:
+        self.control = groups.monitor
+        self.flight = FlightRecorder(transport.rank, transport.ranks, self.control.job)
+        self.running: RankRunner | None = None
+        """What runs the current step on this rank."""
+        self.lost = ""
+        """Why this pipeline cannot continue; empty while it can."""
+        self._groups, self._layout, self._transport = groups, layout, transport
+        self._left = False
+        self.control.on_verdict(self.hear)
+        self.control.on_end(self._last_words)
+        self.reference = JobFailures.latest = weakref.ref(self)
+
+    def _last_words(self, verdict: Verdict | None) -> None:
+        if JobFailures.latest() is self:
+            self.record(verdict)
+
+    def named(self, verdict: Verdict) -> Verdict:
+        """The verdict with the replica of the rank that failed, if there are several."""
+        several = self._layout.replicas > 1
+        return replace(verdict, replica=self._layout.place(verdict.culprit)[0]) if several else verdict
+
+    def blamed(self) -> Verdict | None:
+        """Which rank failed first; waits briefly until that is known."""
+        verdict = self.control.blame(BLAME)
+        return None if verdict is None else self.named(verdict)
+
+    def hear(self, verdict: Verdict) -> None:
+        """Wake this rank if it waits for a message that will never arrive, and let it start no other action."""
+        verdict = self.named(verdict)
+        if verdict.final or verdict.round == self.control.round:
+            if self.running is not None:
+                self.running.stopped = PeerFailed(f"rank {self.control.rank} stopped: {verdict}", verdict.culprit)
+            self._transport.interrupt(verdict.culprit, str(verdict), final=verdict.final)
+
+    def check(self, verdict: Verdict | None) -> None:
+        """Raise if the job lost a rank."""
+        if verdict is not None and verdict.final:
+            raise self.over(self.named(verdict))
+
+    def over(self, verdict: Verdict) -> PipelineError:
+        """The error of a job that lost a rank."""
+        self.lost = str(verdict)
+        error = PipelineError(f"{verdict}; {GRADIENTS.split(':')[0]}; this job cannot continue: restart it")
+        if verdict.traceback:
+            error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
+        note_record(error, [self.record(verdict)])
+        self.leave()
+        return error
+
+    def lose(self, text: str) -> PipelineError:
+        """The error of a pipeline that cannot continue; tells the other ranks, which may wait for this one."""
+        verdict = self.blamed()
+        if verdict is not None and verdict.final:
+            return self.over(verdict)
+        self.lost = self._groups.lost() or (text if verdict is None else f"{verdict} ({text})")
+        self._groups.lose(self.lost)
+        error = PipelineError(
+            f"{self.lost}; no parameter was changed, and this pipeline cannot continue: restart the processes, or, if "
+            "all of them are alive, create a new Pipeline in each"
+        )
+        if verdict is not None and verdict.traceback and verdict.culprit != self.control.rank:
+            error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
+        note_record(error, [self.record(verdict)])
+        return error
+
+    def abandon(self, error: BaseException) -> None:
+        """Leave a step permanently, as after Ctrl-C, and tell the ranks that would wait for this one."""
+        if not self._left:
+            self.control.report(replace(Failure.of(error, self.control.doing), final=True))
+            self.leave()
+
+    def leave(self) -> None:
+        """End the threads: one that returns from native code while Python exits would take the process down."""
+        if not self._left:
+            self._left = True
+            self._transport.close()
+            close_at_exit(partial(self._transport.close, 1.0))
+            self._groups.keep()
+
+    def record(self, verdict: Verdict | None) -> Path | None:
+        """Write the flight record, even if the step has not reached its first action."""
+        control = self.control
+        if self.running is not None:
+            return self.running.record(verdict, control.lost)
+        if not worth_writing(verdict):
+            return None
+        try:
+            return self.flight.write(verdict=verdict, doing=control.doing, waits=control.waits, lost=control.lost)
+        except OSError:
+            return None

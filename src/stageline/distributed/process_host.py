@@ -18,23 +18,21 @@ from stageline.distributed.collectives import ProcessCollectives
 from stageline.distributed.failures import (
     GRADIENTS,
     Change,
+    JobFailures,
     RankFailure,
     changed_output,
     failure,
     first_change,
-    is_about_form,
-    is_about_structure,
+    may_follow_change,
     note_missing_value,
     note_record,
 )
-from stageline.distributed.job_failures import JobFailures
 from stageline.distributed.layout import Layout, find_layout
-from stageline.distributed.rank_host import Floats, HostedStep, RankHost, RankRunner
+from stageline.distributed.rank_host import Floats, HostedStep, RankHost, RankProgress, RankRunner
 from stageline.distributed.thread_host import ThreadHost
 from stageline.faults.flight_recorder import FlightRecorder
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.verdict import Failure, Verdict, describe, located
-from stageline.faults.progress import RankProgress
 from stageline.schedules.schedule import Schedule
 from stageline.transport.clock_alignment import Alignment
 from stageline.transport.protocol import Traffic, Transport
@@ -93,9 +91,7 @@ class ProcessHost(ProcessCollectives):
         """Begin a step; raise if the job lost a rank."""
         JobFailures.latest = self._failures.reference
         self._control.begin()
-        verdict = self._control.verdict()
-        if verdict is not None:
-            self._failures.check(verdict)
+        self._failures.check(self._control.verdict())
         if self._clocks_are_stale:
             self._align()
 
@@ -215,21 +211,17 @@ class ProcessHost(ProcessCollectives):
             cause = Failure.of(failed.error, located(failed.doing))
             text = str(failure(self.layout.name(self.process), failed.doing, failed.error, left))
             own = {"text": text, "where": self._control.where, "cause": cause.to_json()}
-            about = is_about_form(failed.error), is_about_structure(failed.error)
-            if cause.action == "F" and running is not None and any(about):
-                own["step"], own["about"] = running.step, about
+            kinds = may_follow_change(failed.error)
+            if cause.action == "F" and running is not None and any(kinds):
+                own["step"], own["kinds"] = running.step, kinds
         first = json.loads(self.broadcast_to_all(json.dumps(own), origin))
         error = PipelineError(first["text"])
         cause, blamed = Failure(**first["cause"]), self._failures.blamed()
-        verdict = self._failures.named(
-            Verdict(
-                origin, "raised", first["where"], cause.doing, cause.text, cause.traceback, final=False,
-                round=self._control.round, action=cause.action, stage=cause.stage, microbatch=cause.microbatch,
-                ranks=() if blamed is None else blamed.ranks,
-            )
-        )  # fmt: skip
+        ranks = () if blamed is None else blamed.ranks
+        verdict = cause.verdict(origin, where=first["where"], round=self._control.round, ranks=ranks)
+        verdict = self._failures.named(verdict)
         if "step" in first:
-            error, verdict = self._blame_change(error, verdict, int(first["step"]), first["about"], left)
+            error, verdict = self._blame_change(error, verdict, int(first["step"]), first["kinds"], left)
         if verdict.traceback and origin != self.process:
             error.add_note(f"on rank {origin}:\n{verdict.traceback}")
         if self.layout.ranks > 1:
@@ -238,11 +230,11 @@ class ProcessHost(ProcessCollectives):
         return error
 
     def _blame_change(
-        self, error: PipelineError, verdict: Verdict, step: int, about: Sequence[bool], left: str
+        self, error: PipelineError, verdict: Verdict, step: int, kinds: Sequence[bool], left: str
     ) -> tuple[PipelineError, Verdict]:
         """Name the rank whose stage changed its output if another rank failed on it; all ranks call this."""
         running = self._failures.running
-        own = first_change(step, verdict.stage, verdict.microbatch, () if running is None else running.changes, *about)
+        own = first_change(step, verdict, () if running is None else running.changes, kinds)
         replica = self.layout.place(verdict.culprit)[0]
         stages = self.all_gather(np.array([0.0 if own is None else own.stage + 1.0]))[replica, :, 0]
         if not stages.any():

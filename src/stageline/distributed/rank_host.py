@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stageline.common.errors import PeerFailed
+from stageline.common.errors import PeerFailed, StagelineError
 from stageline.distributed.failures import Change
 from stageline.distributed.layout import Layout
 from stageline.faults.flight_recorder import FlightRecorder
 from stageline.faults.monitor.verdict import Verdict
-from stageline.faults.progress import RankProgress
 from stageline.schedules.schedule import Schedule
 from stageline.transport.clock_alignment import Alignment
 from stageline.transport.protocol import Transport
@@ -24,7 +24,28 @@ from stageline.transport.protocol import Transport
 if TYPE_CHECKING:
     from stageline.distributed.collectives import ReplicaGroup
 
+
 Floats = NDArray[np.float64]
+
+
+class RankProgress(Protocol):
+    """What a rank is doing right now; others read it at any time. Cheap enough to set for every action."""
+
+    doing: object
+    """(letter, stage, microbatch), or text; None outside of a step."""
+    waits: int | None
+    """The rank that it waits for; None while it waits for nobody."""
+    done: int
+    """How many actions it has finished."""
+
+
+class ThreadProgress:
+    """The progress of a rank that is a thread of this process."""
+
+    def __init__(self) -> None:
+        self.doing: object = None
+        self.waits: int | None = None
+        self.done = 0
 
 
 class RankRunner(Protocol):
@@ -174,3 +195,24 @@ class RankHost(Collectives, Protocol):
 
     def abandon(self, error: BaseException) -> None:
         """Leave a step permanently, for an error that is not a failure of the step, such as Ctrl-C."""
+
+
+def decide_together(host: Collectives, choose: Callable[[], Any]) -> Any:
+    """Call `choose` on rank 0 of the first replica; return its answer, which JSON can hold, on all processes.
+
+    An exception there is raised on all processes: as it is on rank 0, and as a `StagelineError` elsewhere.
+    """
+    answer, error = {"value": None, "error": ""}, None
+    if host.replica == 0 and 0 in host.here:
+        try:
+            answer["value"] = choose()
+        except Exception as failure:
+            error = failure
+            kind = "" if isinstance(failure, StagelineError) else f"{type(failure).__name__}: "
+            answer["error"] = f"{kind}{failure}"
+    answer = json.loads(host.broadcast_to_all(json.dumps(answer), host.layout.rows[0][0]))
+    if error is not None:
+        raise error
+    if answer["error"]:
+        raise StagelineError(answer["error"])
+    return answer["value"]

@@ -12,13 +12,19 @@ from torch import Tensor
 
 from stageline.common.errors import PeerFailed, StagelineError
 from stageline.distributed.collectives import ReplicaGroup
-from stageline.distributed.failures import GRADIENTS, changed_output, failure, note_record, origin_of
+from stageline.distributed.failures import (
+    GRADIENTS,
+    changed_output,
+    failure,
+    first_change,
+    may_follow_change,
+    note_record,
+)
 from stageline.distributed.layout import Layout
-from stageline.distributed.rank_host import Floats, HostedStep, RankExecutors, RankRunner
+from stageline.distributed.rank_host import Floats, HostedStep, RankExecutors, RankProgress, RankRunner, ThreadProgress
 from stageline.faults.flight_recorder import FlightRecorder
 from stageline.faults.monitor.blame import EVERYONE
-from stageline.faults.monitor.verdict import Failure, Verdict, describe, place_in_words
-from stageline.faults.progress import RankProgress, ThreadProgress, busy
+from stageline.faults.monitor.verdict import Failure, describe, place_in_words
 from stageline.tensors.thread_context import ThreadContext
 from stageline.transport.clock_alignment import Alignment
 from stageline.transport.protocol import Transport
@@ -130,14 +136,11 @@ class ThreadHost:
         origin = (own or sorted(failures))[0]
         first, runner = failures[origin], runners[origin]
         cause = Failure.of(first, runner.progress.doing)
-        verdict = Verdict(
-            origin, "raised", doing=cause.doing, text=cause.text, traceback=cause.traceback, final=False,
-            action=cause.action, stage=cause.stage, microbatch=cause.microbatch,
-        )  # fmt: skip
+        verdict = cause.verdict(origin)
         error = failure(f"rank {origin}", runner.doing, first, left)
         changes = [change for other in runners for change in other.changes]
-        change = origin_of(first, runner.step, cause.stage, cause.microbatch, changes) if cause.action == "F" else None
-        if change is not None:
+        change = first_change(runner.step, cause, changes, may_follow_change(first))
+        if cause.action == "F" and change is not None:
             blamed = executors.schedule.placement.rank_of(change.stage, change.microbatch)
             error = changed_output(f"rank {blamed}", change, f"stage {cause.stage} on rank {origin}", cause.text, left)
             verdict = replace(verdict, culprit=blamed, stage=change.stage, doing=describe(change.place))
@@ -188,3 +191,29 @@ class ThreadHost:
 
     def broadcast_tensor(self, tensor: Tensor, owner: int) -> None:
         """No-op: the tensor is already here."""
+
+
+def busy(rank: int, ranks: Mapping[int, RankProgress]) -> bool:
+    """Whether it makes sense to keep waiting for a rank: it works, or a rank that it waits for works.
+
+    >>> first, second = ThreadProgress(), ThreadProgress()
+    >>> first.doing = second.doing = "B of stage 0, microbatch 0"
+    >>> first.waits = 1
+    >>> busy(0, {0: first, 1: second})
+    True
+    >>> second.waits = 0
+    >>> busy(0, {0: first, 1: second})
+    False
+    """
+    seen: set[int] = set()
+    while rank not in seen:
+        seen.add(rank)
+        progress = ranks[rank]
+        if progress.doing is None:
+            return False  # it has finished the step
+        if progress.waits is None:
+            return True
+        if progress.waits == EVERYONE:
+            return False
+        rank = progress.waits
+    return False

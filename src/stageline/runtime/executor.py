@@ -15,9 +15,9 @@ from torch import Tensor
 
 from stageline.common.errors import PeerFailed, StagelineError
 from stageline.distributed.failures import Change
+from stageline.distributed.rank_host import RankProgress, ThreadProgress
 from stageline.faults.flight_recorder import FlightRecorder, worth_writing
 from stageline.faults.monitor.verdict import Verdict, describe
-from stageline.faults.progress import RankProgress, ThreadProgress
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.action_ranges import Mark, range_marker
 from stageline.runtime.batches.chunk_specs import is_mask

@@ -13,7 +13,7 @@ import numpy as np
 
 from stageline.common.checked_json import parse_json
 from stageline.common.errors import StagelineError, nearest, shorten
-from stageline.distributed.decision import decide_together
+from stageline.distributed.rank_host import decide_together
 from stageline.planning.reorder import reorder, splits
 from stageline.schedules.io import schedule_from, schedule_lines
 from stageline.schedules.schedule import Schedule

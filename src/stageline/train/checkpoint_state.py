@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from stageline.common.errors import CheckpointError, StagelineError, nearest
-from stageline.distributed.decision import decide_together
-from stageline.distributed.rank_host import Collectives
+from stageline.distributed.rank_host import Collectives, decide_together
 from stageline.model.build.weights import load_weights
 from stageline.runtime.pipeline import Pipeline
 from stageline.train.checkpoint import Checkpoint, Writer, newest, open_checkpoint, published

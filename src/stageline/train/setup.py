@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError
-from stageline.distributed.decision import decide_together
 from stageline.distributed.process_host import job_host
-from stageline.distributed.rank_host import RankHost
+from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.model.build.build import build, describe
 from stageline.model.profile import Profile
 from stageline.model.profiler import profile

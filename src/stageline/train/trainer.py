@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from stageline.common.errors import StagelineError
-from stageline.distributed.decision import decide_together
-from stageline.distributed.rank_host import RankHost
+from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.faults.flight_recorder import flights_into
 from stageline.train.checkpoint import Checkpoint, Writer
 from stageline.train.checkpoint_state import (

@@ -22,8 +22,7 @@ from typing import Any, Self
 
 from stageline.common.errors import ControlError, StagelineError
 from stageline.faults.monitor.blame import BY_SIGNAL
-from stageline.faults.monitor.connection import CONNECT_TIMEOUT, Connection
-from stageline.faults.monitor.launch import Address, start_monitor
+from stageline.faults.monitor.connection import CONNECT_TIMEOUT, Address, Connection, start_monitor
 from stageline.faults.monitor.signals import Wakeup, end_by
 from stageline.faults.monitor.verdict import Failure, Verdict, describe
 

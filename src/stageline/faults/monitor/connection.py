@@ -1,24 +1,149 @@
-"""A rank's connection to the failure monitor: each proves that it knows the job's secret, then both send JSON lines."""
+"""Starting the failure monitor, its address, and a rank's connection to it."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import ipaddress
 import json
 import os
+import secrets
 import socket
+import subprocess
+import sys
 import threading
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from stageline.common.errors import ControlError
-from stageline.common.trust import new_nonce, proof, proves
-from stageline.faults.monitor.launch import Address
+from stageline.common.errors import ControlError, shorten
+from stageline.common.trust import Sharing, Store, new_nonce, one_machine, proof, proves
 
+# Empty packages in place of the real ones, which would load numpy first.
+_BOOT = """
+import sys, types
+for name in ("stageline", "stageline.common", "stageline.faults", "stageline.faults.monitor"):
+    package = sys.modules[name] = types.ModuleType(name)
+    package.__path__ = ["/".join([sys.argv[2], *name.split(".")])]
+from stageline.faults.monitor.server import main
+main()
+"""
+NAME = "stageline-monitor"
+"""The argument that identifies the monitor in a list of processes, next to the name of its job."""
 CONNECT_TIMEOUT = 30.0
 """Seconds in which the monitor must answer a hello."""
+SLOWEST_START = 30.0
+"""Seconds that a Python process may take to start on a busy machine."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the monitor listens, and the secret of the job.
+
+    >>> address = Address.parse("127.0.0.1:5000:secret")
+    >>> address.host, address.port, str(address)
+    ('127.0.0.1', 5000, '127.0.0.1:5000:secret')
+    """
+
+    host: str
+    port: int
+    token: str
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read `host:port:token`; the host may itself have colons."""
+        parts = text.rsplit(":", 2)
+        if len(parts) != 3 or not all(parts) or not parts[1].isdecimal() or not 0 < int(parts[1]) < 65536:
+            raise ControlError(f"an address of the control channel is host:port:token, got {shorten(text, 24)}")
+        return cls(parts[0], int(parts[1]), parts[2])
+
+    def __str__(self) -> str:
+        """The text that ranks share. It holds the secret, so never log it."""
+        return f"{self.host}:{self.port}:{self.token}"
+
+    def __repr__(self) -> str:
+        return f"Address({self.host}:{self.port})"
+
+    @property
+    def job(self) -> str:
+        """A short name of the job that does not reveal the secret."""
+        return job_of(self.token)
+
+
+def job_of(token: str) -> str:
+    """Return a digest of the secret."""
+    return hashlib.sha256(b"stageline job " + token.encode()).hexdigest()[:8]
+
+
+def share_by_store(store: Store, rank: int, name: str = "0", ranks: int = 1) -> Sharing:
+    """Share the address through a store; only rank 0 has to be running.
+
+    If all ranks are on one machine, the store holds only the name of a file, because the address holds the secret.
+    `name` distinguishes several channels of a job. A job that torchrun restarted uses another key, because its store
+    may still hold the address of the previous attempt.
+    """
+    key = f"stageline/control/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
+    return Sharing(store, key, rank, here=one_machine(ranks))
+
+
+def control_host(ranks: int = 1) -> str:
+    """Return the address on which the monitor listens: STAGELINE_CONTROL_HOST, or loopback.
+
+    Loopback serves one machine. If a launcher says that there are several, the address must be set: ranks that cannot
+    connect must not be mistaken for absent ones.
+    """
+    host = os.environ.get("STAGELINE_CONTROL_HOST", "")
+    if not host:
+        here, machines = os.environ.get("LOCAL_WORLD_SIZE", ""), os.environ.get("SLURM_NNODES", "")
+        if (here.isdecimal() and int(here) < ranks) or (machines.isdecimal() and int(machines) > 1):
+            raise ControlError(
+                "the ranks are on several machines: set STAGELINE_CONTROL_HOST to the address of rank 0's machine"
+            )
+        return "127.0.0.1"
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if address.is_unspecified:
+        raise ControlError(
+            f"STAGELINE_CONTROL_HOST is {host}, which no rank can connect to; set it to the address of rank 0's machine"
+        )
+    return host
+
+
+def start_monitor(ranks: int, deadline: float, start_deadline: float, host: str | None = None) -> Address:
+    """Start the monitor process; it ends by itself when the ranks are gone."""
+    host = control_host(ranks) if host is None else host
+    token = secrets.token_hex(32)
+    # Through stdin: everyone on the machine can read the arguments of a process.
+    options = {"ranks": ranks, "deadline": deadline, "start_deadline": start_deadline, "host": host, "token": token}
+    try:
+        process = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _BOOT, NAME, str(Path(__file__).parents[3]), job_of(token)],
+            input=json.dumps(options) + "\n",
+            capture_output=True,
+            text=True,
+            timeout=SLOWEST_START,
+            start_new_session=True,
+            check=False,
+        )
+        answer = json.loads(process.stdout or "{}")
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise ControlError(f"the failure monitor did not start: {error}") from error
+    if "port" not in answer:
+        why = answer.get("error") or (process.stderr.strip().splitlines() or ["it gave no reason"])[-1]
+        raise ControlError(
+            f"the failure monitor cannot listen on {host}: {why}; set STAGELINE_CONTROL_HOST to an address of rank 0's "
+            "machine"
+        )
+    return Address(host, int(answer["port"]), token)
 
 
 class Connection:
-    """Sends and receives messages; any thread may send, one thread receives."""
+    """Sends and receives lines of JSON, once both ends have proved that they know the job's secret.
+
+    Any thread may send; one thread receives.
+    """
 
     def __init__(self, address: Address, rank: int, where: str) -> None:
         """Connect, or raise OSError, ValueError or ControlError."""

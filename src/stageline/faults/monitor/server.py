@@ -1,6 +1,6 @@
 """The failure monitor's process: hears from every rank, and tells all of them which one failed first.
 
-Rank 0 starts it (see `launch.py`) in a session of its own, so that it outlives every rank and the signals that a
+Rank 0 starts it (see `connection.py`) in a session of its own, so that it outlives every rank and the signals that a
 launcher sends to them. It needs only the standard library and starts in a tenth of a second.
 
 Each rank has one TCP connection, with lines of JSON both ways:

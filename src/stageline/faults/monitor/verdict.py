@@ -56,6 +56,11 @@ class Failure:
         """Return plain data."""
         return asdict(self)
 
+    def verdict(self, culprit: int, **details: Any) -> Verdict:
+        """Return the verdict that this failure of one rank made the step fail."""
+        own = {name: getattr(self, name) for name in ("doing", "text", "traceback", "action", "stage", "microbatch")}
+        return Verdict(culprit, "raised", final=False, **own, **details)
+
 
 def describe(doing: object) -> str:
     """Return what a rank is doing as text; ranks note an action as (letter, stage, microbatch), which is cheap.

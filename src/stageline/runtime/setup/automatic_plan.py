@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from stageline.autograd.recompute import Choice, parse_recompute
 from stageline.common.errors import StagelineError, shorten
 from stageline.distributed.bootstrap import several_processes
-from stageline.distributed.decision import decide_together
 from stageline.distributed.process_host import find_host
-from stageline.distributed.rank_host import RankHost
+from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.model.build.build import Description, build
 from stageline.model.split import Staged, split
 from stageline.model.units import NoStack, find_units
