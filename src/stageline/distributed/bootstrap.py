@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from stageline.common.errors import ControlError, PipelineError, StagelineError
+from stageline.common.errors import PipelineError, StagelineError
 from stageline.distributed._torch_private import TCPStore, default_store
 from stageline.distributed.failures import BLAME, note_record
 from stageline.distributed.process_exit import keep_groups, leave_stuck
 from stageline.faults.flight_recorder import FlightRecorder
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.client import MonitorClient
-from stageline.faults.monitor.connection import share_by_store
+from stageline.faults.monitor.connection import no_address, share_by_store
 from stageline.faults.monitor.verdict import Verdict
 
 _HELLO, _ANSWER, _HEARD = "stageline/hello/{}", "stageline/answer/{}", "stageline/heard/{}/{}"
@@ -84,10 +84,7 @@ class JobChannel:
         try:
             meeting = Meeting(store, rank, ranks)
         except Exception as error:
-            raise ControlError(
-                f"rank {rank} received no address of the control channel, so rank 0 did not start or has ended: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            raise no_address(rank, error) from error
         self.name = meeting.name
         self.group: Callable[[], Any] = lambda: None
         """The default group of this rendezvous, while it exists."""

@@ -27,13 +27,13 @@ class Row:
     rank: int
     wrote: bool
     state: str
-    last: str
-    last_end: float | None
-    doing: str
-    waits: int | None
-    awaited: str
-    waited: float | None
-    silence: float | None
+    last: str = ""
+    last_end: float | None = None
+    doing: str = ""
+    waits: int | None = None
+    awaited: str = ""
+    waited: float | None = None
+    silence: float | None = None
 
 
 @dataclass(frozen=True)
@@ -111,23 +111,12 @@ def _row(
         state = verdict.kind
     if record is None:
         doing, waits = ("", None) if snapshot is None else (snapshot.doing, snapshot.waits)
-        return Row(
-            rank=rank,
-            wrote=False,
-            state=state,
-            last="",
-            last_end=None,
-            doing=doing,
-            waits=waits,
-            awaited="",
-            waited=None,
-            silence=silence,
-        )
+        return Row(rank, False, state, doing=doing, waits=waits, silence=silence)
     last = record.actions[-1] if record.actions else None
     return Row(
-        rank=rank,
-        wrote=True,
-        state="here" if state == "unknown" else state,
+        rank,
+        True,
+        "here" if state == "unknown" else state,
         last="" if last is None else str(last),
         last_end=None if last is None else round(end - last.end, 3),
         doing=record.doing,

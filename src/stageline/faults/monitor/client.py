@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from stageline.common.errors import ControlError, StagelineError
 from stageline.faults.monitor.blame import BY_SIGNAL
-from stageline.faults.monitor.connection import CONNECT_TIMEOUT, Address, Connection, start_monitor
+from stageline.faults.monitor.connection import CONNECT_TIMEOUT, Address, Connection, no_address, start_monitor
 from stageline.faults.monitor.signals import Wakeup, end_by
 from stageline.faults.monitor.verdict import Failure, Verdict, describe
 
@@ -67,21 +67,22 @@ class MonitorClient:
         self.ranks = ranks
         self.deadline = deadline
         self.patience = patience
-        self.interval = self._interval()
         self.doing: object = None
         """What the rank is doing: text, or (letter, stage, microbatch), or None outside of a step."""
         self.waits: int | None = None
         """The rank that it waits for; EVERYONE in a collective; None while it waits for nobody."""
         self.done = 0
         """How many actions it has finished."""
+        self.round = 0
+        """How many steps have begun."""
+        self.final: Verdict | None = None
+        """The failure that ended the job; None while it runs."""
         self.lost: str | None = None
         """Why there is no control channel, if there is none; training continues without it."""
         self.job = "alone"
         self.where = f"pid {os.getpid()} on {socket.gethostname()[:200]}"
         self._tell = tell
-        self._round = 0
         self._verdict: Verdict | None = None
-        self._final: Verdict | None = None
         self._final_since = 0.0
         self._complete = self._nobody_to_blame = False
         self._answers: dict[int, bool] = {}
@@ -132,10 +133,7 @@ class MonitorClient:
         except Exception as error:
             if rank == 0 or isinstance(error, StagelineError):
                 raise
-            raise ControlError(
-                f"rank {rank} received no address of the control channel, so rank 0 did not start or has ended: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            raise no_address(rank, error) from error
         client = cls(rank, ranks, deadline, tell, patience)
         client._on_complete = getattr(share, "done", client._on_complete)
         _open.add(client)
@@ -150,14 +148,14 @@ class MonitorClient:
         """Begin a step; every rank does. Exceptions of earlier steps no longer count, and a lost rank stays lost."""
         self.doing = "before its first action"
         with self._changed:
-            self._round += 1
+            self.round += 1
             before = self._verdict
-            if before is None or before.final or before.round < self._round:
-                self._verdict = self._final
+            if before is None or before.final or before.round < self.round:
+                self._verdict = self.final
             new = self._verdict if self._verdict is not before else None
         if new is not None:
             self._spread(new)
-        return self._round
+        return self.round
 
     def end(self) -> None:
         """End a step."""
@@ -168,21 +166,10 @@ class MonitorClient:
         """The address of this machine from which it reached the monitor; empty if it did not."""
         return self._connection.host if self._connection is not None and self.lost is None else ""
 
-    @property
-    def final(self) -> Verdict | None:
-        """The failure that ended the job; None while it runs."""
-        return self._final
-
-    @property
-    def round(self) -> int:
-        """How many steps have begun."""
-        return self._round
-
     def set_deadline(self, deadline: float) -> None:
         """Set after how many seconds of silence a rank counts as frozen."""
         if deadline != self.deadline:
             self.deadline = deadline
-            self.interval = self._interval()
             self._send({"deadline": deadline})
 
     def busy(self, rank: int, timeout: float = 5.0) -> bool:
@@ -196,7 +183,7 @@ class MonitorClient:
 
     def report(self, failure: Failure) -> None:
         """Report to all ranks that this one failed."""
-        self._send({"failed": {**failure.to_json(), "round": self._round}})
+        self._send({"failed": {**failure.to_json(), "round": self.round}})
 
     def verdict(self, timeout: float = 0.0) -> Verdict | None:
         """Return which rank failed first, waiting at most `timeout` seconds; None if none is known to have failed."""
@@ -267,7 +254,9 @@ class MonitorClient:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close(Failure.of(error).text if error else "", clean=error is None)
 
-    def _interval(self) -> float:
+    @property
+    def interval(self) -> float:
+        """Seconds between heartbeats."""
         return min(max(0.2, self.ranks / 500), self.deadline / 5)
 
     def _connect(self, address: Address) -> None:
@@ -306,7 +295,7 @@ class MonitorClient:
                     # Read first: a heartbeat to a monitor that is gone would discard its last messages.
                     if any(key.fileobj is link for key, _ in selector.select(0)) and not self._receive():
                         break
-                if self._final and self.doing is not None and now - self._final_since > self.patience:
+                if self.final and self.doing is not None and now - self._final_since > self.patience:
                     self._give_up()
                 if now >= due:
                     self.beat()
@@ -330,7 +319,7 @@ class MonitorClient:
 
     def beat(self) -> None:
         """Send a heartbeat now."""
-        self._send({"beat": self._round, "doing": describe(self.doing), "waits": self.waits, "done": self.done})
+        self._send({"beat": self.round, "doing": describe(self.doing), "waits": self.waits, "done": self.done})
 
     def _receive(self) -> bool:
         """Handle what the monitor sent; return False when it is gone."""
@@ -355,9 +344,9 @@ class MonitorClient:
                 self._answers[int(message["answer"])] = bool(message.get("busy"))
             if "verdict" in message:
                 verdict = Verdict.from_json(message["verdict"])
-                if verdict.final and self._final is None:
-                    self._final, self._final_since = verdict, time.monotonic()
-                if self._verdict is None and (verdict.final or verdict.round >= self._round):
+                if verdict.final and self.final is None:
+                    self.final, self._final_since = verdict, time.monotonic()
+                if self._verdict is None and (verdict.final or verdict.round >= self.round):
                     self._verdict = new = verdict
             self._changed.notify_all()
         if new is not None:
@@ -405,10 +394,10 @@ class MonitorClient:
         """End the process: the job is lost, and the main thread hangs where nothing can interrupt it."""
         self._tell(
             f"rank {self.rank}: did not return from {describe(self.doing)} within {self.patience:g} s after the "
-            f"failure of rank {self._final.culprit if self._final else '?'}; this process is ended"
+            f"failure of rank {self.final.culprit if self.final else '?'}; this process is ended"
         )
         for callback in list(self._on_end):
-            self._call(callback, self._final)
+            self._call(callback, self.final)
         self._send({"bye": "it hung after the failure", "clean": False})
         os._exit(1)
 

@@ -139,6 +139,14 @@ def start_monitor(ranks: int, deadline: float, start_deadline: float, host: str 
     return Address(host, int(answer["port"]), token)
 
 
+def no_address(rank: int, error: Exception) -> ControlError:
+    """Return the error of a rank that waited for the address in vain."""
+    return ControlError(
+        f"rank {rank} received no address of the control channel, so rank 0 did not start or has ended: "
+        f"{type(error).__name__}: {error}"
+    )
+
+
 class Connection:
     """Sends and receives lines of JSON, once both ends have proved that they know the job's secret.
 

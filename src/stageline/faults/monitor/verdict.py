@@ -141,7 +141,29 @@ class Verdict:
         return self.kind == "raised" and not self.final and bool(self.text) and not transport
 
     def __str__(self) -> str:
-        return _SENTENCES[self.kind](self)
+        who = f"rank {self.culprit}" + ("" if self.replica is None else f" (replica {self.replica})")
+        where = place_in_words(self.doing) if self.doing else ""
+        while_where = where and f" while it was {where}"
+        match self.kind:
+            case "died":
+                heard = where and f" (heard {self.silence:.1f} s before)"
+                return f"{who} died (its process exited without reporting an error){while_where}{heard}"
+            case "frozen":
+                waits = waiting(self.ranks)
+                return (
+                    f"{who} froze: no sign of life for {self.silence:.1f} s (the deadline is {self.deadline:g} s)"
+                    f"{while_where}{'; ' + waits if waits else ''}"
+                )
+            case "raised":
+                return f"{who} failed{where and f' {where}'}: {self.text}"
+            case "absent":
+                absent = [rank.rank for rank in self.ranks if rank.state == "absent"]
+                others = [str(rank) for rank in absent if rank != self.culprit]
+                also = f" (nor did rank{'s' if len(others) > 1 else ''} {_first_eight(others)})" if others else ""
+                return f"{who} never started: it did not connect within {self.deadline:g} s{also}"
+            case "left":
+                waiter = "" if self.waiter is None else f" while rank {self.waiter} waits for it"
+                return f"{who} left ({self.text or 'its script ended'}){waiter}"
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -169,7 +191,7 @@ def waiting(ranks: tuple[RankSnapshot, ...]) -> str:
         for status in ranks
         if status.waits is not None and status.state == "here"
     ]
-    return ", ".join(waits[:8]) + (f" and {len(waits) - 8} more" if len(waits) > 8 else "")
+    return _first_eight(waits)
 
 
 def place_in_words(doing: str) -> str:
@@ -181,46 +203,5 @@ def place_in_words(doing: str) -> str:
     return doing if doing.startswith(("before its", "after its", "starting")) else f"in {doing}"
 
 
-def _who(verdict: Verdict) -> str:
-    return f"rank {verdict.culprit}" + ("" if verdict.replica is None else f" (replica {verdict.replica})")
-
-
-def _where(verdict: Verdict) -> str:
-    return f" while it was {place_in_words(verdict.doing)}" if verdict.doing else ""
-
-
-def _died(verdict: Verdict) -> str:
-    heard = f" (heard {verdict.silence:.1f} s before)" if verdict.doing else ""
-    return f"{_who(verdict)} died (its process exited without reporting an error){_where(verdict)}{heard}"
-
-
-def _frozen(verdict: Verdict) -> str:
-    waits = waiting(verdict.ranks)
-    return (
-        f"{_who(verdict)} froze: no sign of life for {verdict.silence:.1f} s (the deadline is "
-        f"{verdict.deadline:g} s){_where(verdict)}{'; ' + waits if waits else ''}"
-    )
-
-
-def _raised(verdict: Verdict) -> str:
-    where = f" {place_in_words(verdict.doing)}" if verdict.doing else ""
-    return f"{_who(verdict)} failed{where}: {verdict.text}"
-
-
-def _absent(verdict: Verdict) -> str:
-    missing = [status.rank for status in verdict.ranks if status.state == "absent" and status.rank != verdict.culprit]
-    also = f" (nor did {_list(missing)})" if missing else ""
-    return f"{_who(verdict)} never started: it did not connect within {verdict.deadline:g} s{also}"
-
-
-def _left(verdict: Verdict) -> str:
-    waiter = "" if verdict.waiter is None else f" while rank {verdict.waiter} waits for it"
-    return f"{_who(verdict)} left ({verdict.text or 'its script ended'}){waiter}"
-
-
-def _list(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
-
-
-_SENTENCES = {"died": _died, "frozen": _frozen, "raised": _raised, "absent": _absent, "left": _left}
+def _first_eight(texts: list[str]) -> str:
+    return ", ".join(texts[:8]) + (f" and {len(texts) - 8} more" if len(texts) > 8 else "")
