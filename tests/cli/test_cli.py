@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import stageline as sl
-from stageline.cli.app import app, run
+from stageline.cli.app import make_app, run
 
 Capture = pytest.CaptureFixture[str]
 
@@ -205,7 +205,7 @@ def test_help_of_every_verb_has_an_example(verb: str, capsys: Capture) -> None:
 
 
 def test_all_verbs_are_listed(capsys: Capture) -> None:
-    assert {command.name for command in app.registered_commands} == set(VERBS)
+    assert {command.name for command in make_app().registered_commands} == set(VERBS)
     assert "stageline 0." in call("--version", capsys)
 
 

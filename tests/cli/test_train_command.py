@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stageline.cli.app import run
-from stageline.cli.train_flags import as_settings
+from stageline.cli.train import as_settings
 from stageline.train.config.config import Config
 from stageline.train.config.io import read_config
 from stageline.train.config.options import Option, flag_value, options

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import stageline as sl
-from stageline.cli.app import app
+from stageline.cli.app import make_app
 from stageline.common.errors import TransportError
 from stageline.distributed.thread_host import ThreadHost
 from stageline.runtime.replan import Watch
@@ -180,7 +180,7 @@ def test_a_timeline_tells_its_uncertainty_in_words_pictures_and_files(tmp_path: 
     assert MEASURED.figures()["uncertainty"] == sl.explain(None, MEASURED).to_json()["uncertainty"] == 0.002
     MEASURED.write(tmp_path / "run.json")
     assert sl.read_timeline(tmp_path / "run.json").uncertainty == 0.002
-    output = CliRunner().invoke(app, ["trace", str(tmp_path / "run.json")]).output
+    output = CliRunner().invoke(make_app(), ["trace", str(tmp_path / "run.json")]).output
     assert "aligned to ± 2 ms" in output
     assert "±" not in draw.text(ALIGNED)
 
@@ -200,10 +200,10 @@ def test_a_timeline_of_clocks_that_were_not_aligned_says_so_and_gives_no_bubble(
             tell()
     APART.write(tmp_path / "run.json")
     assert sl.read_timeline(tmp_path / "run.json").uncertainty is None
-    result = CliRunner().invoke(app, ["trace", str(tmp_path / "run.json")])
+    result = CliRunner().invoke(make_app(), ["trace", str(tmp_path / "run.json")])
     assert result.exit_code == 0
     assert "clocks of its ranks not aligned" in result.output
-    figures = json.loads(CliRunner().invoke(app, ["trace", str(tmp_path / "run.json"), "--json"]).output)
+    figures = json.loads(CliRunner().invoke(make_app(), ["trace", str(tmp_path / "run.json"), "--json"]).output)
     assert (figures["makespan"], figures["bubble"], figures["uncertainty"]) == (None, None, None)
 
 

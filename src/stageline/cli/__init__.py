@@ -2,7 +2,7 @@
 
 A verb declares its options with typer, calls the library and prints. No logic of the library belongs here, and nothing
 else imports this package. Read `app` (the list of verbs, and errors), then any verb. `options`, `models` and `output`
-hold what verbs share; `train_flags` generates the flags of `train` from the config.
+hold what verbs share.
 """
 
 from __future__ import annotations

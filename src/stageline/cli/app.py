@@ -4,41 +4,41 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from inspect import cleandoc
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import typer.main
 
 from stageline._version import __version__
-from stageline.cli import (
-    check,
-    checkpoint,
-    compare,
-    doctor,
-    families,
-    inspect,
-    plan,
-    profile,
-    report,
-    show,
-    simulate,
-    synthesize,
-    trace,
-    train,
-    verify,
-)
 from stageline.common.errors import ScheduleError, StagelineError, in_flags
 
-app = typer.Typer(
-    name="stageline",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
-VERBS = (report, families, show, verify, simulate, compare, synthesize, plan, trace, doctor, inspect, profile, check)
+VERBS = (
+    "train", "checkpoint", "report", "families", "show", "verify", "simulate", "compare", "synthesize", "plan", "trace",
+    "doctor", "inspect", "profile", "check",
+)  # fmt: skip
+"""The modules of the verbs. Each has a function `command`, or functions `VERBS` of its own and their `root`."""
+
+
+def make_app(words: Sequence[str] = ()) -> typer.Typer:
+    """Return the command with the verb that the words name, or with all verbs if they name none."""
+    context = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+    settings: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": "rich"}
+    app = typer.Typer(name="stageline", pretty_exceptions_enable=False, context_settings=context, **settings)
+    app.callback(help=help_text(root))(root)
+    verb = next((word for word in words if not word.startswith("-")), "")
+    for name in (verb,) if verb in VERBS else VERBS:  # one verb starts sooner than all of them
+        module = import_module(f"stageline.cli.{name}")
+        if hasattr(module, "VERBS"):
+            group = typer.Typer(**settings)
+            for inner, function in module.VERBS.items():
+                group.command(inner, help=help_text(function))(function)
+            app.add_typer(group, name=name, help=help_text(module.root))
+        else:
+            app.command(name, help=help_text(module.command), **getattr(module, "SETTINGS", {}))(module.command)
+    return app
 
 
 def help_text(verb: Callable[..., None]) -> str:
@@ -47,16 +47,6 @@ def help_text(verb: Callable[..., None]) -> str:
     paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
     lines = ["Examples:", *(f"$ {line.strip()}" for line in examples.splitlines())]
     return "\n\n".join([*paragraphs, "\n".join(lines)])
-
-
-app.command(
-    "train", cls=train.TrainCommand, help=help_text(train.command), context_settings={"ignore_unknown_options": True}
-)(train.command)
-app.add_typer(checkpoint.app, name="checkpoint", help=help_text(checkpoint.root))
-for name, verb in checkpoint.VERBS.items():
-    checkpoint.app.command(name, help=help_text(verb))(verb)
-for module in VERBS:
-    app.command(module.__name__.rpartition(".")[2], help=help_text(module.command))(module.command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -78,12 +68,8 @@ def root(
     """
 
 
-app.callback(help=help_text(root))(root)
-
-
-def _flag_names(arguments: list[str] | None) -> dict[str, str]:
+def _flag_names(app: typer.Typer, words: Sequence[str]) -> dict[str, str]:
     """Return the flags of the verb on the command line by the names of their Python parameters."""
-    words = sys.argv[1:] if arguments is None else arguments
     verb = next((word for word in words if not word.startswith("-")), "")
     command = getattr(typer.main.get_command(app), "commands", {}).get(verb)
     options = [parameter for parameter in getattr(command, "params", []) if parameter.param_type_name == "option"]
@@ -92,11 +78,13 @@ def _flag_names(arguments: list[str] | None) -> dict[str, str]:
 
 def run(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+    app = make_app(words)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
-        app(args=arguments, prog_name="stageline")
+        app(args=words, prog_name="stageline")
         return 0
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 0
@@ -106,7 +94,7 @@ def run(arguments: list[str] | None = None) -> int:
         return 0
     except StagelineError as error:
         rule = f" [{error.rule}]" if isinstance(error, ScheduleError) and error.rule not in ("input", "format") else ""
-        typer.echo(f"error{rule}: {in_flags(str(error), _flag_names(arguments))}", err=True)
+        typer.echo(f"error{rule}: {in_flags(str(error), _flag_names(app, words))}", err=True)
         for note in getattr(error, "__notes__", []):
             typer.echo(note, err=True)
         # A process that lost a peer is ended by force at its exit, which looks for the error here.

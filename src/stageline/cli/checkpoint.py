@@ -19,8 +19,6 @@ from stageline.common.units import format_size, parse_size
 if TYPE_CHECKING:
     from stageline.train.checkpoint import Checkpoint, Damage
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
-
 CheckpointPath = Annotated[
     Path,
     typer.Argument(metavar="PATH", help="A checkpoint (step-00000100), or a folder of them.", show_default=False),

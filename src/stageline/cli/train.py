@@ -1,21 +1,34 @@
-"""`stageline train`: a training job from a config file and flags."""
+"""`stageline train`: a training job from a config file and flags, one flag for each option of a config.
+
+The flags are typer options generated from the dataclasses of the config; typer declares, parses and completes them. Two
+parts are written by hand. typer's parser stops at the first error, lets a flag take the next flag as its value, and
+forgets the order of different flags; so each flag is first rewritten as a `--set`. typer's help is a table, which
+leaves 20 of 80 columns for the sentences; so the sections are printed here.
+"""
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from typer.core import TyperCommand
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.text import Text
+from typer.core import TyperCommand, TyperOption
 
 from stageline.common.errors import shorten
+from stageline.train.config.config import Parallelism
+from stageline.train.config.io import raise_errors, read_with_errors
+from stageline.train.config.options import Option, flag_value, options, sections
+from stageline.train.config.rules import needs_no_preflight, validate
 
-if TYPE_CHECKING:
-    from stageline.train.config.config import Parallelism
-
-# The config and its flags are imported where they are used, so that the other verbs start without them.
+COMMAND_FLAGS = ("--set", "--print-config", "--check", "--help", "-h")
 
 
 class TrainCommand(TyperCommand):
@@ -23,20 +36,14 @@ class TrainCommand(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters of the function and the flags."""
-        from stageline.cli.train_flags import config_flags
-
         return [*super().get_params(ctx), *config_flags()]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Rewrite each flag as a setting, then parse."""
-        from stageline.cli.train_flags import as_settings
-
         return super().parse_args(ctx, list(as_settings(args)))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print typer's help of the function, then a panel for each section of the config."""
-        from stageline.cli.train_flags import section_panels
-
         own = TyperCommand(self.name, params=self.params, help=self.help, rich_markup_mode=self.rich_markup_mode)
         own.format_help(ctx, formatter)
         console = Console(highlight=False)
@@ -68,16 +75,12 @@ def command(
       stageline train --print-config > job.toml
       torchrun --nproc-per-node 4 -m stageline train job.toml
     """
-    from stageline.train.config.io import raise_errors, read_with_errors
-
     path, word_errors = find_file(words or [])
     config, config_errors = read_with_errors(path, settings or [])
     raise_errors([*word_errors, *config_errors])
     if print_config:
         typer.echo(config.to_toml(), nl=False)
     if check or not print_config:
-        from stageline.train.config.rules import needs_no_preflight, validate
-
         validate(config)
     if check:
         if not needs_no_preflight(config):
@@ -92,14 +95,15 @@ def command(
     Trainer(config).run()
 
 
+SETTINGS = {"cls": TrainCommand, "context_settings": {"ignore_unknown_options": True}}
+
+
 def find_file(words: Iterable[str]) -> tuple[str | None, list[str]]:
     """Return the config file among the words that are not flags of the config, and the errors in the others.
 
     >>> find_file(["a.toml", "--chek"])
     ('a.toml', ['unknown option --chek; did you mean --check?'])
     """
-    from stageline.cli.train_flags import suggest_command_flag
-
     path, errors = None, []
     for word in words:
         if word.startswith("-"):
@@ -127,3 +131,98 @@ def _processes_needed(parallelism: Parallelism) -> str:
         f"; parallelism.data_parallel_replicate_degree is {replicas}, and each replica needs its own processes: start "
         f"{processes} with torchrun --nproc-per-node {processes} -m stageline train"
     )
+
+
+def as_settings(words: Iterable[str]) -> Iterator[str]:
+    """Write each flag of the config as a setting, with its value; other words stay as they are.
+
+    >>> list(as_settings(["a.toml", "--training.steps", "8", "--no-compile.enable", "--check"]))
+    ['a.toml', '--set=--training.steps=8', '--set=--compile.enable=false', '--check']
+    """
+    remaining = deque(words)
+    while remaining:
+        word = remaining.popleft()
+        name = word.partition("=")[0]
+        if word == "--set":
+            yield f"--set={remaining.popleft() if _value_follows(remaining) else ''}"
+        elif not word.startswith("-") or name in COMMAND_FLAGS or suggest_command_flag(name):
+            yield word
+        else:
+            yield f"--set={_as_setting(name, word.removeprefix(name), remaining)}"
+
+
+def _as_setting(name: str, value: str, remaining: deque[str]) -> str:
+    """Return a flag and its value as one word; `value` is empty, or begins with "="."""
+    key = name.removeprefix("--").replace("-", "_")
+    is_negated = key not in options() and key.startswith("no_")
+    option = options().get(key.removeprefix("no_") if is_negated else key)
+    if option is None or (is_negated and (option.type is not bool or value)):
+        # Unknown, which the config reports. The next word is probably its value.
+        follows = not value and remaining and not remaining[0].startswith("-") and not remaining[0].endswith(".toml")
+        return f"{name}={remaining.popleft()}" if follows else name + value
+    if not value and option.type is bool:
+        states = ("true", "false")
+        state = remaining.popleft() if not is_negated and remaining and remaining[0] in states else "true"
+        value = "=false" if is_negated else f"={state}"
+    elif not value and _value_follows(remaining):
+        value = f"={remaining.popleft()}"
+    return f"--{option.key}{value}"
+
+
+def _value_follows(remaining: deque[str]) -> bool:
+    """Whether the next word is a value; a number may begin with a minus."""
+    return bool(remaining) and not remaining[0].startswith("--")
+
+
+def suggest_command_flag(name: str) -> str:
+    """Return the flag of the command that an unknown one is close to; empty if there is none.
+
+    >>> suggest_command_flag("--chek"), suggest_command_flag("--training.steps")
+    ('--check', '')
+    """
+    matches = difflib.get_close_matches(name, COMMAND_FLAGS, n=1, cutoff=0.75)
+    return matches[0] if matches else ""
+
+
+@cache
+def config_flags() -> list[TyperOption]:
+    """Return a typer option for each option of a config.
+
+    >>> [name for flag in config_flags() for name in (*flag.opts, *flag.secondary_opts) if "compile" in name]
+    ['--compile.enable', '--no-compile.enable', '--compile.backend']
+    """
+    return [
+        TyperOption(
+            param_decls=[
+                option.key.replace(".", "_"),
+                f"--{option.key}/--no-{option.key}" if option.type is bool else f"--{option.key}",
+            ],
+            type=option.type if not option.is_list else str,
+            is_flag=option.type is bool,
+            autocompletion=lambda context, words, incomplete, choices=option.choices: list(choices),
+            help=option.help,
+            expose_value=False,
+            multiple=True,
+        )
+        for option in options().values()
+    ]
+
+
+def section_panels() -> Iterator[Panel]:
+    """Return a panel for each section of the config: each flag, and below it its help."""
+    for section, holder in sections().items():
+        lines = [part for option in options().values() if option.section == section for part in _entry(option)]
+        title = Text(f"{section}: {(holder.__doc__ or '').rstrip('.')}")
+        yield Panel(Group(*lines), title=title, title_align="left", border_style="dim")
+
+
+def _entry(option: Option) -> tuple[Text, Padding]:
+    flag = Text(f"--[no-]{option.key}" if option.type is bool else f"--{option.key}", style="bold cyan")
+    if option.type is not bool:
+        kind = "choice" if option.choices else option.type.__name__
+        flag.append(f" <{kind}>{',…' if option.is_list else ''}", style="bold yellow")
+    default = flag_value(option.default) or "empty"
+    note = f"default: {default if default == default.strip() else repr(default)}"
+    accepted = ", ".join(option.choices) or str(option.range or "")
+    help = Text(option.help).append(f" [{f'{accepted}; ' if accepted else ''}{note}]", style="dim")
+    return flag, Padding(help, (0, 0, 0, 4))
