@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from stageline.cli.models import Length, ModelName, Samples, Traceback, load_model, user_code
 from stageline.cli.options import Json
@@ -19,13 +20,10 @@ _FORMS = (
 
 def command(
     model: ModelName,
-    ranks: Annotated[int, typer.Option("--ranks", "-p", min=1, metavar="N", help="Ranks of the pipeline.")] = 2,
-    schedule: Annotated[
-        str, typer.Option("--schedule", metavar="NAME", help="A family, or the file of a schedule.")
-    ] = "1f1b",
+    ranks: Annotated[int, Option("--ranks", "-p", min=1, metavar="N", help="Ranks of the pipeline.")] = 2,
+    schedule: Annotated[str, Option(metavar="NAME", help="A family, or the file of a schedule.")] = "1f1b",
     microbatches: Annotated[
-        int | None,
-        typer.Option("--microbatches", "-m", min=1, metavar="N", help="Microbatches. Default: twice the ranks."),
+        int | None, Option("--microbatches", "-m", min=1, metavar="N", help="Microbatches. Default: twice the ranks.")
     ] = None,
     samples: Samples = 8,
     length: Length = 32,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from stageline.cli.options import Json
 from stageline.cli.output import console, print_json, printable, table
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
     from stageline.train.checkpoint import Checkpoint, Damage
 
 CheckpointPath = Annotated[
-    Path,
-    typer.Argument(metavar="PATH", help="A checkpoint (step-00000100), or a folder of them.", show_default=False),
+    Path, Argument(metavar="PATH", help="A checkpoint (step-00000100), or a folder of them.", show_default=False)
 ]
 
 
@@ -42,7 +42,7 @@ def root() -> None:
 
 def verify(
     path: CheckpointPath,
-    sizes: Annotated[bool, typer.Option("--sizes", help="Check existence and sizes only, no checksums.")] = False,
+    sizes: Annotated[bool, Option("--sizes", help="Check existence and sizes only, no checksums.")] = False,
     json: Json = False,
 ) -> None:
     """Compare every byte of checkpoints with their checksums, and name the damaged files.
@@ -122,20 +122,15 @@ def list_(path: CheckpointPath, json: Json = False) -> None:
 
 def convert(
     path: CheckpointPath,
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="A new folder, or a new .safetensors file.", show_default=False)
-    ],
+    out: Annotated[Path, Argument(metavar="OUT", help="A new folder, or a new .safetensors file.", show_default=False)],
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", metavar="DTYPE", help="Convert floating point: float32, bfloat16, float16, float64."),
+        Option("--dtype", metavar="DTYPE", help="Convert floating point: float32, bfloat16, float16, float64."),
     ] = None,
     format: Annotated[
-        Format,
-        typer.Option("--format", metavar="FORMAT", help="safetensors; or stageline, which adds checksums."),
+        Format, Option("--format", metavar="FORMAT", help="safetensors; or stageline, which adds checksums.")
     ] = Format.safetensors,
-    max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest size of a file: 4GB, 500MB, 1GiB.")
-    ] = "4GB",
+    max_shard_size: Annotated[str, Option(metavar="SIZE", help="Largest size of a file: 4GB, 500MB, 1GiB.")] = "4GB",
 ) -> None:
     """Write the model without the optimizer, for from_pretrained and sl.load_weights.
 

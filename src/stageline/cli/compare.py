@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
-from stageline.cli.options import CostOptions, Html, Json, ScheduleOptions, Svg, Width, expand
+from stageline.cli.options import CostOptions, Html, Json, ScheduleOptions, Svg, Width, expand, load_families
 from stageline.cli.output import console, print_json, print_segments, save, table
 from stageline.common.errors import ScheduleError
 from stageline.schedules.registry import families, schedule, whole
@@ -28,10 +28,9 @@ def command(
     sizes: ScheduleOptions,
     prices: CostOptions,
     memory: Annotated[
-        float | None,
-        typer.Option("--memory", min=0, metavar="SIZE", help="Omit families that need more memory on a rank."),
+        float | None, Option(min=0, metavar="SIZE", help="Omit families that need more memory on a rank.")
     ] = None,
-    charts: Annotated[bool, typer.Option("--charts", help="Draw the Gantt chart of each family.")] = False,
+    charts: Annotated[bool, Option("--charts", help="Draw the Gantt chart of each family.")] = False,
     svg: Svg = None,
     html: Html = None,
     width: Width = None,
@@ -45,7 +44,7 @@ def command(
       stageline compare -p 8 -m 32
       stageline compare -p 8 -m 32 --forward 10 --backward 18 --transfer 1
     """
-    sizes.load_families()
+    load_families(sizes.load)
     if sizes.ranks is None or sizes.microbatches is None:
         raise ScheduleError("compare needs -p RANKS and -m MICROBATCHES, for example stageline compare -p 8 -m 32")
     for key, size in (("ranks", sizes.ranks), ("microbatches", sizes.microbatches)):

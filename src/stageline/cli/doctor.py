@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument
 
 from stageline.cli.options import Json
 from stageline.cli.output import add_ranks, console, print_json, printable, table
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 def command(
     files: Annotated[
-        list[Path],
-        typer.Argument(metavar="FILE|FOLDER...", help="Flight records, or folders of them.", show_default=False),
+        list[Path], Argument(metavar="FILE|FOLDER...", help="Flight records, or folders of them.", show_default=False)
     ],
     json: Json = False,
 ) -> None:

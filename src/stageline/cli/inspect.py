@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from stageline.cli.models import Length, ModelName, Samples, Traceback, load_model, user_code
 from stageline.cli.options import Json
@@ -13,11 +13,9 @@ from stageline.cli.output import console, print_json
 
 def command(
     model: ModelName,
-    stages: Annotated[
-        int, typer.Option("--stages", "-s", min=1, metavar="N", help="Show the split into N stages.")
-    ] = 1,
+    stages: Annotated[int, Option("--stages", "-s", min=1, metavar="N", help="Show the split into N stages.")] = 1,
     by: Annotated[
-        str, typer.Option("--by", metavar="RULE", help="How to split: layers, parameters or type:ClassOfBlock.")
+        str, Option(metavar="RULE", help="How to split: layers, parameters or type:ClassOfBlock.")
     ] = "layers",
     samples: Samples = 2,
     length: Length = 16,

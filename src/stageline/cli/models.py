@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from stageline.common.errors import StagelineError, place_of
 from stageline.common.imports import find_function
@@ -20,22 +21,18 @@ FORMS = "a model, (model, inputs), (model, inputs, targets) or (model, inputs, t
 """What the function of a model may return."""
 ModelName = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="MODEL",
         help=f"package.module:function that returns {FORMS}; or a Hugging Face config.json, or the folder that holds "
         "one.",
         show_default=False,
     ),
 ]
-Samples = Annotated[
-    int, typer.Option("--samples", min=1, metavar="N", help="Samples in the random batch of a Hugging Face model.")
-]
-Length = Annotated[int, typer.Option("--length", min=2, metavar="N", help="Tokens per sample of that batch.")]
-Repeats = Annotated[
-    int, typer.Option("--repeats", min=1, metavar="N", help="Number of measurements, of which the median is used.")
-]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, metavar="N", help="Threads of torch, as in your job.")]
-Traceback = Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error in the model's code.")]
+Samples = Annotated[int, Option(min=1, metavar="N", help="Samples in the random batch of a Hugging Face model.")]
+Length = Annotated[int, Option(min=2, metavar="N", help="Tokens per sample of that batch.")]
+Repeats = Annotated[int, Option(min=1, metavar="N", help="Number of measurements, of which the median is used.")]
+Threads = Annotated[int | None, Option(min=1, metavar="N", help="Threads of torch, as in your job.")]
+Traceback = Annotated[bool, Option("--traceback", help="Show the traceback of an error in the model's code.")]
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ def _cut(text: str, limit: int = 200) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def load_model(name: str, samples: int = 8, length: int = 64, *, traceback: bool = False) -> LoadedModel:
+def load_model(name: str, samples: int, length: int, *, traceback: bool) -> LoadedModel:
     """Build the model that a name stands for, with random weights; `traceback` is as for `user_code`."""
     from stageline.model.huggingface import config_file
 
@@ -86,6 +83,18 @@ def load_model(name: str, samples: int = 8, length: int = 64, *, traceback: bool
     with user_code(f"{name} failed", traceback):
         returned = function()
     return _from_returned(name, returned)
+
+
+def load_with_inputs(name: str, samples: int, length: int, threads: int | None, traceback: bool) -> LoadedModel:
+    """Build a model that will be measured with this many threads, and so needs inputs."""
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    loaded = load_model(name, samples, length, traceback=traceback)
+    if loaded.inputs is None:
+        raise StagelineError(f"{name} returns no inputs; let it return (model, inputs)")
+    return loaded
 
 
 def _from_returned(name: str, returned: Any) -> LoadedModel:

@@ -8,12 +8,12 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-import typer
+from typer import Argument, Option
 
 from stageline.common.errors import CostError, ScheduleError, shorten
 from stageline.schedules.io import read_schedule
@@ -21,44 +21,27 @@ from stageline.schedules.registry import find_family, schedule
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Costs
 
-SIZES, COSTS, OUTPUT = "Schedule", "Costs", "Output"
+# Options by the panel of the help that lists them.
+_size = partial(Option, rich_help_panel="Schedule")
+_cost = partial(Option, rich_help_panel="Costs", metavar="TIME[,…]")
+output_option = partial(Option, rich_help_panel="Output")
 
-
-def _option(*names: str, help: str, panel: str, **settings: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
-
-
-def output_option(*names: str, help: str, **settings: Any) -> Any:
-    """Return a typer option that the help lists under Output."""
-    return _option(*names, help=help, panel=OUTPUT, **settings)
-
-
-Load = Annotated[
-    list[str] | None,
-    _option("--load", metavar="FILE.py", help="Import a file or module that declares families.", panel=SIZES),
-]
+Load = Annotated[list[str] | None, _size(metavar="FILE.py", help="Import a file or module that declares families.")]
 
 
 @dataclass(frozen=True)
 class ScheduleOptions:
     """Options for the size of a schedule."""
 
-    ranks: Annotated[int | None, _option("-p", "--ranks", help="Number of ranks.", panel=SIZES)] = None
-    microbatches: Annotated[
-        int | None, _option("-m", "--microbatches", help="Number of microbatches.", panel=SIZES)
-    ] = None
-    chunks: Annotated[int | None, _option("--chunks", help="Stages per rank.", panel=SIZES)] = None
-    group: Annotated[int | None, _option("--group", help="Microbatches per group (interleaved).", panel=SIZES)] = None
-    waves: Annotated[int | None, _option("--waves", help="Number of waves (hanayo).", panel=SIZES)] = None
+    ranks: Annotated[int | None, _size("-p", "--ranks", help="Number of ranks.")] = None
+    microbatches: Annotated[int | None, _size("-m", "--microbatches", help="Number of microbatches.")] = None
+    chunks: Annotated[int | None, _size(help="Stages per rank.")] = None
+    group: Annotated[int | None, _size(help="Microbatches per group (interleaved).")] = None
+    waves: Annotated[int | None, _size(help="Number of waves (hanayo).")] = None
     option: Annotated[
-        list[str] | None,
-        _option("--option", metavar="KEY=VALUE", help="Another option of the family; repeatable.", panel=SIZES),
+        list[str] | None, _size(metavar="KEY=VALUE", help="Another option of the family; repeatable.")
     ] = None
     load: Load = None
-
-    def load_families(self) -> None:
-        """Import the user's own families."""
-        load_families(self.load)
 
     def family_options(self) -> dict[str, Any]:
         """Return the options of the family itself."""
@@ -67,7 +50,7 @@ class ScheduleOptions:
 
     def make(self, name: str) -> Schedule:
         """Create a schedule of a family, or read it from a file."""
-        self.load_families()
+        load_families(self.load)
         if Path(name).suffix.lower() in (".json", ".csv"):
             if self.ranks is not None or self.microbatches is not None or self.family_options():
                 raise ScheduleError(f"{name} is a file, which has its own sizes: leave out -p, -m and the like")
@@ -79,36 +62,25 @@ class ScheduleOptions:
         return schedule(name, self.ranks, self.microbatches, **self.family_options())
 
 
-def _cost(*names: str, help: str, metavar: str = "TIME[,…]") -> Any:
-    return _option(*names, help=help, panel=COSTS, metavar=metavar)
-
-
 @dataclass(frozen=True)
 class CostOptions:
     """Options for the costs of actions: one number, or one per stage separated by commas."""
 
-    forward: Annotated[str | None, _cost("--forward", help="Time of F. Default: 1.")] = None
-    backward_input: Annotated[str | None, _cost("--backward-input", help="Time of I. Default: 1.")] = None
-    backward_weight: Annotated[str | None, _cost("--backward-weight", help="Time of W. Default: 1.")] = None
-    backward: Annotated[str | None, _cost("--backward", help="Time of B. Default: I + W.")] = None
-    overlap: Annotated[str | None, _cost("--overlap", help="Time of an overlapped pair. Default: F + B.")] = None
-    transfer: Annotated[
-        str | None, _cost("--transfer", help="Time of a message between ranks. Default: 0.", metavar="TIME")
+    forward: Annotated[str | None, _cost(help="Time of F. Default: 1.")] = None
+    backward_input: Annotated[str | None, _cost(help="Time of I. Default: 1.")] = None
+    backward_weight: Annotated[str | None, _cost(help="Time of W. Default: 1.")] = None
+    backward: Annotated[str | None, _cost(help="Time of B. Default: I + W.")] = None
+    overlap: Annotated[str | None, _cost(help="Time of an overlapped pair. Default: F + B.")] = None
+    transfer: Annotated[str | None, _cost(help="Time of a message between ranks. Default: 0.", metavar="TIME")] = None
+    activation: Annotated[str | None, _cost(help="Memory from F to B or I. Default: 1.", metavar="SIZE[,…]")] = None
+    residue: Annotated[str | None, _cost(help="Memory from I to W. Default: 1.", metavar="SIZE[,…]")] = None
+    transient: Annotated[
+        str | None, _cost(help="Memory of an action while it runs. Default: 0.", metavar="SIZE[,…]")
     ] = None
-    activation: Annotated[
-        str | None, _cost("--activation", help="Memory from F to B or I. Default: 1.", metavar="SIZE[,…]")
-    ] = None
-    residue: Annotated[str | None, _cost("--residue", help="Memory from I to W. Default: 1.", metavar="SIZE[,…]")] = (
+    scale: Annotated[str | None, _cost(help="One factor per microbatch.", metavar="X,…")] = None
+    costs: Annotated[Path | None, _cost(metavar="FILE.json", help="Read costs from a file; options override it.")] = (
         None
     )
-    transient: Annotated[
-        str | None, _cost("--transient", help="Memory of an action while it runs. Default: 0.", metavar="SIZE[,…]")
-    ] = None
-    scale: Annotated[str | None, _cost("--scale", help="One factor per microbatch.", metavar="X,…")] = None
-    costs: Annotated[
-        Path | None,
-        _option("--costs", metavar="FILE.json", help="Read costs from a file; options override it.", panel=COSTS),
-    ] = None
 
     def make(self, default: Costs | None = None) -> Costs:
         """Return the costs: of the options, then of the file or `default`."""
@@ -148,26 +120,22 @@ def _key_values(pairs: list[str]) -> dict[str, Any]:
 def load_families(names: list[str] | None) -> None:
     """Import the files or modules that declare families."""
     for name in names or []:
-        _load_families(name)
-
-
-def _load_families(name: str) -> None:
-    path = Path(name)
-    try:
-        if path.suffix == ".py":
-            spec = importlib.util.spec_from_file_location(path.stem, path)
-            if spec is None or spec.loader is None:
-                raise ImportError("not a Python file")
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[path.stem] = module
-            spec.loader.exec_module(module)
-        else:
-            sys.path.insert(0, "")
-            import_module(name)
-    except ScheduleError:
-        raise
-    except (Exception, SystemExit) as error:  # whatever a user's file raises is reported in one line
-        raise ScheduleError(f"cannot load families from {name}: {type(error).__name__}: {error}") from error
+        path = Path(name)
+        try:
+            if path.suffix == ".py":
+                spec = importlib.util.spec_from_file_location(path.stem, path)
+                if spec is None or spec.loader is None:
+                    raise ImportError("not a Python file")
+                module = importlib.util.module_from_spec(spec)
+                sys.modules[path.stem] = module
+                spec.loader.exec_module(module)
+            else:
+                sys.path.insert(0, "")
+                import_module(name)
+        except ScheduleError:
+            raise
+        except (Exception, SystemExit) as error:  # whatever a user's file raises is reported in one line
+            raise ScheduleError(f"cannot load families from {name}: {type(error).__name__}: {error}") from error
 
 
 def expand(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -206,14 +174,13 @@ def expand(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None
 
 ScheduleName = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="SCHEDULE", help="A family (see stageline families), or a .json or .csv file.", show_default=False
     ),
 ]
 Json = Annotated[bool, output_option("--json", help="Print JSON.")]
-Svg = Annotated[Path | None, output_option("--svg", metavar="FILE", help="Write an SVG drawing.")]
-Html = Annotated[Path | None, output_option("--html", metavar="FILE", help="Write an HTML page with hover and zoom.")]
+Svg = Annotated[Path | None, output_option(metavar="FILE", help="Write an SVG drawing.")]
+Html = Annotated[Path | None, output_option(metavar="FILE", help="Write an HTML page with hover and zoom.")]
 Width = Annotated[
-    int | None,
-    output_option("--width", metavar="COLUMNS", help="Width of the chart. Default: the terminal's.", min=30, max=2000),
+    int | None, output_option(metavar="COLUMNS", help="Width of the chart. Default: the terminal's.", min=30, max=2000)
 ]

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
-from stageline.cli.models import Length, ModelName, Repeats, Samples, Threads, load_model
+from stageline.cli.models import Length, ModelName, Repeats, Samples, Threads, load_with_inputs
 from stageline.cli.options import Html, Json, Svg, Width, output_option
 from stageline.cli.output import console, print_chart, print_json, progress, save
-from stageline.common.errors import StagelineError
 from stageline.timeline import draw
 
 if TYPE_CHECKING:
@@ -19,50 +19,39 @@ if TYPE_CHECKING:
 
 def command(
     model: ModelName,
-    ranks: Annotated[int, typer.Option("-p", "--ranks", metavar="N", help="Number of ranks.")],
+    ranks: Annotated[int, Option("-p", "--ranks", metavar="N", help="Number of ranks.")],
     batch: Annotated[
-        int | None,
-        typer.Option("-b", "--batch", metavar="N", help="Samples per step; the number of microbatches is chosen."),
+        int | None, Option("-b", "--batch", metavar="N", help="Samples per step; the number of microbatches is chosen.")
     ] = None,
     microbatches: Annotated[
         int | None,
-        typer.Option("-m", "--microbatches", metavar="N", help="Microbatches per step, each as large as the inputs."),
+        Option("-m", "--microbatches", metavar="N", help="Microbatches per step, each as large as the inputs."),
     ] = None,
     memory: Annotated[
-        str | None,
-        typer.Option("--memory", metavar="SIZE[,…]", help="Memory of a rank, such as 24GiB, or one per rank."),
+        str | None, Option(metavar="SIZE[,…]", help="Memory of a rank, such as 24GiB, or one per rank.")
     ] = None,
     recompute: Annotated[
-        str,
-        typer.Option("--recompute", metavar="WHAT", help="auto, none, stage, or names of units separated by commas."),
+        str, Option(metavar="WHAT", help="auto, none, stage, or names of units separated by commas.")
     ] = "auto",
     schedule: Annotated[
-        str,
-        typer.Option("--schedule", metavar="NAMES", help="auto, or families separated by commas, or synthesized."),
+        str, Option(metavar="NAMES", help="auto, or families separated by commas, or synthesized.")
     ] = "auto",
-    chunks: Annotated[int | None, typer.Option("--chunks", min=1, metavar="N", help="Stages per rank.")] = None,
-    transfer: Annotated[
-        float, typer.Option("--transfer", min=0, metavar="S", help="Latency of a message in seconds.")
-    ] = 0.0,
+    chunks: Annotated[int | None, Option(min=1, metavar="N", help="Stages per rank.")] = None,
+    transfer: Annotated[float, Option(min=0, metavar="S", help="Latency of a message in seconds.")] = 0.0,
     bandwidth: Annotated[
-        str | None,
-        typer.Option("--bandwidth", metavar="SIZE", help="Bytes per second between two ranks, such as 10G."),
+        str | None, Option(metavar="SIZE", help="Bytes per second between two ranks, such as 10G.")
     ] = None,
     optimizer: Annotated[
         float,
-        typer.Option(
-            "--optimizer-bytes", min=0, metavar="X", help="Optimizer state per parameter in bytes; AdamW has 8."
-        ),
+        Option("--optimizer-bytes", min=0, metavar="X", help="Optimizer state per parameter in bytes; AdamW has 8."),
     ] = 8.0,
     interlock: Annotated[
-        bool, typer.Option("--interlock", help="Include the memory that continuous steps need to undo a step.")
+        bool, Option("--interlock", help="Include the memory that continuous steps need to undo a step.")
     ] = False,
-    time_limit: Annotated[
-        float, typer.Option("--time-limit", metavar="S", help="Approximate seconds to search.")
-    ] = 5.0,
+    time_limit: Annotated[float, Option(metavar="S", help="Approximate seconds to search.")] = 5.0,
     repeats: Repeats = 3,
     threads: Threads = None,
-    rows: Annotated[int, output_option("--rows", min=1, metavar="N", help="Number of alternatives to list.")] = 12,
+    rows: Annotated[int, output_option(min=1, metavar="N", help="Number of alternatives to list.")] = 12,
     output: Annotated[
         Path | None, output_option("-o", "--output", metavar="FILE", help="Write the plan as JSON.")
     ] = None,
@@ -123,13 +112,7 @@ def _subject(model: str, samples: int, length: int, threads: int | None, has_bat
         from stageline.model.profile import read_profile
 
         return {"profile": read_profile(path), "samples": samples if has_batch else None}
-    import torch
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    loaded = load_model(model, samples, length)
-    if loaded.inputs is None:
-        raise StagelineError(f"{model} returns no inputs; let it return (model, inputs)")
+    loaded = load_with_inputs(model, samples, length, threads, traceback=False)
     return {"model": loaded.model, "example": loaded.inputs}
 
 

@@ -6,18 +6,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
-from stageline.cli.models import Length, ModelName, Repeats, Samples, Threads, Traceback, load_model, user_code
+from stageline.cli.models import Length, ModelName, Repeats, Samples, Threads, Traceback, load_with_inputs, user_code
 from stageline.cli.options import Json, output_option
 from stageline.cli.output import console
-from stageline.common.errors import StagelineError
 
 
 def command(
     model: ModelName,
-    stages: Annotated[
-        int, typer.Option("--stages", "-s", min=1, metavar="N", help="Show the best split into N stages.")
-    ] = 1,
+    stages: Annotated[int, Option("--stages", "-s", min=1, metavar="N", help="Show the best split into N stages.")] = 1,
     repeats: Repeats = 5,
     threads: Threads = None,
     output: Annotated[
@@ -34,16 +32,10 @@ def command(
       stageline profile mypackage.models:make --output profile.json
       stageline profile config.json --samples 4 --length 512 --stages 4
     """
-    import torch
-
     from stageline.model.partition.partition import evaluate, even_sizes, partition
     from stageline.model.profiler import profile
 
-    if threads is not None:
-        torch.set_num_threads(threads)
-    loaded = load_model(model, samples, length, traceback=traceback)
-    if loaded.inputs is None:
-        raise StagelineError(f"{model} returns no inputs; let it return (model, inputs)")
+    loaded = load_with_inputs(model, samples, length, threads, traceback)
     with user_code(f"measuring {model} failed", traceback):
         measured = profile(loaded.model, loaded.inputs, repeats=repeats)
     if output is not None:

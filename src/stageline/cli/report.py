@@ -7,18 +7,15 @@ import webbrowser
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 
 def command(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of the run (job.dump_folder).", show_default=False)
-    ],
+    run: Annotated[Path, Argument(metavar="RUN", help="Folder of the run (job.dump_folder).", show_default=False)],
     out: Annotated[
-        Path | None,
-        typer.Option("-o", "--out", metavar="FILE", help="The page. Default: report.html in the run's folder."),
+        Path | None, Option("-o", "--out", metavar="FILE", help="The page. Default: report.html in the run's folder.")
     ] = None,
-    open_it: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    open_it: Annotated[bool, Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
     """Write the report of a training run as one HTML page: losses, throughput, and where each rank's time went.
 

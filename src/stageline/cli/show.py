@@ -29,11 +29,9 @@ def command(
     svg: Svg = None,
     html: Html = None,
     trace: Annotated[
-        Path | None, output_option("--trace", metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")
+        Path | None, output_option(metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")
     ] = None,
-    write: Annotated[
-        Path | None, output_option("--write", metavar="FILE", help="Write the schedule as .json or .csv.")
-    ] = None,
+    write: Annotated[Path | None, output_option(metavar="FILE", help="Write the schedule as .json or .csv.")] = None,
     width: Width = None,
     json: Json = False,
 ) -> None:

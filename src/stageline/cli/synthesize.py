@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from stageline.cli.options import CostOptions, Html, Json, Svg, Width, expand, output_option
 from stageline.cli.output import console, print_chart, print_figures, print_json, progress, save
@@ -19,46 +20,28 @@ if TYPE_CHECKING:
     from stageline.synthesis.search import SearchProgress
     from stageline.synthesis.synthesize import Synthesis
 
-SEARCH = "Search"
+_search = partial(Option, rich_help_panel="Search")
 
 
 @expand(prices=CostOptions)
 def command(
     prices: CostOptions,
-    ranks: Annotated[int, typer.Option("-p", "--ranks", metavar="N", help="Number of ranks.")],
-    microbatches: Annotated[int, typer.Option("-m", "--microbatches", metavar="N", help="Number of microbatches.")],
+    ranks: Annotated[int, Option("-p", "--ranks", metavar="N", help="Number of ranks.")],
+    microbatches: Annotated[int, Option("-m", "--microbatches", metavar="N", help="Number of microbatches.")],
     memory: Annotated[
-        str | None,
-        typer.Option("--memory", metavar="SIZE[,…]", help="Memory limit of a rank, or one per rank. Default: none."),
+        str | None, Option(metavar="SIZE[,…]", help="Memory limit of a rank, or one per rank. Default: none.")
     ] = None,
-    chunks: Annotated[int, typer.Option("--chunks", metavar="N", help="Stages per rank.")] = 1,
+    chunks: Annotated[int, Option(metavar="N", help="Stages per rank.")] = 1,
     placement: Annotated[
-        str,
-        typer.Option(
-            "--placement", metavar="NAME", help="With several chunks: loop (around the ranks), or v (V placement)."
-        ),
+        str, Option(metavar="NAME", help="With several chunks: loop (around the ranks), or v (V placement).")
     ] = "loop",
-    objective: Annotated[
-        str,
-        typer.Option("--objective", metavar="NAME", help="What to minimize: makespan or span.", rich_help_panel=SEARCH),
-    ] = "makespan",
+    objective: Annotated[str, _search(metavar="NAME", help="What to minimize: makespan or span.")] = "makespan",
     split: Annotated[
         bool | None,
-        typer.Option(
-            "--split/--no-split",
-            help="Split every backward, or none. Default: where it helps.",
-            rich_help_panel=SEARCH,
-        ),
+        _search("--split/--no-split", help="Split every backward, or none. Default: where it helps."),
     ] = None,
-    time_limit: Annotated[
-        float,
-        typer.Option(
-            "--time-limit", metavar="S", help="Seconds to search; Ctrl-C stops earlier.", rich_help_panel=SEARCH
-        ),
-    ] = 2.0,
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="N", help="Random seed of the search.", rich_help_panel=SEARCH)
-    ] = 0,
+    time_limit: Annotated[float, _search(metavar="S", help="Seconds to search; Ctrl-C stops earlier.")] = 2.0,
+    seed: Annotated[int, _search(metavar="N", help="Random seed of the search.")] = 0,
     output: Annotated[
         Path | None, output_option("-o", "--output", metavar="FILE", help="Write the schedule as .json or .csv.")
     ] = None,

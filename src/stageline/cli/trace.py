@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument
 
 from stageline.cli.options import CostOptions, Html, Json, Svg, Width, expand, output_option
 from stageline.cli.output import MAX_RANKS, add_ranks, console, print_json, print_segments, save, table
@@ -26,14 +26,12 @@ MAX_SLOW = 5
 
 @expand(prices=CostOptions)
 def command(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A file written by pipe.timeline.write(…).", show_default=False)
-    ],
+    run: Annotated[Path, Argument(metavar="RUN", help="A file written by pipe.timeline.write(…).", show_default=False)],
     prices: CostOptions,
     svg: Svg = None,
     html: Html = None,
     chrome: Annotated[
-        Path | None, output_option("--chrome", metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")
+        Path | None, output_option(metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")
     ] = None,
     width: Width = None,
     json: Json = False,
