@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stageline.train.config.options import Option, options, sections, toml_value
+from stageline.train.config.io import Option, options, sections, toml_value
 
 PAGE = Path(__file__).parent / "config.md"
 START, END = "<!-- options: written by docs/make_config.py -->", "<!-- end of options -->"

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from stageline.cli.app import run
 from stageline.cli.train import as_settings
 from stageline.train.config.config import Config
-from stageline.train.config.io import read_config
-from stageline.train.config.options import Option, flag_value, options
+from stageline.train.config.io import Option, flag_value, options, read_config
 from stageline.train.config.rules import GPT_UNITS
 
 Capture = pytest.CaptureFixture[str]

@@ -18,8 +18,8 @@ import stageline.cli.train
 import stageline.train.report
 import stageline.train.trainer  # noqa: F401
 from stageline.cli.app import run
+from stageline.common.interrupts import StopSignals
 from stageline.runtime.executor import Executor
-from stageline.train.signals import StopSignals
 
 
 def main(words: list[str]) -> None:
@@ -82,7 +82,7 @@ def slow_validation(words: list[str]) -> None:
 def on_a_full_disk(words: list[str], step: int) -> None:
     """The same, but the first rank cannot write tensors from the checkpoint of a step on."""
     from stageline.train.checkpoint import writer
-    from stageline.train.checkpoint.tensors import write_tensors
+    from stageline.train.checkpoint.shards import write_tensors
 
     def refuse(path: Path, *rest: Any) -> Any:
         if int(path.parent.name[5:13]) >= step and os.environ["RANK"] == "0":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stageline.testing import ForkServer
-from stageline.testing.fork_server import Child
+from stageline.testing.processes import Child
 from stageline.train.checkpoint import newest
 from support.ports import free_port
 

@@ -20,13 +20,16 @@ from stageline.train.config.io import (
     FIXED,
     FREE,
     WARN,
+    Option,
     differences,
+    flag_value,
     from_dict,
+    options,
     read_config,
     to_dict,
+    toml_value,
     write_toml,
 )
-from stageline.train.config.options import Option, flag_value, options, toml_value
 from stageline.train.config.rules import find_errors, validate
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from stageline import StagelineError
 from stageline.train.config.config import Config
 from stageline.train.data import Bytes, File, Loader, Tokens, open_data
-from stageline.train.data.memmap import ConcatenatedArray, memmap_tokens
+from stageline.train.data.opening import ConcatenatedArray, memmap_tokens
 from stageline.train.data.tokenizer import encode_documents
 from support.instances import examples
 from support.texts import job, text_of, tokens_of, train_tokenizer

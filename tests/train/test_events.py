@@ -27,7 +27,7 @@ from stageline.common.errors import StagelineError
 from stageline.common.units import format_count, format_size
 from stageline.train.config.config import Config, Metrics
 from stageline.train.events import Logs, MetricsFile, read_metrics
-from stageline.train.events.screen import Pace, Part, fit, parts_of
+from stageline.train.screen import Pace, Part, fit, parts_of
 
 Capture = pytest.CaptureFixture[str]
 START = 1_731_670_000.0

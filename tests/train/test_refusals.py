@@ -20,16 +20,14 @@ from torch import Tensor, nn
 import stageline as sl
 from stageline.common.errors import StagelineError
 from stageline.faults.flight_recorder import read_flight
-from stageline.train.checkpoint.tensors import write_tensors
+from stageline.train.checkpoint.shards import write_tensors
 from stageline.train.config.config import Config
 from stageline.train.data import Bytes, Loader
 from stageline.train.data.source import Items
-from stageline.train.losses import find_loss
 from stageline.train.run_folder import RunFolder
-from stageline.train.step import TrainingStep
-from stageline.train.task import Task
+from stageline.train.step import TrainingStep, Validation, validation_batches
+from stageline.train.task import Task, find_loss
 from stageline.train.trainer import Result, Trainer
-from stageline.train.validation import Validation, validation_batches
 
 TINY = (
     "training.steps=4",

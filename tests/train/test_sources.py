@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from stageline import StagelineError
 from stageline.train.config.config import Config
 from stageline.train.data import Indexed, Items, Loader, Source, Stream, Tokens, check_same, open_data, split
-from stageline.train.data.collate import collate
+from stageline.train.data.source import collate
 from support.instances import examples
 from support.texts import job, text_of, tokens_of, train_tokenizer
 

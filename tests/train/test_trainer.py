@@ -19,7 +19,7 @@ from stageline.testing import run_ranks
 from stageline.train.config.config import Config
 from stageline.train.data import Loader, open_data
 from stageline.train.optimizers import Optimizer, outer_parameters, rate
-from stageline.train.precision import LossScale
+from stageline.train.step import LossScale
 from stageline.train.trainer import Result, Trainer
 
 TINY = (

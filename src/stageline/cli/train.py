@@ -24,8 +24,7 @@ from typer.core import TyperCommand, TyperOption
 
 from stageline.common.errors import shorten
 from stageline.train.config.config import Parallelism
-from stageline.train.config.io import raise_errors, read_with_errors
-from stageline.train.config.options import Option, flag_value, options, sections
+from stageline.train.config.io import Option, flag_value, options, raise_errors, read_with_errors, sections
 from stageline.train.config.rules import needs_no_preflight, validate
 
 COMMAND_FLAGS = ("--set", "--print-config", "--check", "--help", "-h")

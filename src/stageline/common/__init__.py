@@ -1,6 +1,6 @@
 """What needs neither schedules nor torch: errors, files, checked JSON, human-readable units.
 
 Nothing here imports another package of Stageline, numpy or torch. Read `errors` first: every error that a user can
-catch is defined there. Then `files`, `checked_json`, `units`, `imports` (functions by name), `interrupts` (Ctrl-C of
-the command) and `trust` (the shared secret of a job).
+catch is defined there. Then `files`, `checked_json`, `units`, `imports` (functions by name), `interrupts` (Ctrl-C, and
+signals that stop a job) and `trust` (the shared secret of a job).
 """

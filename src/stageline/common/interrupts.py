@@ -1,9 +1,10 @@
-"""Ctrl-C on the command line: the process exits at once, with one line and exit code 130, never with a traceback.
+"""Ctrl-C on the command line, and the signals that stop a training job once it has something to save.
 
-Python raises KeyboardInterrupt at whatever statement runs, and the first seconds of a command are mostly imports: an
-exception there leaves half-imported modules behind, or is swallowed by native code. So the command installs a handler
-that raises nothing before it imports anything else. Once there is something to save, `train/signals.py` takes over. A
-program that uses the library keeps Python's own handling.
+A command exits at once, with one line and exit code 130, never with a traceback. Python raises KeyboardInterrupt at
+whatever statement runs, and the first seconds of a command are mostly imports: an exception there leaves half-imported
+modules behind, or is swallowed by native code. So the command installs a handler that raises nothing before it imports
+anything else. Once there is something to save, `StopSignals` takes over. A program that uses the library keeps Python's
+own handling.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 
 EXIT_CODE = 130
@@ -101,11 +103,8 @@ def _speak() -> None:
     """Write the message once, without Python's buffers."""
     if not _speaking.acquire(blocking=False):
         return
-    with suppress(OSError):
-        if os.isatty(1):
-            os.write(1, b"\x1b[?25h")  # a progress line hides the cursor
-    with suppress(OSError):
-        os.write(2, b"\nstageline: interrupted\n" if os.isatty(2) else b"stageline: interrupted\n")
+    _show_cursor()
+    _write(2, "\nstageline: interrupted\n" if _is_terminal(2) else "stageline: interrupted\n")
 
 
 def _watch() -> None:
@@ -136,3 +135,85 @@ def _forget_wakeup() -> None:
     """Keep a forked child from writing its signals to the thread of its parent."""
     with suppress(ValueError):  # only the main thread may do this
         signal.set_wakeup_fd(-1)
+
+
+class StopSignals:
+    """Records the first stop signal inside the block.
+
+    In the `stageline` command, Ctrl-C ends the process at once until `begin` is called: there is nothing to save yet.
+
+    >>> with StopSignals() as stop:
+    ...     os.kill(os.getpid(), signal.SIGTERM)
+    ...     stop.name
+    'SIGTERM'
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        """The number of the signal; 0 before one is received."""
+        self._restore: dict[int, Callable[[], object]] = {}
+
+    @property
+    def name(self) -> str:
+        """The name of the signal; empty before one is received."""
+        return signal.Signals(self.number).name if self.number else ""
+
+    def __enter__(self) -> StopSignals:
+        self._install(signal.SIGTERM)
+        if not active():
+            self._install(signal.SIGINT)
+        return self
+
+    def begin(self) -> None:
+        """Record Ctrl-C, too: from now on there is something to save."""
+        self._install(signal.SIGINT)
+
+    def _install(self, number: int) -> None:
+        if number not in self._restore and threading.current_thread() is threading.main_thread():
+            self._restore[number] = partial(signal.signal, number, signal.signal(number, self._receive))
+
+    def __exit__(self, *_: object) -> None:
+        for restore in self._restore.values():
+            restore()
+        self._restore.clear()
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        again = self.number == signal.SIGINT == number
+        self.number = self.number or number
+        if again:
+            _show_cursor()
+            _write(2, "\nended at once; the last published checkpoint is intact\n")
+            os._exit(128 + number)
+        elif number == signal.SIGINT and _is_terminal(2):
+            _write(2, "\nstopping once this step is finished and saved; Ctrl-C again ends at once, without saving\n")
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the process at once, while there is nothing to save and native code waits for other ranks."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _show_cursor() -> None:
+    """Show the cursor, which a progress line hides."""
+    if _is_terminal(1):
+        _write(1, "\x1b[?25h")
+
+
+def _is_terminal(handle: int) -> bool:
+    with suppress(OSError):
+        return os.isatty(handle)
+    return False
+
+
+def _write(handle: int, text: str) -> None:
+    """Write without Python's buffers, which the signal may have interrupted."""
+    with suppress(OSError):
+        os.write(handle, text.encode())

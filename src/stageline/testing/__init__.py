@@ -1,16 +1,14 @@
 """Public test helpers: run ranks in a test, compare bits with one process, exercise transports, inject faults.
 
-`ranks` runs a function on several processes, `fork_server` starts processes that a test may kill, `conformance` tests a
-transport, `faults` and `sleep` are stages that fail and stages of known duration. Nothing here needs pytest, and no
+`processes` runs ranks, and starts processes that a test may kill; `conformance` tests a transport; `stages` has stages
+that fail and stages of known duration. Nothing here needs pytest, and no
 other package of Stageline imports this one.
 """
 
 from stageline.runtime.reference import Difference, assert_same_bits, differences, one_process_step
 from stageline.testing.conformance import FaultyTransport, exercise
-from stageline.testing.faults import FaultyStage
-from stageline.testing.fork_server import Child, ForkServer
-from stageline.testing.ranks import run_ranks
-from stageline.testing.sleep import SleepStage, Slept
+from stageline.testing.processes import Child, ForkServer, run_ranks
+from stageline.testing.stages import FaultyStage, SleepStage, Slept
 
 Nursery = ForkServer
 """The former name of `ForkServer`."""

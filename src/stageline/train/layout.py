@@ -1,4 +1,4 @@
-"""The layout of a job: the number of ranks and replicas, and the place and device of this process."""
+"""The layout of a job: ranks, replicas and batch sizes, and the place and device of this process."""
 
 from __future__ import annotations
 
@@ -106,3 +106,43 @@ def _device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """How the samples of an optimizer step are divided.
+
+    >>> batch_sizes(Config.read(None, "training.local_batch_size=8", "training.global_batch_size=32"), replicas=2)
+    BatchSizes(per_step=32, local=8, accumulation=2, microbatch=2, microbatches=4)
+    """
+
+    per_step: int
+    """Samples of an optimizer step, over all replicas."""
+    local: int
+    """Samples of a pipeline step, of one replica."""
+    accumulation: int
+    """Pipeline steps in an optimizer step."""
+    microbatch: int
+    """Samples of a microbatch."""
+    microbatches: int
+
+
+def batch_sizes(config: Config, replicas: int) -> BatchSizes:
+    """Divide the samples of an optimizer step."""
+    training = config.training
+    local = training.local_batch_size
+    pipeline_step = local * replicas
+    per_step = training.global_batch_size or pipeline_step
+    if per_step % pipeline_step:
+        below, above = per_step // pipeline_step * pipeline_step, (per_step // pipeline_step + 1) * pipeline_step
+        raise StagelineError(
+            f"training.global_batch_size is {per_step}, which {replicas} replicas × training.local_batch_size {local} "
+            f"do not divide; the nearest that fit are {f'{below} and ' if below else ''}{above}"
+        )
+    if training.continuous_steps and per_step > pipeline_step:
+        raise StagelineError(
+            f"training.continuous_steps trains on one batch per step, but training.global_batch_size {per_step} "
+            f"accumulates gradients of {per_step // pipeline_step} batches; set one of the two to its default"
+        )
+    microbatch = min(config.parallelism.pipeline_parallel_microbatch_size, local)
+    return BatchSizes(per_step, local, per_step // pipeline_step, microbatch, -(-local // microbatch))

@@ -1,11 +1,12 @@
-"""The start-up of a job: from a configuration to data, a locked run folder, a schedule and a pipeline."""
+"""The start-up of a job: data, a locked run folder, stages and a schedule by the model's profile, a pipeline."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stageline.common.errors import StagelineError
+from stageline.common.errors import NothingFits, ScheduleError, StagelineError, in_flags
+from stageline.common.files import write_text
+from stageline.common.interrupts import ended_by_sigterm
 from stageline.distributed.process_host import job_host
 from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.model.build.build import build, describe
@@ -22,61 +25,22 @@ from stageline.model.profile import Profile
 from stageline.model.profiler import profile
 from stageline.model.split import Staged, split
 from stageline.planning.batch_sizes import by_calls
-from stageline.planning.io import parse_plan, to_text
-from stageline.planning.plan import Plan
+from stageline.planning.io import parse_plan, read_plan, to_text
+from stageline.planning.plan import Plan, plan
 from stageline.planning.request import device_memory
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.pipeline import Pipeline
+from stageline.schedules.io import read_schedule
+from stageline.schedules.registry import schedule
+from stageline.schedules.schedule import Schedule
 from stageline.train.checkpoint import leave_mark, remove_mark, sees_mark
-from stageline.train.config.config import Config
+from stageline.train.config.config import Config, Parallelism
 from stageline.train.data import Data, Loader, Tokens, data_of, open_data
-from stageline.train.layout import JobLayout, note_on_gpus
+from stageline.train.layout import BatchSizes, JobLayout, batch_sizes, note_on_gpus
 from stageline.train.optimizers import warm_up_note
-from stageline.train.precision import disable_broken_bfloat16
-from stageline.train.run_folder import PROFILE, RunFolder
-from stageline.train.schedule_choice import choose_schedule, load_choice, save_choice
-from stageline.train.signals import ended_by_sigterm
+from stageline.train.run_folder import CHOICE, PLAN, PROFILE, RunFolder
+from stageline.train.step import disable_broken_bfloat16
 from stageline.train.task import Task, looks_ahead, make_task
-
-
-@dataclass(frozen=True)
-class BatchSizes:
-    """How the samples of an optimizer step are divided.
-
-    >>> batch_sizes(Config.read(None, "training.local_batch_size=8", "training.global_batch_size=32"), replicas=2)
-    BatchSizes(per_step=32, local=8, accumulation=2, microbatch=2, microbatches=4)
-    """
-
-    per_step: int
-    """Samples of an optimizer step, over all replicas."""
-    local: int
-    """Samples of a pipeline step, of one replica."""
-    accumulation: int
-    """Pipeline steps in an optimizer step."""
-    microbatch: int
-    """Samples of a microbatch."""
-    microbatches: int
-
-
-def batch_sizes(config: Config, replicas: int) -> BatchSizes:
-    """Divide the samples of an optimizer step."""
-    training = config.training
-    local = training.local_batch_size
-    pipeline_step = local * replicas
-    per_step = training.global_batch_size or pipeline_step
-    if per_step % pipeline_step:
-        below, above = per_step // pipeline_step * pipeline_step, (per_step // pipeline_step + 1) * pipeline_step
-        raise StagelineError(
-            f"training.global_batch_size is {per_step}, which {replicas} replicas × training.local_batch_size {local} "
-            f"do not divide; the nearest that fit are {f'{below} and ' if below else ''}{above}"
-        )
-    if training.continuous_steps and per_step > pipeline_step:
-        raise StagelineError(
-            f"training.continuous_steps trains on one batch per step, but training.global_batch_size {per_step} "
-            f"accumulates gradients of {per_step // pipeline_step} batches; set one of the two to its default"
-        )
-    microbatch = min(config.parallelism.pipeline_parallel_microbatch_size, local)
-    return BatchSizes(per_step, local, per_step // pipeline_step, microbatch, -(-local // microbatch))
 
 
 class Setup:
@@ -284,3 +248,97 @@ class Setup:
             self.notes.append(f"every process builds the whole model before it keeps its part: {reason}")
         model = build(self.task.make, seed=self.config.training.seed, device=self.layout.device, otherwise="construct")
         return split(model, stages, layers_per_stage=counts, example=self.example)
+
+
+TIME_LIMIT = 1.0
+"""Seconds that the search may take, because a job should start soon."""
+OPTIMIZER_STATE_BYTES = {"AdamW": 8.0, "Adam": 8.0, "SGD": 4.0, "Adafactor": 1.0, "Muon": 4.0}
+"""Approximate bytes of optimizer state for each parameter."""
+
+
+def save_choice(choice: Plan, folder: Path, request: dict[str, Any]) -> None:
+    """Save a choice with its request, so that a resumed run makes the same one."""
+    choice.write(folder / PLAN)
+    write_text(folder / CHOICE, json.dumps({"asked": request}, indent=1) + "\n")
+
+
+def load_choice(folder: Path, request: dict[str, Any]) -> Plan | None:
+    """Return the choice of an earlier start for the same request; None if there is none."""
+    try:
+        if json.loads((folder / CHOICE).read_text(encoding="utf-8"))["asked"] != request:
+            return None
+        return read_plan(folder / PLAN)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def choose_schedule(
+    profile: Profile, config: Config, ranks: int, microbatches: int, memory: float | None = None
+) -> tuple[Plan, str]:
+    """Return the fastest schedule that the configuration allows, with its best split; and a note, or an empty string.
+
+    >>> import torch
+    >>> from stageline.model.profiler import profile
+    >>> layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    >>> choice, _ = choose_schedule(profile(layers, torch.ones(32, 64), repeats=1), Config(), ranks=2, microbatches=4)
+    >>> len(choice.alternatives) > 5, sum(choice.layers_per_stage)
+    (True, 8)
+    """
+    options = config.parallelism
+    fixed = _fixed_schedule(options, ranks, microbatches)
+    half = config.training.dtype == "bfloat16"
+    request: dict[str, Any] = {
+        "profile": profile,
+        "ranks": ranks,
+        "microbatches": microbatches,
+        "schedule": "auto" if fixed is None else fixed,
+        "chunks": options.pipeline_parallel_chunks or None if fixed is None else None,
+        "split": options.pipeline_parallel_split,
+        "recompute": "stage" if config.activation_checkpoint.mode == "full" else "none",
+        "parameter_bytes": 2.0 if half else 4.0,
+        # A bfloat16 parameter has a float32 master weight.
+        "optimizer_bytes_per_parameter": OPTIMIZER_STATE_BYTES.get(config.optimizer.name, 8.0) + (4.0 if half else 0.0),
+        "time_limit": TIME_LIMIT,
+    }
+    try:
+        return plan(memory=memory, **request), ""
+    except NothingFits as error:  # an estimate, so the job may still try
+        return plan(**request), in_config_words(str(error))
+
+
+def _fixed_schedule(options: Parallelism, ranks: int, microbatches: int) -> Schedule | None:
+    """Return the schedule that the configuration names; None for "auto"."""
+    if file := options.pipeline_parallel_schedule_csv:
+        fixed = read_schedule(file)
+        if (fixed.ranks, fixed.microbatches) != (ranks, microbatches):
+            raise ScheduleError(
+                f"{file} has {fixed.ranks} ranks and {fixed.microbatches} microbatches, and the job has {ranks} and "
+                f"{microbatches}; see pipeline_parallel_degree, local_batch_size and pipeline_parallel_microbatch_size"
+            )
+        return fixed
+    if options.pipeline_parallel_schedule.lower() == "auto":
+        return None
+    chunks = {"chunks": options.pipeline_parallel_chunks} if options.pipeline_parallel_chunks else {}
+    fixed = schedule(options.pipeline_parallel_schedule, ranks, microbatches, **chunks)
+    if not fixed.training:
+        raise StagelineError(f"{fixed.name} is for inference; use a schedule that trains, or auto")
+    return fixed
+
+
+def in_config_words(text: str) -> str:
+    """Return the advice of `sl.plan` as flags of a job.
+
+    >>> in_config_words("what would fit: recompute='auto' brings it to 3 GiB; ranks=8 brings it to 1 GiB")
+    'what would fit: --activation_checkpoint.mode full brings it to 3 GiB; --parallelism.pipeline_parallel_degree 8
+    brings it to 1 GiB'
+    """
+    text = text.replace("recompute='auto'", "recompute=full").replace("recompute='stage'", "recompute=full")
+    return in_flags(
+        text,
+        {
+            "ranks": "--parallelism.pipeline_parallel_degree",
+            "schedule": "--parallelism.pipeline_parallel_schedule",
+            "recompute": "--activation_checkpoint.mode",
+            "memory": "a rank with",
+        },
+    )

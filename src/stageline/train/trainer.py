@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from stageline.common.errors import StagelineError
+from stageline.common.interrupts import StopSignals
 from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.faults.flight_recorder import flights_into
 from stageline.train.checkpoint import Checkpoint, Writer
@@ -35,16 +36,13 @@ from stageline.train.config.io import read_config, to_dict
 from stageline.train.config.rules import validate
 from stageline.train.data import Data, Loader, Prefetch
 from stageline.train.events import Logs, read_metrics
-from stageline.train.events.screen import put
 from stageline.train.layout import JobLayout, find_job_layout
 from stageline.train.optimizers import Optimizer, outer_parameters, rate
 from stageline.train.output import Output
-from stageline.train.precision import LossScale
 from stageline.train.run_folder import FLIGHT, METRICS, RunFolder
+from stageline.train.screen import put
 from stageline.train.setup import Setup
-from stageline.train.signals import StopSignals
-from stageline.train.step import StepResult, TrainingStep
-from stageline.train.validation import Validation
+from stageline.train.step import LossScale, StepResult, TrainingStep, Validation
 
 CONTINUOUS_STEPS = 8
 """Continuous steps between two checks for signals and the time limit."""

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from stageline.common.errors import CheckpointError, nearest, shorten
 from stageline.train.checkpoint.disk import make_folder, remove_tree, rename, sync_folder, write_file
-from stageline.train.checkpoint.gather import shard_name, write_index
 from stageline.train.checkpoint.manifest import INDEX, MANIFEST, File, TensorEntry
 from stageline.train.checkpoint.reader import Checkpoint
-from stageline.train.checkpoint.tensors import TensorSource, cut, write_tensors
+from stageline.train.checkpoint.shards import TensorSource, cut, shard_name, write_index, write_tensors
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 

@@ -33,10 +33,19 @@ from stageline.train.checkpoint.folder import (
     published,
     step_name,
 )
-from stageline.train.checkpoint.gather import WriterReport, assemble, gather, report_name
 from stageline.train.checkpoint.manifest import INDEX, MANIFEST, File, Manifest, TensorEntry, plain_name
 from stageline.train.checkpoint.reader import open_checkpoint
-from stageline.train.checkpoint.tensors import HostCopies, TensorSource, cut, tensor_source, write_tensors
+from stageline.train.checkpoint.shards import (
+    HostCopies,
+    TensorSource,
+    WriterReport,
+    assemble,
+    cut,
+    gather,
+    report_name,
+    tensor_source,
+    write_tensors,
+)
 
 SHARD = 4 * 2**30
 """Maximum bytes of a file of tensors, unless a single tensor is larger."""

@@ -13,8 +13,7 @@ from stageline.common.errors import JsonError, StagelineError, nearest
 from stageline.schedules.io import read_schedule
 from stageline.schedules.registry import find_family, schedule
 from stageline.train.config.config import Config, Parallelism
-from stageline.train.config.io import raise_errors
-from stageline.train.config.options import options, show, toml_value
+from stageline.train.config.io import options, raise_errors, show, toml_value
 from stageline.train.config.ranks import ranks_of_job
 
 LOSSES = ("cross_entropy", "weighted_cross_entropy", "mse", "own")

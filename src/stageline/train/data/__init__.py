@@ -1,13 +1,12 @@
 """The data of a job: sources of samples, their order, and the share of each replica.
 
-Read in order: `opening`, `source`, `documents`, `memmap`, `stream`, `collate`, `loader`, `tokenizer`. Nothing here
+Read in order: `opening`, `source`, `documents`, `tokenizer`, `stream`, `loader`. Nothing here
 knows a model or a pipeline.
 """
 
-from stageline.train.data.collate import Batch
 from stageline.train.data.loader import Loader, Prefetch
 from stageline.train.data.opening import Data, data_of, open_data
-from stageline.train.data.source import Indexed, Items, Source, Tokens, check_same, split
+from stageline.train.data.source import Batch, Indexed, Items, Source, Tokens, check_same, split
 from stageline.train.data.stream import Stream
 from stageline.train.data.tokenizer import Bytes, File, Tokenizer, find_tokenizer
 

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from stageline.common.errors import StagelineError, shorten
 from stageline.distributed.bootstrap import lost_rank
-from stageline.train.data.collate import Batch
-from stageline.train.data.source import Indexed, check_same
+from stageline.train.data.source import Batch, Indexed, check_same
 from stageline.train.data.stream import Stream
 
 

@@ -11,8 +11,7 @@ from copy import deepcopy
 from typing import Any
 
 from stageline.common.errors import StagelineError, shorten
-from stageline.train.data.collate import Batch, collate
-from stageline.train.data.source import digest, own_fingerprint
+from stageline.train.data.source import Batch, collate, digest, own_fingerprint
 
 MAX_SILENT_SKIP = 1000
 """Up to this many samples are skipped without seeking and without a note."""

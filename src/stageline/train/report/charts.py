@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from stageline.common.checked_json import number_or_none
 from stageline.common.units import format_count, format_loss, format_percent, format_size
-from stageline.train.events.metrics_file import Row
+from stageline.train.events import Row
 
 NUM_BINS = 300
 """Number of bins of the step axis; each keeps its smallest and largest value."""

@@ -11,7 +11,7 @@ from typing import Any
 from stageline.common.errors import StagelineError, shorten
 from stageline.timeline.io import read_timeline
 from stageline.timeline.timeline import NOT_ALIGNED, Timeline
-from stageline.train.events.metrics_file import History, Row, read_metrics
+from stageline.train.events import History, Row, read_metrics
 from stageline.train.run_folder import CONFIG, ENVIRONMENT, METRICS, PLANNED, SAMPLE, TIMELINES, timeline_step
 
 MAX_TEXT_LENGTH = 100_000

@@ -1,4 +1,4 @@
-"""Lines for people: a progress line that updates on a terminal, plain lines in a pipe."""
+"""What a job prints: a progress line that updates on a terminal, plain lines in a pipe."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import statistics
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from stageline.common.checked_json import number_or_none
 from stageline.common.units import format_clock, format_count, format_loss, format_percent, format_size
-from stageline.train.events.metrics_file import Row
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -169,10 +169,8 @@ def open_screen(console: Console | None, *, colour: bool) -> Screen:
     if console is None:
         if not sys.stdout.isatty():
             return Lines()
-        try:
-            from rich.console import Console
-        except ModuleNotFoundError:
-            return Lines()
+        from rich.console import Console
+
         console = Console(highlight=False, no_color=None if colour else True)
     if not console.is_terminal or console.is_dumb_terminal:
         return Lines(console.file)
@@ -208,7 +206,7 @@ class Pace:
         self._steps = 0
         self._before: tuple[int, float] | None = None
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Mapping[str, Any]) -> None:
         """Add a step; the time between two steps includes what a step's own time does not, such as data loading."""
         step, now, own = row["step"], number_or_none(row.get("time")), number_or_none(row.get("seconds"))
         taken = own
@@ -231,7 +229,7 @@ class Pace:
         return None if self.seconds is None else self.seconds * max(0, total - step)
 
 
-def parts_of(row: Row, total: int, left: float | None, taken: float | None = None) -> list[Part]:
+def parts_of(row: Mapping[str, Any], total: int, left: float | None, taken: float | None = None) -> list[Part]:
     """Return the parts of the progress line; `left` is the remaining time, `taken` the time of a finished run.
 
     >>> row = {"event": "step", "step": 12, "loss": 2.31, "tokens_per_s": 15234.0, "bubble": 0.21,
