@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from stageline.cli.options import CostOptions, Html, Json, ScheduleOptions, Svg, Width, expand, load_families
-from stageline.cli.output import console, print_json, print_segments, save, table
+from stageline.cli.options import CostOptions, DrawingOptions, ScheduleOptions, expand, load_families
+from stageline.cli.output import console, print_json, print_segments, table
 from stageline.common.errors import ScheduleError
 from stageline.schedules.registry import families, schedule, whole
-from stageline.timeline import draw
 from stageline.timeline.costs import Costs
 from stageline.timeline.draw.palette import number
 from stageline.timeline.draw.terminal import chart, legend, strip
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-@expand(sizes=ScheduleOptions, prices=CostOptions)
+@expand
 def command(
     sizes: ScheduleOptions,
     prices: CostOptions,
@@ -31,10 +30,8 @@ def command(
         float | None, Option(min=0, metavar="SIZE", help="Omit families that need more memory on a rank.")
     ] = None,
     charts: Annotated[bool, Option("--charts", help="Draw the Gantt chart of each family.")] = False,
-    svg: Svg = None,
-    html: Html = None,
-    width: Width = None,
-    json: Json = False,
+    *,
+    drawing: DrawingOptions,
 ) -> None:
     """Compare all families with the same costs: a table sorted by makespan, and all of them on one time axis.
 
@@ -60,14 +57,13 @@ def command(
         _candidates(sizes, costs, memory, left_out), key=lambda timeline: (timeline.makespan, max(timeline.peak_memory))
     )
     title = f"{sizes.ranks} ranks, {sizes.microbatches} microbatches"
-    save(svg, lambda: draw.svg(timelines), "the drawing")
-    save(html, lambda: draw.html(timelines, title), "the page")
-    if json:
+    drawing.save(timelines, title)
+    if drawing.json:
         print_json({"families": [_row(timeline) for timeline in timelines], "left_out": left_out})
         return
     if not timelines:
         raise ScheduleError("no family fits: " + "; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
-    out = console(width)
+    out = console(drawing.width)
     out.print(_table(timelines))
     out.print()
     _draw(timelines, out.width, charts)

@@ -6,8 +6,8 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
@@ -15,17 +15,27 @@ from typing import Annotated, Any, get_type_hints
 
 from typer import Argument, Option
 
+from stageline.cli.output import save
 from stageline.common.errors import CostError, ScheduleError, shorten
 from stageline.schedules.io import read_schedule
 from stageline.schedules.registry import find_family, schedule
 from stageline.schedules.schedule import Schedule
+from stageline.timeline import draw
 from stageline.timeline.costs import Costs
+from stageline.timeline.timeline import Timeline
 
 # Options by the panel of the help that lists them.
 _size = partial(Option, rich_help_panel="Schedule")
 _cost = partial(Option, rich_help_panel="Costs", metavar="TIME[,…]")
 output_option = partial(Option, rich_help_panel="Output")
 
+ScheduleName = Annotated[
+    str,
+    Argument(
+        metavar="SCHEDULE", help="A family (see stageline families), or a .json or .csv file.", show_default=False
+    ),
+]
+Json = Annotated[bool, output_option("--json", help="Print JSON.")]
 Load = Annotated[list[str] | None, _size(metavar="FILE.py", help="Import a file or module that declares families.")]
 
 
@@ -96,6 +106,24 @@ class CostOptions:
         return Costs.from_json(base)
 
 
+@dataclass(frozen=True)
+class DrawingOptions:
+    """Options of verbs that draw timelines."""
+
+    svg: Annotated[Path | None, output_option(metavar="FILE", help="Write an SVG drawing.")] = None
+    html: Annotated[Path | None, output_option(metavar="FILE", help="Write an HTML page with hover and zoom.")] = None
+    width: Annotated[
+        int | None,
+        output_option(metavar="COLUMNS", help="Width of the chart. Default: the terminal's.", min=30, max=2000),
+    ] = None
+    json: Json = False
+
+    def save(self, timelines: Timeline | Sequence[Timeline], *title: str, names: Sequence[str] | None = None) -> None:
+        """Write the drawing and the page, if they were requested."""
+        save(self.svg, lambda: draw.svg(timelines, names=names), "the drawing")
+        save(self.html, lambda: draw.html(timelines, *title, names=names), "the page")
+
+
 def _numbers(name: str, text: str) -> float | list[float]:
     flag = "--" + name.replace("_", "-")
     try:
@@ -138,49 +166,27 @@ def load_families(names: list[str] | None) -> None:
             raise ScheduleError(f"cannot load families from {name}: {type(error).__name__}: {error}") from error
 
 
-def expand(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace each parameter named here by all options of its class, which typer does not do by itself."""
-
-    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
-        hints = get_type_hints(verb, include_extras=True)
-        own = [
-            parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
-            for parameter in inspect.signature(verb).parameters.values()
-            if parameter.name not in groups
-        ]
-        parameters = [parameter for parameter in own if parameter.default is inspect.Parameter.empty]
-        for group in groups.values():
-            types = get_type_hints(group, include_extras=True)
+def expand(verb: Callable[..., None]) -> Callable[..., None]:
+    """Replace each parameter that is a group of options by its options, which typer does not do by itself."""
+    hints = get_type_hints(verb, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(verb).parameters.values():
+        if group := groups.get(parameter.name):
+            types, kind = get_type_hints(group, include_extras=True), inspect.Parameter.KEYWORD_ONLY
             parameters += [
-                inspect.Parameter(
-                    field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=types[field.name]
-                )
+                inspect.Parameter(field.name, kind, default=field.default, annotation=types[field.name])
                 for field in fields(group)
             ]
-        parameters += [parameter for parameter in own if parameter.default is not inspect.Parameter.empty]
+        else:
+            parameters.append(parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY))
 
-        @wraps(verb)
-        def call(**arguments: Any) -> None:
-            for name, group in groups.items():
-                arguments[name] = group(**{field.name: arguments.pop(field.name) for field in fields(group)})
-            verb(**arguments)
+    @wraps(verb)
+    def call(**arguments: Any) -> None:
+        for name, group in groups.items():
+            arguments[name] = group(**{field.name: arguments.pop(field.name) for field in fields(group)})
+        verb(**arguments)
 
-        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return call
-
-    return decorate
-
-
-ScheduleName = Annotated[
-    str,
-    Argument(
-        metavar="SCHEDULE", help="A family (see stageline families), or a .json or .csv file.", show_default=False
-    ),
-]
-Json = Annotated[bool, output_option("--json", help="Print JSON.")]
-Svg = Annotated[Path | None, output_option(metavar="FILE", help="Write an SVG drawing.")]
-Html = Annotated[Path | None, output_option(metavar="FILE", help="Write an HTML page with hover and zoom.")]
-Width = Annotated[
-    int | None, output_option(metavar="COLUMNS", help="Width of the chart. Default: the terminal's.", min=30, max=2000)
-]
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call

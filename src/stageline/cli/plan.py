@@ -2,54 +2,59 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer import Option
 
 from stageline.cli.models import Length, ModelName, Repeats, Samples, Threads, load_with_inputs
-from stageline.cli.options import Html, Json, Svg, Width, output_option
-from stageline.cli.output import console, print_chart, print_json, progress, save
-from stageline.timeline import draw
-
-if TYPE_CHECKING:
-    from stageline.planning.plan import Plan
+from stageline.cli.options import DrawingOptions, expand, output_option
+from stageline.cli.output import console, print_chart, print_json, progress
 
 
-def command(
-    model: ModelName,
-    ranks: Annotated[int, Option("-p", "--ranks", metavar="N", help="Number of ranks.")],
+@dataclass(frozen=True)
+class SearchOptions:
+    """The options of the search, under the names of the arguments of `plan`."""
+
     batch: Annotated[
         int | None, Option("-b", "--batch", metavar="N", help="Samples per step; the number of microbatches is chosen.")
-    ] = None,
+    ] = None
     microbatches: Annotated[
         int | None,
         Option("-m", "--microbatches", metavar="N", help="Microbatches per step, each as large as the inputs."),
-    ] = None,
+    ] = None
     memory: Annotated[
         str | None, Option(metavar="SIZE[,…]", help="Memory of a rank, such as 24GiB, or one per rank.")
-    ] = None,
+    ] = None
     recompute: Annotated[
         str, Option(metavar="WHAT", help="auto, none, stage, or names of units separated by commas.")
-    ] = "auto",
-    schedule: Annotated[
-        str, Option(metavar="NAMES", help="auto, or families separated by commas, or synthesized.")
-    ] = "auto",
-    chunks: Annotated[int | None, Option(min=1, metavar="N", help="Stages per rank.")] = None,
-    transfer: Annotated[float, Option(min=0, metavar="S", help="Latency of a message in seconds.")] = 0.0,
+    ] = "auto"
+    schedule: Annotated[str, Option(metavar="NAMES", help="auto, or families separated by commas, or synthesized.")] = (
+        "auto"
+    )
+    chunks: Annotated[int | None, Option(min=1, metavar="N", help="Stages per rank.")] = None
+    transfer: Annotated[float, Option(min=0, metavar="S", help="Latency of a message in seconds.")] = 0.0
     bandwidth: Annotated[
         str | None, Option(metavar="SIZE", help="Bytes per second between two ranks, such as 10G.")
-    ] = None,
-    optimizer: Annotated[
+    ] = None
+    optimizer_bytes_per_parameter: Annotated[
         float,
         Option("--optimizer-bytes", min=0, metavar="X", help="Optimizer state per parameter in bytes; AdamW has 8."),
-    ] = 8.0,
+    ] = 8.0
     interlock: Annotated[
         bool, Option("--interlock", help="Include the memory that continuous steps need to undo a step.")
-    ] = False,
-    time_limit: Annotated[float, Option(metavar="S", help="Approximate seconds to search.")] = 5.0,
-    repeats: Repeats = 3,
+    ] = False
+    time_limit: Annotated[float, Option(metavar="S", help="Approximate seconds to search.")] = 5.0
+    repeats: Repeats = 3
+
+
+@expand
+def command(
+    model: ModelName,
+    ranks: Annotated[int, Option("-p", "--ranks", metavar="N", help="Number of ranks.")],
+    search: SearchOptions,
     threads: Threads = None,
     rows: Annotated[int, output_option(min=1, metavar="N", help="Number of alternatives to list.")] = 12,
     output: Annotated[
@@ -57,10 +62,8 @@ def command(
     ] = None,
     samples: Samples = 2,
     length: Length = 64,
-    svg: Svg = None,
-    html: Html = None,
-    width: Width = None,
-    json: Json = False,
+    *,
+    drawing: DrawingOptions,
 ) -> None:
     """Find the fastest way to train a model: stages, microbatches, recomputation and schedule, within the memory.
 
@@ -71,38 +74,26 @@ def command(
       stageline plan config.json -p 4 --batch 32 --samples 8 --memory 24GiB
       stageline plan profile.json -p 64 --batch 256 --samples 4 --bandwidth 50G
     """
-    subject = _subject(model, samples, length, threads, has_batch=batch is not None)
+    subject = _subject(model, samples, length, threads, has_batch=search.batch is not None)
     from stageline.planning.plan import plan
 
-    families: Any = schedule.split(",") if "," in schedule else schedule
-    recomputed: Any = recompute if recompute in ("auto", "none", "stage") else tuple(recompute.split(","))
+    arguments = vars(search) | {"schedule": search.schedule.split(",") if "," in search.schedule else search.schedule}
+    if search.recompute not in ("auto", "none", "stage"):
+        arguments["recompute"] = tuple(search.recompute.split(","))
     with progress("profiling the model …") as update:
-        best = plan(
-            **subject,
-            ranks=ranks,
-            batch=batch,
-            microbatches=microbatches,
-            memory=memory,
-            recompute=recomputed,
-            schedule=families,
-            chunks=chunks,
-            transfer=transfer,
-            bandwidth=bandwidth,
-            optimizer_bytes_per_parameter=optimizer,
-            interlock=interlock,
-            time_limit=time_limit,
-            repeats=repeats,
-            progress=update,
-        )
+        best = plan(**subject, **arguments, ranks=ranks, progress=update)
     if output is not None:
         best.write(output)
         typer.echo(f"wrote the plan to {output}", err=True)
-    save(svg, lambda: draw.svg(best.timeline), "the drawing")
-    save(html, lambda: draw.html(best.timeline), "the page")
-    if json:
+    drawing.save(best.timeline)
+    if drawing.json:
         print_json(best.to_json())
         return
-    _print(best, width, rows)
+    out = console(drawing.width)
+    if best.ranks <= 32 and best.microbatches <= 256:
+        print_chart(out, best.timeline, title=False)
+        out.print()
+    out.print(best.explain(rows), markup=False)
 
 
 def _subject(model: str, samples: int, length: int, threads: int | None, has_batch: bool) -> dict[str, Any]:
@@ -114,11 +105,3 @@ def _subject(model: str, samples: int, length: int, threads: int | None, has_bat
         return {"profile": read_profile(path), "samples": samples if has_batch else None}
     loaded = load_with_inputs(model, samples, length, threads, traceback=False)
     return {"model": loaded.model, "example": loaded.inputs}
-
-
-def _print(best: Plan, width: int | None, rows: int) -> None:
-    out = console(width)
-    if best.ranks <= 32 and best.microbatches <= 256:
-        print_chart(out, best.timeline, title=False)
-        out.print()
-    out.print(best.explain(rows), markup=False)

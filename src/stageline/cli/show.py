@@ -7,12 +7,9 @@ from typing import Annotated
 
 from stageline.cli.options import (
     CostOptions,
-    Html,
-    Json,
+    DrawingOptions,
     ScheduleName,
     ScheduleOptions,
-    Svg,
-    Width,
     expand,
     output_option,
 )
@@ -21,19 +18,17 @@ from stageline.timeline import draw
 from stageline.timeline.simulate import simulate
 
 
-@expand(sizes=ScheduleOptions, costs=CostOptions)
+@expand
 def command(
     schedule: ScheduleName,
     sizes: ScheduleOptions,
     costs: CostOptions,
-    svg: Svg = None,
-    html: Html = None,
     trace: Annotated[
         Path | None, output_option(metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")
     ] = None,
     write: Annotated[Path | None, output_option(metavar="FILE", help="Write the schedule as .json or .csv.")] = None,
-    width: Width = None,
-    json: Json = False,
+    *,
+    drawing: DrawingOptions,
 ) -> None:
     """Draw a schedule with its bubble and its memory.
 
@@ -44,13 +39,12 @@ def command(
     timeline = simulate(sizes.make(schedule), costs.make())
     if write is not None:
         timeline.schedule.write(write)
-    save(svg, lambda: draw.svg(timeline), "the drawing")
-    save(html, lambda: draw.html(timeline), "the page")
+    drawing.save(timeline)
     save(trace, lambda: draw.trace(timeline), "the trace")
-    if json:
+    if drawing.json:
         programs = [[str(entry) for entry in program] for program in timeline.schedule.programs]
         print_json({**timeline.figures(), "programs": programs})
         return
-    out = console(width)
+    out = console(drawing.width)
     print_chart(out, timeline)
     print_figures(out, timeline)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-@expand(sizes=ScheduleOptions, costs=CostOptions)
+@expand
 def command(schedule: ScheduleName, sizes: ScheduleOptions, costs: CostOptions, json: Json = False) -> None:
     """Compute when every action runs: bubble, idle time of each rank by its cause, memory, critical path.
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from stageline.cli.options import CostOptions, Html, Json, Svg, Width, expand, output_option
-from stageline.cli.output import console, print_chart, print_figures, print_json, progress, save
+from stageline.cli.options import CostOptions, DrawingOptions, expand, output_option
+from stageline.cli.output import console, print_chart, print_figures, print_json, progress
 from stageline.common import interrupts
-from stageline.timeline import draw
 from stageline.timeline.draw.palette import number
 
 if TYPE_CHECKING:
@@ -23,32 +23,37 @@ if TYPE_CHECKING:
 _search = partial(Option, rich_help_panel="Search")
 
 
-@expand(prices=CostOptions)
-def command(
-    prices: CostOptions,
-    ranks: Annotated[int, Option("-p", "--ranks", metavar="N", help="Number of ranks.")],
-    microbatches: Annotated[int, Option("-m", "--microbatches", metavar="N", help="Number of microbatches.")],
+@dataclass(frozen=True)
+class SearchOptions:
+    """The options of the search, under the names of the arguments of `synthesize`."""
+
     memory: Annotated[
         str | None, Option(metavar="SIZE[,…]", help="Memory limit of a rank, or one per rank. Default: none.")
-    ] = None,
-    chunks: Annotated[int, Option(metavar="N", help="Stages per rank.")] = 1,
+    ] = None
+    chunks: Annotated[int, Option(metavar="N", help="Stages per rank.")] = 1
     placement: Annotated[
         str, Option(metavar="NAME", help="With several chunks: loop (around the ranks), or v (V placement).")
-    ] = "loop",
-    objective: Annotated[str, _search(metavar="NAME", help="What to minimize: makespan or span.")] = "makespan",
+    ] = "loop"
+    objective: Annotated[str, _search(metavar="NAME", help="What to minimize: makespan or span.")] = "makespan"
     split: Annotated[
         bool | None,
         _search("--split/--no-split", help="Split every backward, or none. Default: where it helps."),
-    ] = None,
-    time_limit: Annotated[float, _search(metavar="S", help="Seconds to search; Ctrl-C stops earlier.")] = 2.0,
-    seed: Annotated[int, _search(metavar="N", help="Random seed of the search.")] = 0,
+    ] = None
+    time_limit: Annotated[float, _search(metavar="S", help="Seconds to search; Ctrl-C stops earlier.")] = 2.0
+    seed: Annotated[int, _search(metavar="N", help="Random seed of the search.")] = 0
+
+
+@expand
+def command(
+    ranks: Annotated[int, Option("-p", "--ranks", metavar="N", help="Number of ranks.")],
+    microbatches: Annotated[int, Option("-m", "--microbatches", metavar="N", help="Number of microbatches.")],
+    prices: CostOptions,
+    search: SearchOptions,
     output: Annotated[
         Path | None, output_option("-o", "--output", metavar="FILE", help="Write the schedule as .json or .csv.")
     ] = None,
-    svg: Svg = None,
-    html: Html = None,
-    width: Width = None,
-    json: Json = False,
+    *,
+    drawing: DrawingOptions,
 ) -> None:
     """Search for the shortest schedule for these costs, and prove how much shorter another one could be at most.
 
@@ -68,29 +73,18 @@ def command(
             if update is not None:
                 update(f"{state.seconds:.1f} s  {number(state.achieved)} by {state.step}{gap}  (Ctrl-C keeps the best)")
 
-        result = synthesize(
-            prices.make(),
-            ranks,
-            microbatches,
-            memory=memory,
-            chunks=chunks,
-            placement="v" if placement == "vee" else placement,  # vee: the name in version 0.1.0
-            objective=objective,
-            split=split,
-            time_limit=time_limit,
-            seed=seed,
-            progress=tell if update is not None else None,
-        )
+        placement = "v" if search.placement == "vee" else search.placement  # vee: the name in version 0.1.0
+        arguments = vars(search) | {"placement": placement, "progress": tell if update is not None else None}
+        result = synthesize(prices.make(), ranks, microbatches, **arguments)
     if output is not None:
         result.schedule.write(output)
         print(f"wrote the schedule to {output}", file=sys.stderr)
-    save(svg, lambda: draw.svg(result.timeline), "the drawing")
-    save(html, lambda: draw.html(result.timeline), "the page")
-    if json:
+    drawing.save(result.timeline)
+    if drawing.json:
         programs = [[str(entry) for entry in program] for program in result.schedule.programs]
         print_json({**result.to_json(), "programs": programs})
         return
-    out = console(width)
+    out = console(drawing.width)
     print_chart(out, result.timeline)
     print_figures(out, result.timeline)
     out.print()

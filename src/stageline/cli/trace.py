@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument
 
-from stageline.cli.options import CostOptions, Html, Json, Svg, Width, expand, output_option
+from stageline.cli.options import CostOptions, DrawingOptions, expand, output_option
 from stageline.cli.output import MAX_RANKS, add_ranks, console, print_json, print_segments, save, table
 from stageline.timeline import draw
 from stageline.timeline.draw.palette import number
@@ -24,17 +24,15 @@ MAX_SLOW = 5
 """Slow kinds of action that are listed."""
 
 
-@expand(prices=CostOptions)
+@expand
 def command(
     run: Annotated[Path, Argument(metavar="RUN", help="A file written by pipe.timeline.write(…).", show_default=False)],
     prices: CostOptions,
-    svg: Svg = None,
-    html: Html = None,
     chrome: Annotated[
         Path | None, output_option(metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")
     ] = None,
-    width: Width = None,
-    json: Json = False,
+    *,
+    drawing: DrawingOptions,
 ) -> None:
     """Explain a measured step: where each rank's time went compared with the plan, both drawn on one time axis.
 
@@ -47,7 +45,7 @@ def command(
     """
     measured = read_timeline(run)
     if not measured.is_aligned:
-        _own_times(measured, json, width)
+        _own_times(measured, drawing)
         return
     planned = simulate(measured.schedule, prices.make(typical_costs(measured)))
     explanation = explain(planned, measured)
@@ -56,13 +54,12 @@ def command(
     # A measured step is in seconds, and traces count in microseconds; costs have a unit of their own.
     unit = 1e6 if measured.costs is None else 1e3
     title = f"{measured.schedule.name}, planned and measured"
-    save(svg, lambda: draw.svg(both, names=names), "the drawing")
-    save(html, lambda: draw.html(both, title, names=names), "the page")
+    drawing.save(both, title, names=names)
     save(chrome, lambda: draw.trace(both, unit, names=names), "the trace")
-    if json:
+    if drawing.json:
         print_json({**explanation.to_json(), "costs": planned.costs.to_json() if planned.costs else None})
         return
-    out = console(width)
+    out = console(drawing.width)
     until = max(timeline.makespan for timeline in both)
     for timeline, name in zip(both, names, strict=True):
         out.print(name)
@@ -72,12 +69,12 @@ def command(
     _explain(explanation, out.width)
 
 
-def _own_times(measured: Timeline, json: bool, width: int | None) -> None:
+def _own_times(measured: Timeline, drawing: DrawingOptions) -> None:
     """Print what is known if the clocks of the ranks were not aligned."""
-    if json:
+    if drawing.json:
         print_json(measured.figures())
         return
-    out = console(width)
+    out = console(drawing.width)
     scale, unit = (1e3, " ms") if measured.costs is None else (1.0, "")
     out.print(f"{measured.schedule.name}, measured: {NOT_ALIGNED}")
     out.print("the ranks cannot be drawn on one time axis; the times of each rank by itself:")

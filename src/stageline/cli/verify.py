@@ -10,7 +10,7 @@ from stageline.common.errors import ScheduleError
 from stageline.schedules.verify import verify
 
 
-@expand(sizes=ScheduleOptions)
+@expand
 def command(schedule: ScheduleName, sizes: ScheduleOptions, json: Json = False) -> None:
     """Verify that a schedule is complete and cannot deadlock, or name the rule it breaks and where.
 
