@@ -125,11 +125,20 @@ def convert(value: Any, expected: Any, where: str) -> Any:
         return value
     origin, arguments = get_origin(expected), get_args(expected)
     if origin is Annotated:
-        return _in_range(convert(value, arguments[0], where), value, arguments, where)
+        converted = convert(value, arguments[0], where)
+        if all(limits.allows(converted) for limits in arguments[1:] if isinstance(limits, Range)):
+            return converted
     if origin is Literal and value in arguments:
         return value
     if origin in (Union, types.UnionType):
-        return _convert_union(value, expected, arguments, where)
+        if value is None and types.NoneType in arguments:
+            return None
+        others = [member for member in arguments if member is not types.NoneType]
+        if len(others) == 1:
+            return convert(value, others[0], where)
+        for member in others:
+            with suppress(JsonError):
+                return convert(value, member, where)
     if expected is float and (number := number_or_none(value)) is not None and math.isfinite(number):
         return number
     if expected in _NAMES and expected is not float and type(value) is expected:
@@ -208,25 +217,6 @@ def _convert_array(value: Any, container: type, arguments: tuple[Any, ...], wher
     if kind in (str, int) and all(type(item) is kind for item in value):
         return container(value)
     return container([convert(item, kind, f"{where}[{index}]") for index, item in enumerate(value)])
-
-
-def _in_range(converted: Any, value: object, arguments: tuple[Any, ...], where: str) -> Any:
-    for limits in arguments[1:]:
-        if isinstance(limits, Range) and not limits.allows(converted):
-            raise _mismatch(where, describe(Annotated[arguments]), value)
-    return converted
-
-
-def _convert_union(value: object, union: Any, members: tuple[Any, ...], where: str) -> Any:
-    if value is None and types.NoneType in members:
-        return None
-    others = [member for member in members if member is not types.NoneType]
-    if len(others) == 1:
-        return convert(value, others[0], where)
-    for member in others:
-        with suppress(JsonError):
-            return convert(value, member, where)
-    raise _mismatch(where, describe(union), value)
 
 
 def describe(expected: Any) -> str:

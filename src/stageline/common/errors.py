@@ -13,8 +13,6 @@ from typing import Any
 class StagelineError(ValueError):
     """Base class of all errors that Stageline raises."""
 
-    __module__ = "stageline"
-
 
 class ScheduleError(StagelineError):
     """A schedule that cannot be built, read or run.
@@ -32,8 +30,6 @@ class ScheduleError(StagelineError):
     rank 0, position 1: stage 0 runs F of microbatch 0 twice (positions 0 and 1); each must run exactly once
     """
 
-    __module__ = "stageline"
-
     def __init__(
         self, message: str, *, rule: str = "input", rank: int | None = None, position: int | None = None
     ) -> None:
@@ -49,8 +45,6 @@ class UnknownOption(ScheduleError, TypeError):
 
 class CostError(StagelineError):
     """Invalid costs: negative, not a number, or not one per stage."""
-
-    __module__ = "stageline"
 
 
 class MemoryCapError(StagelineError):
@@ -68,8 +62,6 @@ class MemoryCapError(StagelineError):
     no schedule fits: rank 1 needs 3 memory for a single microbatch; the cap is 2; the smallest cap that works is 3
     """
 
-    __module__ = "stageline"
-
     def __init__(self, message: str, *, rank: int, least: tuple[float, ...]) -> None:
         super().__init__(message)
         self.rank = rank
@@ -83,8 +75,6 @@ class NothingFits(StagelineError):
     `changes` holds arguments of `sl.plan` with which a plan fits.
     """
 
-    __module__ = "stageline"
-
     def __init__(self, message: str, *, rank: int, needs: float, changes: list[dict[str, Any]]) -> None:
         super().__init__(message)
         self.rank, self.needs, self.changes = rank, needs, changes
@@ -92,8 +82,6 @@ class NothingFits(StagelineError):
 
 class PipelineError(StagelineError, RuntimeError):
     """A step that failed. The message names the rank, stage, microbatch and action, and the state of the gradients."""
-
-    __module__ = "stageline"
 
 
 class TransportError(StagelineError, RuntimeError):
@@ -126,6 +114,10 @@ class CheckpointError(StagelineError):
 
 class JsonError(StagelineError):
     """JSON data that does not have the form that its format requires."""
+
+
+for _error in (StagelineError, ScheduleError, CostError, MemoryCapError, NothingFits, PipelineError):
+    _error.__module__ = "stageline"  # where users import it from
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

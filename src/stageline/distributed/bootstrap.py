@@ -163,8 +163,6 @@ def has_own_gpu(environment: Mapping[str, str]) -> bool:
 
 def several_processes(deadline: float) -> bool:
     """Whether this process is one of several; joins the others if the environment says so."""
-    if not dist.is_available():
-        return False
     if not dist.is_initialized():
         if check_environment(os.environ) == 1:
             return False
