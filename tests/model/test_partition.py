@@ -237,7 +237,7 @@ def test_the_heuristic_cut_of_a_v_is_used_only_if_proven_optimal(seed: int) -> N
     layers = int(dice.integers(2 * ranks, 6 * ranks))
     costs, held = dice.lognormal(0, 2, layers), dice.lognormal(0, 1, layers)
     for caps in (None, held.sum() / ranks * dice.uniform(1.0, 2.0)):
-        request = PartitionRequest.of(costs, ranks, 2, "v", None if caps is None else held, caps, None, None)
+        request = PartitionRequest(costs, ranks, 2, "v", None if caps is None else held, caps, None, None)
         problem = request.problem({})
         slow = minimise(partial(cut_from_all_pairs, problem, capped=caps is not None), 0.0)
         if slow is None:

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from stageline.autograd._torch_private import pytree, version_of
 from stageline.common.errors import StagelineError, shorten
 from stageline.tensors.buffers import Buffers
+from stageline.tensors.copies import detached
 from stageline.tensors.random_numbers import generator_state, replayed
-from stageline.tensors.subclasses import detached
 from stageline.tensors.thread_context import autocasts
 
 Choice: TypeAlias = Literal["none", "stage"] | str | type[nn.Module] | Callable[[str, nn.Module], bool] | Sequence[Any]

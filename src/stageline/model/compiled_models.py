@@ -16,24 +16,12 @@ _WRAPPED = "_orig_mod"
 
 
 def is_wrapped(module: Any) -> bool:
-    """Whether a module was returned by `torch.compile(module)`.
-
-    >>> import torch
-    >>> is_wrapped(nn.Linear(2, 2)), is_wrapped(torch.compile(nn.Linear(2, 2), backend="eager"))
-    (False, True)
-    """
+    """Whether a module was returned by `torch.compile(module)`."""
     return isinstance(module, nn.Module) and isinstance(children_of(module).get(_WRAPPED), nn.Module)
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside of `torch.compile(model)`, with a warning; return anything else unchanged.
-
-    >>> import torch
-    >>> linear = nn.Linear(2, 2)
-    >>> with warnings.catch_warnings(action="ignore"):
-    ...     unwrapped(torch.compile(linear, backend="eager")) is linear
-    True
-    """
+    """Return the model inside of `torch.compile(model)`, with a warning; return anything else unchanged."""
     owner = _owner_of_function(model)
     if owner is None and not is_wrapped(model):
         return model
@@ -65,12 +53,7 @@ def _warn(what: str) -> None:
 
 
 def inner(name: str, module: nn.Module) -> tuple[str, nn.Module]:
-    """Return the module inside of all wrappers, and its name there.
-
-    >>> import torch
-    >>> inner("block", torch.compile(nn.Linear(2, 2), backend="eager"))
-    ('block._orig_mod', Linear(in_features=2, out_features=2, bias=True))
-    """
+    """Return the module inside of all wrappers, and its name there."""
     while is_wrapped(module):
         name, module = f"{name}.{_WRAPPED}", children_of(module)[_WRAPPED]  # type: ignore[assignment]
     return name, module

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -168,18 +168,15 @@ class Profile:
         target = Path(path)
         if target.suffix.lower() != ".json":
             raise CostError(f"profiles are written as JSON; the file name must end in .json, got {target.name!r}")
-        write_text(target, self._lines(), CostError)
+        write_text(target, self.to_text(), CostError)
 
     def to_text(self) -> str:
-        """Return the JSON that `write` writes."""
-        return "".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        """Yield the JSON, with one line per layer."""
+        """Return the JSON that `write` writes, with one line per layer."""
         header = {"format": FORMAT, "version": VERSION}
         header |= {name: getattr(self, name) for name in ("machine", "device", "torch", "threads", "repeats")}
-        yield "{\n" + "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in header.items())
-        yield '  "layers": [\n    ' + ",\n    ".join(json.dumps(asdict(layer)) for layer in self.layers) + "\n  ]\n}\n"
+        head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in header.items())
+        layers = ",\n    ".join(json.dumps(asdict(layer)) for layer in self.layers)
+        return f'{{\n{head}  "layers": [\n    {layers}\n  ]\n}}\n'
 
 
 def read_profile(path: str | Path) -> Profile:
@@ -190,18 +187,7 @@ def read_profile(path: str | Path) -> Profile:
     >>> read_profile("profile.json").layers[0].parameters
     80
     """
-    source = Path(path)
-    return parse_profile(read_text(source, "profile", CostError), str(source))
-
-
-def parse_profile(text: str, source: str) -> Profile:
-    """Parse the JSON of a profile; errors name `source`.
-
-    >>> import stageline as sl, torch
-    >>> profile = sl.profile(torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.randn(2, 4), repeats=1)
-    >>> parse_profile(profile.to_text(), "another rank") == profile
-    True
-    """
+    text = read_text(Path(path), "profile", CostError)
     try:
         data = check_format(parse_json(text), FORMAT, VERSION, "profile")
         layers = [
@@ -210,16 +196,11 @@ def parse_profile(text: str, source: str) -> Profile:
         ]
         if not layers:
             raise JsonError("'layers' is empty; a profile has at least one")
-        return Profile(
-            layers=tuple(layers),
-            machine=field(data, "machine", str),
-            device=field(data, "device", str),
-            torch=field(data, "torch", str),
-            threads=field(data, "threads", PositiveInt),
-            repeats=field(data, "repeats", PositiveInt),
-        )
+        machine, device, torch = (field(data, name, str) for name in ("machine", "device", "torch"))
+        threads, repeats = (field(data, name, PositiveInt) for name in ("threads", "repeats"))
+        return Profile(tuple(layers), machine, device, torch, threads, repeats)
     except JsonError as error:
-        raise CostError(f"{source}: {error}") from None
+        raise CostError(f"{Path(path)}: {error}") from None
 
 
 def __getattr__(name: str) -> Any:

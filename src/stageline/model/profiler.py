@@ -17,6 +17,7 @@ from stageline.model.compiled_models import eager, unwrapped
 from stageline.model.measurement import (
     CallBenchmark,
     LayerTrace,
+    Storages,
     Timer,
     capture,
     preserved_state,
@@ -59,14 +60,10 @@ def profile_units(
     refuse_lazy(model)
     args, kwargs = arguments(example)
     layers = {id(unit.module): (unit.name, unit.module) for unit in reversed(units)}
+    keywords = {**huggingface.defaults_of(model), **kwargs}
     with eager(model, [unit.module for unit in units]):
-        return profile_model(
-            model,
-            args,
-            {**huggingface.defaults_of(model), **kwargs},
-            layers=list(reversed(layers.values())),
-            repeats=repeats,
-            warmup=warmup,
+        return profile_layers(
+            list(reversed(layers.values())), lambda: model(*args, **keywords), repeats=repeats, warmup=warmup
         )
 
 
@@ -110,33 +107,26 @@ def profile_layers(
         weights = storages_of(list(trace.module.parameters()))
         measured.append(_measured_layer(trace, calls, residue, weights, earlier_weights))
         earlier_weights |= set(weights)
-    return Profile(
-        tuple(measured),
-        _machine(compute_device),
-        str(compute_device),
-        torch.__version__,
-        torch.get_num_threads(),
-        repeats,
-    )
+    machine, version = _machine(compute_device), torch.__version__
+    return Profile(tuple(measured), machine, str(compute_device), version, torch.get_num_threads(), repeats)
 
 
 def _measured_layer(
-    trace: LayerTrace,
-    calls: Sequence[CallBenchmark],
-    residue: int,
-    weights: Mapping[Any, int],
-    earlier_weights: set[Any],
+    trace: LayerTrace, calls: Sequence[CallBenchmark], residue: int, weights: Storages, earlier_weights: set[Any]
 ) -> Layer:
-    def outside(storages: Mapping[Any, int]) -> int:
+    def seconds(kind: str) -> float:
+        return sum(call.median(kind) for call in calls)
+
+    def outside(storages: Storages) -> int:
         return sum(size for key, size in storages.items() if key not in trace.saved and key not in weights)
 
     return Layer(
         name=trace.name,
         kind=type(trace.module).__name__,
-        forward=sum(call.median("F") for call in calls),
-        backward_input=sum(call.median("I") for call in calls),
-        backward_weight=sum(call.median("W") for call in calls),
-        backward=sum(call.median("B") for call in calls),
+        forward=seconds("F"),
+        backward_input=seconds("I"),
+        backward_weight=seconds("W"),
+        backward=seconds("B"),
         activation=sum(trace.saved.values()),
         residue=residue,
         parameters=sum(weights.values()),

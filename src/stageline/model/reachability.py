@@ -60,11 +60,7 @@ class Holder:
 
 
 def slots_of(value: Any) -> dict[Any, Any]:
-    """Return the contents of an object by key, index or attribute.
-
-    >>> slots_of([3, 4]), slots_of({"a": 1})
-    ({0: 3, 1: 4}, {'a': 1})
-    """
+    """Return the contents of an object by key, index or attribute."""
     if isinstance(value, dict | weakref.WeakValueDictionary | weakref.WeakKeyDictionary):
         return dict(value)
     if isinstance(value, types.FunctionType):
@@ -118,11 +114,6 @@ def reached_tensors(values: Sequence[tuple[str, Any]], frames: Sequence[nn.Modul
 
     For modules in `frames`, only attributes that are not registered modules or tensors count. Closures of library
     functions are followed, too: a decorator may be one.
-
-    >>> layer, other = nn.ReLU(), nn.Linear(2, 2, bias=False)
-    >>> layer.box = [other]
-    >>> [tensor is other.weight for tensor in reached_tensors([("up", layer)])]
-    [True]
     """
     walk = _Walk(through_libraries=True)
     walk.add_frames(frames)

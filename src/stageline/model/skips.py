@@ -248,11 +248,7 @@ def has_skips(module: nn.Module) -> bool:
 
 
 def parts_of(stages: Sequence[Sequence[tuple[str, nn.Module]]]) -> list[nn.Sequential]:
-    """Return a module for each stage, which knows the skips that cross its boundaries.
-
-    >>> [len(part) for part in parts_of([[("0", nn.Tanh())], [("1", nn.Tanh()), ("2", nn.Tanh())]])]
-    [1, 2]
-    """
+    """Return a module for each stage, which knows the skips that cross its boundaries."""
     if not any(has_skips(layer) for layers in stages for _, layer in layers):
         return [nn.Sequential(OrderedDict(layers)) for layers in stages]
     ends = _skip_ends(stages)

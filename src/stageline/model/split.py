@@ -132,12 +132,7 @@ def _called_units(
 def split_by_units(
     model: nn.Module | Callable[[], nn.Module], names: Sequence[str], counts: Sequence[int], example: Any = None
 ) -> Staged:
-    """Cut a model into stages with these numbers of units; `names` are the units in the order of their calls.
-
-    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
-    >>> split_by_units(model, ["0", "1", "2"], [2, 1]).names
-    [['0', '1'], ['2']]
-    """
+    """Cut a model into stages with these numbers of units; `names` are the units in the order of their calls."""
     model = cast("nn.Module | Callable[[], nn.Module]", unwrapped(model))
     if not isinstance(model, nn.Module):
         build = model
@@ -280,12 +275,7 @@ def _check_arguments(
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Refuse anything but an integer of at least 1.
-
-    >>> check_positive("stages", 2.5)
-    Traceback (most recent call last):
-    stageline.StagelineError: stages must be an integer >= 1, got 2.5
-    """
+    """Refuse anything but an integer of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise StagelineError(f"{name} must be an integer >= 1, got {shorten(value)}")
 

@@ -45,14 +45,7 @@ class NoStack(StagelineError):
 
 
 def refuse_lazy(model: nn.Module, prefix: str = "") -> None:
-    """Refuse parameters and buffers that have no shape yet; `prefix` is put before their names.
-
-    >>> refuse_lazy(nn.Sequential(nn.LazyLinear(2)))
-    Traceback (most recent call last):
-    ...
-    stageline.StagelineError: the parameter 0.weight has no shape yet, as in all lazy modules before their first
-    batch; run one through the model (model(inputs)) on every process, and then create the Pipeline
-    """
+    """Refuse parameters and buffers that have no shape yet; `prefix` is put before their names."""
     named = (("parameter", model.named_parameters()), ("buffer", model.named_buffers()))
     for what, name in ((what, name) for what, tensors in named for name, tensor in tensors if is_lazy(tensor)):
         raise StagelineError(
@@ -251,11 +244,7 @@ def _mostly_one_class(modules: Sequence[nn.Module]) -> bool:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names as text; of more than two, only the first and the last.
-
-    >>> listed(["a", "b", "c"])
-    'a … c'
-    """
+    """Return names as text; of more than two, only the first and the last."""
     return ", ".join(names) if len(names) <= 2 else f"{names[0]} … {names[-1]}"
 
 

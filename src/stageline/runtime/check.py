@@ -33,7 +33,7 @@ from stageline.runtime.reference import (
 )
 from stageline.runtime.stage import Stage
 from stageline.schedules.schedule import Schedule
-from stageline.tensors.subclasses import detached
+from stageline.tensors.copies import detached
 
 Verdict: TypeAlias = Literal["equal", "reordered", "different"]
 

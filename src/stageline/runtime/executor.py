@@ -27,9 +27,8 @@ from stageline.runtime.stage import Stage
 from stageline.runtime.step_report import GpuClock, RankResult
 from stageline.schedules import action as kinds
 from stageline.schedules.schedule import Schedule
-from stageline.tensors.aliases import noted, read_pairs, sharing
+from stageline.tensors.copies import data_of, detached, is_plain_tensor, noted, read_pairs, sharing
 from stageline.tensors.pytree import TENSOR, Leaf, flatten, refuse_layout, unflatten
-from stageline.tensors.subclasses import data_of, detached, is_plain_tensor
 from stageline.transport.protocol import Header, Message, Traffic, Transport, kinds_of
 
 FORMS = 4096

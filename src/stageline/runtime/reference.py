@@ -22,9 +22,9 @@ from stageline.runtime.batches.chunk_specs import ChunkSpecs
 from stageline.runtime.microbatches import input_parts, target_parts, validate_batch
 from stageline.runtime.penalty import Penalty, add_gradients, terms_of
 from stageline.runtime.pipeline import Pipeline
+from stageline.tensors.copies import cloned, detached, is_plain_tensor
 from stageline.tensors.pytree import batch_size, split_batch
 from stageline.tensors.random_numbers import Generators
-from stageline.tensors.subclasses import cloned, detached, is_plain_tensor
 
 
 def one_process_step(

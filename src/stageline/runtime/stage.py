@@ -24,11 +24,10 @@ from stageline.model.units import layers_of
 from stageline.runtime._torch_private import has_gradient_hooks, version_of
 from stageline.runtime.guards.backward import ActivationDropping, refuse_loss, wrapper_in
 from stageline.runtime.guards.foreign_reads import ForeignReads, LossReads
-from stageline.tensors.aliases import Joined, Pairs, Shared
 from stageline.tensors.buffers import Buffers, Snapshot
+from stageline.tensors.copies import Joined, Pairs, Shared, cloned, detached
 from stageline.tensors.pytree import TENSOR, Leaf, flatten, unflatten
 from stageline.tensors.random_numbers import Generators, draws, generator_alone, random_numbers
-from stageline.tensors.subclasses import cloned, detached
 from stageline.tensors.thread_context import autocast_enabled, plain_precision
 
 Loss = Callable[[Any, Any], Any]

@@ -2,6 +2,6 @@
 
 Nothing here runs stages or schedules; a stage and a microbatch are only numbers that an error names.
 
-Read in order: `pytree` (what stages pass to each other) with `subclasses` (of torch.Tensor) and `aliases` (tensors that
-share memory); then, independent of each other, `random_numbers`, `buffers`, `thread_context` and `host_memory`.
+Read in order: `pytree` (what stages pass to each other) and `copies` (of tensors, that a stage works on); then,
+independent of each other, `random_numbers`, `buffers`, `thread_context` and `host_memory`.
 """

@@ -18,7 +18,7 @@ BufferCopies = list[tuple[nn.Module, str, Tensor, Tensor]]
 
 
 def all_buffers(module: nn.Module) -> BufferCopies:
-    """For each buffer: its module and name, the tensor, and a copy of it."""
+    """Return the buffers of a module and of all modules in it."""
     return [
         (owner, name, buffer, buffer.detach().clone())
         for owner in module.modules()

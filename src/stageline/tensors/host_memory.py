@@ -25,9 +25,6 @@ def keep_memory() -> bool:
     """Let glibc keep freed memory, for the whole process, unless the environment configures that.
 
     Returns whether it does; other C libraries are left alone.
-
-    >>> keep_memory() == keep_memory()  # set once
-    True
     """
     configured = any(name in os.environ for name in _OWN) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
     try:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError, shorten
 from stageline.tensors._torch_private import is_traceable_wrapper_subclass, pytree, register_namedtuple
-from stageline.tensors.subclasses import graph_attribute
 
 Leaf: TypeAlias = Tensor | int | float | str | bool | None
 """What a message may hold; trees are flattened before they are sent."""
@@ -59,11 +58,7 @@ def flatten(tree: Any, where: str) -> tuple[list[Leaf], str]:
 
 
 def odd_class(tensor: Tensor) -> str:
-    """The kind of a tensor that is not one block of numbers; empty for plain tensors.
-
-    >>> odd_class(torch.ones(2)), odd_class(torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged))
-    ('', 'nested tensor')
-    """
+    """The kind of a tensor that is not one block of numbers; empty for plain tensors."""
     if tensor.is_nested:
         return "nested tensor"
     wraps = type(tensor) not in (Tensor, nn.Parameter) and bool(is_traceable_wrapper_subclass(tensor))
@@ -77,12 +72,15 @@ def _refuse_odd(tensor: Tensor, where: str) -> None:
             f"{where} passes on a {odd_class(tensor)}, and stages can pass plain tensors; pass {parts}, and rebuild it "
             "in the stage that needs it"
         )
-    if type(tensor) is not Tensor and (attribute := graph_attribute(tensor)):
-        raise StagelineError(
-            f"{where} passes on a {type(tensor).__name__} whose attribute {attribute} requires grad, and the "
-            "gradient of an attribute is not returned from another stage; pass the attribute as a separate tensor, or "
-            "detach it"
-        )
+    if type(tensor) in (Tensor, nn.Parameter):
+        return
+    for name, value in tensor.__dict__.items():
+        if any(leaf.requires_grad for leaf in tensors_of(pytree.tree_leaves(value))):
+            raise StagelineError(
+                f"{where} passes on a {type(tensor).__name__} whose attribute {name} requires grad, and the gradient "
+                "of an attribute is not returned from another stage; pass the attribute as a separate tensor, or "
+                "detach it"
+            )
 
 
 def refuse_layout(tensor: Tensor, stage: int, microbatch: int, *, forward: bool) -> None:
@@ -183,10 +181,10 @@ def _learn_class(kind: type) -> None:
     with _learning:
         if _has_name(kind):
             return
-        name, number = f"{kind.__module__}.{kind.__qualname__}", 1
-        while (name if number == 1 else f"{name}#{number}") in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
-            number += 1
-        name = name if number == 1 else f"{name}#{number}"
+        name = base = f"{kind.__module__}.{kind.__qualname__}"
+        number = 1
+        while name in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
+            name, number = f"{base}#{number + 1}", number + 1
         if _is_return_type(kind):  # registered already, without a name
             known = pytree.SUPPORTED_SERIALIZED_TYPES[kind]
             pytree.SUPPORTED_SERIALIZED_TYPES[kind] = known._replace(serialized_type_name=name)
@@ -233,12 +231,7 @@ def _class_named(name: str) -> type | None:
 
 
 def plain(batch: Any) -> Any:
-    """A batch as a tree: a mapping that torch's pytree does not know, such as a tokenizer's output, becomes a dict.
-
-    >>> from collections import UserDict
-    >>> plain(UserDict(ids=[1, 2]))
-    {'ids': [1, 2]}
-    """
+    """A batch as a tree: a mapping that torch's pytree does not know, such as a tokenizer's output, becomes a dict."""
     if isinstance(batch, Mapping) and type(batch) not in pytree.SUPPORTED_NODES:
         return dict(batch)
     return batch
@@ -250,13 +243,7 @@ def tensors_of(leaves: Sequence[Any]) -> list[Tensor]:
 
 
 def refuse_arrays(tree: Any, what: str) -> None:
-    """Refuse numpy arrays in a batch that a model is to run on.
-
-    >>> refuse_arrays(np.zeros(3), "the example")
-    Traceback (most recent call last):
-    stageline.StagelineError: the example holds a numpy array of shape (3,); a batch holds tensors: pass
-    torch.from_numpy(array)
-    """
+    """Refuse numpy arrays in a batch that a model is to run on."""
     learn(tree)
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, np.ndarray) and leaf.ndim:
@@ -268,12 +255,13 @@ def refuse_arrays(tree: Any, what: str) -> None:
 def batch_size(tree: Any, what: str) -> int:
     """How many samples a batch has: the first dimension of its tensors, which must agree."""
     learn(tree)
-    if any(tensor.is_nested for tensor in tensors_of(pytree.tree_leaves(tree))):
+    tensors = tensors_of(pytree.tree_leaves(tree))
+    if any(tensor.is_nested for tensor in tensors):
         raise StagelineError(
             f"{what} hold a nested tensor, which cannot be cut into microbatches; pass a padded tensor and a mask, or "
             "build it in the first stage"
         )
-    sizes = {int(tensor.shape[0]) for tensor in tensors_of(pytree.tree_leaves(tree)) if tensor.dim() > 0}
+    sizes = {int(tensor.shape[0]) for tensor in tensors if tensor.dim() > 0}
     if len(sizes) != 1:
         dimensions = ", ".join(map(str, sorted(sizes))) or "no tensor with a first dimension"
         raise StagelineError(

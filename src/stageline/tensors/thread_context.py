@@ -46,13 +46,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class ThreadContext:
-    """The context of the thread that creates this.
-
-    >>> with torch.autocast("cpu", dtype=torch.bfloat16):
-    ...     here = ThreadContext()
-    >>> here.run(lambda: torch.is_autocast_enabled("cpu"))
-    True
-    """
+    """The context of the thread that creates this."""
 
     def __init__(self) -> None:
         self._context = contextvars.copy_context()

@@ -9,8 +9,9 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor
 from stageline.model._torch_private import disable_torch_function, neg_view, storage_pointer, tree_flatten, tree_map
 
 META = torch.device("meta")
+Draw = Callable[[int, Callable[[], Any]], Any]
+"""Runs a call that draws random numbers, given its index on the tape."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,7 @@ class StorageView:
         return math.prod(self.size) * self.dtype.itemsize
 
     def fills(self, nbytes: int) -> bool:
-        """Whether it covers a storage of this many bytes without a gap.
-
-        >>> StorageView(0, torch.float32, (2, 3), (1, 2), 0).fills(24)
-        True
-        >>> StorageView(0, torch.float32, (2, 3), (0, 1), 0).fills(24)
-        False
-        """
+        """Whether it covers a storage of this many bytes without a gap."""
         expected = 1
         for stride, size in sorted(dim for dim in zip(self.stride, self.size, strict=True) if dim[1] != 1):
             if stride != expected:
@@ -124,7 +121,7 @@ class Tape:
         """Record the value of a tensor, and return a meta tensor in its place."""
         value = tensor.detach().resolve_conj().resolve_neg().clone()
         meta_tensor = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=META)
-        return torch.as_tensor(self.record(_clone, (value,), {}, meta_tensor))
+        return torch.as_tensor(self.record(torch.clone, (value,), {}, meta_tensor))
 
     def record(
         self,
@@ -143,7 +140,6 @@ class Tape:
             if isinstance(leaf, Tensor) and storage_of(leaf) not in self.storages:
                 self.storages[storage_of(leaf)] = leaf.untyped_storage()
                 new_results.append((position, StorageView.of(leaf)))
-        new_storages = [view.storage for _, view in new_results]
         inputs = views_in(arguments, keywords)
         if overwrites:
             for view in written:
@@ -157,24 +153,13 @@ class Tape:
             if overwrites and view.storage not in reads and view.fills(self.storages[view.storage].nbytes()):
                 covers.add(view.storage)
                 self.unwritten.pop(view.storage, None)
+        writes = tuple(dict.fromkeys([*(view.storage for _, view in new_results), *(view.storage for view in written)]))
         if reads_unwritten:
-            self.unwritten.update({storage: [] for storage in [*new_storages, *(view.storage for view in written)]})
-        writes = tuple(dict.fromkeys([*new_storages, *(view.storage for view in written)]))
+            self.unwritten.update({storage: [] for storage in writes})
         for storage in writes:
             self._writers.setdefault(storage, []).append(len(self.calls))
-        self.calls.append(
-            Call(
-                function,
-                arguments,
-                keywords,
-                tuple(new_results),
-                tuple(reads),
-                writes,
-                frozenset(covers),
-                draws,
-                torch.get_default_dtype(),
-            )
-        )
+        outcome = (tuple(new_results), tuple(reads), writes, frozenset(covers), draws, torch.get_default_dtype())
+        self.calls.append(Call(function, arguments, keywords, *outcome))
         return result
 
     def is_written(self, view: StorageView) -> bool:
@@ -216,20 +201,11 @@ class Tape:
                     require(other, -index)
         return sorted(needed)
 
-    def replay(
-        self,
-        program: Iterable[int],
-        target: int,
-        draw: Callable[[int, Callable[[], Any]], Any],
-        *,
-        clear: bool = False,
-    ) -> torch.UntypedStorage:
+    def replay(self, program: list[int], target: int, draw: Draw, *, clear: bool = False) -> torch.UntypedStorage:
         """Run calls with real memory on the host and return one storage; everything else is freed after its last use.
 
-        A call that draws random numbers is passed to `draw` with its index on the tape. With `clear`, allocated memory
-        is set to zero.
+        With `clear`, allocated memory is set to zero.
         """
-        program = list(program)
         last_use = {
             storage: index for index in program for storage in (*self.calls[index].reads, *self.calls[index].writes)
         }
@@ -242,9 +218,10 @@ class Tape:
             for index in program:
                 call = self.calls[index]
                 arguments, keywords = tree_map(real, (call.arguments, call.keywords))
-                results = _run_call(call, index, arguments, keywords, draw)
+                run = partial(_run_call, call, arguments, keywords)
+                results = draw(index, run) if call.draws else run()
                 self._store(memory, call, tree_flatten(results)[0])
-                del arguments, keywords, results
+                del arguments, keywords, run, results
                 for storage in {*call.reads, *call.writes} - {target}:
                     if last_use[storage] == index:
                         memory.pop(storage, None)
@@ -265,10 +242,12 @@ class Tape:
         for position, view in call.new_results:
             result: Tensor = results[position]
             actual = StorageView.of(result)
-            same_layout = (actual.size, actual.stride, actual.offset) == (view.size, view.stride, view.offset)
             if view.storage in memory:
                 continue
-            if same_layout and actual.dtype == view.dtype and actual.storage not in used:
+            same_form = (actual.dtype, actual.size, actual.stride, actual.offset) == (
+                view.dtype, view.size, view.stride, view.offset,
+            )  # fmt: skip
+            if same_form and actual.storage not in used:
                 memory[view.storage] = result.untyped_storage()
             else:
                 view.on(self._memory(memory, view.storage)).copy_(result)
@@ -279,23 +258,11 @@ def allocate(nbytes: int) -> torch.UntypedStorage:
     return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
 
 
-def _clone(value: Tensor) -> Tensor:
-    return value.clone()
-
-
-def _run_call(
-    call: Call,
-    index: int,
-    arguments: tuple[Any, ...],
-    keywords: dict[str, Any],
-    draw: Callable[[int, Callable[[], Any]], Any],
-) -> Any:
+def _run_call(call: Call, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Run a call with the default dtype that it was recorded with."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(call.default_dtype)
     try:
-        if call.draws:
-            return draw(index, lambda: call.function(*arguments, **keywords))
         return call.function(*arguments, **keywords)
     finally:
         torch.set_default_dtype(previous)

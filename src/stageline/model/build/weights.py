@@ -171,10 +171,6 @@ def _open(path: Path) -> Any:
 
 
 def _join_names(names: tuple[str, ...]) -> str:
-    """Join names, at most the first five.
-
-    >>> _join_names(("a", "b"))
-    "'a', 'b'"
-    """
+    """Join names, at most the first five."""
     rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(map(repr, names[:5])) + rest

@@ -88,11 +88,7 @@ class Chain:
 
 
 def to_integers(values: Floats, bits: int = BITS) -> tuple[Floats, int]:
-    """Scale values by a power of two and round them; the sum has about `bits` bits. Return them and the exponent.
-
-    >>> to_integers(np.array([0.5, 0.25]), bits=4)
-    (array([8., 4.]), 4)
-    """
+    """Scale values by a power of two and round them; the sum has about `bits` bits. Return them and the exponent."""
     total = float(values.sum())
     power = bits - int(np.frexp(total)[1]) if total else 0
     return np.rint(np.ldexp(values, power)), power

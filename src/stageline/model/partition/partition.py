@@ -60,11 +60,7 @@ class Partition:
 
     @property
     def layers_per_stage(self) -> list[int]:
-        """Number of layers of every stage.
-
-        >>> partition([1, 2, 3, 4, 5], ranks=2).layers_per_stage
-        [3, 2]
-        """
+        """Number of layers of every stage."""
         return [stop - start for start, stop in self.stages]
 
     def chart(self, before: Partition | None = None, width: int = 80) -> str:
@@ -81,7 +77,7 @@ class Partition:
                 f"before is a cut of {before.layers} layers for {len(before.loads)} ranks, but this one is for "
                 f"{self.layers} layers and {len(self.loads)} ranks; pass a cut of the same layers for the same ranks"
             )
-        return chart(self, before, width)
+        return _chart(self, before, width)
 
     @property
     def layers(self) -> int:
@@ -99,11 +95,7 @@ def even_sizes(count: int, parts: int) -> list[int]:
 
 
 def spans_of(counts: Sequence[int]) -> list[Span]:
-    """Return the first layer of every stage and the one after its last, from the number of layers of each.
-
-    >>> spans_of([2, 3])
-    [(0, 2), (2, 5)]
-    """
+    """Return the first layer of every stage and the one after its last, from the number of layers of each."""
     return list(pairwise(accumulate(counts, initial=0)))
 
 
@@ -157,7 +149,7 @@ def partition(
     Traceback (most recent call last):
     stageline.StagelineError: no cut fits the memory of the ranks: the closest gives ...
     """
-    request = PartitionRequest.of(costs, ranks, chunks, placement, memory, caps, speed, names)
+    request = PartitionRequest(costs, ranks, chunks, placement, memory, caps, speed, names)
     problem = request.problem(pinned or {})
     if not 0 <= slack < math.inf:
         raise StagelineError(f"slack is {slack!r}; pass a fraction >= 0, such as 0.05 for 5%")
@@ -187,7 +179,7 @@ def evaluate(
     >>> evaluate([(0, 4), (4, 5)], [1, 2, 3, 4, 5], ranks=2).slowest
     10.0
     """
-    request = PartitionRequest.of(costs, ranks, chunks, placement, memory, caps, speed, names)
+    request = PartitionRequest(costs, ranks, chunks, placement, memory, caps, speed, names)
     problem = request.problem({})
     return _partition(request, problem, request.cut_of(stages), time_bound(problem))
 
@@ -290,49 +282,37 @@ MAX_RANKS = 64
 MIN_BAR = 10
 
 
-def chart(partition: Partition, before: Partition | None, width: int) -> str:
+def _chart(partition: Partition, before: Partition | None, width: int) -> str:
     """Return one bar per rank, with a mark at the bound; with `before`, also the bars of that partition."""
-    longest = max(partition.slowest, before.slowest if before is not None else 0.0) or 1.0
-    ranks = len(partition.loads)
-    visible = (
-        range(ranks) if ranks <= MAX_RANKS else [*range(MAX_RANKS // 2), *range(ranks - MAX_RANKS // 2 + 1, ranks)]
-    )
-    heads = {rank: f"rank {rank}".ljust(len(f"rank {ranks - 1}")) for rank in visible}
-    layers = {rank: _layers(partition, rank) for rank in visible}
-    old_layers = {rank: _layers(before, rank) for rank in visible} if before is not None else {}
-    column = max(map(len, (*layers.values(), *old_layers.values())))
-    tails = {rank: _tail(partition, rank) for rank in visible}
-    tail_width = max(
-        map(len, (*tails.values(), *((_tail(before, rank) for rank in visible) if before is not None else ())))
-    )
-    margin = len(heads[0]) + 2 + column + 2
-    bar = max(MIN_BAR, width - margin - 2 - tail_width)
+    cuts = [(partition, BAR)] if before is None else [(before, PALE), (partition, BAR)]
+    longest = max(cut.slowest for cut, _ in cuts) or 1.0
+    ranks, half = len(partition.loads), MAX_RANKS // 2
+    visible = [rank for rank in range(ranks) if ranks <= MAX_RANKS or not half <= rank <= ranks - half]
+    layers = {(letter, rank): _layers(cut, rank) for cut, letter in cuts for rank in visible}
+    tails = {(letter, rank): _tail(cut, rank) for cut, letter in cuts for rank in visible}
+    head_width, column = len(f"rank {ranks - 1}"), max(map(len, layers.values()))
+    bar = max(MIN_BAR, width - head_width - column - max(map(len, tails.values())) - 6)
     mark = round(bar * partition.bound / longest)
-
-    def line(head: str, spans: str, load: float, letter: str, tail: str) -> str:
-        filled = (letter * round(bar * load / longest)).ljust(bar + 1)
-        if filled[mark : mark + 1] == " ":
-            filled = filled[:mark] + MARK + filled[mark + 1 :]
-        return f"{head}  {spans.ljust(column)}  {filled} {tail}".rstrip()
-
     lines = _title(partition, before)
     for rank in visible:
-        if before is not None:
-            lines.append(line(heads[rank], old_layers[rank], before.loads[rank], PALE, _tail(before, rank)))
-        head = heads[rank] if before is None else " " * len(heads[rank])
-        lines.append(line(head, layers[rank], partition.loads[rank], BAR, tails[rank]))
-        if len(visible) < ranks and rank == MAX_RANKS // 2 - 1:
-            lines.append(f"{'…'.rjust(len(heads[rank]))}  ({ranks - len(visible)} ranks not shown)")
+        head = f"rank {rank}"
+        for cut, letter in cuts:
+            filled = (letter * round(bar * cut.loads[rank] / longest)).ljust(bar + 1)
+            if filled[mark : mark + 1] == " ":
+                filled = filled[:mark] + MARK + filled[mark + 1 :]
+            cells = head.ljust(head_width), layers[letter, rank].ljust(column), f"{filled} {tails[letter, rank]}"
+            lines.append("  ".join(cells).rstrip())
+            head = ""
+        if len(visible) < ranks and rank == half - 1:
+            lines.append(f"{'…'.rjust(head_width)}  ({ranks - len(visible)} ranks not shown)")
     return "\n".join(lines)
 
 
 def _title(partition: Partition, before: Partition | None) -> list[str]:
     sizes = f"{partition.layers} layers, {len(partition.stages)} stages, {len(partition.loads)} ranks"
-    quality = (
-        "no cut is better"
-        if partition.optimal
-        else f"at most {100 * partition.gap:.2g}% above the best ({MARK} {partition.bound:.4g})"
-    )
+    quality = "no cut is better"
+    if not partition.optimal:
+        quality = f"at most {100 * partition.gap:.2g}% above the best ({MARK} {partition.bound:.4g})"
     slowest = f"slowest {partition.slowest:.4g} (rank {partition.loads.index(partition.slowest)}): {quality}"
     if before is None:
         return [sizes, slowest]
@@ -356,10 +336,9 @@ def _layers(partition: Partition, rank: int) -> str:
 def _tail(partition: Partition, rank: int) -> str:
     """Return the time and memory of a rank."""
     text = f"{partition.loads[rank]:.4g}"
-    if partition.memory is None:
-        return text
-    text += f"  {partition.memory[rank]:.4g} bytes"
-    if partition.caps is None:
-        return text
-    excess = " (too much)" if partition.memory[rank] > partition.caps[rank] else ""
-    return f"{text} of {partition.caps[rank]:.4g}{excess}"
+    if partition.memory is not None:
+        text += f"  {partition.memory[rank]:.4g} bytes"
+        if partition.caps is not None:
+            excess = " (too much)" if partition.memory[rank] > partition.caps[rank] else ""
+            text += f" of {partition.caps[rank]:.4g}{excess}"
+    return text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -22,22 +21,11 @@ MAX_VALUE = 1e100
 """Sums of larger numbers could overflow."""
 
 
-@dataclass(frozen=True, eq=False)
 class PartitionRequest:
     """Layers, and the ranks that hold them; all values are valid."""
 
-    costs: Floats
-    ranks: int
-    chunks: int
-    placement: str
-    memory: Floats | None
-    caps: Floats | None
-    speed: Floats
-    names: tuple[str, ...] | None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         costs: Numbers,
         ranks: int,
         chunks: int,
@@ -46,55 +34,41 @@ class PartitionRequest:
         caps: float | Numbers | None,
         speed: Numbers | None,
         names: Sequence[str] | None,
-    ) -> PartitionRequest:
+    ) -> None:
         """Check the arguments; raise `StagelineError` for an invalid one."""
-        ranks, chunks = _count("ranks", ranks), _count("chunks", chunks)
+        self.ranks, self.chunks = ranks, chunks = _count("ranks", ranks), _count("chunks", chunks)
         if placement not in PLACEMENTS:
             raise StagelineError(
                 f"placement is {shorten(placement)}{nearest(str(placement), PLACEMENTS)}; it must be "
                 "'loop' (0 1 2 0 1 2) or 'v' (0 1 2 2 1 0)"
             )
-        layer_names = None if names is None else tuple(map(str, names))
-        times = _numbers("costs", costs, None, "one per layer", layer_names)
-        layers = len(times)
+        self.names = None if names is None else tuple(map(str, names))
+        self.costs = _numbers("costs", costs, None, "one per layer", self.names)
+        self.layers = layers = len(self.costs)
         if layers < ranks * chunks:
             raise StagelineError(
                 f"{ranks} ranks with {chunks} chunks each are {ranks * chunks} stages, but there are {layers} layers; "
                 "every stage needs a layer: use fewer ranks or chunks, or smaller layers"
             )
-        if layer_names is not None and len(layer_names) != layers:
+        if self.names is not None and len(self.names) != layers:
             raise StagelineError(
-                f"names has {len(layer_names)} entries, but costs has {layers}; pass one name per layer"
+                f"names has {len(self.names)} entries, but costs has {layers}; pass one name per layer"
             )
         if caps is not None and memory is None:
             raise StagelineError("caps needs memory; also pass memory=, the bytes of each layer")
-        layer_memory = None if memory is None else _numbers("memory", memory, layers, "one per layer", layer_names)
-        rank_caps = None
+        self.memory = None if memory is None else _numbers("memory", memory, layers, "one per layer", self.names)
+        self.caps = None
         if caps is not None:
             per_rank = np.full(ranks, caps) if np.ndim(caps) == 0 else caps
-            rank_caps = _numbers("caps", per_rank, ranks, "one number, or one per rank", largest=math.inf)
-        speeds = np.ones(ranks) if speed is None else _numbers("speed", speed, ranks, "one per rank")
-        if (speeds <= 0).any():
-            slowest = int(np.argmin(speeds))
+            self.caps = _numbers("caps", per_rank, ranks, "one number, or one per rank", largest=math.inf)
+        self.speed = np.ones(ranks) if speed is None else _numbers("speed", speed, ranks, "one per rank")
+        if (self.speed <= 0).any():
+            slowest = int(np.argmin(self.speed))
             raise StagelineError(
-                f"speed[{slowest}] is {speeds[slowest]:g}; it must be above 0; leave out ranks that are not used"
+                f"speed[{slowest}] is {self.speed[slowest]:g}; it must be above 0; leave out ranks that are not used"
             )
-        return cls(times, ranks, chunks, placement, layer_memory, rank_caps, speeds, layer_names)
-
-    @property
-    def layers(self) -> int:
-        """Number of layers."""
-        return len(self.costs)
-
-    @property
-    def stages(self) -> int:
-        """Number of stages."""
-        return self.ranks * self.chunks
-
-    @property
-    def rank_of(self) -> Ints:
-        """The rank of every stage."""
-        return np.asarray(Placement.of_pattern(self.placement, self.ranks, self.chunks).table[0], dtype=np.int64)
+        self.stages = ranks * chunks
+        self.rank_of: Ints = np.asarray(Placement.of_pattern(placement, ranks, chunks).table[0], dtype=np.int64)
 
     @property
     def power(self) -> int:

@@ -47,10 +47,6 @@ def cut_by_cost(costs: UnitCosts, stages: int, constraints: CutConstraints, even
     """Cut such that the slowest rank is as fast as possible; with a schedule, such that its simulated step is shortest.
 
     `even` is an additional candidate for a schedule.
-
-    >>> costs = UnitCosts(["a", "b", "c", "d"], [3, 3, 3, 9], [1, 1, 1, 3], [1, 1, 1, 3], [1, 1, 1, 3], [1, 1, 1, 1])
-    >>> cut_by_cost(costs, 2, CutConstraints(), [(0, 2), (2, 4)]).stages
-    [(0, 3), (3, 4)]
     """
     if constraints.schedule is not None:
         return _for_schedule(costs, _resolve_schedule(constraints.schedule, stages, constraints), constraints, even)
@@ -127,19 +123,13 @@ def _for_schedule(costs: UnitCosts, schedule: Schedule, constraints: CutConstrai
     if is_bidirectional:
         options = _options_for_pairs(options, schedule.ranks)
     candidates = [partition(costs.seconds, ranks, chunks, placement, slack=slack, **options) for slack in SLACKS]
-    pins, even_spans = options.pop("pinned") or {}, list(even)
+    pins = options.pop("pinned") or {}
     index_of = {name: index for index, name in reversed(list(enumerate(costs.names)))}
-    even_cut = evaluate(even_spans, costs.seconds, ranks, chunks, placement, **options)
+    even_cut = evaluate(even, costs.seconds, ranks, chunks, placement, **options)
     fits = even_cut.caps is None or even_cut.memory is None or all(np.array(even_cut.memory) <= np.array(even_cut.caps))
-    if fits and all(
-        even_spans[stage][0] <= index_of.get(name, name) < even_spans[stage][1] for name, stage in pins.items()
-    ):
-        candidates.append(
-            replace(
-                even_cut,
-                bound=min(even_cut.bound, candidates[0].bound) if not candidates[0].optimal else candidates[0].bound,
-            )
-        )
+    if fits and all(even[stage][0] <= index_of.get(name, name) < even[stage][1] for name, stage in pins.items()):
+        bound = candidates[0].bound if candidates[0].optimal else min(even_cut.bound, candidates[0].bound)
+        candidates.append(replace(even_cut, bound=bound))
     best = min(candidates, key=lambda candidate: _makespan(candidate.stages, costs, schedule, constraints.speed))
     return _expand_pairs(best, schedule) if is_bidirectional else best
 
@@ -191,11 +181,8 @@ def _expand_pairs(cut: Partition, schedule: Schedule) -> Partition:
 
 def _makespan(stages: Sequence[Span], costs: UnitCosts, schedule: Schedule, speed: Sequence[float] | None) -> float:
     speeds = [1.0 if speed is None else float(speed[rank]) for rank in schedule.placement.table[0].tolist()]
-
-    def times(values: Sequence[float]) -> list[float]:
-        return [
-            sum(values[start:stop]) / stage_speed for (start, stop), stage_speed in zip(stages, speeds, strict=True)
-        ]
-
-    stage_costs = Costs(times(costs.forward), times(costs.backward_input), times(costs.backward_weight))
-    return float(simulate(schedule, stage_costs).makespan)
+    forward, backward_input, backward_weight = (
+        [sum(values[start:stop]) / stage_speed for (start, stop), stage_speed in zip(stages, speeds, strict=True)]
+        for values in (costs.forward, costs.backward_input, costs.backward_weight)
+    )
+    return float(simulate(schedule, Costs(forward, backward_input, backward_weight)).makespan)

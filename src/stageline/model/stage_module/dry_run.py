@@ -204,11 +204,7 @@ class CallOrderError(StagelineError):
 
 @dataclass(frozen=True)
 class CallOrder:
-    """The units of a model in the order in which its forward calls them; a unit that is called twice appears twice.
-
-    >>> CallOrder(("a", "b", "a")).position("a", previous_calls=1)
-    2
-    """
+    """The units of a model in the order in which its forward calls them; a unit that is called twice appears twice."""
 
     names: tuple[str, ...]
 

@@ -219,11 +219,6 @@ def placeholders_for_meta(frame: nn.Module, inputs: Any) -> Iterator[None]:
     """Replace the meta tensors of a model by placeholders on the device of the inputs.
 
     A forward may move its buffers to the device of its inputs, which torch refuses for meta tensors.
-
-    >>> linear = nn.Linear(2, 2, device="meta")
-    >>> with placeholders_for_meta(linear, torch.ones(1)):
-    ...     print(linear.weight.to("cpu"))
-    PlaceholderTensor((2, 2), torch.float32, of nothing)
     """
     device = next((tensor.device for tensor in tensors_in(inputs)), torch.device("cpu"))
     dictionaries: list[dict[str, Any]] = [

@@ -50,13 +50,7 @@ class SharedState:
 
     @classmethod
     def of(cls, stages: Sequence[Layers]) -> SharedState:
-        """Search all stages.
-
-        >>> norm = nn.BatchNorm1d(2)
-        >>> shared_state = SharedState.of([[("0", nn.Linear(2, 2)), ("1", norm)], [("2", norm)]])
-        >>> [(name, places) for name, _, places in shared_state.norms]
-        [('1', (0, 1))]
-        """
+        """Search all stages."""
         reached = [reach(layers) for layers in stages]
         users: dict[Any, list[int]] = {}
         assigned: set[Any] = set()
@@ -294,14 +288,7 @@ class PlainData:
         self._hashes: dict[Hashable, int] = {}
 
     def differs(self, place: Hashable, holder: Any, old: Any, value: Any, shapes: Any) -> bool:
-        """Whether a layer stored something else in a place than before, for inputs of the same shapes.
-
-        >>> data = PlainData()
-        >>> data.differs("h", {}, None, [0.5], ()), data.differs("h", {}, [0.5], [0.25], ())
-        (False, True)
-        >>> data.differs("log", {}, "a", "ab", ()), data.differs("log", {}, "ab", "abc", ())
-        (False, False)
-        """
+        """Whether a layer stored something else in a place than before, for inputs of the same shapes."""
         data = _hashable(value)
         if data is _NOT_PLAIN or _was_appended(old, value) or _are_sizes(value, shapes):
             return False

@@ -39,13 +39,7 @@ Attributes = frozenset[tuple[str, str]]
 
 
 def tensor_attributes(unit: nn.Module) -> dict[tuple[str, str], list[Tensor]]:
-    """Return the tensors in plain attributes of a unit's modules, also in lists, tuples and dicts.
-
-    >>> unit = nn.Sequential(nn.Tanh())
-    >>> unit[0].last = Tensor([1.0])
-    >>> tensor_attributes(unit)
-    {('0', 'last'): [tensor([1.])]}
-    """
+    """Return the tensors in plain attributes of a unit's modules, also in lists, tuples and dicts."""
     attributes: dict[tuple[str, str], list[Tensor]] = {}
     for path, module in unit.named_modules():
         for name, value in vars(module).items():
@@ -123,17 +117,7 @@ class ArgumentObjects:
     """Compares the objects among a unit's arguments before and after a call."""
 
     def __init__(self, arguments: Any) -> None:
-        """Record their state before the call.
-
-        >>> from types import SimpleNamespace
-        >>> state = SimpleNamespace(calls=0)
-        >>> objects = ArgumentObjects(((state,), {}))
-        >>> state.calls += 1
-        >>> objects.check("blocks.0", None)
-        Traceback (most recent call last):
-        ...
-        stageline.StagelineError: blocks.0 changes calls of a SimpleNamespace among its inputs, ...
-        """
+        """Record their state before the call."""
         self._states: dict[int, _ObjectState] = {}
         for value in _leaves(arguments):
             self._add(value, value, "", 0)
@@ -357,17 +341,7 @@ class Counters:
     """
 
     def __init__(self, frames: Sequence[nn.Module], units: Sequence[tuple[str, nn.Module]] = ()) -> None:
-        """Inspect the frames, except for containers that units reach: `shared_state` checks those.
-
-        >>> model = nn.Sequential(nn.Tanh())
-        >>> model.calls = [0]
-        >>> counters = Counters([model])
-        >>> before = counters.read()
-        >>> model.calls[0] += 1
-        >>> counters.restore(before)
-        >>> model.calls
-        [0]
-        """
+        """Inspect the frames, except for containers that units reach: `shared_state` checks those."""
         self._frames = frames
         self._changed: set[Place] = set()
         self._reached_by_units: set[int] = set()

@@ -17,8 +17,8 @@ from stageline.common.errors import PipelineError, StagelineError
 from stageline.distributed.rank_host import RankHost
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.batches.chunk_specs import Keywords
+from stageline.tensors.copies import detached
 from stageline.tensors.pytree import learn, tensors_of
-from stageline.tensors.subclasses import detached
 from stageline.tensors.thread_context import plain_precision
 
 Gradients = Mapping[int, Sequence[Tensor | None]]

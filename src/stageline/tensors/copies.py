@@ -1,7 +1,9 @@
-"""Tensors of one message that share memory: in one process, an in-place change of one changes the others.
+"""Copies of tensors that a stage works on: their class, strides and attributes, and the memory they shared.
 
-A stage works on copies of what it changes, and processes have no memory in common, so such a change would be lost. The
-sender says which tensors share memory, and a stage that changes one of them in place is refused.
+In one process, the next layer gets the same tensor. A stage gets another tensor, which must differ from the first in
+nothing but its graph, not even in the class or the attributes that a user gave it. In one process, an in-place change
+of one tensor also changes those that share its memory. Between stages such a change would be lost, so the sender says
+which tensors of a message share memory, and a stage that changes one of them in place is refused.
 """
 
 from __future__ import annotations
@@ -10,14 +12,73 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError
-from stageline.tensors._torch_private import version_of
+from stageline.tensors._torch_private import version_of, without_torch_function
 from stageline.tensors.pytree import Leaf
+
+_PLAIN = frozenset([Tensor, nn.Parameter])
+
+
+def is_plain_tensor(tensor: Tensor) -> bool:
+    """Whether its class is torch's own, not a subclass."""
+    return type(tensor) in _PLAIN
+
+
+def detached(tensor: Tensor, wants: bool = False) -> Tensor:
+    """The same values without a graph, of the same class and with the same attributes.
+
+    >>> class Named(Tensor):
+    ...     pass
+    >>> tensor = torch.ones(2).as_subclass(Named)
+    >>> tensor.label = "weights"
+    >>> type(detached(tensor)).__name__, detached(tensor).label
+    ('Named', 'weights')
+    """
+    if type(tensor) in _PLAIN:
+        bare = tensor.detach()
+        return bare.requires_grad_() if wants else bare
+    with without_torch_function():
+        return _like(tensor.detach(), tensor).requires_grad_(wants)
+
+
+def cloned(tensor: Tensor) -> Tensor:
+    """A copy in the same graph, of the same class and strides and with the same attributes."""
+    if type(tensor) in _PLAIN:
+        return _same_strides(tensor)
+    with without_torch_function():
+        return _like(_same_strides(tensor), tensor)
+
+
+def _same_strides(tensor: Tensor) -> Tensor:
+    """Clone a tensor; one with gaps keeps them, because kernels may add in a different order without them."""
+    copy = tensor.clone()
+    if tensor.layout != torch.strided or copy.stride() == tensor.stride() or 0 in tensor.stride():
+        return copy
+    spaced = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return spaced.copy_(tensor)
+
+
+def data_of(tensor: Tensor) -> Tensor:
+    """`tensor.data`, of the same class and with the same attributes."""
+    if type(tensor) in _PLAIN:
+        return tensor.data
+    with without_torch_function():
+        return _like(tensor.data, tensor)
+
+
+def _like(copy: Tensor, tensor: Tensor) -> Tensor:
+    if type(copy) is Tensor:
+        copy = copy.as_subclass(type(tensor))
+    copy.__dict__.update(tensor.__dict__)
+    return copy
+
+
+# Tensors of one message that share memory
 
 Pairs: TypeAlias = tuple[tuple[int, int], ...]
 """Places of leaves that share memory, two by two."""
@@ -82,11 +143,7 @@ def _span(shape: torch.Size, strides: tuple[int, ...]) -> int:
 
 
 def noted(tree: str, pairs: Pairs) -> str:
-    """Add the places of leaves that share memory to the text of a tree.
-
-    >>> read_pairs(noted("tree", ((0, 2),))), read_pairs(noted("tree", ()))
-    (('tree', ((0, 2),)), ('tree', ()))
-    """
+    """Add the places of leaves that share memory to the text of a tree."""
     return f"{tree}{_MARK}{json.dumps(pairs)}" if pairs else tree
 
 
@@ -102,7 +159,7 @@ def read_pairs(text: str) -> tuple[str, Pairs]:
 class Shared:
     """The inputs of one forward that share memory: whether it changed one of them, and which outputs share it."""
 
-    def __init__(self, pairs: Pairs, arrived: Sequence[Leaf], inputs: Sequence[Leaf]) -> None:
+    def __init__(self, pairs: Pairs, arrived: Sequence[Any], inputs: Sequence[Any]) -> None:
         """Create it before the forward; `inputs` are what the layers get, copies of what arrived or the same."""
         self._pairs = pairs
         self._kept = (arrived, inputs)  # keeps their memory from being reused
@@ -125,27 +182,18 @@ class Shared:
         """Addresses of its memory that would be the same in one process."""
         groups: dict[int, int] = {}
         for one, other in self._pairs:
-            group = groups.get(one, one)
-            groups[one] = group
-            groups[other] = group
-        addresses: dict[int, int] = {}
-        for place, group in groups.items():
-            for leaves in self._kept:
-                addresses[_address(leaves[place])] = _address(self._kept[0][group])
-        return addresses
+            groups[one] = groups[other] = groups.get(one, one)
+        return {
+            address_of(leaves[place]): address_of(self._kept[0][group])
+            for place, group in groups.items()
+            for leaves in self._kept
+        }
 
 
-def _address(leaf: Leaf) -> int:
-    assert isinstance(leaf, Tensor)
-    return address_of(leaf)
-
-
-def _state(leaf: Leaf) -> int | Tensor:
+def _state(tensor: Tensor) -> int | Tensor:
     """What shows whether a tensor changed: its version, or its values if it has no version."""
-    assert isinstance(leaf, Tensor)
-    return leaf.clone() if leaf.is_inference() else version_of(leaf)
+    return tensor.clone() if tensor.is_inference() else version_of(tensor)
 
 
-def _is_as(leaf: Leaf, state: int | Tensor) -> bool:
-    assert isinstance(leaf, Tensor)
-    return version_of(leaf) == state if isinstance(state, int) else torch.equal(leaf, state)
+def _is_as(tensor: Tensor, state: int | Tensor) -> bool:
+    return version_of(tensor) == state if isinstance(state, int) else torch.equal(tensor, state)
