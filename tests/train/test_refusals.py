@@ -478,3 +478,17 @@ def test_continuous_steps_are_refused_where_the_results_would_differ() -> None:
         name, _, value = option.partition("=")
         refused(f"training.continuous_steps is true, but {name} is {value}", "training.continuous_steps=true", option)
     refused("accumulates gradients of 2 batches", "training.continuous_steps=true", "training.global_batch_size=8")
+
+
+def test_a_job_that_runs_out_of_memory_is_told_the_flags_that_help() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of")
+
+    schedule = ["parallelism.pipeline_parallel_schedule=gpipe", "training.local_batch_size=16"]
+    with pytest.raises(torch.OutOfMemoryError, match="F of stage 1, microbatch 0") as caught:
+        train(*schedule, loss_fn=loss)
+    text = str(caught.value)
+    for flag in ("activation_checkpoint.mode full", "pipeline_parallel_schedule 1f1b", "microbatch_size"):
+        assert flag in text, flag
+    assert "were planned for rank 1" in text
+    assert "sl.plan" not in text

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
 
 from stageline.common.errors import PeerFailed, PipelineError, StagelineError
 from stageline.distributed.process_exit import close_at_exit
@@ -63,9 +65,39 @@ class ChangedOutput(TypeError):
     """A stage passed on an output of a new form, and another stage failed on it."""
 
 
+class OutOfMemory(PipelineError, torch.OutOfMemoryError):
+    """A step that failed because memory did not suffice; `except torch.OutOfMemoryError` catches it, too.
+
+    >>> error = OutOfMemory("rank 1 failed", action="F", stage=2, microbatch=5, planned=2**30, allocated=2**31)
+    >>> isinstance(error, torch.cuda.OutOfMemoryError), error.stage, error.allocated
+    (True, 2, 2147483648)
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        action: str | None = None,
+        stage: int | None = None,
+        microbatch: int | None = None,
+        planned: float | None = None,
+        allocated: int | None = None,
+    ) -> None:
+        """`action` is its letter; `planned` and `allocated` are bytes of the rank, None if they are not known."""
+        super().__init__(message)
+        self.action, self.stage, self.microbatch = action, stage, microbatch
+        self.planned, self.allocated = planned, allocated
+
+    def facts(self) -> dict[str, Any]:
+        """The arguments beside the message, for another process."""
+        names = ("action", "stage", "microbatch", "planned", "allocated")
+        return {name: getattr(self, name) for name in names}
+
+
 def failure(who: str, doing: str, error: BaseException, left: str = GRADIENTS) -> PipelineError:
     """The one error that a failed step raises; `left` says what the step left behind."""
-    return PipelineError(f"{who} failed {place_in_words(doing)}: {type(error).__name__}: {error}; {left}")
+    text = f"{who} failed {place_in_words(doing)}: {type(error).__name__}: {error}; {left}"
+    return OutOfMemory(text, **error.facts()) if isinstance(error, OutOfMemory) else PipelineError(text)
 
 
 def changed_output(who: str, change: Change, failed: str, text: str, left: str) -> PipelineError:
@@ -110,6 +142,7 @@ def may_follow_change(error: BaseException) -> tuple[bool, bool]:
     ((True, False), (False, True))
     """
     of_form = isinstance(error, RuntimeError | ValueError | TypeError) and bool(_ABOUT_FORM.search(str(error)))
+    of_form = of_form and not isinstance(error, torch.OutOfMemoryError)
     of_structure = isinstance(error, TypeError | AttributeError | LookupError | ValueError)
     return of_form, of_structure and not isinstance(error, StagelineError)
 

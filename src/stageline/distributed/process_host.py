@@ -19,6 +19,7 @@ from stageline.distributed.failures import (
     GRADIENTS,
     Change,
     JobFailures,
+    OutOfMemory,
     RankFailure,
     changed_output,
     failure,
@@ -211,11 +212,13 @@ class ProcessHost(ProcessCollectives):
             cause = Failure.of(failed.error, located(failed.doing))
             text = str(failure(self.layout.name(self.process), failed.doing, failed.error, left))
             own = {"text": text, "where": self._control.where, "cause": cause.to_json()}
+            if isinstance(failed.error, OutOfMemory):
+                own["memory"] = failed.error.facts()
             kinds = may_follow_change(failed.error)
             if cause.action == "F" and running is not None and any(kinds):
                 own["step"], own["kinds"] = running.step, kinds
         first = json.loads(self.broadcast_to_all(json.dumps(own), origin))
-        error = PipelineError(first["text"])
+        error = OutOfMemory(first["text"], **first["memory"]) if "memory" in first else PipelineError(first["text"])
         cause, blamed = Failure(**first["cause"]), self._failures.blamed()
         ranks = () if blamed is None else blamed.ranks
         verdict = cause.verdict(origin, where=first["where"], round=self._control.round, ranks=ranks)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from stageline.runtime.action_ranges import Mark, range_marker
 from stageline.runtime.batches.chunk_specs import is_mask
 from stageline.runtime.guards.changed_outputs import OutputForms
 from stageline.runtime.guards.non_finite import FiniteWatch
+from stageline.runtime.out_of_memory import MemoryContext, out_of_memory
 from stageline.runtime.stage import Stage
 from stageline.runtime.step_report import GpuClock, RankResult
 from stageline.schedules import action as kinds
@@ -30,6 +31,10 @@ from stageline.schedules.schedule import Schedule
 from stageline.tensors.copies import data_of, detached, is_plain_tensor, noted, read_pairs, sharing
 from stageline.tensors.pytree import TENSOR, Leaf, flatten, refuse_layout, unflatten
 from stageline.transport.protocol import Header, Message, Traffic, Transport, kinds_of
+
+if TYPE_CHECKING:
+    from stageline.planning.plan import Plan
+    from stageline.timeline.costs import Costs
 
 FORMS = 4096
 """How many forms of messages a rank remembers."""
@@ -153,6 +158,8 @@ class Executor:
         """The current step, or the last one."""
         self._mark: Mark = range_marker(on_gpu=False)
         """Marks ranges for profilers; decided anew in every step."""
+        self.planned: Plan | Costs | None = None
+        """What the pipeline was planned with, for the error of a rank that runs out of memory."""
         self.outputs = OutputForms()
         self.device = device_of(stages.values())
         self._stream: Any = torch.cuda.Stream(self.device) if self.device is not None and own_stream else None  # type: ignore[no-untyped-call]
@@ -196,6 +203,13 @@ class Executor:
 
     def run(self, request: StepRequest, ready: Callable[[int], None] | None = None) -> RankResult:
         """Run the whole program once; `ready` is called with every stage whose gradients are complete."""
+        try:
+            return self._run_on_device(request, ready)
+        except torch.OutOfMemoryError as error:
+            context = MemoryContext(self.schedule, self.rank, self.stages, self.device, self.planned)
+            raise out_of_memory(context, self.progress.doing, error, request) from error
+
+    def _run_on_device(self, request: StepRequest, ready: Callable[[int], None] | None) -> RankResult:
         if self.device is None:
             return self._run(request, None, ready)
         event, moment = request.start_events[self.device]

@@ -219,7 +219,12 @@ class Pipeline:
         stage_options = StageOptions(options.loss_fn, replica_seed(seed, host.replica), recompute)
         penalties = len(list(model.named_parameters())) if options.penalty is not None else 0
         executors = ExecutorCache(
-            host, stages, stage_options, NamedTensors([*named_tensors(model), *before]), penalties
+            host,
+            stages,
+            stage_options,
+            NamedTensors([*named_tensors(model), *before]),
+            penalties,
+            planned=self.plan if options.planned is None else options.planned,
         )
         joined_replicas = join_replicas(host, schedule, stages.parts, stages.placed, model, options)
         looks = options.stragglers and schedule.training and 0 in host.here

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -19,6 +19,10 @@ from stageline.runtime.stage import Stage, StageOptions
 from stageline.runtime.step_report import StepRecordLayout
 from stageline.schedules.schedule import Schedule, forwards_of, only_microbatches
 from stageline.tensors.host_memory import keep_memory
+
+if TYPE_CHECKING:
+    from stageline.planning.plan import Plan
+    from stageline.timeline.costs import Costs
 
 MOST_TIMES = 1 << 16
 """How many action times all ranks together may send with the rest of the summary at the end of a step."""
@@ -49,10 +53,16 @@ class ExecutorCache:
     """Makes executors, and keeps them."""
 
     def __init__(
-        self, host: RankHost, stages: ModelStages, options: StageOptions, watched: NamedTensors, penalties: int
+        self,
+        host: RankHost,
+        stages: ModelStages,
+        options: StageOptions,
+        watched: NamedTensors,
+        penalties: int,
+        planned: Plan | Costs | None = None,
     ) -> None:
         """`watched` are the tensors that loss_fn may not read, except those of the last stage."""
-        self._host, self._stages, self._options = host, stages, options
+        self._host, self._stages, self._options, self._planned = host, stages, options, planned
         self._watched, self._penalties = watched, penalties
         self.sets: dict[tuple[int, bool], ExecutorSet] = {}
         """By the number of microbatches, and whether they train."""
@@ -99,6 +109,8 @@ class ExecutorCache:
             )
             for rank in host.here
         ]
+        for executor in executors:
+            executor.planned = self._planned
         devices = frozenset(executor.device for executor in executors if executor.device is not None)
         if any(executor.device is None for executor in executors):
             keep_memory()

@@ -382,7 +382,7 @@ class Stage:
             else:
                 loss = self._loss_reads(output, target, step, microbatch)
         except Exception as error:
-            if target is not None or isinstance(error, StagelineError):
+            if target is not None or isinstance(error, StagelineError | torch.OutOfMemoryError):
                 raise
             raise StagelineError(
                 f"loss_fn failed with {type(error).__name__}: {error}; the targets are None, so loss_fn got None; "
@@ -514,6 +514,11 @@ class Stage:
                 roots.append(output)
                 root_grads.append(grad)
         return roots, root_grads
+
+    @property
+    def in_flight(self) -> int:
+        """How many microbatches it keeps something of."""
+        return len(self._kept)
 
     def forget(self) -> None:
         """Drop everything kept, after a step that failed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -29,6 +30,7 @@ from stageline.planning.io import parse_plan, read_plan, to_text
 from stageline.planning.plan import Plan, plan
 from stageline.planning.request import device_memory
 from stageline.runtime._torch_private import pytree
+from stageline.runtime.out_of_memory import PLAN_ADVICE
 from stageline.runtime.pipeline import Pipeline
 from stageline.schedules.io import read_schedule
 from stageline.schedules.registry import schedule
@@ -252,6 +254,7 @@ class Setup:
 
 TIME_LIMIT = 1.0
 """Seconds that the search may take, because a job should start soon."""
+MICROBATCH_SIZE = "--parallelism.pipeline_parallel_microbatch_size"
 OPTIMIZER_STATE_BYTES = {"AdamW": 8.0, "Adam": 8.0, "SGD": 4.0, "Adafactor": 1.0, "Muon": 4.0}
 """Approximate bytes of optimizer state for each parameter."""
 
@@ -326,12 +329,14 @@ def _fixed_schedule(options: Parallelism, ranks: int, microbatches: int) -> Sche
 
 
 def in_config_words(text: str) -> str:
-    """Return the advice of `sl.plan` as flags of a job.
+    """Return the advice of `sl.plan`, or of a step that ran out of memory, as flags of a job.
 
     >>> in_config_words("what would fit: recompute='auto' brings it to 3 GiB; ranks=8 brings it to 1 GiB")
     'what would fit: --activation_checkpoint.mode full brings it to 3 GiB; --parallelism.pipeline_parallel_degree 8
     brings it to 1 GiB'
     """
+    text = text.replace(f"; {PLAN_ADVICE}", "")  # a job plans for the memory of its GPUs
+    text = re.sub(r"microbatches=\d+ instead of \d+, of half the size", f"half of {MICROBATCH_SIZE}", text)
     text = text.replace("recompute='auto'", "recompute=full").replace("recompute='stage'", "recompute=full")
     return in_flags(
         text,

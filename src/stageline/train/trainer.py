@@ -19,6 +19,7 @@ from torch import nn
 
 from stageline.common.errors import StagelineError
 from stageline.common.interrupts import StopSignals
+from stageline.distributed.failures import OutOfMemory
 from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.faults.flight_recorder import flights_into
 from stageline.train.checkpoint import Checkpoint, Writer
@@ -41,7 +42,7 @@ from stageline.train.optimizers import Optimizer, outer_parameters, rate
 from stageline.train.output import Output
 from stageline.train.run_folder import FLIGHT, METRICS, RunFolder
 from stageline.train.screen import put
-from stageline.train.setup import Setup
+from stageline.train.setup import Setup, in_config_words
 from stageline.train.step import LossScale, StepResult, TrainingStep, Validation
 
 CONTINUOUS_STEPS = 8
@@ -337,7 +338,10 @@ class Trainer:
             if not must_validate:
                 if why := self._why_no_more_steps():
                     return why
-                self._train()
+                try:
+                    self._train()
+                except OutOfMemory as error:
+                    raise OutOfMemory(in_config_words(str(error)), **error.facts()) from error
                 must_validate = self._is_due(config.validation.freq)
             stops_early = must_validate and self._validate()
             why = self._agree_to_stop() or ("early stop" if stops_early else "")
