@@ -23,8 +23,7 @@ from stageline.common.units import parse_size, round_up_size
 from stageline.model.partition.partition import even_sizes, partition
 from stageline.model.profile import Layer
 from stageline.planning.candidates import shape_of
-from stageline.planning.memory import buffers_of
-from stageline.planning.stage_costs import Links, stage_costs
+from stageline.planning.costs import Links, buffers_of, stage_costs
 from stageline.testing import run_ranks
 
 

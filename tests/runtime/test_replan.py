@@ -17,13 +17,12 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.distributed.thread_host import ThreadHost
-from stageline.planning.reorder import Reordered, reorder
 from stageline.runtime import replan
 from stageline.runtime.replan import LOOK_EVERY, Watch
+from stageline.synthesis.synthesize import Reordered, reorder
 from stageline.testing import run_ranks
-from stageline.timeline.drift import drift_of
+from stageline.timeline.drift import WINDOW, drift_of
 from stageline.timeline.memory import peaks_of
-from stageline.timeline.stragglers import WINDOW
 from stageline.train.events import read_metrics
 
 PLANNED = sl.Costs(forward=1, backward_input=1, backward_weight=1, residue=0.5)

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 import stageline as sl
 from stageline.synthesis.baselines import programs_of, sequential_plan
-from stageline.synthesis.bounds import lower_bound, one_rank, quick_bound
+from stageline.synthesis.bounds import Relaxation, lower_bound, one_rank, quick_bound
 from stageline.synthesis.cp_sat import search as exact_search
 from stageline.synthesis.fast_simulate import end_times, peak_memory_of
 from stageline.synthesis.list_scheduling import Board, PriorityRule, ProgramPlan, list_schedule, schedule_of
 from stageline.synthesis.periodic import periodic_plans
 from stageline.synthesis.problem import Problem, problem_of
-from stageline.synthesis.relaxation import Relaxation
 from support.instances import examples
 
 Step = tuple[str, int, int]

@@ -15,7 +15,7 @@ from torch.nn import functional
 import stageline as sl
 from stageline.testing import run_ranks
 from stageline.timeline.costs import Floats
-from stageline.timeline.stragglers import PAST, QUIET, WINDOW, Stragglers
+from stageline.timeline.drift import PAST, QUIET, WINDOW, Stragglers
 
 STAGES = 4
 

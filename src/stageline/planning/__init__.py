@@ -2,7 +2,6 @@
 
 This package evaluates candidates by simulation. It never runs a pipeline.
 
-Read in order: `plan`, `request` (its arguments), `search`, `candidates`, `evaluate`, `stage_costs`, `memory`,
-`batch_sizes` (costs for any microbatch size), `explain` (a plan, or why nothing fits), `io`, `reorder` (another order
-for the same stages).
+Read in order: `plan`, `request` (its arguments), `search`, `candidates`, `costs`, `batch_sizes` (costs for any
+microbatch size), `explain` (a plan, or why nothing fits), `io`.
 """

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from stageline.common.errors import NothingFits, StagelineError
 from stageline.common.units import format_seconds, format_size, format_table, round_up_size
 from stageline.planning.candidates import Trial
-from stageline.planning.memory import RankMemory
+from stageline.planning.costs import RankMemory, Recompute
 from stageline.planning.request import PlanRequest
 from stageline.planning.search import PlanSearch
-from stageline.planning.stage_costs import Recompute
 
 if TYPE_CHECKING:
     from stageline.planning.plan import Alternative, Plan

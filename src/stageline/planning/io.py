@@ -11,7 +11,7 @@ from typing import Any, Literal
 from stageline.common.checked_json import NonNegative, PositiveInt, check_format, field, parse_json
 from stageline.common.errors import JsonError, StagelineError
 from stageline.common.files import read_text, write_text
-from stageline.planning.memory import RankMemory
+from stageline.planning.costs import RankMemory
 from stageline.planning.plan import Alternative, Plan
 from stageline.schedules.io import schedule_from, schedule_lines
 from stageline.schedules.verify import verify

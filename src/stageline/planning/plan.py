@@ -13,8 +13,8 @@ from stageline.common.checked_json import NonNegative, PositiveInt
 from stageline.common.units import Size, parse_size
 from stageline.model.profile import Profile
 from stageline.planning.candidates import Trial
+from stageline.planning.costs import Links, RankMemory, Recompute
 from stageline.planning.explain import explain, nothing_fits
-from stageline.planning.memory import RankMemory
 from stageline.planning.request import (
     SYNTHESIZED,
     PlanRequest,
@@ -30,7 +30,6 @@ from stageline.planning.request import (
     read_states,
 )
 from stageline.planning.search import PlanSearch
-from stageline.planning.stage_costs import Links, Recompute
 from stageline.schedules.registry import schedule as make_schedule
 from stageline.schedules.registry import whole
 from stageline.schedules.schedule import Schedule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -13,13 +13,12 @@ from torch import nn
 from stageline.common.errors import ScheduleError, StagelineError, nearest, shorten
 from stageline.common.units import parse_sizes
 from stageline.planning.batch_sizes import SizedProfiles, measure_sizes
-from stageline.planning.candidates import By
-from stageline.planning.memory import StateBytes
-from stageline.planning.stage_costs import Links, Recompute
+from stageline.planning.costs import Links, Recompute, StateBytes
 from stageline.schedules.registry import families, find_family, schedule, whole
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import LARGEST_COST
 
+By: TypeAlias = Literal["time", "parameters", "layers"]
 SYNTHESIZED = "synthesized"
 
 

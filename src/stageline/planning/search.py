@@ -14,6 +14,7 @@ from stageline.common.errors import StagelineError
 from stageline.planning.candidates import (
     Candidate,
     Cuts,
+    Evaluator,
     FamilyVariant,
     Shape,
     Trial,
@@ -21,10 +22,10 @@ from stageline.planning.candidates import (
     one_by_one,
     shape_of,
 )
-from stageline.planning.evaluate import SLACK, Evaluator
 from stageline.planning.request import SYNTHESIZED, PlanRequest
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import verify
+from stageline.synthesis.problem import SLACK
 from stageline.synthesis.synthesize import synthesize
 from stageline.timeline.memory import peaks_of
 from stageline.timeline.simulate import simulate

@@ -52,8 +52,7 @@ from stageline.runtime.step_report import Evaluation, StepStats, joined
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import Certificate
 from stageline.timeline.costs import Costs
-from stageline.timeline.drift import Drift
-from stageline.timeline.stragglers import Stragglers
+from stageline.timeline.drift import Drift, Stragglers
 from stageline.timeline.timeline import Timeline
 
 if TYPE_CHECKING:

@@ -14,14 +14,13 @@ import numpy as np
 from stageline.common.checked_json import parse_json
 from stageline.common.errors import StagelineError, nearest, shorten
 from stageline.distributed.rank_host import decide_together
-from stageline.planning.reorder import reorder, splits
 from stageline.schedules.io import schedule_from, schedule_lines
 from stageline.schedules.schedule import Schedule
+from stageline.synthesis.synthesize import reorder, splits
 from stageline.timeline.costs import Costs, Floats
-from stageline.timeline.drift import Drift, deviations, drift_of, typical_of
+from stageline.timeline.drift import Drift, Stragglers, deviations, drift_of, typical_of
 from stageline.timeline.explain import typical_costs
 from stageline.timeline.simulate import simulate
-from stageline.timeline.stragglers import Stragglers
 from stageline.timeline.timeline import Timeline
 
 if TYPE_CHECKING:

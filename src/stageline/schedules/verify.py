@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stageline.common.errors import ScheduleError, shorten
 from stageline.schedules import action as kinds
@@ -187,15 +188,14 @@ def _in_order(schedule: Schedule) -> bool:
     B and W accumulate the weight gradients, so for a stage that mixes whole and split backwards, both count.
     """
     kind = schedule.action_kinds
-    for half in (kinds.I, kinds.W):
-        index = np.flatnonzero((kind == kinds.B) | (kind == half))
-        stage, microbatch = schedule.stage_ids[index], schedule.microbatch_ids[index]
-        # Actions are numbered rank by rank. A stage on two ranks may look in order by chance, and is ruled out below.
-        order = np.argsort(stage, kind="stable")
-        same = np.diff(stage[order]) == 0
-        if (np.diff(microbatch[order])[same] < 0).any():
-            return False
-        rank = schedule.graph.rank[index][order]
-        if (np.diff(rank)[same] != 0).any():
-            return False
-    return True
+    return all(runs_in_order(schedule, (kind == kinds.B) | (kind == half)) for half in (kinds.I, kinds.W))
+
+
+def runs_in_order(schedule: Schedule, selected: NDArray[np.bool_]) -> bool:
+    """Whether every stage runs the selected actions in microbatch order, on one rank."""
+    index = np.flatnonzero(selected)
+    index = index[np.argsort(schedule.stage_ids[index], kind="stable")]
+    same_stage = np.diff(schedule.stage_ids[index]) == 0
+    # Actions are numbered rank by rank, so a stage on two ranks may look in order by chance.
+    moves = (np.diff(schedule.microbatch_ids[index]) < 0) | (np.diff(schedule.graph.rank[index]) != 0)
+    return not (moves & same_stage).any()

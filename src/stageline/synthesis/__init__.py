@@ -2,7 +2,7 @@
 
 This package searches; what makes a schedule valid is in `schedules.rules`. It never imports torch.
 
-Read in order: `problem`, `synthesize`, `search`, then what the search tries: `baselines`, `list_scheduling`, `turns`,
-`periodic`, `local_search`, `mixed_backward`, `cp_sat`. `fast_simulate` evaluates candidates; `bounds` and `relaxation`
-prove how far from the optimum a schedule can be.
+Read in order: `problem`, `synthesize`, `search`, then what the search tries: `baselines`, `list_scheduling`,
+`periodic`, `local_search`, `cp_sat`. `fast_simulate` evaluates candidates; `bounds` proves how far from the optimum a
+schedule can be.
 """

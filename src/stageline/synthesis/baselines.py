@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from stageline.schedules.placement import Placement
 from stageline.schedules.registry import Family, families
 from stageline.schedules.registry import schedule as build_schedule
 from stageline.schedules.schedule import Schedule
-from stageline.schedules.verify import ensure_progress
+from stageline.schedules.verify import ensure_progress, runs_in_order
 from stageline.synthesis.list_scheduling import ProgramPlan, Programs, schedule_of
 from stageline.synthesis.problem import SLACK, Problem
 from stageline.timeline.simulate import simulate
@@ -24,30 +25,16 @@ MAX_GROUP_ACTIONS = 20_000
 """Total number of actions to simulate, at most, to try other group sizes."""
 
 
-class Baseline(NamedTuple):
-    """A schedule of a named family, and its objective value."""
-
-    name: str
-    schedule: Schedule
-    value: float
-
-    def to_plan(self) -> ProgramPlan:
-        """Convert to a plan, as a starting point of the search."""
-        paired = self.schedule if self.schedule.has_overlaps else None
-        return ProgramPlan(programs_of(self.schedule), self.value, self.name, schedule=paired)
-
-
-def baselines(problem: Problem) -> Iterator[Baseline]:
+def baselines(problem: Problem) -> Iterator[ProgramPlan]:
     """Yield every training family in this placement that is in order and fits the caps."""
     for name, family in families().items():
         for options in _options(problem, family):
             schedule = _build(problem, family, options)
-            if schedule is None:
-                continue
-            for variant in _variants(schedule):
+            for variant in [] if schedule is None else _variants(schedule):
                 timeline = simulate(variant, problem.costs)
                 if problem.fits(timeline.peak_memory):
-                    yield Baseline(name, variant, objective_of(problem, timeline))
+                    paired = variant if variant.has_overlaps else None
+                    yield ProgramPlan(programs_of(variant), objective_of(problem, timeline), name, schedule=paired)
 
 
 def objective_of(problem: Problem, timeline: Timeline) -> float:
@@ -73,17 +60,12 @@ def _build(problem: Problem, family: Family, options: dict[str, Any]) -> Schedul
             schedule = build_schedule(family.name, ranks, microbatches, **options)
         except StagelineError:
             continue
-        placement = problem.placement if ranks == problem.ranks else _placement_on(problem, ranks)
+        placement = Placement.of_pattern(problem.pattern, ranks, problem.chunks)
         if schedule.placement.table.tolist() != placement.table.tolist() or not schedule.training:
             return None
         if (ranks, microbatches) == (problem.ranks, problem.microbatches):
             return schedule if _conforms(problem, schedule) else None
     return None
-
-
-def _placement_on(problem: Problem, ranks: int) -> Placement:
-    """Return the same placement on fewer ranks."""
-    return Placement.of_pattern(problem.pattern, ranks, problem.chunks)
 
 
 def _options(problem: Problem, family: Family) -> list[dict[str, Any]]:
@@ -113,12 +95,8 @@ def _conforms(problem: Problem, schedule: Schedule) -> bool:
     kind = schedule.action_kinds
     if problem.split is not None and bool((kind == (kinds.B if problem.split else kinds.I)).any()):
         return False
-    for mask in (kind == kinds.F, (kind == kinds.B) | (kind == kinds.I), (kind == kinds.B) | (kind == kinds.W)):
-        stage, microbatch = schedule.stage_ids[mask], schedule.microbatch_ids[mask]
-        order = np.argsort(stage, kind="stable")
-        if (np.diff(microbatch[order])[np.diff(stage[order]) == 0] < 0).any():
-            return False
-    return _is_valid(schedule)
+    backwards = [(kind == kinds.B) | (kind == half) for half in (kinds.I, kinds.W)]
+    return _is_valid(schedule) and all(runs_in_order(schedule, group) for group in (kind == kinds.F, *backwards))
 
 
 def _is_valid(schedule: Schedule) -> bool:
@@ -135,15 +113,7 @@ def _variants(schedule: Schedule) -> list[Schedule]:
     """Return the schedule and, if it has overlapped pairs, the same one with F and its partner in sequence."""
     if not schedule.has_overlaps:
         return [schedule]
-    sequential = Schedule(
-        schedule.action_kinds,
-        schedule.stage_ids,
-        schedule.microbatch_ids,
-        schedule.bounds,
-        schedule.placement,
-        schedule.training,
-        schedule.name,
-    )
+    sequential = replace(schedule, kinds=schedule.action_kinds)
     return [sequential, schedule] if _is_valid(sequential) else [schedule]
 
 

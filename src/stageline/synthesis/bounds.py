@@ -17,12 +17,128 @@ for spans, tails count only up to the last action of that rank.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import accumulate
 from typing import NamedTuple
 
-from stageline.synthesis.problem import Problem, Table
-from stageline.synthesis.relaxation import Edge, Relaxation
+import numpy as np
+
+from stageline.schedules import action as kinds
+from stageline.synthesis.problem import SLACK, Problem, Table
+from stageline.timeline.costs import per_stage
+
+
+class Edge(NamedTuple):
+    """A memory precedence of an F: this many I and W of a stage on the same rank must finish first."""
+
+    stage: int
+    backwards: int
+    weights: int
+
+
+@dataclass(frozen=True, eq=False)
+class Relaxation:
+    """A problem in which every backward takes the shorter and earlier of its two forms."""
+
+    problem: Problem
+
+    @cached_property
+    def halves(self) -> list[Table]:
+        """Minimum durations of F, I and W over all schedules, with or without split backwards and pairs."""
+        problem = self.problem
+        forward, whole, first, second = (np.asarray(table) for table in problem.times)
+        if problem.split is True:
+            head, total = first, first + second
+        elif problem.split is False:
+            head, total = whole, whole
+        else:
+            head, total = np.minimum(first, whole), np.minimum(first + second, whole)
+        if problem.costs.overlap is not None:
+            scale = problem.costs.scales(problem.microbatches)
+            pair = per_stage("overlap", problem.costs.overlap, problem.stages)[:, None] * (scale + scale.min()) / 2
+            for stages in problem.stages_of:
+                least, most = pair[stages].min(), max(whole[stages].max(), first[stages].max())
+                forward[stages] = np.minimum(forward[stages], np.maximum(0.0, pair[stages] - most))
+                rest = np.minimum(second[stages], np.maximum(0.0, total[stages] - head[stages]))
+                head[stages] = np.minimum(head[stages], least)
+                total[stages] = head[stages] + rest if problem.split is True else head[stages]
+        return [forward.tolist(), head.tolist(), (total - head).tolist()]
+
+    @cached_property
+    def residue(self) -> Table:
+        """Minimum memory that remains of an activation until its W."""
+        problem = self.problem
+        if problem.split is False:
+            return [[0.0] * problem.microbatches for _ in range(problem.stages)]
+        residue: Table = np.minimum(problem.activation, problem.residue).tolist()
+        return residue
+
+    @cached_property
+    def edges(self) -> list[list[list[Edge]]]:
+        """For every stage and microbatch, the memory precedences of its F."""
+        problem = self.problem
+        edges: list[list[list[Edge]]] = [[[] for _ in range(problem.microbatches)] for _ in range(problem.stages)]
+        for rank, stages in enumerate(problem.stages_of):
+            if problem.caps[rank] == math.inf:
+                continue
+            for chunk, stage in enumerate(stages):
+                for lower in range(chunk + 1):
+                    for m, edge in enumerate(self._edges(rank, stages, chunk, lower)):
+                        if edge.backwards or edge.weights:
+                            edges[stage][m].append(edge)
+        return edges
+
+    @cached_property
+    def _sums(self) -> list[tuple[list[float], list[float]]]:
+        """For every stage, the prefix sums of its activations and of their minimum residues."""
+        tables = zip(self.problem.activation, self.residue, strict=True)
+        return [([0.0, *accumulate(sizes)], [0.0, *accumulate(residue)]) for sizes, residue in tables]
+
+    def choices(self, stage: int, m: int) -> Iterator[tuple[int, int]]:
+        """Yield the minimal (I, W) counts that make room for an F, fewest I first; for one stage per rank.
+
+        The more I have run, the fewer W are needed. F starts after at least one of these choices.
+        """
+        activations, residues = self._sums[stage]
+        transient = self.problem.transients[kinds.F][stage][m]
+        room = self.problem.caps[self.problem.rank_of[stage]] * (1 + 2 * SLACK) - transient - activations[m + 1]
+        if room >= 0:
+            yield 0, 0
+            return
+        fewest = m + 1
+        for backs in range(self.edges[stage][m][0].backwards, m + 1):
+            weights = bisect_left(residues, residues[backs] - activations[backs] - room, 0, backs + 1)
+            if weights <= backs and weights < fewest:
+                fewest = weights
+                yield backs, weights
+                if not weights:
+                    return
+
+    def _edges(self, rank: int, stages: list[int], chunk: int, lower: int) -> list[Edge]:
+        """Return, per microbatch, what the F of a chunk needs from a lower chunk (or from its own)."""
+        problem = self.problem
+        size, residue = problem.activation, self.residue
+        transients = problem.transients[kinds.F][stages[chunk]]
+        below = [0.0, *accumulate(sum(size[stage][m] for stage in stages[: lower + 1]) for m in range(len(transients)))]
+        residues = [0.0, *accumulate(residue[stages[lower]])]
+        cap = problem.caps[rank] * (1 + 2 * SLACK)
+        backwards = weights = 0
+        edges = []
+        for m, transient in enumerate(transients):
+            between = sum(size[stage][m] for stage in stages[lower + 1 : chunk + 1])
+            while backwards < m and below[m + 1] - below[backwards] + between + transient > cap:
+                backwards += 1
+            current = below[m + 1] - below[m] + between
+            while weights < m and residues[m] - residues[weights] + current + transient > cap:
+                weights += 1
+            backwards = max(backwards, weights)
+            edges.append(Edge(stages[lower], backwards, weights))
+        return edges
+
 
 NEVER = -math.inf
 
@@ -32,18 +148,6 @@ MAX_SPAN_ACTIONS = 100_000
 
 MAX_ACTIONS = 150_000
 """Above this many actions, only the quick bound is computed."""
-
-
-class _Best:
-    """Running maxima: the maximum of the first n values, for every n."""
-
-    __slots__ = ("values",)
-
-    def __init__(self) -> None:
-        self.values = [NEVER]
-
-    def add(self, value: float) -> None:
-        self.values.append(max(value, self.values[-1]))
 
 
 class _Loads:
@@ -65,44 +169,50 @@ class _Loads:
                 self.first_after[done - 1] = m
         for m in reversed(range(count - 1)):
             self.first_after[m] = min(self.first_after[m], self.first_after[m + 1])
-        self.forwards, self.forwards_with_weights = _Best(), _Best()
-        self.backwards, self.backwards_with_weights = _Best(), _Best()
+        self.forwards, self.forwards_with_weights, self.backwards, self.backwards_with_weights = (
+            [NEVER] for _ in range(4)
+        )
 
     def before_forward(self, m: int, backs: int, weights: int) -> float:
         f, i, w = self.sums
         base = f[m] + i[backs]
         return base + max(
-            self.forwards.values[backs],
-            self.backwards.values[backs],
-            w[weights] + self.forwards_with_weights.values[weights],
-            w[weights] + self.backwards_with_weights.values[weights],
+            self.forwards[backs],
+            self.backwards[backs],
+            w[weights] + self.forwards_with_weights[weights],
+            w[weights] + self.backwards_with_weights[weights],
         )
 
     def add_forward(self, m: int, head: float) -> None:
         f, i, w = self.sums
-        self.forwards.add(head - f[m] - i[m])
-        self.forwards_with_weights.add(head - f[m] - i[m] - w[m])
+        _add(self.forwards, head - f[m] - i[m])
+        _add(self.forwards_with_weights, head - f[m] - i[m] - w[m])
 
     def before_backward(self, m: int) -> float:
         f, i, w = self.sums
         backs, weights = self.needs[m]
         base = f[m + 1] + i[m]
         return base + max(
-            self.forwards.values[m + 1],
-            self.backwards.values[min(backs, m)],
-            w[weights] + self.forwards_with_weights.values[weights],
-            w[weights] + self.backwards_with_weights.values[weights],
+            self.forwards[m + 1],
+            self.backwards[min(backs, m)],
+            w[weights] + self.forwards_with_weights[weights],
+            w[weights] + self.backwards_with_weights[weights],
         )
 
     def add_backward(self, m: int, head: float) -> None:
         f, i, w = self.sums
         value = head - i[m] - f[self.first_after[m]]
-        self.backwards.add(value)
-        self.backwards_with_weights.add(value - w[m])
+        _add(self.backwards, value)
+        _add(self.backwards_with_weights, value - w[m])
 
     def before_weight(self, m: int) -> float:
         f, i, w = self.sums
-        return f[m + 1] + i[m + 1] + w[m] + self.forwards_with_weights.values[m + 1]
+        return f[m + 1] + i[m + 1] + w[m] + self.forwards_with_weights[m + 1]
+
+
+def _add(maxima: list[float], value: float) -> None:
+    """Add a value to running maxima: the n-th is the maximum of the first n values."""
+    maxima.append(max(value, maxima[-1]))
 
 
 class Times(NamedTuple):

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stageline.common.errors import StagelineError
 from stageline.schedules import action as kinds
-from stageline.synthesis.bounds import heads_of, tails_of
+from stageline.synthesis.bounds import Relaxation, heads_of, tails_of
 from stageline.synthesis.list_scheduling import Board, Programs
 from stageline.synthesis.problem import SLACK, Problem
-from stageline.synthesis.relaxation import Relaxation
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -143,13 +142,12 @@ class Model:
             0 if problem.objective == "makespan" else self.ticks * unit.up(max(first_starts)) + self.num_instant
         )
         self.last = last
-        mixes = problem.split is None and not splitting_is_free(problem)
         busy: list[list[Any]] = [[] for _ in range(problem.ranks)]
         for stage, rank in enumerate(problem.rank_of):
             row = []
             for m in range(problem.microbatches):
                 times = [self._length(problem.times[kind][stage][m]) for kind in range(4)]
-                whole: Any = model.new_bool_var("") if mixes else int(problem.split is False)
+                whole: Any = model.new_bool_var("") if problem.mixes else int(problem.split is False)
                 starts = []
                 for kind in range(3):
                     earliest, tail = self._ticks_down(heads[kind][stage][m]), self._ticks_down(tails[kind][stage][m])
@@ -319,23 +317,6 @@ class Model:
                     weight = kinds.W * size + key
                     rank_actions.append((value(slot.weight), value(slot.weight_end), 2 * depth, m, weight))
         return [[code for *_, code in sorted(rank_actions)] for rank_actions in actions]
-
-
-def splitting_is_free(problem: Problem) -> bool:
-    """Whether I and W together never take more time or memory than B."""
-    whole, first, second = (problem.times[kind] for kind in (kinds.B, kinds.I, kinds.W))
-    transients = [problem.transients[kind] for kind in (kinds.B, kinds.I, kinds.W)]
-    for stage in range(problem.stages):
-        for m in range(problem.microbatches):
-            activation, residue = problem.activation[stage][m], problem.residue[stage][m]
-            during_whole, during_first, during_second = (table[stage][m] for table in transients)
-            if first[stage][m] + second[stage][m] > whole[stage][m] * (1 + SLACK):
-                return False
-            if max(during_first, residue - activation, residue - activation + during_second) > during_whole * (
-                1 + SLACK
-            ):
-                return False
-    return True
 
 
 class Outcome(NamedTuple):

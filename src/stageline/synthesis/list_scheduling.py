@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from heapq import heappop, heappush
 from typing import TypeAlias
 
@@ -82,69 +81,30 @@ def schedule_of(problem: Problem, programs: Programs, name: str = "synthesized")
     return Schedule.from_runs(runs, problem.placement, name=name)
 
 
-@dataclass(frozen=True, eq=False)
 class Board:
     """The tables of a problem, flattened and indexed by action code."""
 
-    problem: Problem
-
-    @cached_property
-    def size(self) -> int:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.size = problem.stages * problem.microbatches
         """Number of actions of one kind."""
-        return self.problem.stages * self.problem.microbatches
-
-    @cached_property
-    def durations(self) -> list[float]:
-        """Duration of every action."""
-        return [time for table in self.problem.times for row in table for time in row]
-
-    @cached_property
-    def transient(self) -> list[float]:
-        """Memory of every action while it runs."""
-        return [size for table in self.problem.transients for row in table for size in row]
-
-    @cached_property
-    def activation(self) -> list[float]:
-        """Activation size per stage and microbatch."""
-        return [size for row in self.problem.activation for size in row]
-
-    @cached_property
-    def residue(self) -> list[float]:
-        """Saved-for-W memory per stage and microbatch."""
-        return [size for row in self.problem.residue for size in row]
-
-    @cached_property
-    def forward_hop(self) -> list[float]:
-        """Transfer time of every stage's output, per microbatch."""
-        return [time for row in self.problem.forward_hop for time in row]
-
-    @cached_property
-    def backward_hop(self) -> list[float]:
-        """Transfer time of every stage's input gradient, per microbatch."""
-        return [time for row in self.problem.backward_hop for time in row]
-
-    @cached_property
-    def caps(self) -> list[float]:
+        self.durations = [time for table in problem.times for row in table for time in row]
+        self.transient = [size for table in problem.transients for row in table for size in row]
+        self.activation, self.residue, self.forward_hop, self.backward_hop = (
+            [value for row in table for value in row]
+            for table in (problem.activation, problem.residue, problem.forward_hop, problem.backward_hop)
+        )
+        self.caps = [cap * (1 + SLACK) for cap in problem.caps]
         """Memory caps with rounding tolerance."""
-        return [cap * (1 + SLACK) for cap in self.problem.caps]
-
-    @cached_property
-    def spare(self) -> list[float]:
+        self.spare = [max(map(self._spare, stages)) for stages in problem.stages_of]
         """Memory that a rank leaves free when it runs an F, so that every backward can run."""
+
+    def _spare(self, stage: int) -> float:
         problem = self.problem
-        spare = []
-        for stages in problem.stages_of:
-            most = 0.0
-            for stage in stages:
-                for m in range(problem.microbatches):
-                    activation, residue = problem.activation[stage][m], problem.residue[stage][m]
-                    if problem.split is False:
-                        most = max(most, problem.transients[kinds.B][stage][m])
-                    else:
-                        rest = residue - activation + max(0.0, problem.transients[kinds.W][stage][m])
-                        most = max(most, problem.transients[kinds.I][stage][m], rest)
-            spare.append(most)
-        return spare
+        _, during_whole, during_input, during_weight = (np.array(table[stage]) for table in problem.transients)
+        growth = np.subtract(problem.residue[stage], problem.activation[stage])
+        need = during_whole if problem.split is False else np.maximum(during_input, growth + during_weight)
+        return max(0.0, float(need.max()))
 
     def lanes(self, rule: PriorityRule) -> list[list[list[Code]]]:
         """Return the lanes of every rank under a rule: forwards and backwards, split into down and up on a V."""

@@ -1,20 +1,23 @@
-"""Local search: take an action on the critical path and move it.
+"""Changes to a plan: moves along its critical path, and backwards in the other form.
 
-Only an action that waits for its rank, and not for its input, can gain from another order, so moves are restricted to
-the critical path: an action moves ahead of earlier ones of its rank, or behind later ones. If whole backwards may save
-time or memory, a move may also split or join a backward. A move is kept if the step is not longer than it was some
-moves ago (late acceptance).
+Only an action that waits for its rank, and not for its input, can gain from another order, so `improve` moves actions
+on the critical path ahead of earlier ones of their rank, or behind later ones. A move is kept if the step is not longer
+than it was some moves ago (late acceptance).
+
+Where splitting a backward takes extra time or memory, it pays only if another rank waits for the gradient, mostly in
+the drain phase, where the last gradients go from rank to rank and nothing else is left to run. So `mixed_plans` splits
+the last backwards of a plan with whole ones, and joins each I of a plan with split ones with its W if W follows
+directly.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from stageline.schedules import action as kinds
-from stageline.synthesis.cp_sat import splitting_is_free
-from stageline.synthesis.fast_simulate import end_times, objective_value, peak_memory_of
+from stageline.synthesis.fast_simulate import end_times, evaluate, objective_value, peak_memory_of
 from stageline.synthesis.list_scheduling import Board, Code, ProgramPlan, Programs
 
 HISTORY_LENGTH = 30
@@ -37,7 +40,7 @@ class Orders:
         self.size = board.size
         self.count = board.problem.microbatches
         chunks = board.problem.chunks
-        self.mixes = board.problem.split is None and not splitting_is_free(board.problem)
+        self.mixes = board.problem.mixes
         # Lanes that all ranks share must not change.
         self.lanes_are_fixed = chunks > 2 or (chunks == 2 and board.problem.pattern == "loop")
 
@@ -178,3 +181,63 @@ def improve(
                     on_improvement(best)
         history[slot] = value
     return best
+
+
+def mixed_plans(board: Board, plan: ProgramPlan, *, tries: int, is_over: Callable[[], bool]) -> Iterator[ProgramPlan]:
+    """Yield plans with some of the backwards in the other form."""
+    count, ranks = board.problem.microbatches, board.problem.ranks
+    split_counts: list[list[int]] = []
+    for depth in range(1, min(count, 2 * ranks) + 1):
+        split_counts.append([depth] * ranks)
+        split_counts.append([min(count, depth * rank) for rank in range(ranks)])
+    for counts in split_counts[:tries]:
+        if is_over():
+            return
+        programs = [
+            _split_last(board, program, num_split) for program, num_split in zip(plan.programs, counts, strict=True)
+        ]
+        candidate = evaluate(board, programs, "some backwards split")
+        if candidate is not None:
+            yield candidate
+    programs = plan.programs
+    best = plan
+    for rank in range(ranks):
+        if is_over():
+            return
+        joined = [*programs[:rank], join_adjacent(board, programs[rank]), *programs[rank + 1 :]]
+        candidate = evaluate(board, joined, "some backwards joined")
+        if candidate is not None and candidate.value < best.value:
+            best, programs = candidate, joined
+            yield candidate
+
+
+def _split_last(board: Board, program: list[Code], num_split: int) -> list[Code]:
+    """Split the whole backwards of the last microbatches; run their W at the end."""
+    size, count = board.size, board.problem.microbatches
+    actions, weights = [], []
+    for code in program:
+        kind, key = divmod(code, size)
+        if kind == kinds.B and key % count >= count - num_split:
+            actions.append(kinds.I * size + key)
+            weights.append(kinds.W * size + key)
+        elif kind == kinds.W and key % count >= count - num_split:
+            weights.append(code)
+        else:
+            actions.append(code)
+    # The sort is stable, so the W of a stage stay in microbatch order.
+    return actions + sorted(weights, key=lambda code: code % count)
+
+
+def join_adjacent(
+    board: Board, program: list[Code], is_urgent: Callable[[int], bool] = lambda key: False
+) -> list[Code]:
+    """Join every I with its W if W follows directly and the I is not urgent, given its stage and microbatch."""
+    size = board.size
+    actions: list[Code] = []
+    for code in program:
+        kind, key = divmod(code, size)
+        if kind == kinds.W and actions and actions[-1] == kinds.I * size + key and not is_urgent(key):
+            actions[-1] = kinds.B * size + key
+        else:
+            actions.append(code)
+    return actions

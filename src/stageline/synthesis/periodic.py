@@ -1,8 +1,12 @@
-"""Periodic schedules: take the steady state of a good schedule for few microbatches, and repeat it.
+"""Periodic programs: F, I and W in turns, and steady states that repeat.
 
-In the middle of a step, ranks settle into a pattern that repeats every microbatch or every few. If a section of a
-program runs the same number of F, I and W of every stage, it can be repeated for later microbatches. The rank holds the
-same memory at its end as at its start, so the peak does not change.
+**In turns**, every rank runs I some turns after F, and W some turns after I. Most one-way families have this form: 1f1b
+has P−1−r turns between F and I, and zb-h1 has r turns between I and W. Here every rank has its own two delays, as large
+as its memory allows; a local search then changes single delays.
+
+**Steady states**: in the middle of a step, ranks settle into a pattern that repeats every microbatch or every few. If a
+section of a program runs the same number of F, I and W of every stage, it can be repeated for later microbatches. The
+rank holds the same memory at its end as at its start, so the peak does not change.
 
     for 6 microbatches    F0 F1 F2 │ I0 F3 W0 │ I1 F4 W1 │ I2 F5 …
     for 7                 F0 F1 F2 │ I0 F3 W0 │ I1 F4 W1 │ I2 F5 W2 │ I3 F6 …
@@ -13,11 +17,122 @@ that.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 from stageline.schedules import action as kinds
 from stageline.synthesis.fast_simulate import end_times, objective_value, peak_memory_of
-from stageline.synthesis.list_scheduling import Board, Code, ProgramPlan, Programs
+from stageline.synthesis.list_scheduling import Board, Code, PriorityRule, ProgramPlan, Programs
+from stageline.synthesis.problem import Problem
+
+Delay: TypeAlias = tuple[int, int]
+"""Number of turns between F and I, and between I and W."""
+
+
+class TurnPrograms:
+    """Builds programs from delays, and caches them."""
+
+    def __init__(self, board: Board, group: int, whole: bool) -> None:
+        self.board = board
+        self.whole = whole
+        self.lanes = board.lanes(PriorityRule(group=group, whole=whole, order=()))
+        first = board.problem.stages_of[0][-1] * board.problem.microbatches
+        self.lead = self.lanes[0][0].index(first)
+        """Number of forwards a rank runs before the first one of its last chunk."""
+        self._programs: dict[tuple[int, Delay], list[Code] | None] = {}
+
+    def program(self, rank: int, delay: Delay) -> list[Code] | None:
+        """Return the program of a rank with these delays, or None if it exceeds the rank's memory."""
+        key = rank, delay
+        if key not in self._programs:
+            forwards, backwards = self.lanes[rank]
+            turns = [(turn, 0, code) for turn, code in enumerate(forwards)]
+            turns += [(turn + delay[0], 1, code) for turn, code in enumerate(backwards)]
+            if not self.whole:
+                shift = (kinds.W - kinds.I) * self.board.size
+                turns += [(turn + sum(delay), 2, code + shift) for turn, code in enumerate(backwards)]
+            program = [code for *_, code in sorted(turns)]
+            fits = peak_memory_of(self.board, program) <= self.board.caps[rank]
+            self._programs[key] = program if fits else None
+        return self._programs[key]
+
+    def fit(self, rank: int, delay: Delay) -> Delay | None:
+        """Reduce the delays until they fit the rank's memory: first that of W, then that of I."""
+        input_delay, weight_delay = delay
+        while self.program(rank, (input_delay, weight_delay)) is None:
+            if weight_delay > 0:
+                weight_delay -= 1
+            elif input_delay > 0:
+                input_delay -= 1
+            else:
+                return None
+        return input_delay, weight_delay
+
+    def plan(self, delays: list[Delay]) -> ProgramPlan | None:
+        """Combine all ranks; None if one exceeds its memory or they deadlock."""
+        programs: Programs = []
+        for rank, delay in enumerate(delays):
+            program = self.program(rank, delay)
+            if program is None:
+                return None
+            programs.append(program)
+        ends = end_times(self.board, programs)
+        return ProgramPlan(programs, objective_value(self.board, programs, ends), "turns") if ends is not None else None
+
+
+def best_turns_plan(
+    board: Board, *, dice: random.Random, tries: int, whole: bool, group: int, is_over: Callable[[], bool]
+) -> ProgramPlan | None:
+    """Try delays of known forms, then change single ones; return the best plan, or None if none fits."""
+    problem = board.problem
+    builder = TurnPrograms(board, group, whole)
+    best: ProgramPlan | None = None
+    delays: list[Delay] = []
+    forms = _forms(problem, builder.lead, whole)
+    for form in forms[:tries]:
+        if is_over():
+            return best
+        fitted = [builder.fit(rank, delay) for rank, delay in enumerate(form)]
+        feasible = [delay for delay in fitted if delay is not None]
+        plan = builder.plan(feasible) if len(feasible) == problem.ranks else None
+        if plan is not None and (best is None or plan.value < best.value):
+            best, delays = plan, feasible
+    for _ in range(tries - len(forms) if best is not None else 0):
+        if is_over():
+            break
+        neighbour = _perturb(dice, delays, whole)
+        plan = builder.plan(neighbour)
+        if plan is not None and best is not None and plan.value <= best.value:
+            best, delays = plan, neighbour
+    return best
+
+
+def _forms(problem: Problem, lead: int, whole: bool) -> list[list[Delay]]:
+    """Return delays as in the families: one or two times the distance to the last rank; W delayed by the rank."""
+    ranks, limit = problem.ranks, problem.microbatches * problem.chunks
+    turns_per_rank = 1 if problem.chunks == 1 else 2
+    forms = []
+    for depth in (1.0, 2.0, 1.5):
+        for weight_factor in (1.0, 0.0, 2.0, 0.5)[: 1 if whole else 4]:
+            input_delay = [min(limit, int(depth * (ranks - 1 - rank)) * turns_per_rank + lead) for rank in range(ranks)]
+            forms.append([(input_delay[rank], int(weight_factor * rank)) for rank in range(ranks)])
+    return forms
+
+
+def _perturb(dice: random.Random, delays: list[Delay], whole: bool) -> list[Delay]:
+    """Change the delays of one to three ranks by a little."""
+    neighbour = list(delays)
+    for _ in range(dice.choice((1, 1, 2, 3))):
+        rank = dice.randrange(len(delays))
+        input_delay, weight_delay = neighbour[rank]
+        if dice.random() < 0.5 or whole:
+            input_delay += dice.choice((-1, 1))
+        else:
+            weight_delay += dice.choice((-2, -1, 1, 2))
+        neighbour[rank] = max(0, input_delay), max(0, weight_delay)
+    return neighbour
+
 
 MOMENTS = (0.5, 0.4, 0.6, 0.3, 0.7)
 """Where the repeated section starts in the short step, as fractions of its length."""
@@ -77,14 +192,13 @@ def _repeat_sections(
 
 def _section(board: Board, program: list[Code], ends: list[float], size: int, moment: float) -> tuple[int, int] | None:
     """Return the bounds of a section that runs `size` of each action and starts as close to `moment` as possible."""
-    count, cells = board.problem.microbatches, board.size
-    lanes = sorted({code // cells * board.problem.stages + code % cells // count for code in program})
-    lane_index = {lane: position for position, lane in enumerate(lanes)}
+    count = board.problem.microbatches
+    lanes = sorted({code // count for code in program})  # kinds and stages
     counts = [0] * len(lanes)
     position_of: dict[tuple[int, ...], int] = {(0,) * len(lanes): 0}
     states = [tuple(counts)]
     for position, code in enumerate(program):
-        counts[lane_index[code // cells * board.problem.stages + code % cells // count]] += 1
+        counts[lanes.index(code // count)] += 1
         states.append(tuple(counts))
         position_of[states[-1]] = position + 1
     best: tuple[float, int, int] | None = None
@@ -102,13 +216,11 @@ def _repeat(short: Board, long: Board, program: list[Code], section: tuple[int, 
 
     If the number of missing microbatches is not a multiple of `size`, the last repetition leaves out the excess ones.
     """
-    count, cells, total = short.problem.microbatches, short.size, long.problem.microbatches
+    count, total = short.problem.microbatches, long.problem.microbatches
     missing = total - count
 
     def shifted(code: Code, offset: int) -> Code:
-        kind, key = divmod(code, cells)
-        stage, m = divmod(key, count)
-        return kind * long.size + stage * total + m + offset
+        return code // count * total + code % count + offset
 
     first, last = section
     long_program = [shifted(code, 0) for code in program[:last]]
@@ -119,7 +231,7 @@ def _repeat(short: Board, long: Board, program: list[Code], section: tuple[int, 
         # A partial repetition: the first `rest` microbatches of every stage and kind.
         counts: dict[int, int] = {}
         for code in program[first:last]:
-            lane = code // cells * short.problem.stages + code % cells // count
+            lane = code // count
             counts[lane] = counts.get(lane, 0) + 1
             if counts[lane] <= rest:
                 long_program.append(shifted(code, (repetitions + 1) * size))

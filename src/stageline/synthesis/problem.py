@@ -106,6 +106,20 @@ class Problem:
         """Whether all microbatches have the same costs."""
         return len(set(self.costs.scales(self.microbatches).tolist())) <= 1
 
+    @cached_property
+    def mixes(self) -> bool:
+        """Whether backwards may be whole or split, and splitting one may take extra time or memory."""
+        _, whole, first, second = map(np.asarray, self.times)
+        _, during_whole, during_first, during_second = map(np.asarray, self.transients)
+        growth = np.subtract(self.residue, self.activation)
+        peak = np.maximum(during_first, growth + np.maximum(during_second, 0.0))
+        costs_more = (first + second > whole * (1 + SLACK)) | (peak > during_whole * (1 + SLACK))
+        return self.split is None and bool(costs_more.any())
+
+    def allows_form(self, whole: bool) -> bool:
+        """Whether to try programs with all backwards whole, or all split: allowed, and not known to be worse."""
+        return (not whole or self.mixes) if self.split is None else self.split is not whole
+
     @property
     def num_actions(self) -> int:
         """Number of actions of a schedule that splits every backward."""

@@ -20,11 +20,9 @@ from stageline.synthesis.baselines import baselines, sequential_plan
 from stageline.synthesis.bounds import lower_bound
 from stageline.synthesis.fast_simulate import end_times, evaluate
 from stageline.synthesis.list_scheduling import Board, PriorityRule, ProgramPlan, list_schedule
-from stageline.synthesis.local_search import improve
-from stageline.synthesis.mixed_backward import mixed_plans
-from stageline.synthesis.periodic import periodic_plans
+from stageline.synthesis.local_search import improve, mixed_plans
+from stageline.synthesis.periodic import best_turns_plan, periodic_plans
 from stageline.synthesis.problem import SLACK, Problem, with_microbatches
-from stageline.synthesis.turns import best_turns_plan
 
 ACTIONS_PER_SECOND = 300_000
 """Work per second of the time limit; most machines are faster."""
@@ -125,10 +123,10 @@ class Search:
 
     def _start(self) -> None:
         """Collect the baselines and compute the lower bound."""
-        for baseline in baselines(self.problem):
-            self.baselines[baseline.name] = min(baseline.value, self.baselines.get(baseline.name, baseline.value))
-            if self.best is None or baseline.value < self.best.value:
-                self.offer(baseline.to_plan())
+        for plan in baselines(self.problem):
+            self.baselines[plan.how] = min(plan.value, self.baselines.get(plan.how, plan.value))
+            if self.best is None or plan.value < self.best.value:
+                self.offer(plan)
         for rule in islice(rules_for(self.problem), 1 + len(tight_groups(self.problem))):
             self.offer(list_schedule(self.board, rule))
             if self.best is not None:
@@ -158,7 +156,7 @@ class Search:
 
     def _turns(self) -> None:
         """Search programs in turns."""
-        wholes = [whole for whole in (False, True) if allows_form(self.problem, whole)]
+        wholes = [whole for whole in (False, True) if self.problem.allows_form(whole)]
         groups = [0] if self.problem.chunks == 1 else [*tight_groups(self.problem), 0, -1, -2, 1]
         for whole in wholes:
             for group in groups:
@@ -193,7 +191,7 @@ class Search:
 
     def _mixed(self) -> None:
         """Switch the form of some backwards, if that may save time or memory."""
-        if self.best is None or self.problem.split is not None or cp_sat.splitting_is_free(self.problem):
+        if self.best is None or not self.problem.mixes:
             return
         for whole in (True, False):
             plan = self.by_form.get(whole)
@@ -263,13 +261,6 @@ class Search:
         self.offer(evaluate(self.board, outcome.programs, "exact search"))
 
 
-def allows_form(problem: Problem, whole: bool) -> bool:
-    """Whether to try programs with all backwards whole, or all split: allowed, and not known to be worse."""
-    if problem.split is not None:
-        return problem.split is not whole
-    return not whole or not cp_sat.splitting_is_free(problem)
-
-
 def tight_groups(problem: Problem) -> list[int]:
     """Return group sizes (negative: diagonals) that can finish where memory holds few microbatches at a time.
 
@@ -297,7 +288,7 @@ def tight_groups(problem: Problem) -> list[int]:
 def rules_for(problem: Problem) -> Iterator[PriorityRule]:
     """Yield rules for list scheduling, the most promising first."""
     ranks, chunks = problem.ranks, problem.chunks
-    wholes = [whole for whole in (False, True) if allows_form(problem, whole)]
+    wholes = [whole for whole in (False, True) if problem.allows_form(whole)]
     on_v = problem.pattern == "v"
     groups = [0] if chunks == 1 or (on_v and chunks == 2) else [0, -1, -2, 1, 2 * ranks, problem.microbatches]
     tight = tight_groups(problem)

@@ -1,9 +1,12 @@
-"""`synthesize`: build a schedule for given costs under a memory cap, with a proven gap."""
+"""`synthesize`: build a schedule for given costs under a memory cap, with a proven gap; `reorder`: another order for
+the same stages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from stageline.common.errors import StagelineError, shorten
@@ -15,9 +18,11 @@ from stageline.schedules.verify import verify
 from stageline.synthesis.baselines import objective_of
 from stageline.synthesis.fast_simulate import end_times, objective_value, peak_memory_of
 from stageline.synthesis.list_scheduling import Board, ProgramPlan, Programs, schedule_of
+from stageline.synthesis.local_search import join_adjacent
 from stageline.synthesis.problem import SLACK, Objective, problem_of
 from stageline.synthesis.search import Search, SearchProgress
 from stageline.timeline.costs import Costs
+from stageline.timeline.memory import peaks_of
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline
 
@@ -143,14 +148,7 @@ def _result(search: Search, best: ProgramPlan) -> Synthesis:
     if schedule is None:
         programs = best.programs if problem.split is not None else _join_halves(search.board, best.programs)
         schedule = schedule_of(problem, programs)
-    schedule = Schedule(
-        schedule.kinds,
-        schedule.stage_ids,
-        schedule.microbatch_ids,
-        schedule.bounds,
-        schedule.placement,
-        name="synthesized",
-    )
+    schedule = replace(schedule, name="synthesized", options={})
     verify(schedule)
     check_channels(schedule)
     timeline = simulate(schedule, problem.costs)
@@ -174,18 +172,11 @@ def _join_halves(board: Board, programs: Programs) -> Programs:
     if ends is None:
         return programs
     value = objective_value(board, programs, ends)
-    size = board.size
-    candidate = []
-    for rank, program in enumerate(programs):
-        joined: list[int] = []
-        for code in program:
-            key = code % size
-            follows = joined and joined[-1] == kinds.I * size + key
-            if follows and code >= kinds.W * size and not _is_urgent(board, ends, key):
-                joined[-1] = kinds.B * size + key
-            else:
-                joined.append(code)
-        candidate.append(joined if peak_memory_of(board, joined) <= board.caps[rank] else program)
+    joined = [join_adjacent(board, program, partial(_is_urgent, board, ends)) for program in programs]
+    candidate = [
+        after if peak_memory_of(board, after) <= cap else before
+        for before, after, cap in zip(programs, joined, board.caps, strict=True)
+    ]
     ends = end_times(board, candidate)
     return (
         candidate if ends is not None and objective_value(board, candidate, ends) <= value * (1 + 1e-12) else programs
@@ -201,3 +192,71 @@ def _is_urgent(board: Board, ends: list[float], key: int) -> bool:
     whole_end = ends[input_code] - durations[input_code] + durations[whole_code] + board.backward_hop[key]
     previous = input_code - count if ends[input_code - count] >= 0 else whole_code - count
     return ends[previous] - durations[previous] < whole_end
+
+
+GAIN = 0.01
+"""An order is replaced by one that is faster by at least this fraction. The change itself costs nothing."""
+
+
+RE_PLANNED = ", re-planned"
+"""Suffix of the name of a schedule with another order."""
+
+
+@dataclass(frozen=True)
+class Reordered:
+    """A better order, and the simulated time of a step before and after."""
+
+    schedule: Schedule
+    before: float
+    after: float
+
+
+def reorder(
+    schedule: Schedule,
+    costs: Costs,
+    *,
+    memory: Sequence[float] | None = None,
+    split: bool | None = None,
+    time_limit: float = 1.0,
+    gain: float = GAIN,
+) -> Reordered | None:
+    """Return a faster order for these costs; None if none is found that is worth the change.
+
+    Every stage stays on its rank and runs its microbatches in their order, so gradients keep their bits. No rank holds
+    more than `memory`, which defaults to what it holds now. `split` says whether backwards may be split.
+
+    >>> import stageline as sl
+    >>> s = sl.schedule("1f1b", ranks=4, microbatches=8)
+    >>> better = reorder(s, sl.Costs(forward=[1, 1, 1.5, 1], backward_weight=[1, 1, 1.5, 1]), memory=[8] * 4)
+    >>> better.after < better.before, better.schedule.placement.table.tolist() == s.placement.table.tolist()
+    (True, True)
+    """
+    placement = schedule.placement.pattern
+    if placement is None or schedule.placement.directions > 1 or not schedule.training:
+        return None
+    before = simulate(schedule, costs).makespan
+    caps = list(peaks_of(schedule, costs) if memory is None else memory)
+    try:
+        synthesized = synthesize(
+            costs,
+            schedule.ranks,
+            schedule.microbatches,
+            memory=caps,
+            chunks=schedule.stages // schedule.ranks,
+            placement=placement,
+            split=split,
+            time_limit=time_limit,
+        )
+    except StagelineError:
+        return None  # the caps are below what any other order needs
+    if synthesized.was_interrupted:
+        raise KeyboardInterrupt  # meant for the training, not for this search
+    if not synthesized.achieved < before * (1 - gain):
+        return None
+    name = f"{schedule.name.removesuffix(RE_PLANNED)}{RE_PLANNED}"
+    return Reordered(replace(synthesized.schedule, name=name), before, synthesized.achieved)
+
+
+def splits(schedule: Schedule) -> bool:
+    """Whether any backward of a schedule is split, so that the costs of both halves are known."""
+    return bool((schedule.action_kinds == kinds.W).any())

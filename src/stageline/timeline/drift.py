@@ -1,7 +1,17 @@
-"""Drift: stages whose measured times differ from the planned ones, and the effect on the step."""
+"""Drift and stragglers: stages whose times differ from the planned ones, and stages that became slower and stay so.
+
+Drift compares the measured times of a few steps with the planned ones, and tells the effect on the step.
+
+The test for stragglers uses the fastest microbatch of a stage in every step. Other load on a machine hits some actions
+and not others, so the fastest of several hardly changes, while a stage that became slower is slower in all of them. A
+stage is reported if its fastest times of several consecutive steps exceed what its own past explains, relative to the
+other stages. The noise of a stage is the median deviation of its past steps.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -170,3 +180,159 @@ def drift_of(
     return Drift(
         schedule, costs, tuple(stages), simulate(schedule, scaled).makespan, simulate(schedule, costs).makespan
     )
+
+
+WARM_UP = 2
+"""Steps that are ignored at the beginning, while memory is allocated and kernels are chosen."""
+WINDOW = 7
+"""The number of consecutive steps that must be slow."""
+LEAST_PAST = 4
+"""The minimum number of earlier steps to compare with."""
+PAST = 60
+"""The maximum number of earlier steps to compare with."""
+SLOWER = (math.log(1.6), math.log(1.8))
+"""The minimum slowdown, of forward and backward together, or of forward alone; as logarithms."""
+GLANCE = math.log(1.25)
+"""The minimum deviation, as a logarithm, for a full test."""
+STRAGGLER_NOISE = 3.0
+"""The minimum slowdown in standard deviations of the stage's own noise."""
+RARE = 0.9
+"""The share of its past steps that it must exceed as well, as some stages are slow now and then."""
+QUIET = 100
+"""The number of steps before a stage is reported again."""
+
+
+class Straggler(NamedTuple):
+    """A stage that became slower."""
+
+    stage: int
+    rank: int
+    before: float
+    """The earlier time of its fastest microbatch of a step, forward and backward, in seconds."""
+    now: float
+
+    @property
+    def ratio(self) -> float:
+        """The time now divided by the time before."""
+        return self.now / self.before
+
+    def __str__(self) -> str:
+        return (
+            f"stage {self.stage} on rank {self.rank} became slower than the other stages and stays so: a microbatch "
+            f"takes {self.ratio:.3g} times as long ({format_seconds(self.now)} instead of "
+            f"{format_seconds(self.before)})"
+        )
+
+
+class Stragglers:
+    """Observes every step, and reports the stages that became slower.
+
+    >>> import stageline as sl
+    >>> s = sl.schedule("1f1b", ranks=2, microbatches=2)
+    >>> watch = Stragglers(s)
+    >>> steps = [watch.add([[3.0, 3.0], [1.0, 1.0]]) for _ in range(20)]
+    >>> steps += [watch.add([[3.0, 6.0], [1.0, 2.0]]) for _ in range(20)]
+    >>> [(step, stragglers[0].stage) for step, stragglers in enumerate(steps) if stragglers]
+    [(26, 1)]
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._ranks = schedule.placement.table[0].tolist()
+        self._groups = _FastestTimes(schedule)
+        self._steps = 0
+        self._rows: deque[Floats] = deque(maxlen=PAST + WINDOW)
+        """One row per step: logarithms of the times of stages, in total and of forwards."""
+        self._reported = [-QUIET] * schedule.stages
+        self._normal: Floats | None = None
+        """The normal times, as of a few steps ago."""
+        self._deviates_for = np.zeros(schedule.stages, dtype=np.int64)
+        """For each stage, the number of consecutive steps in which it deviated from that."""
+
+    def after(self, seconds: Floats) -> list[Straggler]:
+        """Add a step, given the times of all actions; see `add`."""
+        return self.add(self._groups.fastest(seconds))
+
+    def add(self, fastest: Floats | Sequence[Sequence[float]]) -> list[Straggler]:
+        """Add a step, given the times of the fastest microbatch on every stage, in total and of the forward.
+
+        Returns the stages that have just become stragglers, the worst first; usually none.
+        """
+        self._steps += 1
+        if self._steps <= WARM_UP:
+            return []
+        row: Floats = np.log(np.maximum(np.asarray(fastest, dtype=np.float64), 1e-9))
+        self._rows.append(row)
+        return self._test() if self._stands_out(row) else []
+
+    def _stands_out(self, row: Floats) -> bool:
+        """Whether a stage has deviated from the others for long enough to run the full test; cheap."""
+        count = len(self._rows)
+        if self._normal is None or count < 4 * WINDOW or not self._steps % (4 * WINDOW):
+            if count <= LEAST_PAST:
+                return False
+            self._normal = np.median(np.stack(self._rows)[: max(LEAST_PAST, count - WINDOW)], axis=0)
+        above = np.abs(_deviation((row - self._normal)[None])[0]).max(axis=0)
+        self._deviates_for = np.where(above > GLANCE, self._deviates_for + 1, 0)
+        return bool(count >= LEAST_PAST + WINDOW and self._deviates_for.max() >= WINDOW)
+
+    def _test(self) -> list[Straggler]:
+        rows = np.stack(self._rows)
+        past, last = rows[:-WINDOW], rows[-WINDOW:]
+        normal = np.median(past, axis=0)
+        above = _deviation(last - normal)
+        before = _deviation(past - normal)
+        noise = np.maximum(
+            STRAGGLER_NOISE * 1.4826 * np.median(np.abs(before), axis=0), np.quantile(before, RARE, axis=0)
+        )
+        limit = np.maximum(np.array(SLOWER)[:, None], noise)
+        slower = (above.min(axis=0) > limit).any(axis=0)
+        faster = above[:, 0].max(axis=0) < -limit[0]
+        if not (slower | faster).any():
+            return []
+        return self._take_for_normal(np.flatnonzero(slower | faster), slower, normal[0], np.median(above, axis=0))
+
+    def _take_for_normal(
+        self, changed: np.ndarray[Any, np.dtype[np.int64]], slower: Any, normal: Floats, shift: Floats
+    ) -> list[Straggler]:
+        """Take the current times of these stages as normal from now on; return those that became slower."""
+        for row in list(self._rows)[:-WINDOW]:
+            row[:, changed] += shift[:, changed]
+        self._normal = None
+        self._deviates_for[:] = 0
+        reported = [
+            stage for stage in changed.tolist() if slower[stage] and self._steps - self._reported[stage] >= QUIET
+        ]
+        for stage in reported:
+            self._reported[stage] = self._steps
+        stragglers = [
+            Straggler(stage, self._ranks[stage], math.exp(normal[stage]), math.exp(normal[stage] + shift[0, stage]))
+            for stage in reported
+        ]
+        return sorted(stragglers, key=lambda straggler: -straggler.ratio)
+
+
+def _deviation(rows: Floats) -> Floats:
+    """Return deviations by step, row and stage, without what all stages of a step have in common.
+
+    That is the median; of two in the middle the lower one, so that one slow stage of two counts as slow.
+    """
+    middle = (rows.shape[2] - 1) // 2
+    return rows - np.sort(rows[:, :1], axis=2)[:, :, middle : middle + 1]
+
+
+class _FastestTimes:
+    """The actions of a schedule, grouped by kind and stage."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        key = schedule.action_kinds.astype(np.int64) * schedule.stages + schedule.stage_ids
+        self._order = np.argsort(key, kind="stable")
+        self._keys, self._starts = np.unique(key[self._order], return_index=True)
+        self._stages = schedule.stages
+
+    def fastest(self, seconds: Floats) -> Floats:
+        """Return the sum of the shortest action of every kind by stage, and the shortest forward."""
+        shortest = np.zeros(4 * self._stages)
+        shortest[self._keys] = np.minimum.reduceat(seconds[self._order], self._starts)
+        table = shortest.reshape(4, self._stages)
+        return np.stack([table.sum(axis=0), table[kinds.F]])

@@ -195,7 +195,7 @@ class Timeline:
     @cached_property
     def critical_path(self) -> tuple[TimedAction, ...]:
         """The chain of actions that determines the makespan: each starts when the one before allows it."""
-        from stageline.timeline.critical_path import critical_path
+        from stageline.timeline.idle import critical_path
 
         self.require_one_clock("critical path")
         return critical_path(self)
