@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +27,7 @@ from stageline.common.errors import ScheduleError
 from stageline.schedules import action as kinds
 from stageline.schedules.action import Action
 from stageline.schedules.dependencies import Indices, Ints
-from stageline.schedules.schedule import Schedule
-
-Traffic = Literal["forward", "backward"]
+from stageline.schedules.schedule import Program, Schedule
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Channel:
 
     source: int
     target: int
-    traffic: Traffic
+    traffic: Literal["forward", "backward"]
     messages: Sequence[Action]
     """In the order sent."""
     taken: Sequence[Action]
@@ -53,27 +51,6 @@ class Channel:
 
 def _first(messages: Sequence[Action]) -> str:
     return " ".join(map(str, messages[:8])) + (" …" if len(messages) > 8 else "")
-
-
-@dataclass(frozen=True, eq=False)
-class _Messages(Sequence[Action]):
-    """The actions of the senders, created on access."""
-
-    schedule: Schedule
-    senders: Ints
-
-    def __len__(self) -> int:
-        return len(self.senders)
-
-    def __getitem__(self, key: int | slice) -> Action | list[Action]:  # type: ignore[override]
-        if isinstance(key, slice):
-            return [self.schedule.action(int(index)) for index in self.senders[key]]
-        return self.schedule.action(int(self.senders[key]))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,10 +72,15 @@ class Channels(Sequence[Channel]):
         receiver = int(self.receivers[self.bounds[index]])
         rank = self.schedule.graph.rank
         forward = self.schedule.action_kinds[senders[0]] == kinds.F
-        traffic: Traffic = "forward" if forward else "backward"
-        sent, taken = _Messages(self.schedule, np.sort(senders)), _Messages(self.schedule, senders)
+        messages, taken = self._actions(np.sort(senders)), self._actions(senders)
         ends = int(rank[senders[0]]), int(rank[receiver])
-        return Channel(*ends, traffic, sent, taken, bool(self.reordered[index]))
+        return Channel(*ends, "forward" if forward else "backward", messages, taken, bool(self.reordered[index]))
+
+    def _actions(self, index: Ints) -> Sequence[Action]:
+        """Return a view that creates the actions on access."""
+        schedule = self.schedule
+        program = Program(schedule.action_kinds[index], schedule.stage_ids[index], schedule.microbatch_ids[index], None)
+        return cast(Sequence[Action], program)
 
     def __iter__(self) -> Iterator[Channel]:
         return (self[index] for index in range(len(self)))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from stageline.common.errors import ScheduleError
 from stageline.schedules import action as kinds
-from stageline.schedules.action import KINDS
+from stageline.schedules.action import KINDS, Kind
 from stageline.schedules.channels import check_channels
 from stageline.schedules.dependencies import Ints
 from stageline.schedules.schedule import Schedule
@@ -104,16 +104,11 @@ def check_complete(schedule: Schedule) -> None:
         present = np.unique(key[plain == kinds.F])
         missing = int(np.argmax(np.append(present, -1) != np.arange(len(present) + 1)))
         _report_missing(schedule, missing, "F")
-    none = np.zeros(size, dtype=np.int8)
-    count: dict[str, Ints] = {}
-    for code, kind in enumerate(KINDS):
-        is_kind = plain == code
-        count[kind] = np.bincount(key[is_kind], minlength=size) if is_kind.any() else none
-
+    count = {kind: np.bincount(key[plain == code], minlength=size) for code, kind in enumerate(KINDS)}
     for kind in KINDS:
         twice = count[kind] > 1
         if twice.any():
-            _report_twice(schedule, key, plain, kind, twice, count[kind])
+            _report_twice(schedule, kind, twice, count[kind])
     if not schedule.training:
         for kind in KINDS[1:]:
             if count[kind].any():
@@ -166,16 +161,10 @@ def _fail(schedule: Schedule, index: int, rule: str, problem: str) -> NoReturn:
     raise ScheduleError(message, rule=rule, rank=rank, position=position)
 
 
-def _report_twice(
-    schedule: Schedule,
-    key: Ints,
-    plain: NDArray[np.uint8],
-    kind: str,
-    twice: NDArray[np.bool_],
-    count: Ints,
-) -> NoReturn:
+def _report_twice(schedule: Schedule, kind: Kind, twice: NDArray[np.bool_], count: Ints) -> NoReturn:
     """Report both places of an action that runs twice, and the microbatch that its stage never runs instead."""
-    repeated = np.flatnonzero((plain == KINDS.index(kind)) & twice[key])
+    key = schedule.keys
+    repeated = np.flatnonzero((schedule.action_kinds == KINDS.index(kind)) & twice[key])
     same = repeated[key[repeated] == key[repeated[0]]]
     (_, one), (rank, two) = schedule.where(int(same[0])), schedule.where(int(same[1]))
     stage, microbatch = divmod(int(key[same[0]]), schedule.microbatches)

@@ -100,20 +100,11 @@ class Comparison:
 def compare(first: Timeline, second: Timeline) -> Comparison:
     """Compare two timelines of the same actions, in any order."""
     one, two = first.schedule, second.schedule
-    keys = [_keys(timeline) for timeline in (first, second)]
+    keys = [schedule.keys * np.int64(4) + schedule.action_kinds for schedule in (one, two)]
     orders = [np.argsort(key, kind="stable") for key in keys]
     same_shape = (one.stages, one.microbatches) == (two.stages, two.microbatches)
     if not same_shape or not np.array_equal(keys[0][orders[0]], keys[1][orders[1]]):
-        raise ScheduleError(
-            f"cannot compare {first.schedule!r} with {second.schedule!r} action by action: "
-            "they do not run the same actions"
-        )
+        raise ScheduleError(f"cannot compare {one!r} with {two!r} action by action: they do not run the same actions")
     match = np.empty(len(keys[0]), dtype=np.int64)
     match[orders[0]] = orders[1]
     return Comparison(first, second, match)
-
-
-def _keys(timeline: Timeline) -> Ints:
-    """Return a number for each action that does not depend on where it runs."""
-    schedule = timeline.schedule
-    return schedule.keys * np.int64(4) + schedule.action_kinds

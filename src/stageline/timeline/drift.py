@@ -14,12 +14,11 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from stageline.common.errors import CostError
 from stageline.common.units import format_seconds
 from stageline.schedules import action as kinds
 from stageline.schedules.schedule import Schedule
@@ -29,7 +28,7 @@ from stageline.timeline.simulate import simulate
 TOLERANCE = 0.2
 """A stage drifts if it takes this share more or less than planned, relative to the other stages."""
 NOISE = 3.0
-"""Deviations of up to this many standard deviations of a stage's own noise are not drift."""
+"""Deviations of up to this many standard deviations of a stage's own noise do not count."""
 TIMES = ("forward", "backward", "backward_input", "backward_weight")
 
 
@@ -97,7 +96,7 @@ def typical_of(several: Sequence[Costs]) -> Costs:
     >>> typical_of([Costs(forward=[1, 2]), Costs(forward=[3, 2]), Costs(forward=[2, 9])]).forward
     [2.0, 2.0]
     """
-    medians: dict[str, Any] = {"transfer": float(np.median([_number(costs.transfer) for costs in several]))}
+    medians: dict[str, Any] = {"transfer": float(np.median([np.asarray(costs.transfer) for costs in several]))}
     for name in TIMES:
         rows = [getattr(costs, name) for costs in several]
         if all(row is not None for row in rows):
@@ -105,42 +104,35 @@ def typical_of(several: Sequence[Costs]) -> Costs:
     return Costs(**medians)
 
 
-def _number(transfer: object) -> float:
-    if not isinstance(transfer, int | float):
-        raise CostError("measured costs have one time for all transfers")
-    return float(transfer)
+def _work(schedule: Schedule, costs: Costs) -> Floats:
+    """Return the time of a microbatch on every stage, as this schedule runs it."""
+    forward, backward, inputs, weights = costs.times(schedule.stages)
+    return forward + np.where(_kinds_run(schedule)[kinds.B], backward, inputs + weights)
 
 
-@dataclass(frozen=True)
-class _Kinds:
-    """The kinds of action that every stage of a schedule runs."""
+def _kinds_run(schedule: Schedule) -> NDArray[np.bool_]:
+    """Return which kinds of action every stage runs, by kind and stage."""
+    runs = np.zeros((4, schedule.stages), dtype=bool)
+    runs[schedule.action_kinds, schedule.stage_ids] = True
+    return runs
 
-    schedule: Schedule
 
-    @cached_property
-    def runs(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """By kind and stage."""
-        runs = np.zeros((4, self.schedule.stages), dtype=bool)
-        runs[self.schedule.action_kinds, self.schedule.stage_ids] = True
-        return runs
-
-    def work(self, times: Sequence[Floats]) -> Floats:
-        """Return the time of a microbatch on every stage, as this schedule runs it."""
-        whole = self.runs[kinds.B]
-        return times[kinds.F] + np.where(whole, times[kinds.B], times[kinds.I] + times[kinds.W])
+def _ratios(schedule: Schedule, planned: Costs, measured: Costs) -> tuple[Floats, float]:
+    """Return the measured time of every stage divided by the planned one, and what all stages have in common."""
+    before, now = _work(schedule, planned), _work(schedule, measured)
+    ratio = np.divide(now, before, out=np.ones_like(now), where=before > 0)
+    return ratio, float(_lower_median(ratio)) or 1.0
 
 
 def deviations(schedule: Schedule, planned: Costs, measured: Costs) -> Floats:
     """Return the measured time of every stage divided by the planned one, relative to the other stages."""
-    stage_kinds = _Kinds(schedule)
-    before, now = stage_kinds.work(planned.times(schedule.stages)), stage_kinds.work(measured.times(schedule.stages))
-    ratio = np.divide(now, before, out=np.ones_like(now), where=before > 0)
-    return ratio / _common(ratio)
+    ratio, common = _ratios(schedule, planned, measured)
+    return ratio / common
 
 
-def _common(ratio: Floats) -> float:
-    """Return the median ratio; of two in the middle the lower one, so that one slow stage of two counts as slow."""
-    return float(np.sort(ratio)[(len(ratio) - 1) // 2]) or 1.0
+def _lower_median(values: Floats) -> Floats:
+    """Return the median over the stages; of two in the middle the lower one, so that one slow stage of two is slow."""
+    return np.asarray(np.sort(values)[..., (values.shape[-1] - 1) // 2])
 
 
 def drift_of(
@@ -156,15 +148,13 @@ def drift_of(
     A stage drifts only if it is out of tolerance in every one of `steps`, of which `measured` is the median. `noise` is
     the standard deviation of the logarithm of the times of stages; what it explains is not drift.
     """
-    stage_kinds = _Kinds(schedule)
     plan, real = planned.times(schedule.stages), measured.times(schedule.stages)
-    before, now = stage_kinds.work(plan), stage_kinds.work(real)
-    ratio = np.divide(now, before, out=np.ones_like(now), where=before > 0)
-    common = _common(ratio)
-    filled = [np.where(runs, took, was * ratio) for runs, took, was in zip(stage_kinds.runs, real, plan, strict=True)]
-    names = dict(zip(TIMES, (filled[kind].tolist() for kind in range(4)), strict=True))
+    before, now = _work(schedule, planned), _work(schedule, measured)
+    ratio, common = _ratios(schedule, planned, measured)
     # If a schedule has no B, its time is that of I and W together, as planned.
-    costs = replace(planned, **names, overlap=measured.overlap, transfer=measured.transfer, bandwidth=None)
+    filled = np.where(_kinds_run(schedule), real, np.array(plan) * ratio).tolist()
+    times = dict(zip(TIMES, filled, strict=True))
+    costs = replace(planned, **times, overlap=measured.overlap, transfer=measured.transfer, bandwidth=None)
     scaled = replace(costs, **{name: (row * common).tolist() for name, row in zip(TIMES, plan, strict=True)})
     table = schedule.placement.table[0]
     limit = np.maximum(np.log1p(tolerance), NOISE * np.asarray(noise)) * np.ones(schedule.stages)
@@ -194,8 +184,6 @@ SLOWER = (math.log(1.6), math.log(1.8))
 """The minimum slowdown, of forward and backward together, or of forward alone; as logarithms."""
 GLANCE = math.log(1.25)
 """The minimum deviation, as a logarithm, for a full test."""
-STRAGGLER_NOISE = 3.0
-"""The minimum slowdown in standard deviations of the stage's own noise."""
 RARE = 0.9
 """The share of its past steps that it must exceed as well, as some stages are slow now and then."""
 QUIET = 100
@@ -239,7 +227,10 @@ class Stragglers:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self._ranks = schedule.placement.table[0].tolist()
-        self._groups = _FastestTimes(schedule)
+        key = schedule.action_kinds.astype(np.int64) * schedule.stages + schedule.stage_ids
+        self._order = np.argsort(key, kind="stable")
+        """The actions, grouped by kind and stage."""
+        self._keys, self._starts = np.unique(key[self._order], return_index=True)
         self._steps = 0
         self._rows: deque[Floats] = deque(maxlen=PAST + WINDOW)
         """One row per step: logarithms of the times of stages, in total and of forwards."""
@@ -251,7 +242,9 @@ class Stragglers:
 
     def after(self, seconds: Floats) -> list[Straggler]:
         """Add a step, given the times of all actions; see `add`."""
-        return self.add(self._groups.fastest(seconds))
+        shortest = np.zeros((4, self.schedule.stages))
+        shortest.flat[self._keys] = np.minimum.reduceat(seconds[self._order], self._starts)
+        return self.add(np.stack([shortest.sum(axis=0), shortest[kinds.F]]))
 
     def add(self, fastest: Floats | Sequence[Sequence[float]]) -> list[Straggler]:
         """Add a step, given the times of the fastest microbatch on every stage, in total and of the forward.
@@ -282,9 +275,7 @@ class Stragglers:
         normal = np.median(past, axis=0)
         above = _deviation(last - normal)
         before = _deviation(past - normal)
-        noise = np.maximum(
-            STRAGGLER_NOISE * 1.4826 * np.median(np.abs(before), axis=0), np.quantile(before, RARE, axis=0)
-        )
+        noise = np.maximum(NOISE * 1.4826 * np.median(np.abs(before), axis=0), np.quantile(before, RARE, axis=0))
         limit = np.maximum(np.array(SLOWER)[:, None], noise)
         slower = (above.min(axis=0) > limit).any(axis=0)
         faster = above[:, 0].max(axis=0) < -limit[0]
@@ -313,26 +304,5 @@ class Stragglers:
 
 
 def _deviation(rows: Floats) -> Floats:
-    """Return deviations by step, row and stage, without what all stages of a step have in common.
-
-    That is the median; of two in the middle the lower one, so that one slow stage of two counts as slow.
-    """
-    middle = (rows.shape[2] - 1) // 2
-    return rows - np.sort(rows[:, :1], axis=2)[:, :, middle : middle + 1]
-
-
-class _FastestTimes:
-    """The actions of a schedule, grouped by kind and stage."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        key = schedule.action_kinds.astype(np.int64) * schedule.stages + schedule.stage_ids
-        self._order = np.argsort(key, kind="stable")
-        self._keys, self._starts = np.unique(key[self._order], return_index=True)
-        self._stages = schedule.stages
-
-    def fastest(self, seconds: Floats) -> Floats:
-        """Return the sum of the shortest action of every kind by stage, and the shortest forward."""
-        shortest = np.zeros(4 * self._stages)
-        shortest[self._keys] = np.minimum.reduceat(seconds[self._order], self._starts)
-        table = shortest.reshape(4, self._stages)
-        return np.stack([table.sum(axis=0), table[kinds.F]])
+    """Return deviations by step, row and stage, without what all stages of a step have in common."""
+    return rows - _lower_median(rows[:, :1])[..., None]

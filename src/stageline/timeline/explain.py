@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,17 +21,11 @@ class Parts(NamedTuple):
     """The time of one rank over a step, by what it was spent on; the parts add up to the step."""
 
     compute: float
-    """Computing, within the plan."""
     slow: float
-    """Computing, beyond the plan."""
     transfer: float
-    """Waiting for an input in transit."""
     host: float
-    """Not starting, although the input had arrived and the rank was free."""
     late: float
-    """Waiting for another rank to finish an input or the step, beyond the plan."""
     bubble: float
-    """Waiting for other ranks, within the plan: warm-up, drain, and gaps between them."""
 
     @property
     def total(self) -> float:
@@ -48,7 +41,7 @@ MEANINGS = {
     "late": "waiting for other ranks, beyond the plan",
     "bubble": "waiting for other ranks, within the plan",
 }
-"""The meaning of each part, for tables and pages."""
+"""The meaning of each part."""
 
 
 class Slow(NamedTuple):
@@ -142,33 +135,24 @@ def explain(planned: Timeline | None, measured: Timeline) -> Explanation:
     groups = _groups(measured)
     plan, real = groups.total(planned), groups.total(measured)
     as_planned = np.minimum(plan, real)
-    ranks = measured.schedule.ranks
-    of_rank = groups.rank
-    measured_waits, planned_waits = _waits(measured), _waits(planned)
-    bubble = np.minimum(measured_waits.peer, planned_waits.peer)
-    none = np.zeros(ranks)
-    measured_parts = (
-        _sums(of_rank, as_planned, ranks),
-        _sums(of_rank, real - as_planned, ranks),
-        measured_waits.transfer,
-        measured_waits.host,
-        measured_waits.peer - bubble,
-        bubble,
+    peer, transfer, host = _waits(measured)
+    planned_peer, planned_transfer, planned_host = _waits(planned)
+    bubble = np.minimum(peer, planned_peer)
+    compute, slow, planned_compute = (
+        _sums(groups.rank, times, measured.schedule.ranks) for times in (as_planned, real - as_planned, plan)
     )
-    planned_parts = (
-        _sums(of_rank, plan, ranks), none, planned_waits.transfer, planned_waits.host, none, planned_waits.peer
-    )  # fmt: skip
+    none = np.zeros(measured.schedule.ranks)
     return Explanation(
         planned=planned,
         measured=measured,
-        ranks=tuple(_parts(measured_parts)),
-        planned_ranks=tuple(_parts(planned_parts)),
+        ranks=_parts(compute, slow, transfer, host, peer - bubble, bubble),
+        planned_ranks=_parts(planned_compute, none, planned_transfer, planned_host, none, planned_peer),
         slow=tuple(groups.slow(plan, real)),
     )
 
 
-def _parts(columns: tuple[Floats, ...]) -> Iterator[Parts]:
-    return (Parts(*row) for row in np.stack(columns, axis=1).tolist())
+def _parts(*columns: Floats) -> tuple[Parts, ...]:
+    return tuple(Parts(*row) for row in np.stack(columns, axis=1).tolist())
 
 
 @dataclass(frozen=True)
@@ -230,15 +214,8 @@ def _sums(member: Ints, values: Floats, groups: int) -> Floats:
     return np.asarray(np.bincount(member, values, groups), dtype=np.float64)
 
 
-class _Waiting(NamedTuple):
-    """How long each rank waited over the step, by cause; the wait for the end of the step counts as a peer."""
-
-    peer: Floats
-    transfer: Floats
-    host: Floats
-
-
-def _waits(timeline: Timeline) -> _Waiting:
+def _waits(timeline: Timeline) -> tuple[Floats, Floats, Floats]:
+    """Return how long each rank waited for peers (also at the end of the step), for transfers and for its host."""
     waits, graph = waits_of(timeline), timeline.schedule.graph
     ranks = timeline.schedule.ranks
     rank = np.repeat(np.arange(ranks), np.diff(graph.first))
@@ -247,10 +224,10 @@ def _waits(timeline: Timeline) -> _Waiting:
     runs = np.flatnonzero(np.diff(graph.first) > 0)
     last[runs] = end[graph.first[runs + 1] - 1]
     drain = np.maximum(timeline.first_start + timeline.makespan - last, 0.0)
-    return _Waiting(
-        peer=_sums(rank, waits.sent - waits.free, ranks) + drain,
-        transfer=_sums(rank, waits.arrived - waits.sent, ranks),
-        host=_sums(rank, waits.start - waits.arrived, ranks),
+    return (
+        _sums(rank, waits.sent - waits.free, ranks) + drain,
+        _sums(rank, waits.arrived - waits.sent, ranks),
+        _sums(rank, waits.start - waits.arrived, ranks),
     )
 
 

@@ -13,10 +13,9 @@ from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Costs, Floats, per_stage
 
 
-def _levels(schedule: Schedule, costs: Costs, low: int, high: int) -> tuple[Floats, Floats]:
+def _levels(schedule: Schedule, costs: Costs, part: slice) -> tuple[Floats, Floats]:
     """Return the memory of one rank during and after each of its actions."""
-    kind = schedule.action_kinds[low:high]
-    stage, microbatch = schedule.stage_ids[low:high], schedule.microbatch_ids[low:high]
+    kind, stage, microbatch = schedule.action_kinds[part], schedule.stage_ids[part], schedule.microbatch_ids[part]
     scale = costs.scales(schedule.microbatches)[microbatch]
     activation = per_stage("activation", costs.activation, schedule.stages)[stage] * scale
     residue = per_stage("residue", costs.residue, schedule.stages)[stage] * scale
@@ -29,7 +28,7 @@ def _levels(schedule: Schedule, costs: Costs, low: int, high: int) -> tuple[Floa
     after = np.maximum(np.cumsum(takes - frees), 0.0)  # rounding may leave a negative rest
     before = np.concatenate([[0.0], after[:-1]])
     during = before + takes + transient
-    head = np.flatnonzero(schedule.pair_starts[low:high])
+    head = np.flatnonzero(schedule.pair_starts[part])
     # A pair holds the memory of both actions from its start to its end.
     both = during[head] + transient[head + 1]
     during[head] = during[head + 1] = both
@@ -39,23 +38,17 @@ def _levels(schedule: Schedule, costs: Costs, low: int, high: int) -> tuple[Floa
 
 def peaks_of(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     """Return the peak memory of each rank."""
-    peaks = []
-    for part in schedule.slices():
-        during, after = _levels(schedule, costs, part.start, part.stop)
-        peaks.append(float(max(during.max(initial=0.0), after.max(initial=0.0))))
-    return tuple(peaks)
+    levels = (np.concatenate(_levels(schedule, costs, part)) for part in schedule.slices())
+    return tuple(float(level.max(initial=0.0)) for level in levels)
 
 
 def memory_of(schedule: Schedule, costs: Costs, start: Floats, end: Floats, rank: int) -> tuple[Floats, Floats]:
     """Return the times at which the memory of a rank changes, and the level from each of them on."""
-    low, high = int(schedule.bounds[rank]), int(schedule.bounds[rank + 1])
-    during, after = _levels(schedule, costs, low, high)
-    times = np.stack([start[low:high], end[low:high]], axis=1).reshape(-1)
-    levels = np.stack([during, after], axis=1).reshape(-1)
-    if schedule.has_overlaps:
-        # Keep only the common start and end of a pair.
-        head = np.flatnonzero(schedule.pair_starts[low:high])
-        keep = np.ones(len(times), dtype=bool)
-        keep[2 * head + 1] = keep[2 * head + 2] = False
-        times, levels = times[keep], levels[keep]
-    return times, levels
+    part = slice(schedule.bounds[rank], schedule.bounds[rank + 1])
+    times = np.stack([start[part], end[part]], axis=1).reshape(-1)
+    levels = np.stack(_levels(schedule, costs, part), axis=1).reshape(-1)
+    # Of a pair, keep only its common start and end.
+    head = np.flatnonzero(schedule.pair_starts[part])
+    keep = np.ones(len(times), dtype=bool)
+    keep[2 * head + 1] = keep[2 * head + 2] = False
+    return times[keep], levels[keep]

@@ -8,8 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from stageline.common.errors import ScheduleError
 from stageline.schedules.action import Action
 from stageline.schedules.dependencies import Ints
@@ -76,15 +74,6 @@ class Timeline:
     """How far the clocks of different ranks may disagree, in the unit of the times: 0 if there is one clock or the step
     was simulated; None if the clocks were not aligned, so that only times of one rank can be compared."""
 
-    @cached_property
-    def _rank_spans(self) -> tuple[Floats, Floats]:
-        """The first start and the last end of each rank; 0 for a rank without actions."""
-        firsts, lasts = np.zeros(self.schedule.ranks), np.zeros(self.schedule.ranks)
-        for rank, part in enumerate(self.schedule.slices()):
-            if part.stop > part.start:
-                firsts[rank], lasts[rank] = self.start[part].min(), self.end[part].max()
-        return firsts, lasts
-
     @property
     def is_aligned(self) -> bool:
         """Whether times of different ranks can be compared; if not, there is no makespan, bubble or idle time."""
@@ -118,8 +107,8 @@ class Timeline:
 
         This is the cost of a step if the next one may start on a rank before the last rank has finished.
         """
-        firsts, lasts = self._rank_spans
-        return float((lasts - firsts).max())
+        parts = [part for part in self.schedule.slices() if part.stop > part.start]
+        return max(float(self.end[part].max() - self.start[part].min()) for part in parts)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
@@ -177,20 +166,12 @@ class Timeline:
 
     def messages(self) -> Iterator[TimedTransfer]:
         """Yield the transfers with their times."""
-        graph, schedule = self.schedule.graph, self.schedule
-        moved = self.transfers
-        for receiver, sent, arrived in zip(
-            moved.receivers.tolist(), moved.sent.tolist(), moved.arrived.tolist(), strict=True
-        ):
+        graph, schedule, moved = self.schedule.graph, self.schedule, self.transfers
+        columns = (column.tolist() for column in (moved.receivers, moved.sent, moved.arrived))
+        for receiver, sent, arrived in zip(*columns, strict=True):
             sender = int(graph.source[receiver])
-            yield TimedTransfer(
-                int(graph.rank[sender]),
-                int(graph.rank[receiver]),
-                schedule.action(sender),
-                schedule.action(receiver),
-                sent,
-                arrived,
-            )
+            ranks = int(graph.rank[sender]), int(graph.rank[receiver])
+            yield TimedTransfer(*ranks, schedule.action(sender), schedule.action(receiver), sent, arrived)
 
     @cached_property
     def critical_path(self) -> tuple[TimedAction, ...]:
@@ -208,7 +189,22 @@ class Timeline:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data: the figures, and every action and transfer."""
-        return {**self.figures(), "actions": self._actions_json(), "transfers": self._transfers_json()}
+        actions = [
+            [{"action": str(timed.action), "start": timed.start, "end": timed.end} for timed in self.actions(rank)]
+            for rank in range(self.schedule.ranks)
+        ]
+        transfers = [
+            {
+                "source": moved.source_rank,
+                "target": moved.target_rank,
+                "sender": str(moved.sender),
+                "receiver": str(moved.receiver),
+                "start": moved.start,
+                "end": moved.end,
+            }
+            for moved in self.messages()
+        ]
+        return {**self.figures(), "actions": actions, "transfers": transfers}
 
     def figures(self) -> dict[str, Any]:
         """Return the figures, as plain data."""
@@ -227,25 +223,6 @@ class Timeline:
             "busy": list(self.busy),
             "idle": [idle._asdict() for idle in self.idle] if self.is_aligned else None,
         }
-
-    def _actions_json(self) -> list[list[dict[str, Any]]]:
-        return [
-            [{"action": str(timed.action), "start": timed.start, "end": timed.end} for timed in self.actions(rank)]
-            for rank in range(self.schedule.ranks)
-        ]
-
-    def _transfers_json(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "source": moved.source_rank,
-                "target": moved.target_rank,
-                "sender": str(moved.sender),
-                "receiver": str(moved.receiver),
-                "start": moved.start,
-                "end": moved.end,
-            }
-            for moved in self.messages()
-        ]
 
     def __repr__(self) -> str:
         if not self.is_aligned:
