@@ -80,17 +80,22 @@ def test_tied_weights_and_clipping_match_ranks_on_threads() -> None:
     assert norm == other == expected
 
 
+def outcome(call: Callable[[], object]) -> str:
+    """The message of the error that a call raises, or "nothing"."""
+    try:
+        call()
+    except sl.StagelineError as error:
+        return str(error)
+    return "nothing"
+
+
 def mistakes(rank: int) -> list[str]:
     """A mistake between ranks is reported on all of them."""
-    errors = []
+    errors: list[str] = []
     x, y = batch()
 
-    def attempt(call: Any) -> None:
-        try:
-            call()
-            errors.append("nothing")
-        except sl.StagelineError as error:
-            errors.append(str(error))
+    def attempt(call: Callable[[], object]) -> None:
+        errors.append(outcome(call))
 
     def make(**options: Any) -> sl.Pipeline:
         return sl.Pipeline(blocks(), loss_fn=functional.mse_loss, **{"ranks": 2, "microbatches": 4, **options})
@@ -137,15 +142,11 @@ def doubled_loss(output: Tensor, target: Tensor) -> Tensor:
 
 def unlike(rank: int) -> list[str]:
     """Ranks whose models, losses or weights differ, though names and shapes do not."""
-    errors = []
+    errors: list[str] = []
     x, y = batch()
 
     def attempt(call: Any) -> None:
-        try:
-            call()
-            errors.append("nothing")
-        except sl.PipelineError as error:
-            errors.append(str(error))
+        errors.append(outcome(call))
 
     def make(model: nn.Module, loss_fn: Any = mean_loss, **options: Any) -> sl.Pipeline:
         return sl.Pipeline(model, loss_fn=loss_fn, ranks=2, microbatches=4, **options)
@@ -194,15 +195,11 @@ def test_models_losses_and_weights_that_differ_between_ranks_are_named_with_both
 
 def differing_options(rank: int) -> list[str]:
     """Ranks whose options, modes or arguments of a step differ."""
-    errors = []
+    errors: list[str] = []
     x, y = batch()
 
     def attempt(call: Callable[[], object]) -> None:
-        try:
-            call()
-            errors.append("nothing")
-        except sl.PipelineError as error:
-            errors.append(str(error))
+        errors.append(outcome(call))
 
     def make(model: Any = None, **options: Any) -> sl.Pipeline:
         return sl.Pipeline(model or blocks(), loss_fn=mean_loss, ranks=2, microbatches=4, **options)

@@ -311,15 +311,20 @@ def test_an_interrupted_rank_is_named(start: Start, capsys: pytest.CaptureFixtur
     assert answer["changed"] == []
 
 
-@pytest.mark.parametrize("action", ["F", "B"])
-def test_an_interrupt_ends_a_step_on_threads_and_the_next_one_is_correct(start: Start, action: str) -> None:
-    plan = [{"do": "right"}, {**STEP, "plant": ["interrupt", 1, action, 2]}, {"do": "right"}]
-    job = start(plan, threads=True)
+def interrupted_once(job: Job) -> None:
+    """Wait for ranks on threads, whose second step of three was interrupted."""
     job.wait()
     _, answer, after = job.answers(0)
     assert answer["error"] == "KeyboardInterrupt"
     assert (answer["changed"], answer["threads"]) == ([], [])
     assert after["right"]
+
+
+@pytest.mark.parametrize("action", ["F", "B"])
+def test_an_interrupt_ends_a_step_on_threads_and_the_next_one_is_correct(start: Start, action: str) -> None:
+    plan = [{"do": "right"}, {**STEP, "plant": ["interrupt", 1, action, 2]}, {"do": "right"}]
+    job = start(plan, threads=True)
+    interrupted_once(job)
 
 
 def test_the_first_failure_is_named_even_if_a_later_one_is_reported_first(
@@ -363,11 +368,7 @@ def test_ctrl_c_in_the_main_thread_stops_rank_threads(start: Start) -> None:
     job = start([{"do": "right"}, {**STEP, "plant": ["held", 1, "B", 0]}, {"do": "right"}], threads=True)
     job.planted()
     job.ranks[0].signal(signal.SIGINT)
-    job.wait()
-    _, answer, after = job.answers(0)
-    assert answer["error"] == "KeyboardInterrupt"
-    assert (answer["changed"], answer["threads"]) == ([], [])
-    assert after["right"]
+    interrupted_once(job)
 
 
 def test_survivors_write_the_verdict_before_torchrun_ends_them(

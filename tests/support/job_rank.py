@@ -29,36 +29,35 @@ def main(words: list[str]) -> None:
 
 def hang(words: list[str], folder: str) -> None:
     """The same, with a third action program that never ends; says by files that it is in it, and what signals came."""
-    run_program, hear = Executor.run, StopSignals._receive
-    programs, signals = itertools.count(1), itertools.count(1)
-
-    def long(self: Executor, *arguments: Any) -> Any:
-        if next(programs) == 3:
-            (Path(folder) / "inside").touch()
-            time.sleep(1000.0)
-        return run_program(self, *arguments)
+    hear, signals = StopSignals._receive, itertools.count(1)
 
     def noted(self: StopSignals, *arguments: Any) -> None:
         hear(self, *arguments)
         (Path(folder) / f"heard-{next(signals)}").touch()
 
-    Executor.run, StopSignals._receive = long, noted  # type: ignore[method-assign,assignment]
+    StopSignals._receive = noted  # type: ignore[method-assign,assignment]
+    never_end(3, folder)
     main(words)
+
+
+def never_end(program: int, folder: str) -> None:
+    """Let an action program never end, counted from 1; a file says that it runs."""
+    run_program, programs = Executor.run, itertools.count(1)
+
+    def long(self: Executor, *arguments: Any) -> Any:
+        if next(programs) == program:
+            (Path(folder) / "inside").touch()
+            time.sleep(1000.0)
+        return run_program(self, *arguments)
+
+    Executor.run = long  # type: ignore[method-assign,assignment]
 
 
 def command(words: list[str], folder: str) -> None:
     """The console script, with a second action program that never ends; says by a file that it is in it."""
     from stageline.cli import main
 
-    run_program, programs = Executor.run, itertools.count(1)
-
-    def long(self: Executor, *arguments: Any) -> Any:
-        if next(programs) == 2:
-            (Path(folder) / "inside").touch()
-            time.sleep(1000.0)
-        return run_program(self, *arguments)
-
-    Executor.run = long  # type: ignore[method-assign,assignment]
+    never_end(2, folder)
     torch.set_num_threads(1)
     sys.argv[1:] = ["train", *words]
     main()
