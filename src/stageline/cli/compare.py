@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from stageline.cli.options import CostOptions, DrawingOptions, ScheduleOptions, expand, load_families
-from stageline.cli.output import console, print_json, print_segments, table
+from stageline.cli.output import console, print_charts, print_json, progress, table
 from stageline.common.errors import ScheduleError
 from stageline.schedules.registry import families, schedule, whole
 from stageline.timeline.costs import Costs
 from stageline.timeline.draw.palette import number
-from stageline.timeline.draw.terminal import chart, legend, strip
+from stageline.timeline.draw.terminal import strip
 from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline, shown_bubble
 
@@ -53,9 +52,9 @@ def command(
         raise ScheduleError(f"--memory must be a number from 0 upwards, got {memory}")
     costs = prices.make()
     left_out: dict[str, str] = {}
-    timelines = sorted(
-        _candidates(sizes, costs, memory, left_out), key=lambda timeline: (timeline.makespan, max(timeline.peak_memory))
-    )
+    with progress("simulating the families …") as update:
+        candidates = list(_candidates(sizes, costs, memory, left_out, update or (lambda text: None)))
+    timelines = sorted(candidates, key=lambda timeline: (timeline.makespan, max(timeline.peak_memory)))
     title = f"{sizes.ranks} ranks, {sizes.microbatches} microbatches"
     drawing.save(timelines, title)
     if drawing.json:
@@ -72,7 +71,7 @@ def command(
 
 
 def _candidates(
-    sizes: ScheduleOptions, costs: Costs, memory: float | None, left_out: dict[str, str]
+    sizes: ScheduleOptions, costs: Costs, memory: float | None, left_out: dict[str, str], tell: Callable[[str], None]
 ) -> Iterator[Timeline]:
     ranks, microbatches = sizes.ranks or 1, sizes.microbatches or 1
     options = sizes.family_options()
@@ -80,8 +79,7 @@ def _candidates(
         if name == "forward-only":
             continue
         try:
-            if sys.stderr.isatty():
-                print(f"\r\x1b[K{name} …", end="", file=sys.stderr, flush=True)
+            tell(f"{name} …")
             accepted = {key: value for key, value in options.items() if key in family.options}
             candidate = schedule(name, ranks, microbatches, **accepted)
             timeline = simulate(candidate, costs.refined(candidate.stages // ranks))
@@ -92,8 +90,6 @@ def _candidates(
             left_out[name] = f"needs {number(max(timeline.peak_memory))} of memory; the limit is {number(memory)}"
             continue
         yield timeline
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _row(timeline: Timeline) -> dict[str, Any]:
@@ -136,10 +132,7 @@ def _draw(timelines: list[Timeline], width: int, charts: bool) -> None:
     out = console(width)
     until = max(timeline.makespan for timeline in timelines)
     if charts:
-        for timeline in timelines:
-            out.print(timeline.schedule.name)
-            print_segments(out, chart(timeline, width, most_ranks=16, until=until))
-        print_segments(out, legend(timelines, width))
+        print_charts(out, timelines, [timeline.schedule.name for timeline in timelines])
         return
     margin = max(len(timeline.schedule.name) for timeline in timelines) + 2
     columns = width - margin

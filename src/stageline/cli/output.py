@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,15 @@ def print_chart(out: Console, timeline: Timeline, *, title: bool = True) -> None
     print_segments(out, chart(timeline, out.width))
     out.print()
     print_segments(out, legend([timeline], out.width))
+
+
+def print_charts(out: Console, timelines: Sequence[Timeline], names: Sequence[str]) -> None:
+    """Print the Gantt charts of several timelines on one time axis, and one legend."""
+    until = max(timeline.makespan for timeline in timelines)
+    for timeline, name in zip(timelines, names, strict=True):
+        out.print(name)
+        print_segments(out, chart(timeline, out.width, most_ranks=16, until=until))
+    print_segments(out, legend(timelines, out.width))
 
 
 def print_figures(out: Console, timeline: Timeline) -> None:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument
 
 from stageline.cli.options import CostOptions, DrawingOptions, expand, output_option
-from stageline.cli.output import MAX_RANKS, add_ranks, console, print_json, print_segments, save, table
+from stageline.cli.output import MAX_RANKS, add_ranks, console, print_charts, print_json, save, table
 from stageline.timeline import draw
 from stageline.timeline.draw.palette import number
-from stageline.timeline.draw.terminal import chart, legend
 from stageline.timeline.explain import MEANINGS, Explanation, Parts, explain, typical_costs
 from stageline.timeline.io import read_timeline
 from stageline.timeline.simulate import simulate
@@ -60,11 +59,7 @@ def command(
         print_json({**explanation.to_json(), "costs": planned.costs.to_json() if planned.costs else None})
         return
     out = console(drawing.width)
-    until = max(timeline.makespan for timeline in both)
-    for timeline, name in zip(both, names, strict=True):
-        out.print(name)
-        print_segments(out, chart(timeline, out.width, most_ranks=16, until=until))
-    print_segments(out, legend([measured], out.width))
+    print_charts(out, both, names)
     out.print()
     _explain(explanation, out.width)
 

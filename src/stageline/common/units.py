@@ -32,17 +32,17 @@ def parse_size(text: str, name: str = "memory") -> float:
     raise StagelineError(f"{name} takes a size, like 24GiB or 10G; got {shorten(text)}")
 
 
-def parse_sizes(value: Size | Sequence[Size] | Other, name: str = "memory") -> float | list[float] | Other:
+def parse_sizes(value: Size | Sequence[Size] | Other) -> float | list[float] | Other:
     """Parse one size, or several in a sequence or separated by commas; return anything else unchanged.
 
     >>> parse_sizes("24GiB,12GiB"), parse_sizes(["1K", 2000.0]), parse_sizes(7.0)
     ([25769803776.0, 12884901888.0], [1000.0, 2000.0], 7.0)
     """
     if isinstance(value, str):
-        sizes = [parse_size(part, name) for part in value.split(",")]
+        sizes = [parse_size(part) for part in value.split(",")]
         return sizes[0] if len(sizes) == 1 else sizes
     if isinstance(value, list | tuple) and any(isinstance(size, str) for size in value):
-        return [parse_size(size, name) if isinstance(size, str) else size for size in value]
+        return [parse_size(size) if isinstance(size, str) else size for size in value]
     return value  # type: ignore[return-value]
 
 
