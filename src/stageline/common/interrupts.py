@@ -1,10 +1,10 @@
-"""Ctrl-C on the command line, and the signals that stop a training job once it has something to save.
+"""Signals: Ctrl-C on the command line, what stops a training job, and SIGTERM of a rank that waits for others.
 
 A command exits at once, with one line and exit code 130, never with a traceback. Python raises KeyboardInterrupt at
 whatever statement runs, and the first seconds of a command are mostly imports: an exception there leaves half-imported
 modules behind, or is swallowed by native code. So the command installs a handler that raises nothing before it imports
 anything else. Once there is something to save, `StopSignals` takes over. A program that uses the library keeps Python's
-own handling.
+own handling. In every rank of a job, `Wakeup` passes SIGTERM on to the thread that talks to the failure monitor.
 """
 
 from __future__ import annotations
@@ -217,3 +217,97 @@ def _write(handle: int, text: str) -> None:
     """Write without Python's buffers, which the signal may have interrupted."""
     with suppress(OSError):
         os.write(handle, text.encode())
+
+
+class Wakeup:
+    """A socket pair that wakes a waiting thread, also by SIGTERM; `close` restores the signal handler.
+
+    A rank that a launcher ends by SIGTERM reports whom it blames before it ends. Python runs signal handlers in the
+    main thread alone, between two of its own instructions, so a rank that waits inside a collective never runs its
+    handler. Therefore the C-level handler only writes to a wakeup file descriptor, whatever the main thread is doing,
+    and the thread that waits for that descriptor does the rest.
+
+    >>> wakeup = Wakeup()
+    >>> wakeup.wake()
+    >>> wakeup.read()
+    b'.'
+    >>> wakeup.close()
+    """
+
+    def __init__(self) -> None:
+        import socket
+
+        self.reader, self._writer = socket.socketpair()
+        self.reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._previous_fd: int | None = None
+        self._installed = False
+        self.signalled = False
+        """Whether SIGTERM has arrived."""
+        self.attended = True
+        """Whether a thread still reads; if not, the handler ends the process itself."""
+
+    def install(self) -> bool:
+        """Handle SIGTERM, unless the script does or this is not the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return False
+        signal.signal(signal.SIGTERM, self._handle)
+        self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        if self._previous_fd != -1:
+            # The user's event loop needs it; the handler still wakes the thread once the main thread runs it.
+            signal.set_wakeup_fd(self._previous_fd)
+            self._previous_fd = None
+        self._installed = True
+        return True
+
+    def read_sigterm(self) -> bool:
+        """Read what was written; return whether SIGTERM arrived and the script has set no handler of its own since."""
+        arrived = signal.SIGTERM in self.read()
+        return arrived and self._installed and signal.getsignal(signal.SIGTERM) == self._handle
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.attended:
+            self.signalled = True
+            self.wake(bytes([number]))
+        else:
+            end_by(number)
+
+    def wake(self, data: bytes = b".") -> None:
+        """Wake the thread that waits for `reader`."""
+        with suppress(OSError):
+            self._writer.send(data)
+
+    def read(self) -> bytes:
+        """Return everything written since the last read."""
+        try:
+            return self.reader.recv(4096)
+        except OSError:
+            return b""
+
+    def close(self) -> None:
+        """Restore the default handler of SIGTERM, and close the sockets."""
+        self.attended = False
+        if self._installed and threading.current_thread() is threading.main_thread():
+            if self._previous_fd is not None:
+                wakeup_fd = signal.set_wakeup_fd(-1)
+                if wakeup_fd not in (-1, self._writer.fileno()):
+                    signal.set_wakeup_fd(wakeup_fd)
+            if signal.getsignal(signal.SIGTERM) == self._handle:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._installed = False
+        if not self._installed:  # otherwise the main thread's signals still write to them
+            self.reader.close()
+            self._writer.close()
+
+
+def end_by(number: int) -> None:
+    """End this process by a signal's default action, from any thread; Python sets handlers in the main thread only."""
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(number, None)  # SIG_DFL
+    os.kill(os.getpid(), number)

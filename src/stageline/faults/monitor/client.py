@@ -21,9 +21,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from stageline.common.errors import ControlError, StagelineError
+from stageline.common.interrupts import Wakeup, end_by
 from stageline.faults.monitor.blame import BY_SIGNAL
 from stageline.faults.monitor.connection import CONNECT_TIMEOUT, Address, Connection, no_address, start_monitor
-from stageline.faults.monitor.signals import Wakeup, end_by
 from stageline.faults.monitor.verdict import Failure, Verdict, describe
 
 HOLD = 0.7
