@@ -17,18 +17,8 @@ def command(json: Json = False, load: Load = None) -> None:
     load_families(load)
     known = families().values()
     if json:
-        print_json(
-            [
-                {
-                    "name": family.name,
-                    "description": family.description,
-                    "constraints": family.constraints,
-                    "options": family.options,
-                    "aliases": list(family.aliases),
-                }
-                for family in known
-            ]
-        )
+        shown = ("name", "description", "constraints", "options", "aliases")
+        print_json([{field: getattr(family, field) for field in shown} for family in known])
         return
     columns = ("family", "description", "requires", "options")
     grid = table(*columns, left=columns)
