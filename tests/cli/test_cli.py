@@ -206,6 +206,7 @@ def test_help_of_every_verb_has_an_example(verb: str, capsys: Capture) -> None:
 
 def test_all_verbs_are_listed(capsys: Capture) -> None:
     assert {command.name for command in make_app().registered_commands} == set(VERBS)
+    assert all(verb in call("--help train", capsys) for verb in VERBS), "only a verb in the first place is meant"
     assert "stageline 0." in call("--version", capsys)
 
 

@@ -23,13 +23,13 @@ VERBS = (
 
 
 def make_app(words: Sequence[str] = ()) -> typer.Typer:
-    """Return the command with the verb that the words name, or with all verbs if they name none."""
+    """Return the command with the verb that the words begin with, or with all verbs if they begin with none."""
     context = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
     settings: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": "rich"}
     app = typer.Typer(name="stageline", pretty_exceptions_enable=False, context_settings=context, **settings)
     app.callback(help=help_text(root))(root)
-    verb = next((word for word in words if not word.startswith("-")), "")
-    for name in (verb,) if verb in VERBS else VERBS:  # one verb starts sooner than all of them
+    named = [verb for verb in VERBS if [verb] == list(words[:1])]
+    for name in named or VERBS:  # one verb starts sooner than all of them
         module = import_module(f"stageline.cli.{name}")
         if hasattr(module, "VERBS"):
             group = typer.Typer(**settings)
