@@ -107,8 +107,11 @@ def profile_layers(
         weights = storages_of(list(trace.module.parameters()))
         measured.append(_measured_layer(trace, calls, residue, weights, earlier_weights))
         earlier_weights |= set(weights)
-    machine, version = _machine(compute_device), torch.__version__
-    return Profile(tuple(measured), machine, str(compute_device), version, torch.get_num_threads(), repeats)
+    machine = f"{platform.machine()}, {os.cpu_count()} processors"
+    if compute_device.type == "cuda":
+        machine = str(torch.cuda.get_device_name(compute_device))
+    threads = torch.get_num_threads()
+    return Profile(tuple(measured), machine, str(compute_device), torch.__version__, threads, repeats)
 
 
 def _measured_layer(
@@ -198,9 +201,3 @@ def _device_of(traces: Sequence[LayerTrace]) -> torch.device:
     tensors += [leaf for trace in traces for call in trace.calls for leaf in call.leaves if isinstance(leaf, Tensor)]
     devices = [tensor.device for tensor in tensors]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-
-
-def _machine(device: torch.device) -> str:
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return f"{platform.machine()}, {os.cpu_count()} processors"

@@ -48,6 +48,8 @@ class Holder:
     path: str
     is_set: bool = False
     """For a global name or a class: whether the visited code may assign it, or an attribute of it."""
+    stages: tuple[int, ...] = ()
+    """The stages whose layers reach it, if there are several."""
 
     @property
     def key(self) -> Any:
@@ -116,8 +118,7 @@ def reached_tensors(values: Sequence[tuple[str, Any]], frames: Sequence[nn.Modul
     functions are followed, too: a decorator may be one.
     """
     walk = _Walk(through_libraries=True)
-    walk.add_frames(frames)
-    walk.run(values)
+    walk.run(values, frames)
     if walk.gave_up:
         return None
     tensors: list[Tensor] = [*walk.parameters]
@@ -140,15 +141,10 @@ class _Walk:
         self.sets_classes = False
         self._queue: deque[tuple[Any, str]] = deque()
 
-    def add_frames(self, modules: Sequence[nn.Module]) -> None:
-        """Add the attributes of modules that are not registered modules or tensors."""
-        for module in modules:
-            self._queue.extend(
-                (attribute, name) for name, attribute in module.__dict__.items() if name not in _INTERNAL
-            )
-            self._class(type(module), type(module).__name__)
-
-    def run(self, layers: Sequence[tuple[str, Any]]) -> dict[Any, Holder]:
+    def run(self, layers: Sequence[tuple[str, Any]], frames: Sequence[nn.Module] = ()) -> dict[Any, Holder]:
+        for frame in frames:
+            self._queue.extend((attribute, name) for name, attribute in vars(frame).items() if name not in _INTERNAL)
+            self._class(type(frame), type(frame).__name__)
         self._queue.extend((layer, name) for name, layer in layers)
         while self._queue and len(self._done) < _MAX_OBJECTS:
             value, path = self._queue.popleft()
@@ -195,7 +191,7 @@ class _Walk:
         holder = Holder(value, path)
         self.seen.setdefault(holder.key, holder)
         if not isinstance(value, Tensor) and not is_array(value):
-            self._queue.extend((slot, _joined(path, value, key)) for key, slot in holder.slots().items())
+            self._queue.extend((slot, slot_path(path, value, key)) for key, slot in holder.slots().items())
 
     def _module(self, module: nn.Module, path: str) -> None:
         self._hold(module, path)
@@ -254,8 +250,9 @@ class _Walk:
                     holder.is_set = holder.is_set or (is_set and index == len(modules) - 1)
 
 
-def _joined(path: str, value: Any, key: Any) -> str:
-    if isinstance(value, types.CellType | GlobalName):
+def slot_path(path: str, value: Any, key: Any) -> str:
+    """Return the path of a slot of a value, which has a path itself."""
+    if isinstance(value, types.CellType | GlobalName | Tensor) or is_array(value):
         return path
     if isinstance(value, dict | list | deque):
         return f"{path}[{key!r}]"

@@ -242,14 +242,10 @@ class SkipPart(nn.Sequential):
     leaves: tuple[str, ...] = ()
 
 
-def has_skips(module: nn.Module) -> bool:
-    """Whether a module, or one inside of it, stashes or pops."""
-    return any(hasattr(submodule, "_skips_popped") for submodule in module.modules())
-
-
 def parts_of(stages: Sequence[Sequence[tuple[str, nn.Module]]]) -> list[nn.Sequential]:
     """Return a module for each stage, which knows the skips that cross its boundaries."""
-    if not any(has_skips(layer) for layers in stages for _, layer in layers):
+    modules = (module for layers in stages for _, layer in layers for module in layer.modules())
+    if not any(hasattr(module, "_skips_popped") for module in modules):
         return [nn.Sequential(OrderedDict(layers)) for layers in stages]
     ends = _skip_ends(stages)
     parts: list[nn.Sequential] = []

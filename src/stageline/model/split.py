@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeAlias, cast
 
@@ -72,17 +72,7 @@ def split(
     `everything=True` passes the outputs of all units on, for a forward whose path depends on more than the form of its
     inputs.
     """
-    model = unwrapped(model)
-    if not isinstance(model, nn.Module) and callable(model):
-        build = model
-        recipe = describe(lambda: cast(nn.Module, unwrapped(build())))
-        staged = split(
-            recipe.model, stages, by=by, layers_per_stage=layers_per_stage, stack=stack, example=example, ranks=ranks,
-            placement=placement, schedule=schedule, memory=memory, pinned=pinned, speed=speed, everything=everything,
-        )  # fmt: skip
-        return replace(staged, recipe=recipe)
-    if not isinstance(model, nn.Module):
-        raise StagelineError(f"split takes a model, an nn.Module, got {shorten(model)}")
+    model, recipe = _described(unwrapped(model))
     refuse_arrays(example, "the example")
     constraints = CutConstraints(ranks, placement, parse_sizes(memory), pinned, speed, schedule)
     stacks = _check_arguments(stages, by, layers_per_stage, stack, constraints, example)
@@ -95,7 +85,17 @@ def split(
     costs = None if layers_per_stage is not None else _unit_costs(model, units, by, example)
     balance = None if costs is None else cut_by_cost(costs, stages, constraints, _even_spans(units, stages))
     spans = balance.stages if balance is not None else _spans(units, stages, by, layers_per_stage)
-    return Staged(model, tuple(units), tuple(spans), balance, traced, flow, everything, around)
+    return Staged(model, tuple(units), tuple(spans), balance, traced, flow, everything, around, recipe)
+
+
+def _described(model: Any) -> tuple[nn.Module, Description[nn.Module] | None]:
+    """Return a model, without memory if it is given as a function, and then also how to create its weights."""
+    if isinstance(model, nn.Module):
+        return model, None
+    if not callable(model):
+        raise StagelineError(f"split takes a model, an nn.Module, got {shorten(model)}")
+    recipe = describe(lambda: cast(nn.Module, unwrapped(model())))
+    return recipe.model, recipe
 
 
 def _called_units(
@@ -133,11 +133,7 @@ def split_by_units(
     model: nn.Module | Callable[[], nn.Module], names: Sequence[str], counts: Sequence[int], example: Any = None
 ) -> Staged:
     """Cut a model into stages with these numbers of units; `names` are the units in the order of their calls."""
-    model = cast("nn.Module | Callable[[], nn.Module]", unwrapped(model))
-    if not isinstance(model, nn.Module):
-        build = model
-        recipe = describe(lambda: cast(nn.Module, unwrapped(build())))
-        return replace(split_by_units(recipe.model, names, counts, example), recipe=recipe)
+    model, recipe = _described(unwrapped(model))
     defined = units_of(model)
     modules = dict(paths(model))
     missing = [name for name in names if name not in modules]
@@ -165,7 +161,7 @@ def split_by_units(
                 )
             flow = None  # the plan was made with inputs that differ from the library's example
         around = uncalled(model, defined, units, example is not None)
-    return Staged(model, tuple(units), tuple(spans_of(counts)), None, None, flow, False, around)
+    return Staged(model, tuple(units), tuple(spans_of(counts)), None, None, flow, False, around, recipe)
 
 
 def _spans(units: Sequence[Unit], stages: int, by: By, layers_per_stage: Sequence[int] | None) -> Spans:

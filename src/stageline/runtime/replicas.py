@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from stageline.runtime.step_report import Outcome
 from stageline.schedules import action as kinds
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.buffers import BufferCopies
+from stageline.tensors.random_numbers import seed_of
 
 MODE, COUNT, ELEMENTS, REFUSED = range(len(NAMES), len(NAMES) + 4)
 """Columns of the row that a process sends at the start of a step, after the columns of its batch."""
@@ -38,7 +38,7 @@ def replica_seed(seed: int, replica: int) -> int:
     """
     if replica == 0:
         return seed
-    return int.from_bytes(hashlib.blake2b(f"{seed}/replica {replica}".encode(), digest_size=8).digest(), "big") >> 1
+    return seed_of(f"{seed}/replica {replica}")
 
 
 def finishing_order(schedule: Schedule, rank: int) -> list[int]:

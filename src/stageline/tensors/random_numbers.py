@@ -59,11 +59,15 @@ def generator_alone() -> Iterator[None]:
         yield
 
 
+def seed_of(words: str) -> int:
+    """Return a seed for a generator from words."""
+    return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "big") >> 1
+
+
 @contextmanager
 def random_numbers(seed: int, step: int, microbatch: int, layer: str) -> Iterator[None]:
     """Seed the generators for what runs inside; restore them afterwards."""
-    words = f"{seed}/{step}/{microbatch}/{layer}".encode()
-    own = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1
+    own = seed_of(f"{seed}/{step}/{microbatch}/{layer}")
     with generator_alone():
         default = Generators.now()
         # Not torch.manual_seed, which records the stack for devices that are not in use: milliseconds per call.

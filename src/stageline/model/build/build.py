@@ -6,7 +6,6 @@ are computed, each by the calls it depends on, with random numbers that depend o
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from stageline.common.errors import StagelineError, shorten
 from stageline.model._torch_private import TorchDispatchMode, buffers_of, has_hooks, make_subclass, parameters_of
 from stageline.model.build.recorder import ALLOCATES, record, recording
 from stageline.model.build.tape import META, StorageView, Tape
-from stageline.tensors.random_numbers import generator_alone
+from stageline.tensors.random_numbers import generator_alone, seed_of
 
 Owns = Callable[[str], bool]
 M = TypeVar("M", bound=nn.Module)
@@ -132,19 +131,20 @@ class Description(Generic[M]):
             storage for storage, group in groups.items() for entry in group if not self._tape.is_written(entry.view)
         }
         if unwritten_storages and unwritten == "refuse":
-            names = ", ".join(
-                entry.label for storage in groups if storage in unwritten_storages for entry in groups[storage][:1]
-            )
+            names = ", ".join(group[0].label for storage, group in groups.items() if storage in unwritten_storages)
             raise StagelineError(
                 f"the constructor does not write all of {names}; initialise it there, or pass unwritten='zeros' if "
                 "weights are loaded afterwards"
             )
-        seeds = {index: _seed(seed, name) for index, name in self._seed_names.items()}
+
+        def draw(index: int, run: Callable[[], Any]) -> Any:
+            with _seeded(seed, self._seed_names[index]):
+                return run()
+
         with recording:
             for storage, group in groups.items():
-                memory = self._tape.replay(
-                    self._programs[storage], storage, partial(_draw, seeds), clear=storage in unwritten_storages
-                )
+                clear = storage in unwritten_storages
+                memory = self._tape.replay(self._programs[storage], storage, draw, clear=clear)
                 _assign_storage(group, memory, torch.device(device))
                 del memory
         return self.model
@@ -248,21 +248,12 @@ def _assign_storage(group: list[_TensorEntry], memory: torch.UntypedStorage, dev
         entry.is_materialised = True
 
 
-def _seed(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big") >> 1
-
-
-def _draw(seeds: dict[int, int], index: int, call: Callable[[], Any]) -> Any:
-    with _seeded(seeds[index]):
-        return call()
-
-
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed the host's generator, and restore its state on exit."""
+def _seeded(seed: int, name: str) -> Iterator[None]:
+    """Seed the host's generator for a name, and restore its state on exit."""
     with generator_alone():
         state = torch.default_generator.get_state()
-        torch.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed_of(f"{seed}/{name}"))
         try:
             yield
         finally:
@@ -279,7 +270,7 @@ class _ZeroedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _construct(factory: Callable[[], M], owns: Owns, seed: int, device: torch.device) -> M:
     """Run the constructor normally with a seed, then free the memory of what is not owned."""
-    with recording, _seeded(_seed(seed, "")), _ZeroedAllocations():  # type: ignore[no-untyped-call]
+    with recording, _seeded(seed, ""), _ZeroedAllocations():  # type: ignore[no-untyped-call]
         model = factory()
     for entry in _tensor_entries(model):
         target = device if entry.is_owned(owns) else META

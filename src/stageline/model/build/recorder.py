@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -143,9 +143,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*real_args, **real_kwargs)
         inputs = {id(leaf) for leaf in flat}
         flat, structure = tree_flatten(result)
-        flat = [
-            self.tape.constant(leaf) if isinstance(leaf, Tensor) and id(leaf) not in inputs else leaf for leaf in flat
-        ]
+        is_new = [isinstance(leaf, Tensor) and id(leaf) not in inputs for leaf in flat]
+        flat = [self.tape.constant(leaf) if new else leaf for leaf, new in zip(flat, is_new, strict=True)]
         return tree_unflatten(flat, structure)
 
     def value(self, tensor: Tensor, name: str) -> Tensor:
@@ -156,7 +155,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise self.refuse(f"{name} reads a value that depends on the random numbers", _name_of(tensor, self.tape))
         if not self.tape.is_written(view):
             raise self.refuse(f"{name} reads uninitialised memory", _name_of(tensor, self.tape))
-        return view.on(self.tape.replay(program, view.storage, _no_draw))
+        return view.on(self.tape.replay(program, view.storage, lambda _, run: run()))
 
     def refuse(self, why: str, subject: str) -> StagelineError:
         """Return the error that ends the recording, with the line of the constructor that caused it."""
@@ -229,21 +228,9 @@ def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return tensors
 
 
-def _no_draw(index: int, call: Callable[[], Any]) -> Any:
-    raise AssertionError(f"call {index} draws random numbers")
-
-
-def _frames() -> Iterator[FrameType]:
-    """Yield the stack frames, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _modules() -> Iterator[nn.Module]:
     """Yield the modules under construction, innermost first."""
-    for frame in _frames():
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         for module in frame.f_locals.values():
             if isinstance(module, nn.Module) and "_parameters" in vars(module):
                 yield module
@@ -252,10 +239,9 @@ def _modules() -> Iterator[nn.Module]:
 def _where() -> str:
     """Return the current line of the constructor, and the module it belongs to."""
     internal = ("torch.", "stageline.model.", "contextlib")
-    frame = next(
-        (candidate for candidate in _frames() if not candidate.f_globals.get("__name__", "").startswith(internal)), None
-    )
-    line = "" if frame is None else f"at {frame.f_code.co_filename}:{frame.f_lineno}"
+    frames = traceback.walk_stack(sys._getframe())
+    outside = (frame for frame, _ in frames if not frame.f_globals.get("__name__", "").startswith(internal))
+    line = next((f"at {frame.f_code.co_filename}:{frame.f_lineno}" for frame in outside), "")
     module = next(_modules(), None)
     return line if module is None else f"{line} in {type(module).__name__}"
 

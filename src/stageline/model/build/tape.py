@@ -90,11 +90,6 @@ def storage_of(tensor: Tensor) -> int:
     return storage_pointer(tensor.untyped_storage())
 
 
-def views_in(*values: Any) -> list[StorageView]:
-    """Return all views in the arguments of a call."""
-    return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, StorageView)]
-
-
 class Tape:
     """All calls in order, and the storages they use."""
 
@@ -140,7 +135,7 @@ class Tape:
             if isinstance(leaf, Tensor) and storage_of(leaf) not in self.storages:
                 self.storages[storage_of(leaf)] = leaf.untyped_storage()
                 new_results.append((position, StorageView.of(leaf)))
-        inputs = views_in(arguments, keywords)
+        inputs = [leaf for leaf in tree_flatten((arguments, keywords))[0] if isinstance(leaf, StorageView)]
         if overwrites:
             for view in written:
                 inputs.remove(view)

@@ -70,9 +70,9 @@ def load_weights(
     unexpected = tuple(sorted(set(file_of) - known_names))
     for problem, problem_names in (("missing in", missing), ("not in the model, but in", unexpected)):
         if strict and problem_names:
-            raise StagelineError(
-                f"tensors {problem} {path}: {_join_names(problem_names)}; pass strict=False to ignore them"
-            )
+            names_shown = ", ".join(map(repr, problem_names[:5]))
+            rest = f" and {len(problem_names) - 5} more" if len(problem_names) > 5 else ""
+            raise StagelineError(f"tensors {problem} {path}: {names_shown}{rest}; pass strict=False to ignore them")
     by_file: dict[Path, list[tuple[str, str, Tensor]]] = {}
     for name, key, tensor in entries_to_load:
         by_file.setdefault(file_of[key], []).append((name, key, tensor))
@@ -168,9 +168,3 @@ def _open(path: Path) -> Any:
         return safe_open(str(path), framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise StagelineError(f"{path} is not a safetensors file: {error}") from error
-
-
-def _join_names(names: tuple[str, ...]) -> str:
-    """Join names, at most the first five."""
-    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(map(repr, names[:5])) + rest

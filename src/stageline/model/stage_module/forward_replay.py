@@ -6,6 +6,7 @@ The first time that inputs of some form arrive, a dry run finds out which values
 from __future__ import annotations
 
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -243,7 +244,7 @@ class _StageRun:
         missing = placeholders_in((args, kwargs))
         if missing:
             raise StagelineError(f"{name} needs {replay.describe_missing(missing)}")
-        if self.grad_enabled and not torch.is_grad_enabled() and _inside_reentrant_checkpoint():
+        if self.grad_enabled and not torch.is_grad_enabled() and _checkpoint_frame("forward") is not None:
             raise StagelineError(
                 f"the forward runs {name} in a checkpoint with use_reentrant=True, which hides its gradients from the "
                 "stage; use use_reentrant=False, or recompute= of the pipeline"
@@ -263,7 +264,8 @@ class _StageRun:
         versions = self.passed.changed(self.arrived)
         unchanged = None
         if not self.replay.last and position in self.flow.unknown_calls:
-            unchanged = UnchangedInputs(name, (args, kwargs), self._passed_tensors())
+            crossing = tensors_in([*self.passed.values.values(), *self.arrived.leaves])
+            unchanged = UnchangedInputs(name, (args, kwargs), crossing)
         output = self._call(name, real, args, kwargs)
         effects.check(output)
         if unchanged is not None:
@@ -285,10 +287,6 @@ class _StageRun:
         if watch is not None:
             watch.after(name, (args, kwargs), output)
         return output
-
-    def _passed_tensors(self) -> list[Tensor]:
-        """Return the tensors that cross the boundary in their final state."""
-        return [leaf for leaf in (*self.passed.values.values(), *self.arrived.leaves) if isinstance(leaf, Tensor)]
 
     def _record_changes(self, before: Mapping[str, int]) -> None:
         """After a unit, record the values that it modified in place, unless the frame had modified them."""
@@ -312,19 +310,15 @@ class _StageRun:
 # Checkpoints and hooks
 
 
-def _inside_reentrant_checkpoint() -> bool:
-    """Whether torch's reentrant checkpointing is running: without a graph, which it builds later."""
-    return _checkpoint_frame("forward") is not None
-
-
 def _checkpoint_frame(function: str) -> Any:
-    """Return the interpreter frame of the innermost running call of a function of torch's checkpointing."""
-    frame: Any = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == function and code.co_filename.replace("\\", "/").endswith("torch/utils/checkpoint.py"):
+    """Return the interpreter frame of the innermost running call of a function of torch's checkpointing.
+
+    "forward" is reentrant checkpointing, which runs without a graph and builds it later.
+    """
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        file = frame.f_code.co_filename.replace("\\", "/")
+        if frame.f_code.co_name == function and file.endswith("torch/utils/checkpoint.py"):
             return frame
-        frame = frame.f_back
     return None
 
 

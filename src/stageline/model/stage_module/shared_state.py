@@ -11,7 +11,7 @@ from __future__ import annotations
 import types
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import is_
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError
 from stageline.model._torch_private import NormBase, raw_version, storage_id, tensors_in, tree_leaves
-from stageline.model.reachability import GlobalName, Holder, is_array, is_user_module, reach
+from stageline.model.reachability import GlobalName, Holder, is_array, is_user_module, reach, slot_path
 
 Layers = Sequence[tuple[str, nn.Module]]
 Twins = Mapping[int, Any]
@@ -32,19 +32,11 @@ _ADVICE = (
 )
 
 
-@dataclass(frozen=True)
-class SharedHolder:
-    """A holder that layers of several stages reach."""
-
-    holder: Holder
-    stages: tuple[int, ...]
-
-
 @dataclass
 class SharedState:
     """What the layers of every stage share with those of other stages."""
 
-    stages: list[list[SharedHolder]]
+    stages: list[list[Holder]]
     norms: list[tuple[str, nn.Module, tuple[int, ...]]] = field(default_factory=list)
     """Norms with running statistics that several stages use."""
 
@@ -59,36 +51,26 @@ class SharedState:
                 users.setdefault(key, []).append(stage)
                 if holder.is_set:
                     assigned.add(key)
-        shared: list[list[SharedHolder]] = []
+        shared: list[list[Holder]] = []
         norms: dict[Any, tuple[str, nn.Module, tuple[int, ...]]] = {}
         for holders in reached:
-            several = [(key, holder) for key, holder in holders.items() if len(users[key]) > 1]
-            shared.append(
-                [
-                    SharedHolder(holder, tuple(users[key]))
-                    for key, holder in several
-                    if _can_change(holder, key in assigned)
-                ]
-            )
-            for key, holder in several:
+            several = {key: holder for key, holder in holders.items() if len(users[key]) > 1}
+            for key, holder in several.items():
+                holder.stages = tuple(users[key])
                 if isinstance(holder.value, NormBase) and holder.value.running_mean is not None:
-                    norms.setdefault(key, (holder.path, holder.value, tuple(users[key])))
+                    norms.setdefault(key, (holder.path, holder.value, holder.stages))
+            shared.append([holder for key, holder in several.items() if _can_change(holder, key in assigned)])
         return cls(shared, list(norms.values()))
 
     def watch(self, stage: int, twins: Twins | None = None) -> SharedStateWatch | None:
         """Return the watch of a stage; None if it shares nothing."""
         copies = twins or {}
-        shared = [
-            SharedHolder(
-                Holder(copies.get(id(entry.holder.value), entry.holder.value), entry.holder.path), entry.stages
-            )
-            for entry in self.stages[stage]
-        ]
+        shared = [replace(holder, value=copies.get(id(holder.value), holder.value)) for holder in self.stages[stage]]
         return SharedStateWatch(stage, shared) if shared else None
 
     def holders(self) -> list[Any]:
         """Return everything that is shared."""
-        return [entry.holder.value for shared in self.stages for entry in shared]
+        return [holder.value for shared in self.stages for holder in shared]
 
     def refuse_norms(self) -> None:
         """Before a step, refuse running statistics that two stages would update."""
@@ -124,22 +106,21 @@ _LAYERWISE_FORWARDS = 16
 class _Probe:
     """Compares one holder before and after a call; cheap if nothing changes, which is nearly always."""
 
-    def __init__(self, shared: SharedHolder) -> None:
-        self.shared = shared
-        self.slots = shared.holder.slots()
-        self.tensors = self._slot_tensors()
+    def __init__(self, holder: Holder) -> None:
+        self.holder = holder
+        self._keep(holder.slots())
         self.versions: list[int] = []
         self.copy: Any = None
 
-    def _slot_tensors(self) -> list[Tensor]:
-        return [value for value in self.slots.values() if isinstance(value, Tensor)]
+    def _keep(self, slots: dict[Any, Any]) -> None:
+        self.slots, self.tensors = slots, [value for value in slots.values() if isinstance(value, Tensor)]
 
     def before(self, copies: bool) -> None:
-        slots = self.shared.holder.slots()
+        slots = self.holder.slots()
         if not _same_slots(slots, self.slots):  # set since the last call, by the user or by another stage
-            self.slots, self.tensors = slots, self._slot_tensors()
+            self._keep(slots)
         self.versions = list(map(raw_version, self.tensors)) if self.tensors else []
-        value = self.shared.holder.value
+        value = self.holder.value
         # The kernels of some norms change their buffers without a new version.
         self.copy = value.detach().clone() if copies and isinstance(value, Tensor) else None
         if copies and is_array(value):
@@ -147,10 +128,10 @@ class _Probe:
 
     def after(self) -> list[tuple[Any, Any, Any, bool]]:
         """Return, for each slot that changed: its key, old and new value, and whether it was modified in place."""
-        slots = self.shared.holder.slots()
+        slots = self.holder.slots()
         same = _same_slots(slots, self.slots)
         modified = self.tensors and list(map(raw_version, self.tensors)) != self.versions
-        if same and not modified and (self.copy is None or _equal(self.copy, self.shared.holder.value)):
+        if same and not modified and (self.copy is None or _equal(self.copy, self.holder.value)):
             return []
         versions = {id(tensor): version for tensor, version in zip(self.tensors, self.versions, strict=True)}
         changes = []
@@ -162,7 +143,7 @@ class _Probe:
                 changes.append((key, self.copy, value, True))
             elif isinstance(value, Tensor) and (versions.get(id(value)) != raw_version(value) or self.copy is not None):
                 changes.append((key, old, value, True))
-        self.slots, self.tensors = slots, [value for value in slots.values() if isinstance(value, Tensor)]
+        self._keep(slots)
         return changes
 
 
@@ -182,9 +163,9 @@ def _same_slots(one: dict[Any, Any], two: dict[Any, Any]) -> bool:
 class SharedStateWatch:
     """Checks what a stage shares, before and after every call of its layers."""
 
-    def __init__(self, stage: int, shared: Sequence[SharedHolder]) -> None:
+    def __init__(self, stage: int, shared: Sequence[Holder]) -> None:
         self._stage = stage
-        self._probes = [_Probe(entry) for entry in shared]
+        self._probes = list(map(_Probe, shared))
         self._shapes: dict[str, set[Any]] = {}
         """The input shapes that each layer was called with: values that depend only on shapes exist by then."""
         self._counts: Counter[str] = Counter()
@@ -212,29 +193,23 @@ class SharedStateWatch:
         for probe in self._probes:
             for key, old, value, in_place in probe.after():
                 if _is_of_microbatch(old, value, in_place, shapes in known, (inputs, output)):
-                    self._refuse(name, probe.shared, key, value)
+                    self._refuse(name, probe.holder, key, value)
                 place = (name, shapes, id(probe), key)
-                if not in_place and self._plain_data.differs(place, probe.shared.holder.value, old, value, shapes):
-                    self._refuse(name, probe.shared, key, value)
+                if not in_place and self._plain_data.differs(place, probe.holder.value, old, value, shapes):
+                    self._refuse(name, probe.holder, key, value)
         known.add(shapes)
 
-    def _refuse(self, name: str, shared: SharedHolder, key: Any, value: Any) -> None:
-        holder, others = shared.holder, [stage for stage in shared.stages if stage != self._stage]
+    def _refuse(self, name: str, holder: Holder, key: Any, value: Any) -> None:
+        others = [stage for stage in holder.stages if stage != self._stage]
+        is_global = isinstance(holder.value, GlobalName)
+        place = f"the global {key}" if is_global else slot_path(holder.path, holder.value, key)
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         plural = "s" if len(others) > 1 else ""
         raise StagelineError(
-            f"{name} of stage {self._stage} stores {what} in {_place(holder, key)}, which stage{plural} "
+            f"{name} of stage {self._stage} stores {what} in {place}, which stage{plural} "
             f"{_listed(others)} can also reach: with threads, it may read the value of another microbatch there; with "
             f"processes, the value never arrives; {_ADVICE}"
         )
-
-
-def _place(holder: Holder, key: Any) -> str:
-    if isinstance(holder.value, GlobalName):
-        return f"the global {key}"
-    if key == "":
-        return holder.path
-    return f"{holder.path}[{key!r}]" if isinstance(holder.value, dict | list) else f"{holder.path}.{key}"
 
 
 def _tensors(value: Any, depth: int = 3) -> list[Tensor]:

@@ -27,9 +27,10 @@ from stageline.model._torch_private import (
     tree_leaves,
     version_of,
 )
-from stageline.model.reachability import is_object, reach, slots_of
+from stageline.model.reachability import is_object, reach, slot_path, slots_of
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.CellType)
+_PLAIN = (int, float, complex, str, bytes, tuple, type(None))
 _MAX_OBJECTS = 2_000
 """Maximum number of objects inspected for one call."""
 _MAX_DEPTH = 6
@@ -176,15 +177,11 @@ def _changed_key(state: _ObjectState) -> tuple[Any] | None:
         if key not in slots or key not in state.slots:
             return (key,)
         old, new = state.slots[key], slots[key]
-        if old is not new and not (_is_plain(old) and type(old) is type(new) and old == new):
+        if old is not new and not (isinstance(old, _PLAIN) and type(old) is type(new) and old == new):
             return (key,)
         if key in state.versions and raw_version(new) != state.versions[key]:
             return (key,)
     return None
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, int | float | complex | str | bytes | tuple | type(None)) and not isinstance(value, Tensor)
 
 
 # In-place changes
@@ -217,7 +214,7 @@ class InplaceHistory:
     def __init__(self) -> None:
         self._real: dict[Any, tuple[StorageHistory, Tensor]] = {}
         self._uses: list[tuple[int, StorageHistory, frozenset[int], frozenset[int]]] = []
-        self._control_reads: set[Read] = set()
+        self.control_reads: set[Read] = set()
         """Tensors whose values the forward read: anything later may depend on them."""
         self._modes = ExitStack()
 
@@ -250,13 +247,9 @@ class InplaceHistory:
             self._real[storage_id(tensor)] = (history, tensor)  # keeps the tensor alive, so that no id is reused
         history.changes.add(position)
 
-    def read_value(self, tensors: Iterable[Tensor]) -> None:
-        """Record that the forward reads the values of tensors, for example in an `if`."""
-        self._control_reads |= self.read(tensors)
-
     def use(self, position: int, tree: Any) -> None:
         """Record the arguments of a unit, or the output of the model."""
-        for history, changes_then in self.read(tensors_in(tree)) | self._control_reads:
+        for history, changes_then in self.read(tensors_in(tree)) | self.control_reads:
             if history.changes:
                 self._uses.append((position, history, changes_then, frozenset(history.changes)))
 
@@ -318,8 +311,8 @@ class _Follow(TorchDispatchMode):
             for tensor in outputs:
                 if not hasattr(tensor, "storage_history"):
                     self._history.write(tensor, reads)
-            if not outputs:
-                self._history.read_value(inputs)
+            if not outputs:  # the forward reads the values, for example in an `if`
+                self._history.control_reads |= reads
         return result
 
 
@@ -346,7 +339,12 @@ class Counters:
         self._changed: set[Place] = set()
         self._reached_by_units: set[int] = set()
         self._forwards = 0
-        if any(_has_containers(frame) for frame in frames):
+        if any(
+            _may_hold_numbers(value)
+            for frame in frames
+            for name, value in vars(frame).items()
+            if name not in MODULE_ATTRIBUTES
+        ):
             self._reached_by_units = {id(holder.value) for holder in reach(units).values()}
 
     def read(self) -> Numbers:
@@ -363,7 +361,7 @@ class Counters:
         for key, value in slots.items():
             if depth == 0 and key in MODULE_ATTRIBUTES:
                 continue
-            place = f"{path}[{key!r}]" if isinstance(holder, dict | list | deque) else f"{path}.{key}".strip(".")
+            place = slot_path(path, holder, key).strip(".")
             if isinstance(value, int | float):
                 yield place, holder, key, value
             elif (
@@ -403,10 +401,6 @@ class Counters:
                 f"the forward changes {path} of {type(self._frames[index]).__name__} every time, outside of its units, "
                 "and every stage runs that; keep it outside of the model, or in a unit"
             )
-
-
-def _has_containers(frame: nn.Module) -> bool:
-    return any(_may_hold_numbers(value) for name, value in vars(frame).items() if name not in MODULE_ATTRIBUTES)
 
 
 def _may_hold_numbers(value: Any) -> bool:

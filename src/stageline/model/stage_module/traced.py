@@ -170,7 +170,9 @@ def trace(model: nn.Module, example: Any) -> TracedModel:
     args, kwargs = arguments(example)
     try:
         # torch.export wants the shapes by the names of the forward's parameters.
-        shapes, keyword_shapes = tree_map(_any_batch_size, (args, kwargs))
+        shapes, keyword_shapes = tree_map(
+            lambda leaf: {0: torch.export.Dim.AUTO} if isinstance(leaf, Tensor) and leaf.dim() else None, (args, kwargs)
+        )
         dynamic_shapes = dict(inspect.signature(model.forward).bind(*shapes, **keyword_shapes).arguments)
         program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
     except Exception as error:
@@ -184,10 +186,6 @@ def trace(model: nn.Module, example: Any) -> TracedModel:
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     segments = tuple(_segments(nodes, tensor_names))
     return TracedModel(model, program, segments, tensor_names, constants, tuple(signature.user_inputs), model.training)
-
-
-def _any_batch_size(leaf: Any) -> Any:
-    return {0: torch.export.Dim.AUTO} if isinstance(leaf, Tensor) and leaf.dim() else None
 
 
 def _segments(nodes: Sequence[Any], tensor_names: Mapping[str, str]) -> list[tuple[Any, ...]]:
