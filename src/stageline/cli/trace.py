@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,7 @@ from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import NOT_ALIGNED, Timeline, shown_bubble
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 MAX_SLOW = 5
@@ -61,7 +63,7 @@ def command(
     out = console(drawing.width)
     print_charts(out, both, names)
     out.print()
-    _explain(explanation, out.width)
+    _explain(out, explanation)
 
 
 def _own_times(measured: Timeline, drawing: DrawingOptions) -> None:
@@ -70,26 +72,23 @@ def _own_times(measured: Timeline, drawing: DrawingOptions) -> None:
         print_json(measured.figures())
         return
     out = console(drawing.width)
-    scale, unit = (1e3, " ms") if measured.costs is None else (1.0, "")
     out.print(f"{measured.schedule.name}, measured: {NOT_ALIGNED}")
     out.print("the ranks cannot be drawn on one time axis; the times of each rank by itself:")
     for rank, busy in enumerate(measured.busy[:MAX_RANKS]):
-        out.print(f"rank {rank}: computes {_short(busy * scale)}{unit}")
-    out.print(f"span: {_short(measured.span * scale)}{unit}, the longest of all ranks")
+        out.print(f"rank {rank}: computes {_shown(measured, busy)}")
+    out.print(f"span: {_shown(measured, measured.span)}, the longest of all ranks")
 
 
-def _explain(explanation: Explanation, width: int) -> None:
-    out = console(width)
-    measured, slow = explanation.measured, explanation.slow
-    scale, unit = (1e3, " ms") if measured.costs is None else (1.0, "")
-    plan, real = explanation.planned.makespan * scale, measured.makespan * scale
-    ratio = f" ({real / plan:.3f} times)" if plan > 0 else ""
-    out.print(f"makespan: planned {_short(plan)}{unit}, measured {_short(real)}{unit}{ratio}")
+def _explain(out: Console, explanation: Explanation) -> None:
+    planned, measured, slow = explanation.planned, explanation.measured, explanation.slow
+    shown = partial(_shown, measured)
+    ratio = f" ({measured.makespan / planned.makespan:.3f} times)" if planned.makespan > 0 else ""
+    out.print(f"makespan: planned {shown(planned.makespan)}, measured {shown(measured.makespan)}{ratio}")
     if measured.uncertainty:
-        off = f"{_short(measured.uncertainty * scale)}{unit}"
-        out.print(f"clocks: times of different ranks are aligned to ± {off}; measured bubble {shown_bubble(measured)}")
+        off, bubble = shown(measured.uncertainty), shown_bubble(measured)
+        out.print(f"clocks: times of different ranks are aligned to ± {off}; measured bubble {bubble}")
     out.print()
-    out.print(_rank_table(explanation, scale, unit))
+    out.print(_rank_table(explanation))
     out.print()
     for name, meaning in MEANINGS.items():
         out.print(f"{name:9} {meaning}")
@@ -97,22 +96,23 @@ def _explain(explanation: Explanation, width: int) -> None:
         out.print()
     for entry in slow[:MAX_SLOW]:
         out.print(
-            f"slow: {entry.kind} of stage {entry.stage} on rank {entry.rank}: {_short(entry.measured * scale)}{unit} "
-            f"instead of {_short(entry.planned * scale)}{unit}, {entry.actions} times: "
-            f"{_short(entry.extra * scale)}{unit} in all"
+            f"slow: {entry.kind} of stage {entry.stage} on rank {entry.rank}: {shown(entry.measured)} instead of "
+            f"{shown(entry.planned)}, {entry.actions} times: {shown(entry.extra)} in all"
         )
     if len(slow) > MAX_SLOW:
         out.print(f"slow: and {len(slow) - MAX_SLOW} more kinds of action, each less; --json lists all")
 
 
-def _rank_table(explanation: Explanation, scale: float, unit: str) -> Table:
-    title = f"where the time of each rank went{',' + unit if unit else ''}"
+def _rank_table(explanation: Explanation) -> Table:
+    measured = explanation.measured
+    in_seconds = measured.costs is None
+    title = f"where the time of each rank went{', ms' if in_seconds else ''}"
     grid = table("rank", *Parts._fields, "step", title=title)
 
     def row(name: str, parts: Parts) -> list[str]:
         # Milliseconds with two decimal places line up; the unit of costs may have any size.
-        values = [value * scale for value in (*parts, parts.total)]
-        return [name, *(f"{value:.2f}" if unit else _short(value) for value in values)]
+        values = (*parts, parts.total)
+        return [name, *(f"{1e3 * value:.2f}" if in_seconds else _shown(measured, value) for value in values)]
 
     add_ranks(grid, [row(str(rank), parts) for rank, parts in enumerate(explanation.ranks)])
     grid.add_row(*row("mean", explanation.mean))
@@ -120,6 +120,6 @@ def _rank_table(explanation: Explanation, scale: float, unit: str) -> Table:
     return grid
 
 
-def _short(value: float) -> str:
-    """Few digits, without rounding errors."""
-    return number(round(value, 9))
+def _shown(timeline: Timeline, time: float) -> str:
+    """Few digits, without rounding errors: in milliseconds if it was measured, and else in the unit of the costs."""
+    return f"{number(round(1e3 * time, 9))} ms" if timeline.costs is None else number(round(time, 9))
