@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from stageline.train.config.config import Config
 from stageline.train.data import Data, File, Tokens, open_data
 
@@ -16,6 +18,11 @@ def job(dataset: str = "text", path: str = "", *, seq_len: int = 4, **more: Any)
         assert hasattr(getattr(config, section), field)
         setattr(getattr(config, section), field, value)
     return config
+
+
+def counting(samples: int, seq_len: int = 3) -> Tokens:
+    """Tokens of which each says where it stands."""
+    return Tokens(np.arange(samples * seq_len + 1), seq_len, name="counting", digest="counting")
 
 
 def tokens_of(data: Data) -> list[int]:

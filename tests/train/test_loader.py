@@ -16,7 +16,7 @@ from stageline import StagelineError
 from stageline.train.data import Indexed, Items, Loader, Stream, Tokens
 from stageline.train.data.loader import shuffled
 from support.instances import examples
-from support.samples import counting
+from support.texts import counting
 
 SEEDS = st.integers(-(2**70), 2**70)
 

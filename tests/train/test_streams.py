@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from stageline import StagelineError
 from stageline.train.data import Batch, Loader, Prefetch, Stream
 from support.instances import examples
-from support.samples import counting
+from support.texts import counting
 
 
 def same(one: Batch, two: Batch) -> bool:
