@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 import stageline as sl
+from stageline.runtime.setup.handshake import facts_of
 from stageline.runtime.setup.options import PipelineOptions
 
 STRUCTURE = {"schedule", "microbatches", "ranks", "replicas", "mesh"}
@@ -27,8 +28,9 @@ def test_every_keyword_is_a_field_with_the_same_default() -> None:
 
 
 def test_options_that_ranks_must_share_are_compared() -> None:
-    plain = PipelineOptions(loss_fn=nn.functional.mse_loss).facts()
-    changed = PipelineOptions(loss_fn=nn.functional.mse_loss, loss_reduction="sum", seed=3).facts()
+    model, schedule = nn.Linear(1, 1), sl.schedule("gpipe", ranks=1, microbatches=1)
+    plain = facts_of(model, schedule, PipelineOptions(nn.functional.mse_loss))
+    changed = facts_of(model, schedule, PipelineOptions(nn.functional.mse_loss, loss_reduction="sum", seed=3))
     assert {name for name in plain if plain[name] != changed[name]} == {"loss_reduction", "the seed that was passed"}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stageline.common.errors import PeerFailed, StagelineError
 from stageline.distributed.failures import Change
-from stageline.distributed.rank_host import RankProgress, ThreadProgress
+from stageline.distributed.rank_host import RankProgress
 from stageline.faults.flight_recorder import FlightRecorder, worth_writing
 from stageline.faults.monitor.verdict import Verdict, describe
 from stageline.runtime._torch_private import pytree
@@ -109,24 +109,20 @@ class Executor:
         stages: Mapping[int, Stage],
         transport: Transport,
         *,
-        processes: Sequence[int] | None = None,
-        own_stream: bool = False,
-        progress: RankProgress | None = None,
-        flight: FlightRecorder | None = None,
-        deadline: float = 60.0,
+        processes: Sequence[int],
+        own_stream: bool,
+        progress: RankProgress,
+        flight: FlightRecorder,
+        deadline: float,
     ) -> None:
         """`stages` are those that this rank holds; with `own_stream`, they run in a CUDA stream of the rank's own.
 
         `processes` are those of the ranks of the schedule, by which the transport addresses them.
         `progress` is where the rank says what it is doing, `flight` where it records what it did.
         """
-        self.schedule = schedule
-        self.rank = rank
-        self.processes = list(range(schedule.ranks)) if processes is None else list(processes)
-        self.process = self.processes[rank]
-        self.stages = stages
-        self.deadline = deadline
-        self.transport = transport
+        self.schedule, self.rank, self.stages = schedule, rank, stages
+        self.transport, self.progress, self.flight, self.deadline = transport, progress, flight, deadline
+        self.processes, self.process = list(processes), processes[rank]
         own = list(schedule.slices())[rank]
         self._first = own.start
         self._last_stage = schedule.stages - 1
@@ -150,8 +146,6 @@ class Executor:
         """What an action holds while it runs: a lock of all ranks while torch compiles, which must not run twice."""
         self.stopped: PeerFailed | None = None
         """Another rank's failure, set from another thread: no action begins after it."""
-        self.progress: RankProgress = ThreadProgress() if progress is None else progress
-        self.flight = FlightRecorder(self.process, schedule.ranks) if flight is None else flight
         sizes = {"ranks": schedule.ranks, "stages": schedule.stages, "microbatches": schedule.microbatches}
         self.flight.schedule = {"name": schedule.name, **sizes}
         self.step = 0
@@ -327,15 +321,9 @@ class Executor:
             leaves, wants = list(arrived.leaves), list(arrived.wants_gradient)
             tree, shared = read_pairs(arrived.tree)
         keywords = request.keywords.get(task.stage)
+        own_keywords = self._on_device(keywords[task.microbatch]) if keywords else {}
         output = stage.forward(
-            task.microbatch,
-            request.step,
-            leaves,
-            tree,
-            wants,
-            request.training,
-            self._on_device(keywords[task.microbatch]) if keywords else {},
-            shared,
+            task.microbatch, request.step, leaves, tree, wants, request.training, own_keywords, shared
         )
         if task.stage < self._last_stage:
             tree = output.tree
@@ -344,14 +332,9 @@ class Executor:
             return self._message(task, request, output.leaves, tree)
         value = output.leaves[0] if output.tree == TENSOR else unflatten(output.leaves, output.tree)
         if request.targets:
+            target, weight = self._on_device(request.targets[task.microbatch]), request.weights[task.microbatch]
             result.losses[task.microbatch], result.metrics[task.microbatch] = stage.loss(
-                task.microbatch,
-                request.step,
-                value,
-                self._on_device(request.targets[task.microbatch]),
-                request.weights[task.microbatch],
-                request.training,
-                request.scale,
+                task.microbatch, request.step, value, target, weight, request.training, request.scale
             )
         if request.keep_outputs:
             bare = [detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in output.leaves]

@@ -239,11 +239,3 @@ class _Reduction:
         if self._sent is not self._flat:
             self._flat.copy_(self._sent)
         return self._flat
-
-
-def check_buckets(bucket_mb: float, dtype: torch.dtype | None) -> None:
-    """Refuse an invalid bucket size or type."""
-    if not isinstance(bucket_mb, int | float) or not bucket_mb > 0:
-        raise StagelineError(f"bucket_mb is a size in MiB greater than 0, got {shorten(bucket_mb)}")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise StagelineError(f"reduce_dtype is a floating-point type such as torch.bfloat16, got {shorten(dtype)}")

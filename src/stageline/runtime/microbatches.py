@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,30 +71,11 @@ class Agreement:
     """Why this process cannot run the batch."""
 
 
-class ReplicaAgreement(Protocol):
-    """What all replicas agree on before a step (see `replicas`)."""
-
-    def row(self, batch: BatchRow, mode: int, count: float | None, elements: int, refused: bool) -> Floats:
-        """The row that this process sends to all others."""
-
-    def agree(
-        self, known: Floats, columns: list[int], needs: Mapping[int, set[int]], refused: Exception | None
-    ) -> list[int]:
-        """The samples of each replica, if the rows of all processes agree."""
-
-
 class BatchIntake:
     """Takes in the batches of a pipeline, on every process."""
 
-    def __init__(
-        self,
-        options: PipelineOptions,
-        schedule: Schedule,
-        host: RankHost,
-        stages: ModelStages,
-        replicas: ReplicaAgreement | None,
-    ) -> None:
-        self._options, self._host, self._stages, self._replicas = options, host, stages, replicas
+    def __init__(self, options: PipelineOptions, schedule: Schedule, host: RankHost, stages: ModelStages) -> None:
+        self._options, self._host, self._stages = options, host, stages
         self.parts, self._stage_count = schedule.microbatches, schedule.stages
         """How many microbatches a batch is cut into."""
         table = schedule.placement.table
@@ -138,18 +119,18 @@ class BatchIntake:
         Only a rank without a batch, or with a different number of samples from the last step, waits until it knows the
         batches of the others. With replicas, all ranks wait.
         """
-        host, replicas = self._host, self._replicas
-        refused: Exception | None = None
+        host, refused = self._host, None
         try:
             own = self.validate(batch)
         except StagelineError as error:
-            if host.single_process and replicas is None:
+            if host.single_process and host.replica_group is None:
                 raise
             refused, own = error, BatchRow(None, np.array(REFUSED))
-        if replicas is not None:
-            row = replicas.row(own, batch.mode, batch.count, elements, refused is not None)
-            known = host.all_gather(row)
-            counts = replicas.agree(known, [] if host.single_process else batch.columns, self.readers, refused)
+        if host.replica_group is not None:
+            more = [batch.mode, batch.count or 0, elements, refused is not None]
+            known = host.all_gather(np.concatenate([own.row, np.array(more, dtype=float)]))
+            columns = [] if host.single_process else batch.columns
+            counts = comparison.agree_replicas(host, known, columns, self.readers, refused)
             compared = known[host.replica, :, : len(NAMES)]
             return Agreement(counts[host.replica], sum(counts), lambda: compared)
         gathered = host.all_gather_async(own.row)
@@ -288,11 +269,9 @@ def digest(tree: Any) -> int:
 
 
 def keyword_parts(
-    keywords: Keywords | None, stages: int, parts: int, filled: int, specs: ChunkSpecs
+    keywords: Keywords, stages: int, parts: int, filled: int, specs: ChunkSpecs
 ) -> dict[int, list[dict[str, Any]]]:
     """The keyword inputs of each stage that has some, by microbatch."""
-    if not keywords:
-        return {}
     by_stage: dict[int, list[dict[str, Any]]] = {}
     for stage in range(stages):
         values = {**keywords.get("all", {}), **keywords.get(stage, {})}

@@ -1,4 +1,4 @@
-"""The optimizer step: check that the gradients are finite, clip them, step.
+"""The optimizer step: the norm of the gradients over all processes, the check that they are finite, clipping, the step.
 
 `Pipeline.clip_grad_norm_`, `Pipeline.run` and the Trainer share these rules.
 """
@@ -6,14 +6,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from stageline.distributed.rank_host import Floats
 from stageline.runtime._torch_private import foreach_mul_
-from stageline.runtime.grad_norm import clip_factor
+from stageline.runtime.step_report import scalars_to_row
+
+
+def norms_of(names: Sequence[str], own: Mapping[str, Tensor | None], norm_type: float = 2.0) -> Floats:
+    """The norm of each parameter's gradient, in the order of the model; 0 for parameters that are not in `own`."""
+    gradients = {name: gradient for name, gradient in own.items() if gradient is not None}
+    real = {name: gradient.abs() if gradient.is_complex() else gradient for name, gradient in gradients.items()}
+    norms = {
+        name: torch.linalg.vector_norm(real[name], norm_type, dtype=norm_dtype([gradient]))
+        for name, gradient in gradients.items()
+    }
+    return scalars_to_row(names, norms)
+
+
+def norm_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The type in which a norm is computed: float32, or float64 if any gradient is.
+
+    >>> norm_dtype([torch.ones(1, dtype=torch.bfloat16)]), norm_dtype([torch.ones(1, dtype=torch.complex128)])
+    (torch.float32, torch.float64)
+    """
+    exact = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in tensors)
+    return torch.float64 if exact else torch.float32
+
+
+def total_norm(norms: Floats, norm_type: float = 2.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The norm of norms."""
+    return torch.as_tensor(torch.linalg.vector_norm(torch.from_numpy(norms).to(dtype), norm_type))
 
 
 @dataclass(frozen=True)
@@ -60,7 +87,8 @@ class GradientRules:
             return StepDecision(norm, skipped=self.skip_not_finite, failed=not self.skip_not_finite)
         factor = None
         if norm is not None and self.max_norm is not None:
-            factor = clip_factor(self.max_norm, norm.to(self.factor_dtype or norm.dtype)) / scale
+            total = norm.to(self.factor_dtype or norm.dtype)
+            factor = torch.clamp(self.max_norm / (total + 1e-6), max=1.0) / scale
         elif scale != 1.0:
             factor = torch.tensor(1.0 / scale, dtype=torch.float64)
         return StepDecision(norm, None if factor is None or factor.item() == 1.0 else factor)

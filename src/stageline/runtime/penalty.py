@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,16 +13,11 @@ from stageline.common.errors import StagelineError, shorten
 from stageline.distributed.rank_host import Floats
 from stageline.runtime._torch_private import storage_id
 from stageline.runtime.guards.foreign_reads import NamedTensors, ReadWatch, leaves_below, listed
+from stageline.runtime.step_report import scalars_to_row
 from stageline.tensors.thread_context import plain_precision
 
 Penalty: TypeAlias = Callable[[str, nn.Parameter], Any]
 """Takes the name of a parameter in the whole model and the parameter; returns a scalar tensor, or None or 0."""
-
-
-def check_penalty(penalty: Any) -> None:
-    """Refuse a penalty that is not callable."""
-    if penalty is not None and not callable(penalty):
-        raise StagelineError(f"penalty is a function of a parameter's name and the parameter, got {shorten(penalty)}")
 
 
 def terms_of(
@@ -89,14 +83,7 @@ def _value_of(penalty: Penalty, name: str, parameter: nn.Parameter, model: Named
 
 def values_of(names: Sequence[str], terms: Mapping[str, Tensor], counted: Callable[[str], bool]) -> Floats:
     """The penalty of each parameter, in the order of the model; 0 for those that another process counts."""
-    values = np.zeros(len(names))
-    numbers = {name: index for index, name in enumerate(names)}
-    mine = {name: term for name, term in terms.items() if counted(name)}
-    for device in {term.device for term in mine.values()}:  # one transfer per device: each one stalls a GPU
-        here = [name for name, term in mine.items() if term.device == device]
-        stacked = torch.stack([mine[name].detach().reshape(()).double() for name in here])
-        values[[numbers[name] for name in here]] = stacked.cpu().numpy()
-    return values
+    return scalars_to_row(names, {name: term for name, term in terms.items() if counted(name)})
 
 
 def add_gradients(terms: Mapping[str, Tensor], scale: float = 1.0) -> None:

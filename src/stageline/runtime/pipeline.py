@@ -23,18 +23,16 @@ from stageline.model.split import Staged
 from stageline.runtime.batches.chunk_specs import ChunkSpecs, Keywords
 from stageline.runtime.continuous.rollback import Make
 from stageline.runtime.continuous.run import ContinuousRun, Rates
-from stageline.runtime.grad_norm import norm_dtype, norms_of, total_norm
 from stageline.runtime.guards.foreign_reads import NamedTensors, listed
 from stageline.runtime.microbatches import Batch
-from stageline.runtime.optimizer_step import GradientRules, scale_gradients
+from stageline.runtime.optimizer_step import GradientRules, norm_dtype, norms_of, scale_gradients, total_norm
 from stageline.runtime.penalty import Penalty
 from stageline.runtime.rank_executors import ExecutorCache
 from stageline.runtime.replan import Replan, Replanned, StepWatch, watch_for
 from stageline.runtime.replicas import join_replicas, replica_seed
 from stageline.runtime.setup.automatic_plan import automatic
-from stageline.runtime.setup.compile import Compile
 from stageline.runtime.setup.handshake import common_seed, facts_of
-from stageline.runtime.setup.model_stages import ModelStages, named_tensors
+from stageline.runtime.setup.model_stages import Compile, ModelStages, named_tensors
 from stageline.runtime.setup.options import PipelineOptions, Reduction
 from stageline.runtime.setup.stages import (
     check_options,
@@ -175,13 +173,13 @@ class Pipeline:
         """How it was planned, with `schedule="auto"`."""
         host: RankHost | None = None
         if isinstance(schedule, str) and schedule == "auto":
-            auto = automatic(
+            host, self.plan, source = automatic(
                 stages, source, recipe, self.options,
                 ranks=ranks, replicas=replicas, mesh=mesh, microbatches=microbatches, chunks=options.get("chunks"),
             )  # fmt: skip
-            host, self.plan, source = auto.host, auto.plan, auto.staged
-            schedule, microbatches, options = auto.plan.schedule, None, {}
-            self.options = replace(self.options, recompute=auto.recompute)
+            schedule, microbatches, options = self.plan.schedule, None, {}
+            if isinstance(recompute, str) and recompute == "auto":
+                self.options = replace(self.options, recompute=self.plan.recompute)
         self.model = whole_model(source)
         refuse_odd_tensors(self.model)
         order = find_schedule(schedule, count_layers(source), ranks, microbatches, **options)
@@ -205,8 +203,7 @@ class Pipeline:
         stages.join(host, schedule.placement)
         host.check_same(
             {
-                **facts_of(model, schedule),
-                **options.facts(),
+                **facts_of(model, schedule, options),
                 "recompute": "\n".join([f"stages {recompute.stages}", *self.recomputed]),
                 "replicas and mesh": repr(host.layout.rows),
             }
@@ -225,7 +222,7 @@ class Pipeline:
             penalties,
             planned=self.plan if options.planned is None else options.planned,
         )
-        joined_replicas = join_replicas(host, schedule, stages.parts, stages.placed, model, options)
+        joined_replicas = join_replicas(host, schedule, stages, options)
         looks = options.stragglers and schedule.training and 0 in host.here
         watch = StepWatch(Stragglers(schedule) if looks else None, plan_watch)
         return StepRunner(options, schedule, host, stages, executors, joined_replicas, watch)
@@ -397,7 +394,6 @@ class Pipeline:
         return total_norm(self._norms(norm_type, gradients), norm_type, norm_dtype(self.model.parameters()))
 
     def _norms(self, norm_type: float, gradients: Mapping[str, Tensor] | None = None) -> Floats:
-        """The norm of each parameter's gradient, in the order of the model."""
         known = dict(self.named_gradients()) if gradients is None else gradients
         own = {name: known[name] for name, _ in self.named_parameters() if self.owns(name) and name in known}
         return self.runner.host.all_reduce(

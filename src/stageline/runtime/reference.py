@@ -209,12 +209,9 @@ def count_samples(inputs: Any, specs: ChunkSpecs) -> int:
 
 def copy_batch(tree: Any) -> Any:
     """Deep-copy a batch, also tensors that `copy.deepcopy` refuses: those of a graph and most subclasses."""
-    odd = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and not _copies_itself(leaf)]
+    tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    odd = [tensor for tensor in tensors if not (is_plain_tensor(tensor) and tensor.is_leaf)]
     return copy.deepcopy(tree, {id(leaf): detached(cloned(leaf), leaf.requires_grad) for leaf in odd})
-
-
-def _copies_itself(tensor: Tensor) -> bool:
-    return is_plain_tensor(tensor) and tensor.is_leaf
 
 
 def _call(model: nn.Module, part: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from stageline.common.checked_json import parse_json
-from stageline.common.errors import StagelineError, nearest, shorten
+from stageline.common.errors import StagelineError, shorten
 from stageline.distributed.rank_host import decide_together
 from stageline.schedules.io import schedule_from, schedule_lines
 from stageline.schedules.schedule import Schedule
@@ -58,14 +58,6 @@ class Replanned:
             f"after step {self.step}, {self.drift}; re-planned: the step should take "
             f"{1 - self.after / self.before:.1%} less"
         )
-
-
-def check_replan(mode: Any, every: Any) -> None:
-    """Refuse invalid options."""
-    if mode not in MODES:
-        raise StagelineError(f"replan is 'off', 'warn' or 'auto', got {shorten(mode)}{nearest(str(mode), MODES)}")
-    if not isinstance(every, int) or isinstance(every, bool) or every < 2:
-        raise StagelineError(f"replan_every is a number of steps from 2 on, got {shorten(every)}")
 
 
 class Watch:
@@ -174,7 +166,6 @@ class StepWatch:
     """Watches every training step for stages that become slower, and for stages that drift from the plan."""
 
     def __init__(self, stragglers: Stragglers | None, plan: Watch | None) -> None:
-        """Both are None if they are switched off."""
         self.stragglers, self.plan = stragglers, plan
         self.replans: list[Replanned] = []
         """The changes of the order so far."""

@@ -1,9 +1,9 @@
-"""Replicas: what data-parallel copies of a pipeline agree on and exchange in every step."""
+"""Replicas: what data-parallel copies of a pipeline exchange in every step."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,20 +14,15 @@ from stageline.common.errors import PipelineError
 from stageline.distributed.collectives import ReplicaGroup
 from stageline.distributed.rank_host import Floats, RankHost
 from stageline.runtime._torch_private import buffer_named
-from stageline.runtime.batches.comparison import NAMES, SCALE, BatchRow, disagreement
 from stageline.runtime.grad_reduce import Reducer
-from stageline.runtime.guards.initial_weights import compare_weights, held_by_several
+from stageline.runtime.setup.handshake import compare_weights
+from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.setup.options import PipelineOptions
-from stageline.runtime.shared_parameters import Placed
-from stageline.runtime.step_report import Outcome
+from stageline.runtime.step_report import Outcome, sum_metrics
 from stageline.schedules import action as kinds
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.buffers import BufferCopies
 from stageline.tensors.random_numbers import seed_of
-
-MODE, COUNT, ELEMENTS, REFUSED = range(len(NAMES), len(NAMES) + 4)
-"""Columns of the row that a process sends at the start of a step, after the columns of its batch."""
-COMMON = {MODE: "whether they train, evaluate or predict, and in sync=", COUNT: "count=", SCALE: "scale="}
 
 
 def replica_seed(seed: int, replica: int) -> int:
@@ -60,24 +55,15 @@ class Replicas:
     """The part of this process in the work of all replicas."""
 
     def __init__(
-        self,
-        host: RankHost,
-        group: ReplicaGroup,
-        schedule: Schedule,
-        parts: Sequence[nn.Sequential],
-        placed: Placed,
-        names: Mapping[int, str],
-        *,
-        bucket_mb: float,
-        dtype: torch.dtype | None,
+        self, host: RankHost, group: ReplicaGroup, schedule: Schedule, stages: ModelStages, options: PipelineOptions
     ) -> None:
-        """`names` maps the id of every parameter to its name in the whole model."""
+        parts, placed = stages.parts, stages.placed
         self.host, self.group = host, group
         self.overlap = True
         """Whether gradients are reduced while the pipeline drains, or only after all ranks have finished."""
         self.pending = False
         """Whether this replica has accumulated gradients that are not reduced yet."""
-        self._bucket_mb, self._dtype = bucket_mb, dtype
+        self._bucket_mb, self._dtype = options.bucket_mb, options.reduce_dtype
         (rank,) = host.here
         order = finishing_order(schedule, rank)
         self._stages = {
@@ -88,7 +74,7 @@ class Replicas:
         for parameter, uses in placed.uses.items():
             if any(use.own is not None for use in uses):
                 key = tuple(sorted({use.rank for use in uses}))
-                users.setdefault(key, []).append((names[id(parameter)], parameter))
+                users.setdefault(key, []).append((stages.name_of(parameter), parameter))
         self._shared = list(users.values())
         self._parts = [parts[stage] for stage in order]
         self._owners = {module for part in self._parts for module in part.modules()}
@@ -112,40 +98,6 @@ class Replicas:
             reducer = Reducer(self._stages, self._shared, self.group, bucket_mb=self._bucket_mb, dtype=self._dtype)
             self._reducer = (key, reducer)
         return self._reducer[1]
-
-    def row(self, batch: BatchRow, mode: int, count: float | None, elements: int, refused: bool) -> Floats:
-        """The row that this process sends at the start of a step."""
-        return np.concatenate([batch.row, [float(mode), float(count or 0), float(elements), float(refused)]])
-
-    def agree(
-        self, known: Floats, columns: Iterable[int], needs: Mapping[int, set[int]], refused: Exception | None
-    ) -> list[int]:
-        """Return the samples of every replica; if the rows do not fit together, all processes raise the same error."""
-        layout = self.host.layout
-        if known[..., REFUSED].any():
-            replica, rank = np.argwhere(known[..., REFUSED])[0]
-            culprit = layout.rows[int(replica)][int(rank)]
-            reason = self.host.broadcast_to_all(f"{type(refused).__name__}: {refused}", culprit)
-            raise refused or PipelineError(f"{layout.name(culprit)} cannot run this batch: {reason}")
-        for replica, rows in enumerate(known):
-            wanted = [column for column in columns if column < len(NAMES)]
-            apart = disagreement(rows, wanted, needs, layout.rows[replica])
-            if apart:
-                raise PipelineError(f"replica {replica}: {apart}")
-        for column, what in COMMON.items():
-            flat = known[..., column].reshape(-1)
-            if (flat != flat[0]).any():
-                odd = int(np.argmax(flat != flat[0]))
-                names = [layout.name(process) for row in layout.rows for process in row]
-                raise PipelineError(f"{names[odd]} and {names[0]} differ in {what}")
-        sizes = known[..., ELEMENTS]
-        if (sizes != sizes[0]).any():
-            replica, rank = np.argwhere(sizes != sizes[0])[0]
-            raise PipelineError(
-                f"replicas 0 and {replica} train different parameters on rank {rank}: "
-                f"{sizes[0, rank]:.0f} and {sizes[replica, rank]:.0f} elements; freeze the same in all (requires_grad)"
-            )
-        return [int(rows[:, 0].max()) for rows in known]
 
     def start(self) -> None:
         """Start a training step: gradients accumulated before it count once, in the first replica."""
@@ -197,35 +149,14 @@ class Replicas:
 
     def metrics(self, own: dict[str, float]) -> dict[str, float]:
         """Add the metrics of all replicas, in their order."""
-        total: dict[str, float] = {}
-        for replica in range(self.host.layout.replicas):
-            for name, value in json.loads(self.group.broadcast(json.dumps(own), replica)).items():
-                total[name] = total.get(name, 0.0) + value
-        return total
+        text, replicas = json.dumps(own), range(self.host.layout.replicas)
+        return sum_metrics(json.loads(self.group.broadcast(text, replica)) for replica in replicas)
 
 
-def join_replicas(
-    host: RankHost,
-    schedule: Schedule,
-    parts: Sequence[nn.Sequential],
-    placed: Placed,
-    model: nn.Module,
-    options: PipelineOptions,
-) -> Replicas | None:
+def join_replicas(host: RankHost, schedule: Schedule, stages: ModelStages, options: PipelineOptions) -> Replicas | None:
     """Join this process to the other replicas, which must begin with the same weights; None if there is only one."""
     if host.replica_group is None:
         return None
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    replicas = Replicas(
-        host,
-        host.replica_group,
-        schedule,
-        parts,
-        placed,
-        names,
-        bucket_mb=options.bucket_mb,
-        dtype=options.reduce_dtype,
-    )
     if options.compare_weights:
-        compare_weights(host, held_by_several(model, parts, schedule.placement, host.layout.replicas))
-    return replicas
+        compare_weights(host, stages, schedule.placement)
+    return Replicas(host, host.replica_group, schedule, stages, options)

@@ -136,7 +136,7 @@ def refuse_wrapper(part: nn.Sequential) -> None:
 
 
 def copy_with_aliases(
-    module: nn.Sequential, replaced: Sequence[nn.Parameter], twins: dict[int, object] | None = None
+    module: nn.Sequential, replaced: Sequence[nn.Parameter], twins: dict[int, object]
 ) -> tuple[nn.Sequential, dict[nn.Parameter, nn.Parameter]]:
     """Copy the structure of a module; replaced parameters become aliases, and all other tensors stay the same objects.
 
@@ -145,10 +145,9 @@ def copy_with_aliases(
     aliases = {
         parameter: nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad) for parameter in replaced
     }
-    memo: dict[int, object] = {} if twins is None else twins
-    memo |= {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    memo.update({id(parameter): alias for parameter, alias in aliases.items()})
-    return copy.deepcopy(module, memo), aliases
+    twins |= {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    twins |= {id(parameter): alias for parameter, alias in aliases.items()}
+    return copy.deepcopy(module, twins), aliases
 
 
 def sum_shared_gradients(

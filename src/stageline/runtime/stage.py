@@ -97,7 +97,7 @@ class _Kept:
     tree: str
     step: int
     keywords: Mapping[str, Any]
-    shared: Pairs = ()
+    shared: Pairs
     """Places of inputs that share memory in one process."""
     outputs: list[Leaf] = field(default_factory=list)
     target: Any = None
@@ -132,10 +132,10 @@ class Stage:
         part: nn.Sequential,
         options: StageOptions,
         *,
-        unpack_inputs: bool = True,
-        loss_reads: LossReads | None = None,
-        state_watch: SharedStateWatch | None = None,
-        foreign_reads: ForeignReads | None = None,
+        unpack_inputs: bool,
+        loss_reads: LossReads | None,
+        state_watch: SharedStateWatch | None,
+        foreign_reads: ForeignReads | None,
     ) -> None:
         """`part` holds the layers by their names in the whole model; `unpack_inputs` as below.
 

@@ -26,17 +26,17 @@ from stageline.runtime.batches.input_gradients import exchange, give_gradients
 from stageline.runtime.executor import StepRequest
 from stageline.runtime.grad_reduce import Reducer
 from stageline.runtime.guards.foreign_reads import NamedTensors, reaches
-from stageline.runtime.guards.initial_weights import compare_weights, held_by_several
 from stageline.runtime.guards.non_finite import NotFinite, not_finite
 from stageline.runtime.microbatches import Agreement, Batch, BatchIntake, input_parts
 from stageline.runtime.penalty import add_gradients, penalty_not_finite, terms_of, values_of
 from stageline.runtime.rank_executors import ExecutorCache, ExecutorSet
 from stageline.runtime.replan import LOOK_EVERY, StepWatch
 from stageline.runtime.replicas import Replicas
+from stageline.runtime.setup.handshake import compare_weights
 from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.setup.options import PipelineOptions
 from stageline.runtime.shared_parameters import sum_shared_gradients
-from stageline.runtime.step_report import Measured, Outcome, RankResult, StepStats, lengths_of, metrics_of
+from stageline.runtime.step_report import Measured, Outcome, RankResult, StepStats, lengths_of, metrics_of, sum_metrics
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import verify
 from stageline.tensors.buffers import BufferCopies, all_buffers, put_back
@@ -75,7 +75,7 @@ class StepRunner:
         """What this process does together with other replicas; None if there is only one replica."""
         self.watch = watch
         self.executors = executors
-        self.batches = BatchIntake(options, schedule, host, stages, replicas)
+        self.batches = BatchIntake(options, schedule, host, stages)
         self.steps = 0
         """The number of steps so far."""
         self.measured: Measured | None = None
@@ -88,7 +88,6 @@ class StepRunner:
         self._follow(schedule)
 
     def _follow(self, schedule: Schedule) -> None:
-        """Set the schedule, and compute what depends only on it."""
         self.schedule, self.certificate = schedule, verify(schedule)
         self._two_directions = schedule.placement.directions > 1
 
@@ -109,10 +108,11 @@ class StepRunner:
         executors, results, times, clocks = done.executors, done.results, done.outcome.times, self.host.clocks
         layout = executors.record_layout
         known = self.host.all_reduce_async(lambda: layout.times(results, clocks)) if times is None else lambda: times
+        measured = Measured(executors.schedule, known, clocks)
         self.complete(
             executors,
             done.request,
-            Measured(executors.schedule, known, clocks),
+            measured,
             lambda: lengths_of(layout.times(results, None) if times is None else times),
             lengths_are_known=times is not None or self.host.single_process,
         )
@@ -125,14 +125,8 @@ class StepRunner:
             samples=done.request.samples,
             microbatches=len(done.request.weights),
             unsplit=done.outcome.unsplit,
-            measured=self.build_timeline,
+            measured=measured.timeline,
         )
-
-    @property
-    def build_timeline(self) -> Callable[[], Any]:
-        """Builds the timeline of the last step."""
-        assert self.measured is not None
-        return self.measured.timeline
 
     def complete(
         self,
@@ -251,15 +245,11 @@ class StepRunner:
 
     def compare_weights(self) -> None:
         """Before the first batch, all processes together: weights that several processes hold must be the same."""
-        host = self.host
-        if self._compares and (not host.single_process or self.replicas is not None):
-            placement, replicas = self.schedule.placement, host.layout.replicas
-            held = held_by_several(self.stages.model, self.stages.parts, placement, replicas)
+        if self._compares and (not self.host.single_process or self.replicas is not None):
             try:
-                if held:
-                    compare_weights(host, held)
+                compare_weights(self.host, self.stages, self.schedule.placement)
             except PipelineError:
-                host.end()
+                self.host.end()
                 raise
         self._compares = False
 
@@ -354,7 +344,6 @@ class StepRunner:
         return model if reaches(self.options.penalty, model) else None
 
     def _give_input_gradients(self, request: StepRequest, results: Sequence[RankResult]) -> None:
-        """Give the inputs their gradients, on the processes that hold stage 0."""
         gradients = {key: grads for result in results for key, grads in result.input_gradients.items()}
         if len(self.batches.first_ranks) > 1 and not self.host.single_process:
             gradients = dict(exchange(self.host, self.batches.first_ranks, request.inputs_require_grad, gradients))
@@ -363,11 +352,10 @@ class StepRunner:
 
     def _metrics(self, own: dict[str, float]) -> dict[str, float]:
         """Add up the metrics of the ranks that hold the last stage, of which there may be two."""
-        total: dict[str, float] = own if self.host.single_process else {}
-        for rank in [] if self.host.single_process else self.batches.last_ranks:
-            for name, value in json.loads(self.host.broadcast(json.dumps(own), rank)).items():
-                total[name] = total.get(name, 0.0) + value
-        return total if self.replicas is None else self.replicas.metrics(total)
+        if not self.host.single_process:
+            text = json.dumps(own)
+            own = sum_metrics(json.loads(self.host.broadcast(text, rank)) for rank in self.batches.last_ranks)
+        return own if self.replicas is None else self.replicas.metrics(own)
 
     # Checks after the run.
 
@@ -383,7 +371,9 @@ class StepRunner:
     def _not_finite_error(self, executors: ExecutorSet, wrong: NotFinite | None, replica: int) -> PipelineError:
         """The error of a loss or gradient that is not finite, the same on all ranks of all replicas."""
         host, layout = self.host, self.host.layout
-        own = {} if wrong is None else {"process": layout.rows[host.replica][wrong.rank], **wrong.to_json()}
+        own: dict[str, Any] = {}
+        if wrong is not None:
+            own = {"process": layout.rows[host.replica][wrong.rank], "doing": wrong.doing, "text": wrong.text}
         first = json.loads(host.broadcast_to_all(json.dumps(own), layout.rows[replica][0]))
         cause = ArithmeticError(first["text"])
         error = failure(layout.name(first["process"]), first["doing"], cause)
@@ -399,7 +389,6 @@ class StepRunner:
     def _check(
         self, executors: ExecutorSet, outcome: Outcome, versions: Sequence[int], generators: Generators | Tensor
     ) -> None:
-        """Check the penalties, the buffers and the random numbers of a training step."""
         if self.options.penalty is not None and self.options.check_finite:
             names = [name for name, _ in self.stages.model.named_parameters()]
             text = penalty_not_finite(names, outcome.penalties)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stageline.common.errors import StagelineError
 from stageline.distributed.rank_host import Floats
 from stageline.runtime.batches.chunk_specs import merge
 from stageline.runtime.guards.non_finite import WIDTH, Event, FiniteWatch, read_events, write_events
@@ -19,6 +21,9 @@ from stageline.schedules.schedule import Schedule
 from stageline.tensors.pytree import join_batch
 from stageline.timeline.timeline import Timeline, Transfers
 from stageline.transport.clock_alignment import Alignment
+
+TEXT, BYTES = 255, 6
+"""How many numbers encode a text, and how many bytes of it each number holds."""
 
 
 class GpuClock:
@@ -166,13 +171,126 @@ def _write_not_finite(watch: FiniteWatch, finite_losses: bool, flags: Floats, ev
         events[:] = write_events(watch.events())
 
 
+def text_to_row(text: str) -> Floats:
+    """A text as numbers that adding zeros does not change.
+
+    >>> row_to_text(text_to_row("über") + text_to_row(""))
+    'über'
+    """
+    data = text.encode()
+    if len(data) > TEXT * BYTES:
+        raise StagelineError(
+            f"the metrics of a microbatch take {len(data)} bytes as JSON, and in a run there is room for "
+            f"{TEXT * BYTES}; return fewer of them, or use pipe.step"
+        )
+    row = np.zeros(TEXT)
+    for place in range(0, len(data), BYTES):
+        row[place // BYTES] = int.from_bytes(data[place : place + BYTES].ljust(BYTES, b"\0"), "big")
+    return row
+
+
+def row_to_text(row: Floats) -> str:
+    """The text of a row."""
+    return b"".join(int(number).to_bytes(BYTES, "big") for number in row.tolist()).rstrip(b"\0").decode()
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """The step records of all ranks, added up."""
+
+    failed: Floats
+    """For each rank: when it failed by itself, and when because of another rank; 0 if it did not."""
+    outcome: Outcome
+    norms: Floats
+    """The norm of the gradient of each parameter of the model."""
+    metrics: dict[str, float]
+
+    @property
+    def culprit(self) -> int | None:
+        """The rank that failed first; causes come before their effects."""
+        for times in self.failed.T:
+            if times.any():
+                return int(np.argmin(np.where(times > 0, times, np.inf)))
+        return None
+
+
+class ContinuousRecordLayout:
+    """The layout of a record of a continuous step: failures, step record, metrics, norms.
+
+    >>> import stageline as sl
+    >>> layout = ContinuousRecordLayout(sl.schedule("1f1b", ranks=2, microbatches=2), 3)
+    >>> first = layout.write(0, norms=np.array([1.0, 2.0, 0.0]))
+    >>> step_record = np.zeros(layout.step_record.size)
+    >>> step_record[:5] = 0.5, 0.25, 0.0, 0.0, 1.0
+    >>> second = layout.write(1, outcome=step_record, metrics={"right": 3})
+    >>> totals = layout.read(first + second)
+    >>> totals.culprit, totals.outcome.losses, totals.norms.tolist(), totals.metrics
+    (None, (0.5, 0.25), [1.0, 2.0, 0.0], {'right': 3})
+    >>> layout.read(layout.write(0, failed=(0.0, 7.0)) + layout.write(1, failed=(8.0, 0.0))).culprit
+    1
+    """
+
+    def __init__(self, schedule: Schedule, parameters: int, penalties: int = 0) -> None:
+        """`parameters` is how many the model has, `penalties` the same number if there is a penalty, else 0."""
+        self.step_record = StepRecordLayout(schedule, penalties=penalties)
+        self._ranks, self._parameters = schedule.ranks, parameters
+        self._ends = np.cumsum([2 * schedule.ranks, self.step_record.size, TEXT]).tolist()
+
+    def write(
+        self,
+        rank: int,
+        *,
+        failed: tuple[float, float] = (0.0, 0.0),
+        outcome: Floats | None = None,
+        norms: Floats | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Floats:
+        """The record of a rank."""
+        flags = np.zeros((self._ranks, 2))
+        flags[rank] = failed
+        parts = [
+            flags.reshape(-1),
+            np.zeros(self.step_record.size) if outcome is None else outcome,
+            text_to_row(json.dumps(metrics) if metrics else ""),
+            np.zeros(self._parameters) if norms is None else norms,
+        ]
+        return np.concatenate(parts)
+
+    def read(self, row: Floats) -> StepTotals:
+        """The records of all ranks, added up."""
+        failed, outcome, text, norms = np.split(row, self._ends)
+        metrics = row_to_text(text)
+        return StepTotals(
+            failed.reshape(-1, 2), self.step_record.read(outcome), norms, json.loads(metrics) if metrics else {}
+        )
+
+
+def scalars_to_row(names: Sequence[str], scalars: Mapping[str, Tensor]) -> Floats:
+    """Tensors of one element by name, as a row in the order of `names`; 0 for the other names."""
+    row = np.zeros(len(names))
+    numbers = {name: index for index, name in enumerate(names)}
+    for device in {value.device for value in scalars.values()}:  # one transfer per device: each one stalls a GPU
+        here = [name for name, value in scalars.items() if value.device == device]
+        stacked = torch.stack([scalars[name].detach().reshape(()).double() for name in here])
+        row[[numbers[name] for name in here]] = stacked.cpu().numpy()
+    return row
+
+
 def metrics_of(results: Sequence[RankResult], weights: Sequence[float]) -> dict[str, float]:
     """The metrics of the ranks of this process, weighted and added up as the loss is."""
+    return sum_metrics(
+        {name: float(value) * weights[microbatch] for name, value in result.metrics[microbatch].items()}
+        for result in results
+        for microbatch in sorted(result.metrics)
+    )
+
+
+def sum_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Add up metrics by name, in the order of the parts."""
     totals: dict[str, float] = {}
-    for result in results:
-        for microbatch in sorted(result.metrics):
-            for name, value in result.metrics[microbatch].items():
-                totals[name] = totals.get(name, 0.0) + float(value) * weights[microbatch]
+    for part in parts:
+        for name, value in part.items():
+            totals[name] = totals.get(name, 0.0) + value
     return totals
 
 

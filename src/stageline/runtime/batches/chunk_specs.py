@@ -62,9 +62,6 @@ class ChunkSpecs:
         specs = (self.args, self.kwargs, self.targets, self.output)
         return [(name, spec) for name, spec in zip(names, specs, strict=True) if spec is not None]
 
-    def __bool__(self) -> bool:
-        return not self.default
-
     def __str__(self) -> str:
         """The same text on every rank with the same specs."""
         return ", ".join(f"{name}={_text(spec)}" for name, spec in self._named())
@@ -140,14 +137,7 @@ def _dims(spec: Any) -> list[int]:
 
 
 def check_spec(spec: Any, name: str) -> None:
-    """Refuse a tree that contains anything other than specs.
-
-    >>> check_spec((1, None), "args_chunk_spec")
-    Traceback (most recent call last):
-    ...
-    stageline.StagelineError: args_chunk_spec has 1; pass TensorChunkSpec(dim) of torch.distributed.pipelining,
-    or None for what every microbatch gets whole
-    """
+    """Refuse a tree that contains anything other than specs."""
     for leaf in _leaf_specs(spec):
         number = _is_dim(leaf) and isinstance(leaf.split_dim, int) and not isinstance(leaf.split_dim, bool)
         reducer = name == "output_merge_spec" and _is_reducer(leaf)
@@ -178,11 +168,6 @@ class Cut:
         sizes: list[tuple[int, str]] = []
         for leaf, how, where in zip(self.leaves, self.how, self.where, strict=True):
             if isinstance(how, int):
-                if isinstance(leaf, Tensor) and leaf.is_nested:
-                    raise StagelineError(
-                        f"{where} hold a nested tensor, which cannot be cut into microbatches; pass a padded tensor "
-                        "and a mask, or build it in the first stage"
-                    )
                 size = mask_samples(leaf) if is_mask(leaf) else int(leaf.shape[how])
                 if size is not None:
                     sizes.append((size, where))
@@ -229,7 +214,6 @@ _ONE = pytree.tree_structure(torch.zeros(0))
 
 
 def _places(value: Any, what: str, count: int) -> list[str]:
-    """What the leaves of a value are called."""
     try:
         return [what + pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path(value, is_leaf=is_mask)]
     except ValueError:  # a class in it was registered without names of its parts
@@ -241,7 +225,6 @@ def _dense(tensor: Tensor) -> bool:
 
 
 def _how(leaf: Any, spec: Any, where: str) -> How:
-    """How one leaf is cut."""
     if spec is CutRule.REPLICATE or _is_replicate(spec):
         return CutRule.REPLICATE
     if isinstance(leaf, Tensor) and not _dense(leaf):

@@ -1,4 +1,4 @@
-"""Comparing the batches of all ranks: each sends a row of numbers, and all see which rank has a different batch."""
+"""Comparing the batches of all ranks and replicas: each process sends a row of numbers, and all see who differs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+
+from stageline.common.errors import PipelineError
+from stageline.distributed.rank_host import Floats, RankHost
 
 
 class BatchRow(NamedTuple):
@@ -14,7 +16,7 @@ class BatchRow(NamedTuple):
 
     samples: int | None
     """None if it received nothing."""
-    row: NDArray[np.float64]
+    row: Floats
     """The numbers of `NAMES`, to be compared between processes; 0 for what this process did not receive, -1 for
     what it refused."""
 
@@ -34,7 +36,7 @@ SCALE, COUNT, MODE = 4, 5, 6
 MODES = {1.0: "model.eval()", 2.0: "model.train()"}
 
 
-def difference(rows: NDArray[np.float64], columns: Sequence[int], names: Sequence[int] | None = None) -> str:
+def difference(rows: Floats, columns: Collection[int], names: Sequence[int] | None = None) -> str:
     """Say which ranks received different batches; empty if there is no difference.
 
     `names` are the numbers of the ranks, if they are not 0, 1, 2, and so on.
@@ -66,8 +68,8 @@ def _setting(column: int, value: float) -> str:
 
 
 def disagreement(
-    rows: NDArray[np.float64],
-    columns: Sequence[int],
+    rows: Floats,
+    columns: Collection[int],
     needs: Mapping[int, Collection[int]],
     names: Sequence[int] | None = None,
 ) -> str:
@@ -97,3 +99,44 @@ def disagreement(
                     f"them to rank {two}"
                 )
     return ""
+
+
+# Replicas.
+
+RUN, TARGETS, ELEMENTS, FAILED = range(len(NAMES), len(NAMES) + 4)
+"""Columns of the row that a process of a replica sends, after the columns of its batch."""
+COMMON = {RUN: "whether they train, evaluate or predict, and in sync=", TARGETS: "count=", SCALE: "scale="}
+
+
+def agree_replicas(
+    host: RankHost,
+    known: Floats,
+    columns: Collection[int],
+    needs: Mapping[int, Collection[int]],
+    refused: Exception | None,
+) -> list[int]:
+    """The samples of every replica, by the rows of all processes; if these do not agree, all raise the same error."""
+    layout = host.layout
+    if known[..., FAILED].any():
+        replica, rank = np.argwhere(known[..., FAILED])[0]
+        culprit = layout.rows[int(replica)][int(rank)]
+        reason = host.broadcast_to_all(f"{type(refused).__name__}: {refused}", culprit)
+        raise refused or PipelineError(f"{layout.name(culprit)} cannot run this batch: {reason}")
+    for replica, rows in enumerate(known):
+        apart = disagreement(rows, columns, needs, layout.rows[replica])
+        if apart:
+            raise PipelineError(f"replica {replica}: {apart}")
+    for column, what in COMMON.items():
+        flat = known[..., column].reshape(-1)
+        if (flat != flat[0]).any():
+            odd = int(np.argmax(flat != flat[0]))
+            names = [layout.name(process) for row in layout.rows for process in row]
+            raise PipelineError(f"{names[odd]} and {names[0]} differ in {what}")
+    sizes = known[..., ELEMENTS]
+    if (sizes != sizes[0]).any():
+        replica, rank = np.argwhere(sizes != sizes[0])[0]
+        raise PipelineError(
+            f"replicas 0 and {replica} train different parameters on rank {rank}: "
+            f"{sizes[0, rank]:.0f} and {sizes[replica, rank]:.0f} elements; freeze the same in all (requires_grad)"
+        )
+    return [int(rows[:, 0].max()) for rows in known]

@@ -23,8 +23,6 @@ from stageline.tensors.thread_context import plain_precision
 
 Gradients = Mapping[int, Sequence[Tensor | None]]
 """For each microbatch, the gradient of every tensor among its inputs."""
-
-
 Roots = Sequence[tuple[Tensor, Tensor]]
 """Inputs that come from a graph, and the leaves that are cut into microbatches in their place."""
 
@@ -35,38 +33,46 @@ def prepare_inputs(
     """The inputs with leaves in place of tensors that come from a graph, which of them require grad, and these leaves.
 
     Refuses batches whose gradients a pipeline cannot compute.
+
+    >>> z = torch.ones(2, requires_grad=True) * 3
+    >>> tree, wants, ((root, leaf),) = prepare_inputs({"z": z}, None, None, replicas=1)
+    >>> root is z, tree["z"] is leaf, leaf.is_leaf, wants
+    (True, True, True, [True])
     """
     wants = require_gradients(inputs)
-    _refuse_graphs(inputs, replicas)
-    _refuse_keywords(keywords)
-    _refuse_target_graphs(targets)
-    if not wants:
-        return inputs, (), ()
-    whole, roots = with_leaves(inputs)
-    return whole, wants, roots
-
-
-def require_gradients(inputs: Any) -> list[bool]:
-    """For every tensor of the inputs, whether it requires a gradient; empty if none does.
-
-    >>> require_gradients({"a": torch.ones(2), "b": torch.ones(2, requires_grad=True)})
-    [False, True]
-    >>> require_gradients(torch.ones(2))
-    []
-    """
-    learn(inputs)
-    flags = [tensor.requires_grad for tensor in tensors_of(pytree.tree_leaves(inputs))]
-    return flags if any(flags) else []
-
-
-def _refuse_graphs(inputs: Any, replicas: int) -> None:
-    """Refuse inputs with a graph if there are replicas: nothing would add up the gradients behind the graph."""
     if replicas > 1 and any(tensor.grad_fn is not None for tensor in tensors_of(pytree.tree_leaves(inputs))):
         raise StagelineError(
             f"the inputs come from a graph, and there are {replicas} replicas: the gradients of what computed them "
             "would not be added up over replicas; pass step a leaf, z = front(x).detach().requires_grad_(), run "
             "front's backward from z.grad yourself, and add up its gradients"
         )
+    _refuse_keywords(keywords)
+    for tensor in tensors_of(pytree.tree_leaves(targets)):
+        if tensor.grad_fn is not None:
+            raise StagelineError(
+                f"the targets come from a graph ({type(tensor.grad_fn).__name__}), which each microbatch would run "
+                "backwards again; detach them (targets.detach()), or pass them among the inputs"
+            )
+    if not wants:
+        return inputs, (), ()
+    roots: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def as_leaf(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.grad_fn is None:
+            return value
+        if id(value) not in roots:
+            roots[id(value)] = (value, detached(value, True))
+        return roots[id(value)][1]
+
+    whole = pytree.tree_map(as_leaf, inputs)
+    return whole, wants, list(roots.values())
+
+
+def require_gradients(inputs: Any) -> list[bool]:
+    """For every tensor of the inputs, whether it requires a gradient; empty if none does."""
+    learn(inputs)
+    flags = [tensor.requires_grad for tensor in tensors_of(pytree.tree_leaves(inputs))]
+    return flags if any(flags) else []
 
 
 def _refuse_keywords(keywords: Keywords | None) -> None:
@@ -77,46 +83,28 @@ def _refuse_keywords(keywords: Keywords | None) -> None:
             for tensor in tensors_of(pytree.tree_leaves(value)):
                 if not tensor.requires_grad:
                     continue
-                place = f"stage_kwargs[{stage!r}][{name!r}]"
-                users.setdefault(id(tensor), []).append(place)
-                if tensor.grad_fn is not None or stage == "all" or len(users[id(tensor)]) > 1:
+                places = users.setdefault(id(tensor), [])
+                places.append(f"stage_kwargs[{stage!r}][{name!r}]")
+                if tensor.grad_fn is not None or stage == "all" or len(places) > 1:
                     why = (
                         "comes from a graph, which each microbatch would run backwards again"
                         if tensor.grad_fn is not None
                         else "goes to several stages, which would add to its gradient at the same time"
                     )
                     raise StagelineError(
-                        f"{' and '.join(users[id(tensor)])} requires grad and {why}; pass it among the inputs and let "
-                        "the stages pass it on, or detach it"
+                        f"{' and '.join(places)} requires grad and {why}; pass it among the inputs and let the stages "
+                        "pass it on, or detach it"
                     )
-
-
-def _refuse_target_graphs(targets: Any) -> None:
-    """Refuse targets that come from a graph, which each microbatch would run backwards again.
-
-    >>> _refuse_target_graphs(torch.ones(2, requires_grad=True) * 3)
-    Traceback (most recent call last):
-    stageline.StagelineError: the targets come from a graph (MulBackward0), which each microbatch would run
-    backwards again; detach them (targets.detach()), or pass them among the inputs
-    """
-    for tensor in tensors_of(pytree.tree_leaves(targets)):
-        if tensor.grad_fn is not None:
-            raise StagelineError(
-                f"the targets come from a graph ({type(tensor.grad_fn).__name__}), which each microbatch would run "
-                "backwards again; detach them (targets.detach()), or pass them among the inputs"
-            )
 
 
 def exchange(host: RankHost, owners: Sequence[int], wants: Sequence[bool], own: Gradients) -> Gradients:
     """Share the gradients of all ranks that run stage 0 with all processes, which all call this."""
     gathered: dict[int, Sequence[Tensor | None]] = {}
     wants_of: dict[int, Any] = {}
+    shapes = {microbatch: [_describe(grad) for grad in grads] for microbatch, grads in own.items()}
     for owner in owners:
         mine = owner in host.here
-        shapes = {microbatch: [_describe(grad) for grad in grads] for microbatch, grads in own.items()} if mine else {}
-        report = json.loads(
-            host.broadcast(json.dumps({"wants": list(wants), "shapes": shapes}) if mine else "{}", owner)
-        )
+        report = json.loads(host.broadcast(json.dumps({"wants": list(wants), "shapes": shapes}), owner))
         wants_of[owner] = report["wants"]
         for text, described in report["shapes"].items():
             grads: list[Tensor | None] = []
@@ -141,29 +129,6 @@ def exchange(host: RankHost, owners: Sequence[int], wants: Sequence[bool], own: 
 
 def _describe(grad: Tensor | None) -> tuple[list[int], str] | None:
     return None if grad is None else (list(grad.shape), str(grad.dtype).removeprefix("torch."))
-
-
-def with_leaves(inputs: Any) -> tuple[Any, Roots]:
-    """The inputs with a leaf in place of every tensor that comes from a graph.
-
-    >>> z = torch.ones(2, requires_grad=True) * 3
-    >>> tree, ((root, leaf),) = with_leaves({"z": z})
-    >>> root is z, tree["z"] is leaf, leaf.is_leaf
-    (True, True, True)
-    """
-    learn(inputs)
-    leaves: dict[int, Tensor] = {}
-    roots: list[tuple[Tensor, Tensor]] = []
-
-    def replace(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.grad_fn is None:
-            return value
-        if id(value) not in leaves:
-            leaves[id(value)] = detached(value, True)
-            roots.append((value, leaves[id(value)]))
-        return leaves[id(value)]
-
-    return pytree.tree_map(replace, inputs), roots
 
 
 def give_gradients(parts: Sequence[Any], roots: Roots, gradients: Gradients) -> None:

@@ -138,7 +138,6 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def _namespace_of(value: type | types.ModuleType) -> Mapping[str, Any]:
-    """The globals of the module that defines a class, or of the module itself."""
     return vars(value) if isinstance(value, types.ModuleType) else vars(sys.modules.get(value.__module__, sys))
 
 

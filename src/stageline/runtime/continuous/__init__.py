@@ -1,5 +1,5 @@
 """Continuous steps: a rank begins the next step while others still run the last one.
 
-Read in order: `run`, `rank_loop`, `step_record`, `rollback`, then `threads` and `processes` (where the ranks live).
+Read in order: `run`, `rank_loop`, `rollback`, then `threads` and `processes` (where the ranks live).
 Nothing here runs an action: within a step, a rank runs the same `runtime.executor` as in `Pipeline.step`.
 """

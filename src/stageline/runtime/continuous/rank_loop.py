@@ -25,16 +25,14 @@ from stageline.common.errors import PeerFailed, PipelineError
 from stageline.distributed.failures import RankFailure, failure
 from stageline.distributed.rank_host import Floats
 from stageline.runtime.continuous.rollback import Gradients, OptimizerPart, Snapshot
-from stageline.runtime.continuous.step_record import ContinuousRecordLayout, StepTotals
 from stageline.runtime.executor import StepRequest
-from stageline.runtime.grad_norm import norms_of, total_norm
 from stageline.runtime.guards.foreign_reads import NamedTensors
 from stageline.runtime.guards.non_finite import first, not_finite
-from stageline.runtime.optimizer_step import GradientRules, StepDecision, not_finite_text
+from stageline.runtime.optimizer_step import GradientRules, StepDecision, norms_of, not_finite_text, total_norm
 from stageline.runtime.penalty import Penalty, add_gradients, penalty_not_finite, terms_of, values_of
 from stageline.runtime.rank_executors import ExecutorSet
 from stageline.runtime.shared_parameters import Placed, sum_shared_gradients
-from stageline.runtime.step_report import RankResult, metrics_of
+from stageline.runtime.step_report import ContinuousRecordLayout, RankResult, StepTotals, metrics_of
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.buffers import BufferCopies, all_buffers, put_back
 from stageline.tensors.thread_context import plain_precision

@@ -20,12 +20,7 @@ Make: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 def find_optimizer(optimizer_or_make: Optimizer | Make, parameters: Sequence[nn.Parameter]) -> Optimizer:
-    """The optimizer that was passed, or the one that the passed function returns; over these parameters only.
-
-    >>> linear = nn.Linear(2, 2)
-    >>> type(find_optimizer(torch.optim.SGD, list(linear.parameters()))).__name__
-    'SGD'
-    """
+    """The optimizer that was passed, or the one that the passed function returns; over these parameters only."""
     optimizer: Any = optimizer_or_make
     if not isinstance(optimizer, Optimizer):
         optimizer = optimizer(parameters) if callable(optimizer) else None
@@ -69,7 +64,6 @@ class OptimizerPart:
     """
 
     def __init__(self, whole: Optimizer, mine: Sequence[nn.Parameter]) -> None:
-        """`mine` are the parameters of the rank."""
         own = set(mine)
         groups = [[parameter for parameter in group["params"] if parameter in own] for group in whole.param_groups]
         self._numbers = [number for number, group in enumerate(groups) if group]

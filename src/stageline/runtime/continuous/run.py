@@ -32,9 +32,8 @@ from stageline.runtime.continuous.rank_loop import (
 )
 from stageline.runtime.continuous.rollback import Make, OptimizerPart, find_optimizer
 from stageline.runtime.continuous.threads import ThreadRun
-from stageline.runtime.grad_norm import norm_dtype
 from stageline.runtime.microbatches import Batch
-from stageline.runtime.optimizer_step import GradientRules, step_optimizer
+from stageline.runtime.optimizer_step import GradientRules, norm_dtype, step_optimizer
 from stageline.runtime.step import StepRunner
 from stageline.runtime.step_report import Measured, StepStats, lengths_of
 from stageline.tensors.pytree import plain
@@ -175,7 +174,7 @@ class CallerTurn:
 
 
 class RunSteps:
-    """The steps of a run, from the batches to their figures."""
+    """The steps of a run, from the batches to their figures; `ContinuousRun` holds them, so dropping that ends them."""
 
     def __init__(self, pipe: Pipeline, batches: Iterable[Any], update: UpdateOptions) -> None:
         self.pipe, self.runner, self.update = pipe, pipe.runner, update
@@ -260,7 +259,6 @@ class RunSteps:
         return run
 
     def _fetch(self, caller: CallerTurn) -> NextBatch:
-        """Fetch the next batch."""
         try:
             with caller.take():
                 item = next(self._batches)
@@ -293,10 +291,11 @@ class RunSteps:
         assert executors is not None
         assert request is not None
         runner.batches.agreed = request.samples
+        measured = Measured(executors.schedule, times, runner.host.clocks)
         runner.complete(
             executors,
             request,
-            Measured(executors.schedule, times, runner.host.clocks),
+            measured,
             lambda: lengths_of(times()),
             lengths_are_known=runner.host.single_process or executors.record_layout.with_times,
         )
@@ -309,7 +308,7 @@ class RunSteps:
             samples=request.samples,
             microbatches=len(request.weights),
             unsplit=outcome.unsplit,
-            measured=runner.build_timeline,
+            measured=measured.timeline,
             penalty=outcome.penalty,
             norm=None if decided.decision.norm is None else decided.decision.norm.item(),
         )
@@ -367,7 +366,6 @@ class ContinuousRun(Iterator[StepStats]):
         return self
 
     def __next__(self) -> StepStats:
-        """The next step."""
         thread = threading.get_ident()
         if self._thread not in (None, thread):
             raise StagelineError("only one thread may iterate over a run, and another thread has started this one")

@@ -35,7 +35,6 @@ class Board:
     """What the ranks and the caller of a run share."""
 
     def __init__(self, host: ThreadHost, ranks: int, first: int) -> None:
-        """`first` is the number of the first step."""
         self.host, self.ranks = host, ranks
         self.changed = threading.Condition()
         self.planned: dict[int, PlannedStep] = {}

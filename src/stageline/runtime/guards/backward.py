@@ -18,16 +18,7 @@ from stageline.tensors.pytree import Leaf, tensors_of
 
 
 def refuse_loss(stage: int, microbatch: int, part: nn.Module, inputs: Sequence[Leaf], output: Any) -> None:
-    """Raise the error for a loss that does not require a gradient; it says where the graph ends.
-
-    >>> import torch
-    >>> refuse_loss(1, 0, nn.Linear(2, 2), [torch.ones(2)], torch.ones(2))
-    Traceback (most recent call last):
-      ...
-    stageline.StagelineError: the loss of microbatch 0 does not require grad, so no parameter would get a
-    gradient: parameters or inputs of stage 1, the last one, require grad, but its output does not; look for detach(),
-    no_grad() or an operation without a derivative in its forward
-    """
+    """Raise the error for a loss that does not require a gradient; it says where the graph ends."""
     if any(tensor.requires_grad for tensor in tensors_of(pytree.tree_leaves(output))):
         why = (
             f"the output of stage {stage}, the last one, requires grad, but the loss that loss_fn computed does not; "
@@ -84,9 +75,6 @@ def wrapper_in(part: nn.Module) -> str:
 
     Wrappers gather, reduce and free gradients in hooks that run when a backward has added them to the parameters. A
     split backward would run these hooks before the gradients exist, so such a stage runs the whole backward in I.
-
-    >>> wrapper_in(nn.Sequential(nn.Linear(2, 2)))
-    ''
     """
     kinds: dict[Any, str] = {DistributedDataParallel: "DistributedDataParallel"}
     # A module that was never imported wraps nothing, and importing it is slow.

@@ -66,8 +66,6 @@ def _describe(tree: str, kinds: Sequence[str], with_tree: bool) -> str:
 
 
 class _Unquoted(str):
-    """Text whose repr has no quotes."""
-
     __slots__ = ()
 
     def __repr__(self) -> str:

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from stageline.distributed.rank_host import Floats
 from stageline.faults.monitor.verdict import describe
 from stageline.runtime._torch_private import flatten_dense, pytree, sparse_values
 from stageline.schedules.schedule import Schedule
 
-Floats = NDArray[np.float64]
 SMALL = 1 << 15
 """Gradients of a stage with up to this many elements are checked after every backward, others once per step."""
 WIDTH = 6
@@ -220,37 +219,20 @@ def write_events(events: Iterable[Event]) -> Floats:
     >>> read_events(write_events([event])) == [event]
     True
     """
-    row = np.zeros(2 * WIDTH)
-    known = list(events)
-    strong, weak = (
-        first(event for event in known if event.value < 2),
-        first(event for event in known if event.value == 2),
-    )
-    for place, event in enumerate((strong, weak)):
+    rows = np.zeros((2, WIDTH))
+    known = sorted(events)
+    for row, weak in zip(rows, (False, True), strict=True):
+        event = next((event for event in known if (event.value == 2) is weak), None)
         if event is not None:
-            row[place * WIDTH : (place + 1) * WIDTH] = event
-            row[place * WIDTH] += 1
-            row[place * WIDTH + 1] += 1
-    return row
+            row[:] = event
+            row[:2] += 1  # an event is never all zeros
+    return rows.reshape(-1)
 
 
 def read_events(row: Floats) -> list[Event]:
     """Read the events that `write_events` wrote."""
-    events = []
-    for numbers in row.reshape(-1, WIDTH).astype(int).tolist():
-        if numbers[0]:
-            events.append(Event(numbers[0] - 1, numbers[1] - 1, *numbers[2:]))
-    return events
-
-
-def loss_events(losses: Sequence[float], stages: int) -> list[Event]:
-    """The events for losses that are not finite."""
-    events = []
-    for microbatch, loss in enumerate(losses):
-        if not cmath.isfinite(loss):
-            value = 0 if loss != loss else 1 if loss > 0 else 2
-            events.append(Event(microbatch, stages, 0, stages - 1, LOSS, value))
-    return events
+    rows = row.reshape(-1, WIDTH).astype(int).tolist()
+    return [Event(microbatch - 1, position - 1, *rest) for microbatch, position, *rest in rows if microbatch]
 
 
 class NotFinite(NamedTuple):
@@ -279,29 +261,25 @@ class NotFinite(NamedTuple):
             return self
         return self._replace(text=f"{self.text}; the inputs of microbatch {event.microbatch} are not finite")
 
-    def to_json(self) -> dict[str, str]:
-        """The message to all ranks."""
-        return {"doing": self.doing, "text": self.text}
-
 
 def not_finite(
     losses: Sequence[float], events: Sequence[Event], bad: Sequence[int], schedule: Schedule
 ) -> NotFinite | None:
     """The failure of a step with non-finite losses or stages with non-finite gradients (`bad`); None if it is good."""
-    wrong = loss_events(losses, schedule.stages)
-    if not wrong and not bad:
+    microbatch = next((number for number, loss in enumerate(losses) if not cmath.isfinite(loss)), None)
+    if microbatch is None and not bad:
         return None
-    if wrong:  # the cause of the first such loss is earlier in the same microbatch
-        microbatch = wrong[0].microbatch
-        events = [event for event in events if event.microbatch == microbatch and event.position <= schedule.stages]
-        wrong = wrong[:1]
-    event = first([*events, *wrong])
+    if microbatch is not None:  # the cause of the first such loss is earlier in the same microbatch
+        loss = losses[microbatch]
+        value = 0 if loss != loss else 1 if loss > 0 else 2
+        earlier = (event for event in events if event.microbatch == microbatch and event.position <= schedule.stages)
+        events = [*earlier, Event(microbatch, schedule.stages, 0, schedule.stages - 1, LOSS, value)]
+    event = first(events)
     known = event is not None
     if event is None:  # gradients flow backwards, so it appeared at the last of these stages or after it
         event = Event(0, 0, 1, max(bad), PARAMETERS, 0)
     rank = int(schedule.placement.rank_of(event.stage, event.microbatch))
-    if wrong:
-        microbatch = wrong[0].microbatch
+    if microbatch is not None:
         problem = f"the loss of microbatch {microbatch} is {losses[microbatch]} on stage {schedule.stages - 1}"
         where = "its inputs are finite" if event.what == LOSS else f"the first value that is not finite is {event}"
     else:

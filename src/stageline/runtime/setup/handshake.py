@@ -1,4 +1,4 @@
-"""What must be the same on all processes before the first step."""
+"""The handshake of all processes before the first step: the same model, schedule, options, seed and weights."""
 
 from __future__ import annotations
 
@@ -6,26 +6,32 @@ import functools
 import hashlib
 import inspect
 import sys
+from collections.abc import Sequence
 from itertools import starmap
 from types import CodeType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stageline._version import __version__
-from stageline.common.errors import StagelineError, shorten
+from stageline.common.errors import PipelineError, StagelineError, shorten
 from stageline.distributed.rank_host import RankHost
+from stageline.runtime.microbatches import digest
+from stageline.runtime.setup.model_stages import ModelStages
+from stageline.runtime.setup.options import PipelineOptions
+from stageline.schedules.placement import Placement
 from stageline.schedules.schedule import Schedule
 
 
-def facts_of(model: nn.Module, schedule: Schedule) -> dict[str, str]:
-    """The model and the schedule as facts that are compared between processes.
+def facts_of(model: nn.Module, schedule: Schedule, options: PipelineOptions) -> dict[str, str]:
+    """What must be the same on all processes, as text.
 
     >>> import stageline as sl
-    >>> facts = facts_of(nn.Linear(2, 1), sl.schedule("gpipe", ranks=1, microbatches=1))
+    >>> schedule, options = sl.schedule("gpipe", ranks=1, microbatches=1), PipelineOptions(nn.functional.mse_loss)
+    >>> facts = facts_of(nn.Linear(2, 1), schedule, options)
     >>> facts["the names and shapes of the model"]
     'weight (1, 2)\\nbias (1,)'
     >>> facts["the modules of the model"]
@@ -47,6 +53,15 @@ def facts_of(model: nn.Module, schedule: Schedule) -> dict[str, str]:
         "the number of threads (torch.get_num_threads)": str(torch.get_num_threads()),
         "the version of torch": str(torch.__version__),
         "the version of stageline": __version__,
+        "the seed that was passed": repr(options.seed),
+        "loss_reduction": options.loss_reduction,
+        "loss_fn": function_fact(options.loss_fn),
+        "penalty": function_fact(options.penalty),
+        "check_finite": str(options.check_finite),
+        "compare_weights": str(options.compare_weights),
+        "bucket_mb and reduce_dtype": f"{options.bucket_mb:g} {options.reduce_dtype}",
+        "the chunk specs": str(options.chunk_specs),
+        "replan, replan_every and planned": f"{options.replan} {options.replan_every} {options.planned}",
     }
 
 
@@ -117,3 +132,62 @@ def common_seed(host: RankHost, seed: int | None) -> int:
         raise StagelineError(f"seed is a whole number, got {shorten(seed)}")
     mine = (torch.initial_seed() if seed is None else seed) & (2**52 - 1)
     return int(host.all_gather(np.array([float(mine)]))[0, 0, 0])
+
+
+def held_by_several(
+    model: nn.Module, parts: Sequence[nn.Module], placement: Placement, replicas: int
+) -> dict[str, tuple[Tensor, set[int]]]:
+    """The parameters and buffers that more than one process holds, by name, with the ranks of a replica that do.
+
+    >>> import stageline as sl
+    >>> tied = nn.Linear(2, 2)
+    >>> model = nn.Sequential(tied, nn.Linear(2, 2), tied)
+    >>> placement = sl.schedule("gpipe", ranks=3, microbatches=1).placement
+    >>> {name: ranks for name, (_, ranks) in held_by_several(model, list(model), placement, 1).items()}
+    {'0.weight': {0, 2}, '0.bias': {0, 2}}
+    """
+    holders: dict[int, set[int]] = {}
+    for stage, part in enumerate(parts):
+        ranks = {int(rank) for rank in placement.table[:, stage]}
+        for tensor in (*part.parameters(), *part.buffers()):
+            holders.setdefault(id(tensor), set()).update(ranks)
+    named = (*model.named_parameters(), *model.named_buffers())
+    known = {name: (tensor, holders.get(id(tensor), set())) for name, tensor in named}
+    return {name: (tensor, ranks) for name, (tensor, ranks) in known.items() if len(ranks) * replicas > 1}
+
+
+def compare_weights(host: RankHost, stages: ModelStages, placement: Placement) -> None:
+    """Raise the same error in all processes if two of them hold different values of one weight."""
+    held = held_by_several(stages.model, stages.parts, placement, host.layout.replicas)
+    if not held:
+        return
+    (rank,) = host.here
+    own = [float(digest(tensor)) if rank in ranks else 0.0 for tensor, ranks in held.values()]
+    known = host.all_gather(np.array(own))
+    for column, (name, (tensor, _)) in enumerate(held.items()):
+        values = known[..., column]
+        holders = np.argwhere(values)
+        different = [place for place in holders.tolist() if values[tuple(place)] != values[tuple(holders[0])]]
+        if different:
+            layout = host.layout
+            first, second = (layout.rows[replica][at] for replica, at in (holders[0].tolist(), different[0]))
+            mine = summarize(tensor) if values[host.replica, rank] else ""
+            one, other = (host.broadcast_to_all(mine, process) for process in (first, second))
+            raise PipelineError(
+                f"{layout.name(second)} and {layout.name(first)} hold different values of {name}, which both use: "
+                f"{layout.name(second)} has {other} and {layout.name(first)} has {one}; start all with the same "
+                "weights (one torch.manual_seed before the model is built, or one checkpoint); compare_weights=False "
+                "skips this check"
+            )
+
+
+def summarize(tensor: Tensor) -> str:
+    """A short text that distinguishes a tensor from others of its shape.
+
+    >>> summarize(torch.ones(2))
+    '[1.0, 1.0], sum 2.0'
+    """
+    flat = tensor.detach().reshape(-1)
+    shown = ", ".join(str(round(value, 6)) if isinstance(value, float) else str(value) for value in flat[:3].tolist())
+    total = flat.sum(dtype=torch.float64) if flat.is_floating_point() else flat.sum()
+    return f"[{shown}{', …' if flat.numel() > 3 else ''}], sum {total.item()}"

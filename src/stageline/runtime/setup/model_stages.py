@@ -1,25 +1,24 @@
-"""A model in stages: the layers of each stage, the stages of this process, and the owner of every tensor."""
+"""A model in stages: those of this process, compiled if wanted, placed on its ranks; and the owner of every tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stageline.common.errors import StagelineError, shorten
 from stageline.distributed.rank_host import RankHost
 from stageline.model.build.build import Description
 from stageline.model.compiled_models import any_compiled
 from stageline.model.split import Staged
 from stageline.model.stage_module.shared_state import SharedState
 from stageline.model.stage_module.stage_module import StagePart
-from stageline.model.units import layers_of
-from stageline.runtime.grad_norm import owners_of
+from stageline.model.units import NoStack, layers_of
 from stageline.runtime.guards.foreign_reads import holders_of, readers
-from stageline.runtime.setup.compile import Compile, compile_units
-from stageline.runtime.setup.stages import cut_by_batch, cut_or_wait
+from stageline.runtime.setup.stages import beside, cut
 from stageline.runtime.shared_parameters import Placed, place_stages
 from stageline.schedules.placement import Placement
 
@@ -52,7 +51,11 @@ class ModelStages:
         self._source, self._count, self._example = source, stages, example
         own_forward = isinstance(source, nn.Module) and not isinstance(source, nn.Sequential)
         self.awaits_batch = example is None and own_forward
-        self._cut, self.parts, self._not_cut = cut_or_wait(source, model, stages, example)
+        self._cut, self.parts, self._not_cut = source, list[nn.Sequential](), None
+        try:
+            self._cut, self.parts = cut(source, model, stages, example)
+        except NoStack as error:
+            self._not_cut = error
         self._defined: list[nn.Sequential] = []
         """The stages in the order of definition, if the first batch showed a different order."""
 
@@ -67,7 +70,8 @@ class ModelStages:
         """Give memory and weights to the tensors of this process's stages, if the model was built without memory."""
         if recipe is not None:
             recipe.materialise(self._local_names().__contains__, seed=seed, device=device)
-            _, self.parts, _ = cut_or_wait(self._cut, self.model, self._count, self._example)
+            if self._not_cut is None:
+                _, self.parts = cut(self._cut, self.model, self._count, self._example)
 
     def place(self, compile_: Compile) -> None:
         """Compile the stages of this process, and give each of its ranks the modules of its stages."""
@@ -93,8 +97,13 @@ class ModelStages:
 
     def cut_by(self, microbatch: Any) -> None:
         """Cut the model by the first microbatch, which shows the order of the model's calls."""
-        defined = self.parts
-        self._cut_again(cut_by_batch(self._source, self.model, self._count, microbatch, defined), awaits_batch=False)
+        defined = parts = self.parts
+        try:
+            _, parts = cut(self._source, self.model, self._count, beside(self.model, microbatch))
+        except Exception:  # the model may fail on it in any way
+            if not defined:
+                raise
+        self._cut_again(parts, awaits_batch=False)
         self._defined = defined
 
     def forget_batch(self) -> None:
@@ -152,7 +161,13 @@ class ModelStages:
     @cached_property
     def owners(self) -> dict[str, int]:
         """The rank that each parameter and buffer belongs to: the first that uses it."""
-        return owners_of(self.model, self.parts, self._placement, self.placed)
+        owners: dict[str, int] = {}
+        for part, rank in zip(self.parts, self._placement.table[0].tolist(), strict=False):
+            for name, _ in named_tensors(part):
+                owners.setdefault(name, rank)
+        first = {parameter: uses[0].rank for parameter, uses in self.placed.uses.items()}
+        named = self.model.named_parameters()
+        return owners | {name: first[parameter] for name, parameter in named if parameter in first}
 
     def owns(self, name: str) -> bool:
         """Whether a parameter or buffer belongs to a rank of this process."""
@@ -167,3 +182,33 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """All parameters and buffers of a model, tied ones by each of their names."""
     parameters = model.named_parameters(remove_duplicate=False)
     return [*parameters, *model.named_buffers(remove_duplicate=False)]
+
+
+Compile = bool | str | Mapping[str, Any]
+"""Whether to compile, the name of a backend, or keyword arguments of torch.compile."""
+
+
+def compile_units(parts: Iterable[nn.Sequential], option: Compile) -> None:
+    """Compile each layer of the stages, or each unit of a model with its own forward, separately.
+
+    The code between the units, and names, hooks and state dicts, do not change. A compiled backward cannot be split, so
+    the weight gradients of a compiled unit are computed in I, not in W.
+
+    >>> import torch
+    >>> part = nn.Sequential(nn.Linear(2, 2))
+    >>> compile_units([part], {"backend": "eager"})
+    >>> part(torch.ones(1, 2)).shape
+    torch.Size([1, 2])
+    """
+    if not isinstance(option, bool | str | Mapping):
+        raise StagelineError(
+            f"compile is True, the name of a backend or a dict of torch.compile's keyword arguments, "
+            f"got {shorten(option)}"
+        )
+    if option is False:
+        return
+    options: dict[str, Any] = {} if option is True else {"backend": option} if isinstance(option, str) else dict(option)
+    for part in parts:
+        for _, module in watched_layers(part):
+            if any(True for _ in module.parameters()):
+                module.compile(**options)

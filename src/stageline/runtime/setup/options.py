@@ -1,4 +1,4 @@
-"""The options of a pipeline: one field for each, checked on creation, and compared between processes."""
+"""The options of a pipeline: one field for each, checked on creation."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from stageline.autograd.recompute import Choice, Policy
-from stageline.common.errors import StagelineError, shorten
+from stageline.common.errors import StagelineError, nearest, shorten
 from stageline.runtime.batches.chunk_specs import ChunkSpecs
-from stageline.runtime.grad_reduce import check_buckets
-from stageline.runtime.penalty import Penalty, check_penalty
-from stageline.runtime.replan import Replan, check_replan
-from stageline.runtime.setup.compile import Compile
-from stageline.runtime.setup.handshake import function_fact
+from stageline.runtime.penalty import Penalty
+from stageline.runtime.replan import MODES, Replan
+from stageline.runtime.setup.model_stages import Compile
 from stageline.tensors.pytree import refuse_arrays
 from stageline.timeline.costs import Costs
 
@@ -30,13 +28,7 @@ Reduction: TypeAlias = Literal["mean", "sum", "count"]
 
 @dataclass
 class PipelineOptions:
-    """How a pipeline trains; `Pipeline` documents each option.
-
-    >>> PipelineOptions(loss_fn=torch.nn.functional.mse_loss, deadline=0)
-    Traceback (most recent call last):
-    ...
-    stageline.StagelineError: deadline is a number of seconds above 0, got 0
-    """
+    """How a pipeline trains; `Pipeline` documents each option."""
 
     loss_fn: Callable[[Any, Any], Any]
     loss_reduction: Reduction = "mean"
@@ -62,26 +54,23 @@ class PipelineOptions:
         refuse_arrays(self.example, "the example")
         if self.loss_reduction not in ("mean", "sum", "count"):
             raise StagelineError(f"loss_reduction is 'mean', 'sum' or 'count', got {self.loss_reduction!r}")
-        check_buckets(self.bucket_mb, self.reduce_dtype)
-        check_penalty(self.penalty)
-        check_replan(self.replan, self.replan_every)
+        dtype, every = self.reduce_dtype, self.replan_every
+        penalty: Any = self.penalty
+        if not isinstance(self.bucket_mb, int | float) or not self.bucket_mb > 0:
+            raise StagelineError(f"bucket_mb is a size in MiB greater than 0, got {shorten(self.bucket_mb)}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise StagelineError(f"reduce_dtype is a floating-point type such as torch.bfloat16, got {shorten(dtype)}")
+        if penalty is not None and not callable(penalty):
+            expected = "a function of a parameter's name and the parameter"
+            raise StagelineError(f"penalty is {expected}, got {shorten(penalty)}")
+        if self.replan not in MODES:
+            meant = nearest(str(self.replan), MODES)
+            raise StagelineError(f"replan is 'off', 'warn' or 'auto', got {shorten(self.replan)}{meant}")
+        if not isinstance(every, int) or isinstance(every, bool) or every < 2:
+            raise StagelineError(f"replan_every is a number of steps from 2 on, got {shorten(every)}")
         if not callable(self.loss_fn):
             raise StagelineError(f"loss_fn is a function of output and target, got {shorten(self.loss_fn)}")
         self.seconds = find_deadline(self.deadline)
-
-    def facts(self) -> dict[str, str]:
-        """The options that must be the same on all processes, as text."""
-        return {
-            "the seed that was passed": repr(self.seed),
-            "loss_reduction": self.loss_reduction,
-            "loss_fn": function_fact(self.loss_fn),
-            "penalty": function_fact(self.penalty),
-            "check_finite": str(self.check_finite),
-            "compare_weights": str(self.compare_weights),
-            "bucket_mb and reduce_dtype": f"{self.bucket_mb:g} {self.reduce_dtype}",
-            "the chunk specs": str(self.chunk_specs),
-            "replan, replan_every and planned": f"{self.replan} {self.replan_every} {self.planned}",
-        }
 
 
 def find_deadline(deadline: float | None) -> float:

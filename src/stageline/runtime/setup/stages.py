@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from stageline.model.skips import parts_of
 from stageline.model.split import Staged, split
 from stageline.model.units import NoStack, find_units, layers_of, refuse_lazy
 from stageline.runtime._torch_private import pytree
-from stageline.runtime.setup.function_layers import with_functions
+from stageline.runtime.batches.opaque_objects import weights_inside
 from stageline.schedules.io import read_schedule
 from stageline.schedules.registry import families, find_family, schedule
 from stageline.schedules.schedule import Schedule
@@ -46,25 +47,18 @@ def whole_model(stages: Any) -> nn.Module:
 
 
 def refuse_odd_tensors(model: nn.Module) -> None:
-    """Refuse parameters and buffers that a pipeline cannot hold: lazy ones and those of a tensor subclass.
-
-    >>> refuse_odd_tensors(nn.Sequential(nn.LazyLinear(2)))
-    Traceback (most recent call last):
-    ...
-    stageline.StagelineError: the parameter 0.weight has no shape yet, as in all lazy modules before their first
-    batch; run one through the model (model(inputs)) on every process, and then create the Pipeline
-    """
+    """Refuse parameters and buffers that a pipeline cannot hold: lazy ones and those of a tensor subclass."""
     refuse_lazy(model)
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     allowed = {id(parameter) for module in sharded for parameter in module.parameters()}
-    named: list[tuple[str, str, Tensor]] = [("parameter", name, tensor) for name, tensor in model.named_parameters()]
-    named += [("buffer", name, tensor) for name, tensor in model.named_buffers()]
-    for what, name, tensor in named:
-        if id(tensor) not in allowed and odd_class(tensor):
-            raise StagelineError(
-                f"the {what} {name} is a {odd_class(tensor)}; stages hold plain tensors, and the extra behaviour of a "
-                f"{odd_class(tensor)} would not reach other ranks; pass a model with plain tensors"
-            )
+    for what, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            kind = odd_class(tensor)
+            if kind and id(tensor) not in allowed:
+                raise StagelineError(
+                    f"the {what} {name} is a {kind}; stages hold plain tensors, and the extra behaviour of a {kind} "
+                    "would not reach other ranks; pass a model with plain tensors"
+                )
 
 
 def described(stages: Any) -> tuple[Any, Description[Any] | None]:
@@ -90,14 +84,7 @@ def described(stages: Any) -> tuple[Any, Description[Any] | None]:
 
 
 def refuse_second(stages: Any) -> None:
-    """Refuse `stages=` beside a model: the number of stages follows from the schedule.
-
-    >>> refuse_second(4)
-    Traceback (most recent call last):
-    ...
-    stageline.common.errors.UnknownOption: stages=4 is passed beside the model, but the number of stages follows from
-    the schedule: ranks × chunks; pass ranks=4 for one stage per rank, or schedule='interleaved', ranks=2, chunks=2
-    """
+    """Refuse `stages=` beside a model: the number of stages follows from the schedule."""
     if not isinstance(stages, int):
         raise UnknownOption(f"the model is passed twice, once as stages={shorten(stages)}; pass it once")
     more = f", or schedule='interleaved', ranks={stages // 2}, chunks=2" if stages > 2 and stages % 2 == 0 else ""
@@ -154,7 +141,8 @@ def find_schedule(
         return schedule(str(source), ranks, microbatches, **options)
     # Without ranks=, every layer is a stage, and the family determines how many of them a rank holds.
     refused: list[ScheduleError] = []
-    for count in _divisors(layers):
+    divisors = [count for count in range(layers, 0, -1) if layers % count == 0]
+    for count in divisors:
         try:
             candidate = schedule(str(source), count, microbatches, **options)
         except ScheduleError as error:
@@ -162,7 +150,7 @@ def find_schedule(
             continue
         if candidate.stages == layers:
             return candidate
-    if refused and len({str(error) for error in refused}) == 1 and len(refused) == len(_divisors(layers)):
+    if refused and len({str(error) for error in refused}) == 1 and len(refused) == len(divisors):
         raise refused[0]  # the number of ranks is not the reason
     last = f": {refused[-1]}" if refused else ""
     raise ScheduleError(f"{family.name} does not fit {layers} stages on any number of ranks{last}; pass ranks=")
@@ -182,10 +170,6 @@ def _is_file(name: str | Path) -> bool:
     return Path(name).suffix.lower() in _FILES
 
 
-def _divisors(number: int) -> list[int]:
-    return [count for count in range(number, 0, -1) if number % count == 0]
-
-
 def count_layers(model: nn.Module | Staged | Sequence[nn.Module]) -> int:
     """The number of stages, or of layers or blocks to split into stages."""
     if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential):
@@ -197,28 +181,21 @@ def count_layers(model: nn.Module | Staged | Sequence[nn.Module]) -> int:
     return len(model)
 
 
-def cut_once(stages_or_model: Any, model: nn.Module, stages: int, example: Any = None) -> Any:
-    """Split a model with its own forward once, so that every later cut is at the same places.
+def cut(source: Any, model: nn.Module, stages: int, example: Any = None) -> tuple[Any, list[nn.Sequential]]:
+    """Split a model into stages: evenly by layers, the larger parts first; every part keeps the names of its layers.
 
-    The result of inspecting a forward may depend on which of its tensors have memory.
+    Also returns what to cut again at the same places: what inspecting a forward shows may depend on which of its
+    tensors have memory.
     """
-    if isinstance(stages_or_model, Staged) or isinstance(model, nn.Sequential):
-        return stages_or_model
-    return split(model, stages, example=example)
-
-
-def cut(stages_or_model: Any, model: nn.Module, stages: int, example: Any = None) -> list[nn.Sequential]:
-    """Split the layers evenly, the larger parts first; every part keeps the names of its layers."""
-    if isinstance(stages_or_model, Staged):
-        if len(stages_or_model) != stages:
-            raise StagelineError(
-                f"the schedule has {stages} stages, but the model is split into {len(stages_or_model)}"
-            )
-        return stages_or_model.parts()
-    if not isinstance(model, nn.Sequential):
-        return split(model, stages, example=example).parts()
-    layers, exact = layers_of(model), not isinstance(stages_or_model, nn.Sequential)
-    if exact and stages != len(layers):
+    if not isinstance(source, Staged) and not isinstance(model, nn.Sequential):
+        source = split(model, stages, example=example)
+    if isinstance(source, Staged):
+        if len(source) != stages:
+            raise StagelineError(f"the schedule has {stages} stages, but the model is split into {len(source)}")
+        return source, source.parts()
+    assert isinstance(model, nn.Sequential)
+    layers = layers_of(model)
+    if not isinstance(source, nn.Sequential) and stages != len(layers):
         raise StagelineError(
             f"the schedule has {stages} stages, but {len(layers)} were passed; pass {stages}, or an nn.Sequential, "
             "which is split evenly"
@@ -228,30 +205,97 @@ def cut(stages_or_model: Any, model: nn.Module, stages: int, example: Any = None
             f"the schedule has {stages} stages, but the model has only {len(layers)} layers; use fewer ranks or chunks"
         )
     ends = pairwise(accumulate(even_sizes(len(layers), stages), initial=0))
-    return parts_of([layers[start:stop] for start, stop in ends])
+    return source, parts_of([layers[start:stop] for start, stop in ends])
 
 
-def cut_or_wait(
-    stages_or_model: Any, model: nn.Module, stages: int, example: Any
-) -> tuple[Any, list[nn.Sequential], StagelineError | None]:
-    """The result of `cut_once` and its parts; no parts, and the reason, if an example is needed to split the model."""
+def beside(model: nn.Module, tree: Any) -> Any:
+    """A batch on the device of a model."""
+    device = next((parameter.device for parameter in model.parameters()), None)
+    if device is None:
+        return tree
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+# Plain functions as layers: `[nn.Linear(4, 4), torch.relu, nn.Linear(4, 4)]`.
+
+
+class FunctionLayer(nn.Module):
+    """A function as a module without parameters.
+
+    >>> import torch
+    >>> FunctionLayer(torch.relu)
+    FunctionLayer(relu)
+    """
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.forward = function  # the function itself, so that `forward` has its signature
+
+    def extra_repr(self) -> str:
+        """The name of the function."""
+        return name_of(self.forward)
+
+
+def name_of(function: Any) -> str:
+    """The name of a function; of a partial, the name of the function it calls."""
+    inner = getattr(function, "func", function)
+    return str(getattr(inner, "__name__", type(function).__name__))
+
+
+def builds(value: Any) -> bool:
+    """Whether a callable takes no arguments, as a function that builds a layer does.
+
+    >>> builds(lambda: nn.ReLU()), builds(nn.functional.relu), builds(nn.ReLU)
+    (True, False, True)
+    """
+    if isinstance(value, type):
+        return True
     try:
-        once = cut_once(stages_or_model, model, stages, example)
-        return once, cut(once, model, stages, example), None
-    except NoStack as error:
-        return stages_or_model, [], error
+        parameters = inspect.signature(value).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(value.default is not value.empty or value.kind in any_number for value in parameters)
 
 
-def cut_by_batch(
-    stages_or_model: Any, model: nn.Module, stages: int, example: Any, parts: list[nn.Sequential]
-) -> list[nn.Sequential]:
-    """Split a model by its first microbatch; return the existing parts, if any, when the model fails on it."""
-    device = next((tensor.device for tensor in model.parameters()), None)
-    if device is not None:
-        example = pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, example)
-    try:
-        return cut(stages_or_model, model, stages, example)
-    except Exception:  # the model may fail in any way
-        if not parts:
-            raise
-        return parts
+def as_layer(value: Any, number: int) -> Any:
+    """Wrap a function as a layer and return anything else unchanged; refuse one with weights or without input."""
+    if isinstance(value, nn.Module) or not callable(value):
+        return value
+    if isinstance(value, type):
+        raise StagelineError(
+            f"layer {number} is the class {value.__name__}, not a layer; pass an instance: {value.__name__}(…)"
+        )
+    name = name_of(value)
+    if builds(value) and not inspect.signature(value).parameters:
+        raise StagelineError(
+            f"layer {number}, {name}, takes no input, and the list also has layers; pass the layer it builds, or a "
+            "function that builds each layer"
+        )
+    weights = weights_inside(value)
+    if weights is not None:
+        raise StagelineError(
+            f"layer {number} is the function {name}, which uses {weights}; a pipeline would not train, save or place "
+            "it. Pass the module itself as the layer, or a module that holds what the function uses"
+        )
+    return FunctionLayer(value)
+
+
+def with_functions(stages: Any) -> Any:
+    """Wrap the functions in a list of layers as modules; return anything else, and a list of builders, unchanged.
+
+    >>> import torch
+    >>> with_functions([nn.Tanh(), torch.relu])
+    [Tanh(), FunctionLayer(relu)]
+    """
+    if not isinstance(stages, list | tuple) or not stages:
+        return stages
+    builders = [callable(layer) and not isinstance(layer, nn.Module) and builds(layer) for layer in stages]
+    if all(builders) or (any(builders) and not all(map(callable, stages))):
+        return stages
+    if any(builders) and not any(isinstance(layer, nn.Module) for layer in stages):
+        return [
+            layer if builder else partial(lambda wrapped: wrapped, as_layer(layer, number))
+            for number, (layer, builder) in enumerate(zip(stages, builders, strict=True))
+        ]
+    return [as_layer(layer, number) for number, layer in enumerate(stages)]
