@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import defaultdict
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -88,8 +89,7 @@ def test_a_trace_of_a_process_is_the_program_of_its_rank() -> None:
 
 
 def test_without_a_profiler_nothing_is_recorded() -> None:
-    mark = range_marker(on_gpu=False)
-    assert mark("F s0 m0") is mark("F s1 m1")
+    assert isinstance(range_marker(on_gpu=False)("F s0 m0"), nullcontext)
 
 
 @pytest.fixture

@@ -15,8 +15,6 @@ from stageline.runtime._torch_private import emits_nvtx, profiler_is_on, profile
 Mark = Callable[[str], AbstractContextManager[Any]]
 """Makes a context that shows as a range with this name."""
 
-_NOTHING: AbstractContextManager[Any] = nullcontext()
-
 
 class NvtxRange:
     """A range that Nsight shows; costs well below a microsecond where no tool is attached."""
@@ -47,10 +45,6 @@ class _RecordedNvtxRange:
         self._nvtx.__exit__()
 
 
-def _unmarked(name: str) -> AbstractContextManager[Any]:
-    return _NOTHING
-
-
 def warn_about_threads() -> None:
     """Warn if torch's profiler records the calling thread alone, while ranks run on threads of their own."""
     if profiler_is_on() and profiles_this_thread():
@@ -70,6 +64,6 @@ def range_marker(on_gpu: bool) -> Mark:
     tensor([1., 1.])
     """
     if not profiler_is_on():
-        return NvtxRange if on_gpu else _unmarked
+        return NvtxRange if on_gpu else nullcontext
     # Under `torch.autograd.profiler.emit_nvtx`, a recorded range is an NVTX range already.
     return _RecordedNvtxRange if on_gpu and not emits_nvtx() else record_function
