@@ -374,3 +374,13 @@ def test_a_job_takes_its_place_from_a_group_that_a_script_made(tokens: Path) -> 
     train(tokens)
     run_ranks(train_in_group, 2, str(tokens), timeout=120)
     assert losses(tokens, "group") == losses(tokens)
+
+
+def test_the_profile_has_the_precision_of_the_steps_and_the_loss(tokens: Path) -> None:
+    heads = {}
+    for dtype in ("float32", "bfloat16"):
+        train(tokens, "training.steps=1", f"training.mixed_precision_param={dtype}", run=dtype)
+        profile = sl.read_profile(tokens.parent / dtype / "profile.json")
+        heads[dtype] = profile.layers[-1]
+    assert heads["bfloat16"].message == heads["float32"].message // 2
+    assert heads["float32"].activation >= heads["float32"].message  # cross-entropy keeps logarithms of probabilities

@@ -43,6 +43,15 @@ def remove_forward_hooks(module: nn.Module, keep: Callable[[Any], bool]) -> None
 
 # Tensors
 
+GPU_CLOCK = 2e9
+"""Cycles per second of a GPU, roughly."""
+
+
+def sleep_on_gpu(seconds: float) -> None:
+    """Let the current stream wait for about this long."""
+    torch.cuda._sleep(int(seconds * GPU_CLOCK))  # type: ignore[no-untyped-call]
+
+
 raw_version: Callable[[Tensor], int] = operator.attrgetter("_version")
 """How often a tensor was modified in place; fails for inference tensors."""
 

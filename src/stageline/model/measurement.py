@@ -17,15 +17,29 @@ from stageline.autograd.engine import ArrivingGradients, registered_hooks
 from stageline.autograd.graph_plan import GraphPlan
 from stageline.autograd.split_backward import SplitBackward
 from stageline.common.errors import StagelineError, shorten
-from stageline.model._torch_private import hook_dictionaries, raw_version, tensors_in, tree_flatten, tree_unflatten
+from stageline.model._torch_private import (
+    hook_dictionaries,
+    raw_version,
+    sleep_on_gpu,
+    tensors_in,
+    tree_flatten,
+    tree_unflatten,
+)
+from stageline.model.transients import PeakMeter
 from stageline.tensors.buffers import all_buffers, put_back
-from stageline.tensors.thread_context import autocasts
+from stageline.tensors.thread_context import autocasts, plain_precision
 
 Value = TypeVar("Value")
+Measure = Callable[[Callable[[], Any]], tuple[float, Any]]
+"""Calls a function; returns what it measured, and the result."""
+
+
+AHEAD = 2e-3
+"""Seconds by which the host runs ahead of the GPU; enough for the kernels of a unit."""
 
 
 class Timer:
-    """Measures the duration of a call: with the host's clock, or with CUDA events on a GPU."""
+    """Measures the duration of a call with the host's clock; on a GPU, the longer of its time and the host's."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):
@@ -42,11 +56,16 @@ class Timer:
         start, end = make(enable_timing=True), make(enable_timing=True)
         stream = torch.cuda.current_stream(self._device)
         stream.synchronize()
+        # In a step, the host runs ahead of the GPU. The GPU waits for it here, so that it is not idle between kernels.
+        sleep_on_gpu(AHEAD)
         start.record(stream)
+        start_time = time.perf_counter()
         value = call()
+        on_host = time.perf_counter() - start_time
         end.record(stream)
         end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3, value
+        on_host -= 0.0 if on_host < AHEAD else AHEAD  # it waited for the GPU
+        return max(float(start.elapsed_time(end)) / 1e3, on_host), value
 
 
 @dataclass
@@ -73,6 +92,8 @@ class CallBenchmark:
         self._plans: list[GraphPlan] = []
         self._graph = _Graph()
         self._times: dict[str, list[float]] = {kind: [] for kind in "FIWB"}
+        self.transients = dict.fromkeys("FIWB", 0)
+        """Bytes that are held only while an action runs."""
 
     def _new_inputs(self) -> tuple[list[Tensor], Any, Any]:
         """Return the inputs that require a gradient, as leaves of a new graph, and the arguments."""
@@ -86,39 +107,56 @@ class CallBenchmark:
         args, kwargs = tree_unflatten(leaves, self._call.tree)
         return inputs, args, kwargs
 
-    def forward(self, keep: bool) -> None:
-        """Run F; one of the backwards below must follow. Record its time if `keep`, else it is a warm-up."""
+    def _forward(self, measure: Measure) -> float:
+        """Run F; one of the backwards below must follow."""
         inputs, args, kwargs = self._new_inputs()
         hooks_before = registered_hooks()
         with self._error_context(), ExitStack() as stack:
             for autocast in self._call.autocasts:
                 stack.enter_context(autocast)
-            seconds, output = self._timer(lambda: self._trace.module(*args, **kwargs))
-        self._record("F", seconds, keep)
+            measured, output = measure(lambda: self._trace.module(*args, **kwargs))
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         self._graph = _Graph(inputs, outputs, registered_hooks() != hooks_before)
+        return measured
+
+    def _halves(self, measure: Measure) -> tuple[float, float]:
+        """Run I and W."""
+        graph, self._graph = self._graph, _Graph()
+        if not graph.outputs:
+            return 0.0, 0.0
+        with self._error_context(), plain_precision():
+            split = graph.split(self._plans)
+            del graph
+            return measure(split.input_gradients)[0], measure(split.weight_gradients)[0]
+
+    def _whole(self, measure: Measure) -> float:
+        """Run B."""
+        graph, self._graph = self._graph, _Graph()
+        if not graph.outputs:
+            return 0.0
+        grads = graph.grads()
+        with self._error_context(), plain_precision(), ArrivingGradients(graph.inputs):
+            return measure(lambda: torch.autograd.backward(graph.outputs, grads))[0]
+
+    def forward(self, keep: bool) -> None:
+        """Run F, before `halves` or `whole`. Record its time if `keep`, else it is a warm-up."""
+        self._record("F", self._forward(self._timer), keep)
 
     def halves(self, keep: bool) -> None:
         """Run I and W."""
-        graph, self._graph = self._graph, _Graph()
-        seconds = [0.0, 0.0]
-        if graph.outputs:
-            with self._error_context():
-                split = graph.split(self._plans)
-                del graph
-                seconds = [self._timer(half)[0] for half in (split.input_gradients, split.weight_gradients)]
-        self._record("I", seconds[0], keep)
-        self._record("W", seconds[1], keep)
+        for kind, seconds in zip("IW", self._halves(self._timer), strict=True):
+            self._record(kind, seconds, keep)
 
     def whole(self, keep: bool) -> None:
         """Run B."""
-        graph, self._graph = self._graph, _Graph()
-        seconds = 0.0
-        if graph.outputs:
-            grads = graph.grads()
-            with self._error_context(), ArrivingGradients(graph.inputs):
-                seconds, _ = self._timer(lambda: torch.autograd.backward(graph.outputs, grads))
-        self._record("B", seconds, keep)
+        self._record("B", self._whole(self._timer), keep)
+
+    def measure_transients(self, meter: PeakMeter) -> None:
+        """Record how far memory rises while F, B, I and W run."""
+        self.transients["F"] = round(self._forward(meter.above_end))
+        self.transients["B"] = round(self._whole(meter.above_start))
+        self._forward(meter.above_end)
+        self.transients["I"], self.transients["W"] = map(round, self._halves(meter.above_start))
 
     def residue(self, state: Storages) -> int:
         """Run F, I and W; return the bytes held from I to W, apart from parameters and buffers (`state`)."""

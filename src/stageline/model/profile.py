@@ -12,6 +12,7 @@ from stageline.common.checked_json import PositiveInt, Range, check_format, fiel
 from stageline.common.errors import CostError, JsonError, shorten
 from stageline.common.files import read_text, write_text
 from stageline.common.units import format_seconds, format_size, format_table
+from stageline.model.transients import stage_transients
 from stageline.timeline.costs import LARGEST_COST, Costs, PerPair
 
 FORMAT = "stageline-profile"
@@ -52,6 +53,14 @@ class Layer:
     """Its output, if not part of `activation`; a stage that ends here holds it too."""
     calls: PositiveInt
     """Number of calls per forward; times and memory are totals of all calls."""
+    forward_transient: Bytes = 0
+    """Held only while F runs, beside input, output and activation; on the host, transients are not measured."""
+    backward_transient: Bytes = 0
+    """Held only while B runs, beside the activation and the gradient of the output."""
+    backward_input_transient: Bytes = 0
+    """Held only while I runs, beside the activation and the gradient of the output."""
+    backward_weight_transient: Bytes = 0
+    """Held only while W runs, beside the residue."""
 
     @property
     def seconds(self) -> float:
@@ -106,6 +115,8 @@ class Profile:
             + (0 if part is parts[-1] else part[-1].leaving)  # the loss consumes the last output
             for size, part in zip(total("activation"), parts, strict=True)
         ]
+        transients = [stage_transients(part) for part in parts]
+        transient = {kind: [stage[kind] for stage in transients] for kind in "FBIW"}
         return Costs(
             forward=total("forward"),
             backward_input=total("backward_input"),
@@ -113,6 +124,7 @@ class Profile:
             backward=total("backward"),
             activation=activation,
             residue=total("residue"),
+            transient=transient if any(map(any, transient.values())) else 0.0,
             message=[float(part[-1].message) for part in parts],
             transfer=transfer,
             bandwidth=bandwidth,
@@ -175,7 +187,11 @@ class Profile:
         header = {"format": FORMAT, "version": VERSION}
         header |= {name: getattr(self, name) for name in ("machine", "device", "torch", "threads", "repeats")}
         head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in header.items())
-        layers = ",\n    ".join(json.dumps(asdict(layer)) for layer in self.layers)
+        rows = [
+            {name: value for name, value in asdict(layer).items() if value or not name.endswith("_transient")}
+            for layer in self.layers
+        ]
+        layers = ",\n    ".join(map(json.dumps, rows))
         return f'{{\n{head}  "layers": [\n    {layers}\n  ]\n}}\n'
 
 

@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from stageline.common.errors import StagelineError, shorten
 from stageline.model import huggingface
 from stageline.model.compiled_models import eager, unwrapped
+from stageline.model.loss_costs import LOSS, LossLayer, with_loss
 from stageline.model.measurement import (
     CallBenchmark,
     LayerTrace,
@@ -27,14 +29,24 @@ from stageline.model.measurement import (
 )
 from stageline.model.profile import Layer, Profile
 from stageline.model.stage_module.boundary import arguments
+from stageline.model.transients import PeakMeter
 from stageline.model.units import Unit, in_call_order, layers_of, refuse_lazy, units_of
 from stageline.tensors.pytree import refuse_arrays
 
 
-def profile(model: nn.Module, example: Any, *, repeats: int = 5, warmup: int = 2) -> Profile:
+def profile(
+    model: nn.Module,
+    example: Any,
+    *,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    targets: Any = None,
+    repeats: int = 5,
+    warmup: int = 2,
+) -> Profile:
     """Measure the costs of a model's units: the times of F, I and W, and the bytes that are held between them.
 
-    `example` is one microbatch: a tuple of arguments, a dict of keywords, or the only argument.
+    `example` is one microbatch: a tuple of arguments, a dict of keywords, or the only argument. With `loss_fn` and its
+    `targets`, the costs of the last unit include the loss.
 
     >>> measured = profile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.ones(3, 4), repeats=1, warmup=0)
     >>> [(layer.name, layer.parameters) for layer in measured.layers]
@@ -50,21 +62,31 @@ def profile(model: nn.Module, example: Any, *, repeats: int = 5, warmup: int = 2
         huggingface.prepare(model)
         with suppress(StagelineError):  # the costs do not depend on the order
             units, _ = in_call_order(model, units, example)
-    return profile_units(model, units, example, repeats=repeats, warmup=warmup)
+    loss = None if loss_fn is None else LossLayer(loss_fn, targets)
+    return profile_units(model, units, example, loss=loss, repeats=repeats, warmup=warmup)
 
 
 def profile_units(
-    model: nn.Module, units: Sequence[Unit], example: Any, *, repeats: int = 5, warmup: int = 2
+    model: nn.Module,
+    units: Sequence[Unit],
+    example: Any,
+    *,
+    loss: LossLayer | None = None,
+    repeats: int = 5,
+    warmup: int = 2,
 ) -> Profile:
-    """Measure every unit on its own, once even if the model calls it twice."""
+    """Measure every unit on its own, once even if the model calls it twice; the last one with the loss."""
     refuse_lazy(model)
     args, kwargs = arguments(example)
-    layers = {id(unit.module): (unit.name, unit.module) for unit in reversed(units)}
+    by_module = {id(unit.module): (unit.name, unit.module) for unit in reversed(units)}
+    layers: list[tuple[str, nn.Module]] = list(reversed(by_module.values()))
     keywords = {**huggingface.defaults_of(model), **kwargs}
     with eager(model, [unit.module for unit in units]):
-        return profile_layers(
-            list(reversed(layers.values())), lambda: model(*args, **keywords), repeats=repeats, warmup=warmup
-        )
+        if loss is None:
+            return profile_layers(layers, lambda: model(*args, **keywords), repeats=repeats, warmup=warmup)
+        layers.append((LOSS, loss))
+        measured = profile_layers(layers, lambda: loss(model(*args, **keywords)), repeats=repeats, warmup=warmup)
+        return replace(measured, layers=with_loss(measured.layers))
 
 
 def profile_layers(
@@ -101,6 +123,10 @@ def profile_layers(
         all_calls = [call for calls in benchmarks for call in calls]
         for round_index in range(warmup + repeats):
             run_round(all_calls, keep=round_index >= warmup)
+        if compute_device.type == "cuda":
+            meter = PeakMeter(compute_device)
+            for call in all_calls:
+                call.measure_transients(meter)
     measured: list[Layer] = []
     earlier_weights: set[Any] = set()
     for trace, calls, residue in zip(traces, benchmarks, residues, strict=True):
@@ -138,6 +164,10 @@ def _measured_layer(
         arriving=outside(trace.inputs),
         leaving=outside(trace.outputs),
         calls=len(calls),
+        forward_transient=max(call.transients["F"] for call in calls),
+        backward_transient=max(call.transients["B"] for call in calls),
+        backward_input_transient=max(call.transients["I"] for call in calls),
+        backward_weight_transient=max(call.transients["W"] for call in calls),
     )
 
 

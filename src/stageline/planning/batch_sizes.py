@@ -19,7 +19,8 @@ from stageline.model.units import refuse_lazy
 from stageline.tensors.pytree import batch_size, first_samples, refuse_arrays
 
 TIMES = ("forward", "backward_input", "backward_weight", "backward")
-BYTES = ("activation", "residue", "message", "arriving", "leaving")
+TRANSIENTS = ("forward_transient", "backward_transient", "backward_input_transient", "backward_weight_transient")
+BYTES = ("activation", "residue", "message", "arriving", "leaving", *TRANSIENTS)
 
 
 @dataclass(frozen=True)
@@ -125,11 +126,13 @@ def measure_sizes(
     example: Any,
     *,
     several: bool,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    targets: Any = None,
     repeats: int = 3,
     warmup: int = 1,
     progress: Callable[[str], None] = lambda text: None,
 ) -> SizedProfiles:
-    """Profile a model on the example, and if `several`, also on fewer of its samples.
+    """Profile a model, and its loss if there is one, on the example; if `several`, also on fewer of its samples.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -151,8 +154,12 @@ def measure_sizes(
     for samples in sorted({1, isqrt(all_samples), all_samples} if several else {all_samples}, reverse=True):
         progress(f"measuring {len(names)} units with {samples} samples")
         part = example if samples == all_samples else first_samples(example, samples)
+        its_targets = targets if samples == all_samples or targets is None else first_samples(targets, samples)
         try:
-            profiles[samples] = by_calls(measure_profile(model, part, repeats=repeats, warmup=warmup), names)
+            measured = measure_profile(
+                model, part, loss_fn=loss_fn, targets=its_targets, repeats=repeats, warmup=warmup
+            )
+            profiles[samples] = by_calls(measured, names)
         except Exception:
             if samples == all_samples:
                 raise  # a smaller microbatch may be too small for the model, and is then not a candidate

@@ -4,7 +4,7 @@ its ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
@@ -61,6 +61,13 @@ def _sum(layers: Sequence[Layer], name: str) -> float:
     return float(sum(getattr(layer, name) for layer in layers))
 
 
+def _beside(costs: Costs, recomputed: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Return what is recomputed in an action, beside what the action holds anyway."""
+    own = costs.transient if isinstance(costs.transient, Mapping) else {}
+    total = {kind: list(np.asarray(own.get(kind, 0.0)) + np.array(sizes)) for kind, sizes in recomputed.items()}
+    return {kind: list(map(float, np.atleast_1d(sizes))) for kind, sizes in {**own, **total}.items()}
+
+
 def _with_recompute(
     costs: Costs, forwards: Sequence[float], activation: list[float], transient: dict[str, list[float]]
 ) -> Costs:
@@ -85,7 +92,7 @@ def _recompute_stages(profile: Profile, spans: Sequence[tuple[int, int]], costs:
         activation.append(float(_input_bytes(profile, start) + output))
         transient.append(_sum(layers[start:stop], "activation"))
     forwards = [_sum(layers[start:stop], "forward") for start, stop in spans]
-    return _with_recompute(costs, forwards, activation, {"B": transient, "I": transient})
+    return _with_recompute(costs, forwards, activation, _beside(costs, {"B": transient, "I": transient}))
 
 
 def _recompute_units(
@@ -109,7 +116,7 @@ def _recompute_units(
             residue += layers[unit].residue
         transient_i.append(peak)
         forwards.append(_sum([layers[unit] for unit in units], "forward"))
-    return _with_recompute(costs, forwards, activation, {"B": transient_b, "I": transient_i})
+    return _with_recompute(costs, forwards, activation, _beside(costs, {"B": transient_b, "I": transient_i}))
 
 
 class RankMemory(NamedTuple):

@@ -194,6 +194,8 @@ def plan(
     batch: int | None = None,
     microbatches: int | None = None,
     memory: Size | Sequence[Size] | None = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    targets: Any = None,
     profile: Profile | Mapping[int, Profile] | None = None,
     samples: int | None = None,
     recompute: Recompute = "auto",
@@ -218,7 +220,8 @@ def plan(
     number of samples in a step: then the number of microbatches is chosen among its divisors, and the model is also
     measured on fewer samples of the example. Instead of a model and an example, pass `profile`, from `sl.profile` on
     any machine, or several profiles by number of samples; with `batch` and a single profile, `samples` is the number of
-    samples that it was measured with.
+    samples that it was measured with. With `loss_fn` and its `targets` for the example, the last stage includes the
+    loss, whose time and memory count where outputs are large, as those of a vocabulary are.
 
     `memory` is the limit of a rank, in bytes or as a string like "24GiB", or one per rank; by default, that of the
     model's GPU. It includes parameters, gradients, optimizer state (8 bytes per parameter: AdamW in float32),
@@ -240,7 +243,8 @@ def plan(
     """
     ranks = whole("plan", "ranks", ranks)
     progress = progress or (lambda text: None)
-    profiles = read_profiles(model, example, profile, samples, batch is not None, repeats, progress)
+    several = batch is not None
+    profiles = read_profiles(model, example, profile, samples, several, repeats, progress, loss_fn, targets)
     if parameter_bytes is None:
         parameter_bytes = bytes_per_parameter(model)
     request = PlanRequest(

@@ -58,6 +58,8 @@ def read_profiles(
     several: bool,
     repeats: int,
     progress: Callable[[str], None],
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    targets: Any = None,
 ) -> SizedProfiles:
     """Return the profiles of the request, or measure the model."""
     if profile is None:
@@ -65,7 +67,9 @@ def read_profiles(
             raise StagelineError("plan needs a model and an example, one microbatch to run it on, or profile=")
         if not isinstance(model, nn.Module):
             raise StagelineError(f"plan takes a model, an nn.Module, got {shorten(model)}")
-        return measure_sizes(model, example, several=several, repeats=repeats, progress=progress)
+        return measure_sizes(
+            model, example, several=several, loss_fn=loss_fn, targets=targets, repeats=repeats, progress=progress
+        )
     if isinstance(profile, Mapping):
         return SizedProfiles.of(profile)
     if several and samples is None:

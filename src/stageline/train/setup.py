@@ -41,7 +41,7 @@ from stageline.train.data import Data, Loader, Tokens, data_of, open_data
 from stageline.train.layout import BatchSizes, JobLayout, batch_sizes, note_on_gpus
 from stageline.train.optimizers import warm_up_note
 from stageline.train.run_folder import CHOICE, PLAN, PROFILE, RunFolder
-from stageline.train.step import disable_broken_bfloat16
+from stageline.train.step import autocast, disable_broken_bfloat16
 from stageline.train.task import Task, looks_ahead, make_task
 
 
@@ -125,10 +125,13 @@ class Setup:
         return task
 
     @cached_property
+    def _microbatch(self) -> tuple[Any, Any]:
+        return self.task.batch(*self.loader.batch(0, 0, 1, self.batches.microbatch))
+
+    @property
     def example(self) -> Any:
         """The inputs of a microbatch."""
-        inputs, _ = self.task.batch(*self.loader.batch(0, 0, 1, self.batches.microbatch))
-        return inputs
+        return self._microbatch[0]
 
     @cached_property
     def tokens(self) -> int:
@@ -195,14 +198,15 @@ class Setup:
         """Measure the units of the model, in call order, on a microbatch; return the memory of a rank, too."""
         device = self.layout.device
         model = build(self.task.make, seed=self.config.training.seed, device=device, otherwise="construct")
-        example = pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, self.example)
+        move = lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf  # noqa: E731
+        example, targets = pytree.tree_map(move, self._microbatch)
         is_language_model = isinstance(self.data.train, Tokens) and self.task.predicts_tokens
         if is_language_model and looks_ahead(model, example, vocab_size=self.data.vocab_size):
             self.notes.append(
                 f"{self.task.name} sees the tokens that it is to predict: its output at a position changes with the "
                 "tokens after it; use a causal model, or samples of your own"
             )
-        measured = profile(model, example, repeats=3, warmup=1)
+        measured = self._measure(model, example, targets)
         if self.config.compile.enable:  # a compiled backward has no separate halves
             layers = [replace(layer, backward_input=layer.backward, backward_weight=0.0) for layer in measured.layers]
             measured = replace(measured, layers=tuple(layers))
@@ -210,6 +214,15 @@ class Setup:
         sharing = self.layout.ranks if self.layout.processes == 1 else 1  # ranks that are threads share a GPU
         named = by_calls(measured, [unit.name for unit in split(model, 1, example=example).units])
         return named, None if memory is None else memory / sharing
+
+    def _measure(self, model: nn.Module, example: Any, targets: Any) -> Profile:
+        """Profile a model in the precision of a step, with the loss, unless it is the user's: it may count calls."""
+        with autocast(self.layout.device, self.config.training.mixed_precision_param):
+            if self.task.user_loss is None and ":" not in self.task.loss_name:
+                with suppress(StagelineError):  # the first step reports why a loss fails
+                    function = self.task.loss.function
+                    return profile(model, example, loss_fn=function, targets=targets, repeats=3, warmup=1)
+            return profile(model, example, repeats=3, warmup=1)
 
     def _build_pipeline(self) -> None:
         """Build the pipeline; initial weights depend only on the seed and on names."""
