@@ -9,10 +9,10 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from stageline.common.checked_json import number_or_none
-from stageline.common.errors import StagelineError, shorten
+from stageline.common.checked_json import Range, convert, field, number_or_none, parse_json
+from stageline.common.errors import JsonError, StagelineError, shorten
 from stageline.common.files import write_text
 from stageline.common.units import format_duration, format_loss, format_size
 from stageline.train.config.config import Config
@@ -229,29 +229,17 @@ class History(NamedTuple):
 
 
 def encode(row: Row) -> str:
-    """Return an event as one line of JSON, without a line break.
-
-    >>> encode({"event": "step", "step": 3, "loss": float("nan")})
-    '{"event": "step", "step": 3, "loss": "NaN"}'
-    """
+    """Return an event as one line of JSON, without a line break."""
     return json.dumps(_plain(row), allow_nan=False)
 
 
 def decode(line: str) -> Row | None:
-    """Parse a line; None if it is not an event.
-
-    >>> decode('{"event": "step", "step": 3, "loss": "NaN"}')
-    {'event': 'step', 'step': 3, 'loss': nan}
-    >>> decode('{"event": "st')
-    """
+    """Parse a line; None if it is not an event."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(row, dict) or not isinstance(row.get("event"), str):
-        return None
-    step = row.get("step")
-    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= LARGEST_STEP:
+        row = convert(parse_json(line, allow_nan=True), dict[str, Any], "event")
+        field(row, "event", str)
+        field(row, "step", Annotated[int, Range(0, LARGEST_STEP)])
+    except JsonError:
         return None
     return {key: WORDS.get(value, value) if isinstance(value, str) else value for key, value in row.items()}
 

@@ -56,11 +56,7 @@ class JobLayout:
 
 
 def find_job_layout(config: Config) -> JobLayout:
-    """Return the layout, from the process group or the environment of torchrun, and from the configuration.
-
-    >>> find_job_layout(Config()).ranks
-    4
-    """
+    """Return the layout, from the process group or the environment of torchrun, and from the configuration."""
     options, wanted = config.parallelism, config.parallelism.data_parallel_replicate_degree
     grouped = dist.is_available() and dist.is_initialized()
     processes = dist.get_world_size() if grouped else check_environment(os.environ)

@@ -20,20 +20,12 @@ FLIGHT = "flight"
 
 
 def timeline_file(step: int) -> str:
-    """Return the name of the timeline of a step.
-
-    >>> timeline_file(10)
-    'timeline/step-00000010.json'
-    """
+    """Return the name of the timeline of a step."""
     return f"{TIMELINES}/step-{step:08}.json"
 
 
 def timeline_step(path: Path) -> int | None:
-    """Return the step of a timeline file, or None for another file.
-
-    >>> timeline_step(Path(timeline_file(10)))
-    10
-    """
+    """Return the step of a timeline file, or None for another file."""
     match = re.fullmatch(r"step-([0-9]{1,18})\.json", path.name)
     return int(match[1]) if match else None
 

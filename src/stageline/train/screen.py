@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from stageline.common.checked_json import number_or_none
 from stageline.common.units import format_clock, format_count, format_loss, format_percent, format_size
@@ -26,22 +26,6 @@ PIPE = 80
 REFRESH = 0.1
 
 
-class Screen(Protocol):
-    """A destination for lines."""
-
-    updates: bool
-    """Whether the progress line replaces the previous one, so that every step can be shown."""
-
-    def show(self, parts: list[Part], share: float, *, now: bool = False) -> None:
-        """Show the progress line and the fraction that is done; `now` shows it at once."""
-
-    def say(self, text: str, style: str = "") -> None:
-        """Print a line that stays."""
-
-    def close(self) -> None:
-        """Restore the terminal."""
-
-
 def clean(text: str) -> str:
     """Replace control characters and line breaks of a text.
 
@@ -52,12 +36,7 @@ def clean(text: str) -> str:
 
 
 def put(line: str, file: IO[str] | None = None) -> bool:
-    """Print a line; return whether that worked, because a closed pipe must not end a training job.
-
-    >>> put("one line")
-    one line
-    True
-    """
+    """Print a line; return whether that worked, because a closed pipe must not end a training job."""
     to = file or sys.stdout
     try:
         try:
@@ -78,6 +57,7 @@ class Lines:
     """Plain lines, for a pipe or a file."""
 
     updates = False
+    """Whether the progress line replaces the previous one, so that every step can be shown."""
 
     def __init__(self, file: IO[str] | None = None) -> None:
         """Print to this file, or to standard output."""
@@ -85,7 +65,7 @@ class Lines:
         self._gone = False
 
     def show(self, parts: list[Part], share: float, *, now: bool = False) -> None:
-        """Print the line of a step."""
+        """Print the line of a step; `share` is the fraction that is done."""
         self._print(fit(parts, PIPE))
 
     def say(self, text: str, style: str = "") -> None:
@@ -162,6 +142,9 @@ class Terminal:
             text = Text.assemble(("━" * done, "green"), ("━" * (bar - done), "bright_black"), "  ", text)
             text.no_wrap, text.overflow = True, "ellipsis"
         return text
+
+
+Screen = Lines | Terminal
 
 
 def open_screen(console: Console | None, *, colour: bool) -> Screen:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stageline.common.errors import NothingFits, ScheduleError, StagelineError, in_flags
+from stageline.common.errors import NothingFits, StagelineError, in_flags
 from stageline.common.files import write_text
 from stageline.common.interrupts import ended_by_sigterm
 from stageline.distributed.process_host import job_host
@@ -32,11 +32,9 @@ from stageline.planning.request import device_memory
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.out_of_memory import PLAN_ADVICE
 from stageline.runtime.pipeline import Pipeline
-from stageline.schedules.io import read_schedule
-from stageline.schedules.registry import schedule
-from stageline.schedules.schedule import Schedule
 from stageline.train.checkpoint import leave_mark, remove_mark, sees_mark
-from stageline.train.config.config import Config, Parallelism
+from stageline.train.config.config import Config
+from stageline.train.config.rules import fixed_schedule
 from stageline.train.data import Data, Loader, Tokens, data_of, open_data
 from stageline.train.layout import BatchSizes, JobLayout, batch_sizes, note_on_gpus
 from stageline.train.optimizers import warm_up_note
@@ -301,7 +299,7 @@ def choose_schedule(
     (True, 8)
     """
     options = config.parallelism
-    fixed = _fixed_schedule(options, ranks, microbatches)
+    fixed = fixed_schedule(options, ranks, microbatches)
     half = config.training.dtype == "bfloat16"
     request: dict[str, Any] = {
         "profile": profile,
@@ -320,25 +318,6 @@ def choose_schedule(
         return plan(memory=memory, **request), ""
     except NothingFits as error:  # an estimate, so the job may still try
         return plan(**request), in_config_words(str(error))
-
-
-def _fixed_schedule(options: Parallelism, ranks: int, microbatches: int) -> Schedule | None:
-    """Return the schedule that the configuration names; None for "auto"."""
-    if file := options.pipeline_parallel_schedule_csv:
-        fixed = read_schedule(file)
-        if (fixed.ranks, fixed.microbatches) != (ranks, microbatches):
-            raise ScheduleError(
-                f"{file} has {fixed.ranks} ranks and {fixed.microbatches} microbatches, and the job has {ranks} and "
-                f"{microbatches}; see pipeline_parallel_degree, local_batch_size and pipeline_parallel_microbatch_size"
-            )
-        return fixed
-    if options.pipeline_parallel_schedule.lower() == "auto":
-        return None
-    chunks = {"chunks": options.pipeline_parallel_chunks} if options.pipeline_parallel_chunks else {}
-    fixed = schedule(options.pipeline_parallel_schedule, ranks, microbatches, **chunks)
-    if not fixed.training:
-        raise StagelineError(f"{fixed.name} is for inference; use a schedule that trains, or auto")
-    return fixed
 
 
 def in_config_words(text: str) -> str:

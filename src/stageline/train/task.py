@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stageline.common.errors import StagelineError, nearest
+from stageline.common.errors import StagelineError
 from stageline.common.imports import find_function
 from stageline.model.huggingface import HuggingFaceConfig, config_file, own_loss, read_config
 from stageline.runtime.setup.options import Reduction
@@ -96,12 +96,7 @@ class Task:
 
 
 def make_task(config: Config, vocab_size: int) -> Task:
-    """Return the task of a configuration; `vocab_size` is that of the data.
-
-    >>> task = make_task(Config(), vocab_size=256)
-    >>> sum(parameter.numel() for parameter in task.make().parameters())
-    1664256
-    """
+    """Return the task of a configuration; `vocab_size` is that of the data."""
     name, training = config.model.name, config.training
     dtype = getattr(torch, training.dtype)
     build: Callable[[], Any]
@@ -112,13 +107,8 @@ def make_task(config: Config, vocab_size: int) -> Task:
     elif (file := config_file(name)) is not None:
         hf_config, assets = _huggingface(file, vocab_size if training.dataset in ("python", "text") else 0)
         build, configured = lambda: hf_config.make(torch.get_default_dtype()), hf_config
-    elif ":" in name:
-        build = find_function(name)
     else:
-        raise StagelineError(
-            f"model.name is {name!r}; use gpt, the config.json of a Hugging Face model or its folder, or "
-            "package.module:function"
-        )
+        build = find_function(name)
     return Task(name, build, training.loss, tuple(training.loss_weights), dtype, assets, configured)
 
 
@@ -129,8 +119,6 @@ def _gpt(config: Config, vocab_size: int) -> Callable[[], GPT]:
         raise StagelineError("the vocabulary size of the data is unknown: set model.vocab_size")
     if size < vocab_size:
         raise StagelineError(f"model.vocab_size is {size}, but the data has {vocab_size} words; use that many, or 0")
-    if model.dim % model.n_heads:
-        raise StagelineError(f"model.dim is {model.dim}, which {model.n_heads} heads (model.n_heads) do not divide")
     weights = config.training.loss_weights
     if weights and len(weights) != size:
         raise StagelineError(
@@ -277,12 +265,7 @@ def find_loss(name: str, weights: tuple[float, ...] = (), model_loss: Any = None
         return Loss(_mean_squared_error, "mean")
     if name == "own":
         return Loss(own_loss, "mean")
-    if ":" in name:
-        return Loss(find_function(name), "mean")
-    known = ["cross_entropy", "weighted_cross_entropy", "mse", "own"]
-    raise StagelineError(
-        f"training.loss is {name!r}{nearest(name, known)}; use one of {', '.join(known)}, or package.module:function"
-    )
+    return Loss(find_function(name), "mean")
 
 
 def _cross_entropy_sum(output: Any, targets: Tensor, weights: Tensor | None = None) -> Tensor:

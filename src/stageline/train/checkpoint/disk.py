@@ -7,9 +7,9 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -37,10 +37,8 @@ class ChecksummedFile:
         self.bytes = 0
         self.sha256 = ""
         self._digest = hashlib.sha256()
-        try:
+        with writing(path):
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise write_error(path, error) from error
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="stageline-checksum")
         self._pending_sum: Future[None] | None = None
 
@@ -52,13 +50,11 @@ class ChecksummedFile:
             self._check()
             self._wait()
             self._sum(chunk)
-            try:
+            with writing(self.path):
                 while chunk:
                     written = os.write(self._file, chunk)
                     self.bytes += written
                     chunk = chunk[written:]
-            except OSError as error:
-                raise write_error(self.path, error) from error
         self._wait()
 
     def _sum(self, chunk: memoryview) -> None:
@@ -79,10 +75,9 @@ class ChecksummedFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._pool.shutdown()
         try:
-            if error is None:
-                os.fsync(self._file)
-        except OSError as failed:
-            raise write_error(self.path, failed) from failed
+            with writing(self.path):
+                if error is None:
+                    os.fsync(self._file)
         finally:
             os.close(self._file)
         self.sha256 = self._digest.hexdigest()
@@ -108,14 +103,18 @@ def run_parallel(tasks: Iterable[Callable[[], Result]]) -> list[Result]:
         return [future.result() for future in started]
 
 
-def write_error(path: Path, error: OSError) -> CheckpointError:
-    """Return the error for a failed write: the file, the cause, and the free space if the disk is full."""
-    text = f"cannot write {path}: {reason(error)}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        with suppress(OSError):
-            text += f" ({shutil.disk_usage(path.parent).free:,} bytes are free)"
-        text += "; free space, or keep fewer checkpoints"
-    return CheckpointError(text)
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise a failed write with the file, the cause, and the free space if the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        text = f"cannot write {path}: {reason(error)}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            with suppress(OSError):
+                text += f" ({shutil.disk_usage(path.parent).free:,} bytes are free)"
+            text += "; free space, or keep fewer checkpoints"
+        raise CheckpointError(text) from error
 
 
 def write_file(path: Path, data: bytes) -> ChecksummedFile:
@@ -127,11 +126,8 @@ def write_file(path: Path, data: bytes) -> ChecksummedFile:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write a small file atomically, synced."""
-    try:
-        with files.atomic_file(path, sync=True) as file:
-            file.write(data)
-    except OSError as error:
-        raise write_error(path, error) from error
+    with writing(path), files.atomic_file(path, sync=True) as file:
+        file.write(data)
 
 
 def make_folder(path: Path) -> None:
@@ -145,10 +141,8 @@ def make_folder(path: Path) -> None:
 
 def sync_folder(path: Path) -> None:
     """Wait until the names in a folder are on the disk."""
-    try:
+    with writing(path):
         files.sync_folder(path)
-    except OSError as error:
-        raise write_error(path, error) from error
 
 
 def rename(source: Path, target: Path) -> None:
@@ -167,12 +161,7 @@ def remove_tree(path: Path) -> None:
 
 
 def file_checksum(path: Path) -> str:
-    """Return the sha256 of a file.
-
-    >>> _ = write_file(Path("a.txt"), b"abc")
-    >>> file_checksum(Path("a.txt"))[:8]
-    'ba7816bf'
-    """
+    """Return the sha256 of a file."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -184,13 +173,7 @@ def stat_regular(path: Path) -> os.stat_result | None:
 
 
 def reason(error: BaseException) -> str:
-    """Return the message of an error, for another message.
-
-    >>> reason(OSError(28, "No space left on device"))
-    'No space left on device'
-    >>> reason(KeyError("x"))
-    "KeyError: 'x'"
-    """
+    """Return the message of an error, for another message."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) if isinstance(error, StagelineError) else f"{type(error).__name__}: {error}"

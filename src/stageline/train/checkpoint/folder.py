@@ -30,32 +30,20 @@ _LEFT_OVER = re.compile(r"step-[0-9]{8,16}\.([A-Za-z0-9_-]+\.partial|[0-9]+\.rep
 
 
 def step_name(step: int) -> str:
-    """Return the name of the checkpoint of a step.
-
-    >>> step_name(100)
-    'step-00000100'
-    """
+    """Return the name of the checkpoint of a step."""
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < MOST_STEPS:
         raise CheckpointError(f"a step must be an integer >= 0, got {shorten(step)}")
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of a published checkpoint's name; None for another name.
-
-    >>> step_of("step-00000100"), step_of("step-00000100.a1.partial")
-    (100, None)
-    """
+    """Return the step of a published checkpoint's name; None for another name."""
     match = _PUBLISHED.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def partial_name(step: int, attempt: str) -> str:
-    """Return the folder that an attempt writes to; attempts never share one.
-
-    >>> partial_name(100, "a1")
-    'step-00000100.a1.partial'
-    """
+    """Return the folder that an attempt writes to; attempts never share one."""
     plain = attempt if re.fullmatch("[A-Za-z0-9_-]{1,64}", attempt) else hashlib.sha256(attempt.encode()).hexdigest()
     return f"{step_name(step)}.{plain}.partial"
 

@@ -34,11 +34,7 @@ class TensorSource:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without `torch.`.
-
-    >>> dtype_name(torch.bfloat16)
-    'bfloat16'
-    """
+    """Return the name of a dtype without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -118,11 +114,7 @@ def write_tensors(
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor in row-major order, without a copy if it is a contiguous one on the host.
-
-    >>> bytes(raw_bytes(torch.tensor([1, 2], dtype=torch.int16)))
-    b'\\x01\\x00\\x02\\x00'
-    """
+    """Return the bytes of a tensor in row-major order, without a copy if it is a contiguous one on the host."""
     flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
     if not flat.numel():
         return memoryview(b"")
@@ -202,11 +194,7 @@ class WriterReport:
 
 
 def report_name(number: int) -> str:
-    """Return the name of a writer's report.
-
-    >>> report_name(3)
-    'writer-00003.json'
-    """
+    """Return the name of a writer's report."""
     return f"writer-{number:05d}.json"
 
 
@@ -328,11 +316,7 @@ def _number(partial: Path, kind: str, written: Sequence[Mapping[str, File]], fil
 
 
 def shard_name(kind: str, place: int, count: int) -> str:
-    """Return the name of one of several files, in the style of Hugging Face.
-
-    >>> shard_name("model", 1, 4)
-    'model-00001-of-00004.safetensors'
-    """
+    """Return the name of one of several files, in the style of Hugging Face."""
     return f"{kind}-{place:05d}-of-{count:05d}.safetensors"
 
 

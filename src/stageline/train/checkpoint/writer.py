@@ -123,7 +123,7 @@ class Writer:
         self.max_shard_bytes = max_shard_bytes
         self.last: Saved | None = None
         """The last published checkpoint, in the first writer."""
-        self._copies = HostCopies()
+        self._weight_copies, self._state_copies = HostCopies(), HostCopies()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         make_folder(self.folder)
@@ -148,7 +148,31 @@ class Writer:
         """
         self.wait()
         began = time.perf_counter()
-        job = self._job(step, model, optimizer or {}, state, assets or {}, attempt, world or {}, began, background)
+        # Validate everything, so that this call raises and not the thread.
+        step_name(step)
+        if attempt is None:
+            if self.count > 1:
+                raise CheckpointError(f"save() of one of {self.count} writers needs attempt=, the same text on all")
+            attempt = os.urandom(6).hex()
+        aside = self.folder / partial_name(step, attempt)
+        slots = {name: list(state) for name, state in (optimizer or {}).items()}
+        weights = [tensor_source(_key(name), tensor) for name, tensor in model.items()]
+        states = [
+            tensor_source(f"{_key(name)}/{_slot(name, slot)}", tensor)
+            for name, tensors in (optimizer or {}).items()
+            for slot, tensor in tensors.items()
+        ]
+        plain_state, plain_world = check_json(state, "state"), check_json(dict(world or {}), "world")
+        _check_assets(assets or {})
+        if background:
+            weights, states = self._weight_copies.take(weights), self._state_copies.take(states)
+        try:
+            old = leftovers(self.folder, but=aside.name) if self.number == 0 else []
+        except OSError as error:
+            raise CheckpointError(f"cannot read the folder {self.folder}: {reason(error)}") from error
+        job = _Job(
+            step, attempt, aside, old, weights, states, slots, plain_state, dict(assets or {}), plain_world, began
+        )
         if background:
             self._thread = threading.Thread(target=self._run, args=(job,), name="stageline-checkpoint")
             self._thread.start()
@@ -175,7 +199,8 @@ class Writer:
         try:
             self.wait()
         finally:
-            self._copies.release()
+            self._weight_copies.release()
+            self._state_copies.release()
 
     def __enter__(self) -> Self:
         return self
@@ -188,45 +213,6 @@ class Writer:
             if error is None:
                 raise
             error.add_note(str(failed))
-
-    def _job(
-        self,
-        step: int,
-        model: Mapping[str, Tensor],
-        optimizer: Mapping[str, Mapping[str, Tensor]],
-        state: Any,
-        assets: Mapping[str, bytes],
-        attempt: str | None,
-        world: Mapping[str, Any],
-        began: float,
-        copy: bool,
-    ) -> _Job:
-        """Validate everything, so that the call raises and not the thread."""
-        step_name(step)
-        if attempt is None:
-            if self.count > 1:
-                raise CheckpointError(f"save() of one of {self.count} writers needs attempt=, the same text on all")
-            attempt = os.urandom(6).hex()
-        aside = self.folder / partial_name(step, attempt)
-        entries = [tensor_source(_key(name), tensor) for name, tensor in model.items()]
-        states = [
-            tensor_source(f"{_key(name)}/{_slot(name, slot)}", tensor)
-            for name, slots in optimizer.items()
-            for slot, tensor in slots.items()
-        ]
-        plain_state, plain_world = check_json(state, "state"), check_json(dict(world), "world")
-        _check_assets(assets)
-        if copy:
-            # With prefixes, because a name of the optimizer may be one of the model, too.
-            named = self._copies.take([*_prefixed("m", entries), *_prefixed("o", states)])
-            plain = [TensorSource(entry.key[1:], entry.dtype, entry.shape, entry.take) for entry in named]
-            entries, states = plain[: len(entries)], plain[len(entries) :]
-        try:
-            old = leftovers(self.folder, but=aside.name) if self.number == 0 else []
-        except OSError as error:
-            raise CheckpointError(f"cannot read the folder {self.folder}: {reason(error)}") from error
-        slots = {name: list(state) for name, state in optimizer.items()}
-        return _Job(step, attempt, aside, old, entries, states, slots, plain_state, dict(assets), plain_world, began)
 
     def _run(self, job: _Job) -> None:
         try:
@@ -320,11 +306,7 @@ def _check_ranks() -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Return the versions and the host that write a checkpoint.
-
-    >>> sorted(environment())
-    ['host', 'platform', 'python', 'safetensors', 'stageline', 'torch']
-    """
+    """Return the versions and the host that write a checkpoint."""
     return {
         "stageline": __version__,
         "torch": torch.__version__,
@@ -333,10 +315,6 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "host": socket.gethostname(),
     }
-
-
-def _prefixed(prefix: str, entries: list[TensorSource]) -> list[TensorSource]:
-    return [TensorSource(prefix + entry.key, entry.dtype, entry.shape, entry.take) for entry in entries]
 
 
 def _key(name: str) -> str:
@@ -391,13 +369,6 @@ def prune(folder: Path, keep: int, spare: Path) -> list[Path]:
 
     `spare`, and checkpoints that are being read, stay. Only presence and sizes of files are checked. A damaged
     checkpoint does not count, and is removed if it is older than all that stay.
-
-    >>> from stageline.train.checkpoint import Writer
-    >>> with Writer("checkpoint", keep=0) as writer:
-    ...     for step in (1, 2, 3):
-    ...         writer.save(step, {})
-    >>> [path.name for path in prune(Path("checkpoint"), 2, Path("checkpoint/step-00000003"))]
-    ['step-00000001']
     """
     num_kept = 0
     removed = []

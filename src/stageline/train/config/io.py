@@ -90,14 +90,7 @@ class Option:
         setattr(getattr(config, self.section), self.name, value)
 
     def accept(self, value: Any) -> Any:
-        """Return the value as the field holds it, or raise `JsonError`.
-
-        >>> options()["training.dtype"].accept("bfloat6")
-        Traceback (most recent call last):
-        ...
-        stageline.common.errors.JsonError: training.dtype must be one of float32, bfloat16, got "bfloat6" (did you mean
-        'bfloat16'?)
-        """
+        """Return the value as the field holds it, or raise `JsonError`."""
         try:
             accepted = convert(value, self.annotation, self.key)
         except JsonError:
@@ -143,11 +136,7 @@ def _parse_item(kind: type, text: str) -> Any:
 
 @cache
 def options() -> MappingProxyType[str, Option]:
-    """Return all options by section.name, in the order of the dataclasses.
-
-    >>> list(options())[:3]
-    ['job.dump_folder', 'job.description', 'model.name']
-    """
+    """Return all options by section.name, in the order of the dataclasses."""
     by_key: dict[str, Option] = {}
     for section, holder in sections().items():
         hints = get_type_hints(holder, include_extras=True)
@@ -159,11 +148,7 @@ def options() -> MappingProxyType[str, Option]:
 
 @cache
 def sections() -> MappingProxyType[str, type[Any]]:
-    """Return the dataclass of each section by its name.
-
-    >>> sections()["job"].__doc__
-    'The run as a whole.'
-    """
+    """Return the dataclass of each section by its name."""
     hints = get_type_hints(Config)
     return MappingProxyType({field.name: hints[field.name] for field in fields(Config)})
 
@@ -201,11 +186,7 @@ def _closest(name: str, candidates: Iterable[str]) -> str | None:
 
 
 def show(value: Any) -> str:
-    """Return a value as an error shows it: as TOML where possible, and not too long.
-
-    >>> show("ten"), show(True), show((1.0, 2.0))
-    ('"ten"', 'true', '[1.0, 2.0]')
-    """
+    """Return a value as an error shows it: as TOML where possible, and not too long."""
     try:
         text = toml_value(value)
     except TypeError:
@@ -214,11 +195,7 @@ def show(value: Any) -> str:
 
 
 def toml_value(value: Any) -> str:
-    r"""Return one value as TOML.
-
-    >>> print(toml_value(True), toml_value(1e-8), toml_value(("a", 'say "b"\n')))
-    true 1e-08 ["a", "say \"b\"\n"]
-    """
+    """Return one value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -231,11 +208,7 @@ def toml_value(value: Any) -> str:
 
 
 def flag_value(value: Any) -> str:
-    """Return a value as it is written on the command line.
-
-    >>> flag_value(("blocks.*.mlp", "head")), flag_value(300), flag_value("outputs")
-    ('blocks.*.mlp,head', '300', 'outputs')
-    """
+    """Return a value as it is written on the command line."""
     if isinstance(value, tuple):
         return ",".join(map(flag_value, value))
     return value if isinstance(value, str) else toml_value(value)
@@ -366,13 +339,7 @@ def _apply_setting(config: Config, setting: str) -> str:
 
 
 def write_toml(config: Config) -> str:
-    """Return the whole config as TOML, each option with its help, what it accepts, and its default.
-
-    >>> print(write_toml(Config()).split("[comm]")[1].split("# Sample")[0].strip())
-    # Seconds without a sign of life from a rank until the job fails and names it.
-    # Must be a number > 0.
-    train_timeout_seconds = 60.0  # default
-    """
+    """Return the whole config as TOML, each option with its help, what it accepts, and its default."""
     return "\n".join(_toml_lines(config))
 
 
@@ -397,11 +364,7 @@ def _comment(sentence: str) -> list[str]:
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """Return the config as plain data, for JSON; `from_dict` reads it back.
-
-    >>> to_dict(Config())["compile"]
-    {'enable': False, 'backend': 'inductor'}
-    """
+    """Return the config as plain data, for JSON; `from_dict` reads it back."""
     data: dict[str, dict[str, Any]] = {section: {} for section in sections()}
     for option in options().values():
         value = option.get(config)
@@ -410,11 +373,7 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def from_dict(data: Mapping[str, Any]) -> Config:
-    """Return the config of a dict from `to_dict`; options that an older version did not write have their defaults.
-
-    >>> from_dict(to_dict(Config())) == Config()
-    True
-    """
+    """Return the config of a dict from `to_dict`; options that an older version did not write have their defaults."""
     if not isinstance(data, Mapping):
         raise StagelineError(f"a config as plain data is a dict of sections, got {shorten(data)}")
     unknown = [str(section) for section in data if section not in sections()]

@@ -12,6 +12,7 @@ from pathlib import Path, PurePath
 from stageline.common.errors import JsonError, StagelineError, nearest
 from stageline.schedules.io import read_schedule
 from stageline.schedules.registry import find_family, schedule
+from stageline.schedules.schedule import Schedule
 from stageline.train.config.config import Config, Parallelism
 from stageline.train.config.io import options, raise_errors, show, toml_value
 from stageline.train.config.ranks import ranks_of_job
@@ -38,11 +39,7 @@ def validate(config: Config) -> None:
 
 
 def find_errors(config: Config) -> list[str]:
-    """Return everything that is wrong with a config, one sentence each.
-
-    >>> find_errors(Config())
-    []
-    """
+    """Return everything that is wrong with a config, one sentence each."""
     return list(_value_errors(config)) or [error for rule in RULES for error in rule(config)]
 
 
@@ -89,8 +86,9 @@ def _hugging_face(path: Path) -> Iterator[str]:
         yield f"model.name is {shown}, but {file} has no model_type, so it is not a Hugging Face config"
 
 
-def _data(config: Config) -> Iterator[str]:
-    training, validation = config.training, config.validation
+def dataset_errors(config: Config) -> Iterator[str]:
+    """Check the kind of the training data, and whether it has a path."""
+    training = config.training
     if ":" not in training.dataset and training.dataset not in DATASETS:
         yield (
             f"training.dataset is {show(training.dataset)}; it must be one of {', '.join(DATASETS)}"
@@ -106,6 +104,11 @@ def _data(config: Config) -> Iterator[str]:
             "training.dataset is python, which needs no path, but training.dataset_path is "
             f"{show(training.dataset_path)}; for your own files, set training.dataset to text, memmap or dataset"
         )
+
+
+def _data(config: Config) -> Iterator[str]:
+    training, validation = config.training, config.validation
+    yield from dataset_errors(config)
     paths = {"training.dataset_path": training.dataset_path, "validation.dataset_path": validation.dataset_path}
     for key, names in paths.items() if ":" not in training.dataset else ():
         for name in filter(None, map(str.strip, names.split(","))):
@@ -215,6 +218,16 @@ def _recompute(config: Config) -> Iterator[str]:
         )
 
 
+def fixed_schedule(options: Parallelism, ranks: int, microbatches: int) -> Schedule | None:
+    """Return the schedule that a config names; None for "auto"."""
+    if options.pipeline_parallel_schedule_csv:
+        return read_schedule(options.pipeline_parallel_schedule_csv)
+    if options.pipeline_parallel_schedule.lower() == "auto":
+        return None
+    chunks = {"chunks": options.pipeline_parallel_chunks} if options.pipeline_parallel_chunks else {}
+    return schedule(options.pipeline_parallel_schedule, ranks, microbatches, **chunks)
+
+
 def _schedule(config: Config) -> Iterator[str]:
     layout, local, key = config.parallelism, config.training.local_batch_size, "parallelism.pipeline_parallel_schedule"
     name, ranks = layout.pipeline_parallel_schedule, ranks_of_job(layout)
@@ -229,15 +242,15 @@ def _schedule(config: Config) -> Iterator[str]:
     except StagelineError as error:
         yield f"{key} is {show(name)}: {error}; or use auto"
         return
-    chunks = {"chunks": layout.pipeline_parallel_chunks} if layout.pipeline_parallel_chunks else {}
-    if chunks and "chunks" not in family.options:
+    if layout.pipeline_parallel_chunks and "chunks" not in family.options:
         yield (
-            f"parallelism.pipeline_parallel_chunks is {chunks['chunks']}, but {key} is {name}, which has no such "
-            "choice; use 0, or a family with chunks, for example interleaved"
+            f"parallelism.pipeline_parallel_chunks is {layout.pipeline_parallel_chunks}, but {key} is {name}, which "
+            "has no such choice; use 0, or a family with chunks, for example interleaved"
         )
     elif local % size == 0:
         try:
-            if not schedule(name, ranks, local // size, **chunks).training:
+            fixed = fixed_schedule(layout, ranks, local // size)
+            if fixed is not None and not fixed.training:
                 yield f"{key} is {name}, which is for inference; use a family that trains, or auto"
         except StagelineError as error:
             yield (
@@ -288,14 +301,12 @@ def too_few_units(config: Config, units: int, reason: str) -> Iterator[str]:
     stages = ranks * max(1, chunks)
     cause = f" and parallelism.pipeline_parallel_chunks is {chunks}" if chunks else ""
     with suppress(StagelineError):  # `_schedule` reports what is wrong with the schedule itself
-        if layout.pipeline_parallel_schedule_csv:
-            stages = read_schedule(layout.pipeline_parallel_schedule_csv).stages
-            cause = f" and parallelism.pipeline_parallel_schedule_csv is {show(layout.pipeline_parallel_schedule_csv)}"
-        elif layout.pipeline_parallel_schedule.lower() != "auto":
-            microbatches = max(1, local // layout.pipeline_parallel_microbatch_size)
-            extra = {"chunks": chunks} if chunks else {}
-            stages = schedule(layout.pipeline_parallel_schedule, ranks, microbatches, **extra).stages
+        fixed = fixed_schedule(layout, ranks, max(1, local // layout.pipeline_parallel_microbatch_size))
+        if fixed is not None:
+            stages = fixed.stages
             cause += f" and parallelism.pipeline_parallel_schedule is {layout.pipeline_parallel_schedule}"
+        if layout.pipeline_parallel_schedule_csv:
+            cause = f" and parallelism.pipeline_parallel_schedule_csv is {show(layout.pipeline_parallel_schedule_csv)}"
     if stages > units:
         most = units // max(1, stages // ranks)
         fewer = f"use at most {most} ranks" if most else "use fewer chunks, or another schedule"

@@ -57,11 +57,7 @@ def text_documents(paths: str) -> Documents:
 
 
 def python_documents() -> Documents:
-    """Return the source of Python's standard library: the first megabytes, sorted by name.
-
-    >>> python_documents().about[:31]
-    'the standard library of Python '
-    """
+    """Return the source of Python's standard library: the first megabytes, sorted by name."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = [
         file

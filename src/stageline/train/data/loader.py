@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -64,12 +63,7 @@ class Loader:
         return self.samples(position + replica * local, local)
 
     def local(self, replicas: int) -> int:
-        """Return each replica's share of a whole batch.
-
-        >>> from stageline.train.data import Tokens
-        >>> Loader(Tokens(np.arange(41), seq_len=4), batch=12).local(replicas=3)
-        4
-        """
+        """Return each replica's share of a whole batch."""
         if replicas < 1 or self.size % replicas:
             raise StagelineError(
                 f"training.global_batch_size is {self.size}, which is not divisible by {replicas} replicas; the "
@@ -77,39 +71,12 @@ class Loader:
             )
         return self.size // replicas
 
-    def turns(self, replicas: int, local: int) -> int:
-        """Return how many times all replicas take `local` samples until a batch is full.
-
-        >>> from stageline.train.data import Tokens
-        >>> Loader(Tokens(np.arange(41), seq_len=4), batch=32).turns(replicas=2, local=4)
-        4
-        """
-        per_turn = replicas * local
-        if per_turn < 1 or self.size % per_turn:
-            raise StagelineError(
-                f"training.global_batch_size is {self.size}, which is not a multiple of {replicas} replicas × {local} "
-                f"samples (training.local_batch_size) = {per_turn}; the nearest value is "
-                f"{max(round(self.size / max(per_turn, 1)), 1) * max(per_turn, 1)}"
-            )
-        return self.size // per_turn
-
     def epoch(self, position: int) -> float | None:
-        """Return the number of epochs completed at a position; None for a stream.
-
-        >>> from stageline.train.data import Tokens
-        >>> Loader(Tokens(np.arange(41), seq_len=4), batch=2).epoch(15)
-        1.5
-        """
+        """Return the number of epochs completed at a position; None for a stream."""
         return position / self.source.length if self.source.length else None
 
     def state_dict(self, position: int) -> dict[str, Any]:
-        """Return the state for a checkpoint at a position; JSON-serialisable unless a stream's own state is not.
-
-        >>> from stageline.train.data import Tokens
-        >>> state = Loader(Tokens(np.arange(41), seq_len=4), batch=2, seed=5).state_dict(6)
-        >>> state["position"], state["seed"], state["source"]["tokens"]
-        (6, 5, 41)
-        """
+        """Return the state for a checkpoint at a position; JSON-serialisable unless a stream's own state is not."""
         state: dict[str, Any] = {
             "position": position,
             "seed": self.seed,
@@ -121,13 +88,7 @@ class Loader:
         return state
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> int:
-        """Check that data and order match a checkpoint, and return the position to resume from.
-
-        >>> from stageline.train.data import Tokens
-        >>> loader = Loader(Tokens(np.arange(41), seq_len=4), batch=2)
-        >>> loader.load_state_dict(loader.state_dict(6))
-        6
-        """
+        """Check that data and order match a checkpoint, and return the position to resume from."""
         position = saved.get("position")
         if not isinstance(position, int) or position < 0:
             raise StagelineError(f"the data position of the checkpoint must be an integer >= 0, got {position!r}")
@@ -273,9 +234,7 @@ class Prefetch:
     def __enter__(self) -> Prefetch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _work(self) -> None:

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stageline.common.errors import StagelineError, nearest, shorten
+from stageline.common.errors import StagelineError, shorten
 from stageline.common.imports import find_function
 from stageline.train.config.config import Config
+from stageline.train.config.io import raise_errors
+from stageline.train.config.rules import dataset_errors
 from stageline.train.data.documents import (
     dataset_documents,
     document_tokens,
@@ -28,8 +30,6 @@ from stageline.train.data.documents import (
 from stageline.train.data.source import Indexed, Items, Tokens, digest, split
 from stageline.train.data.stream import Stream, print_note
 from stageline.train.data.tokenizer import Tokenizer, find_tokenizer
-
-KINDS = ("python", "text", "memmap", "dataset")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def open_data(config: Config, *, cache: str | Path | None = None, note: Callable
     (256, True)
     """
     kind, path, options = config.training.dataset, config.training.dataset_path, config.validation
-    _check_kind(kind, path)
+    raise_errors(list(dataset_errors(config)))
     tokenizer = find_tokenizer(config.model.tokenizer_path)
     opener = _Opener(config, tokenizer, cache, note)
     train = opener.open(kind, path)
@@ -127,19 +127,6 @@ class _Opener:
         return document_tokens(documents, self.tokenizer, training.seq_len, cache=self.cache)
 
 
-def _check_kind(kind: str, path: str) -> None:
-    if kind not in KINDS and ":" not in kind:
-        raise StagelineError(
-            f"training.dataset is {kind!r}{nearest(kind, KINDS)}; it must be one of {', '.join(KINDS)}, or "
-            "package.module:function"
-        )
-    if kind == "python" and path:
-        raise StagelineError(
-            f"training.dataset_path is {path!r}, but training.dataset is python, which takes no path; set "
-            "training.dataset to text, memmap or dataset"
-        )
-
-
 def _validation_kind(kind: str, path: str) -> str:
     """Return the kind of the validation data: that of the training data, but text instead of python."""
     if ":" in kind:
@@ -175,12 +162,7 @@ def _vocabulary(config: Config, tokenizer: Tokenizer | None, name: str) -> int:
 
 
 class Restartable:
-    """An iterable that calls a function for a new iterator each time.
-
-    >>> numbers = Restartable(lambda: iter([1, 2]))
-    >>> list(numbers), list(numbers)
-    ([1, 2], [1, 2])
-    """
+    """An iterable that calls a function for a new iterator each time."""
 
     def __init__(self, make: Callable[[], Iterator[Any]], first: Iterator[Any] | None = None) -> None:
         self.make, self.first = make, first
@@ -259,12 +241,7 @@ BLOCKS, BLOCK = 64, 4096
 
 
 class ConcatenatedArray:
-    """One-dimensional arrays end to end, without copying them.
-
-    >>> tokens = ConcatenatedArray([np.arange(3), np.arange(10, 13)])
-    >>> len(tokens), tokens[2:5].tolist()
-    (6, [2, 10, 11])
-    """
+    """One-dimensional arrays end to end, without copying them."""
 
     def __init__(self, parts: Sequence[NDArray[Any]]) -> None:
         self.parts = list(parts)

@@ -14,42 +14,6 @@ from torch import Tensor
 from stageline.common.errors import StagelineError, shorten
 
 
-class Source(Protocol):
-    """The interface of every source of samples."""
-
-    @property
-    def name(self) -> str:
-        """A name for messages."""
-
-    @property
-    def length(self) -> int | None:
-        """Number of samples per epoch; None if unknown."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest that identifies the data."""
-
-    def identity(self) -> dict[str, Any]:
-        """Return JSON-serialisable data for a checkpoint, which `check_same` compares."""
-
-    def describe(self) -> str:
-        """Return a short description of the amount of data."""
-
-
-class Indexed(Source, Protocol):
-    """A source whose samples are numbered from 0 and can be read in any order."""
-
-    @property
-    def length(self) -> int:
-        """Number of samples per epoch."""
-
-    def read(self, numbers: NDArray[np.int64]) -> Batch:
-        """Return a batch of the samples with these numbers."""
-
-    def part(self, start: int, stop: int) -> Indexed:
-        """Return a source of the samples from `start` to `stop`."""
-
-
 class Array(Protocol):
     """Tokens in memory or in a file, with a length and slices."""
 
@@ -212,6 +176,21 @@ class Items:
         return Items(
             self.items, name=self.name, vocab_size=self.vocab_size, start=self.start + start, stop=self.start + stop
         )
+
+
+Indexed = Tokens | Items
+"""A source whose samples are numbered from 0 and can be read in any order."""
+
+
+class Source(Protocol):
+    """What identifies the data of a job."""
+
+    @property
+    def name(self) -> str:
+        """A name for messages."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return JSON-serialisable data for a checkpoint, which `check_same` compares."""
 
 
 def split(source: Indexed, fraction: float) -> tuple[Indexed, Indexed]:

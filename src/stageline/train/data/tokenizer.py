@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,32 +19,6 @@ MAX_CHARACTERS = 4_000_000
 
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 """Separators between documents, used if the tokenizer has them and tokenizer_config.json names no other."""
-
-
-class Tokenizer(Protocol):
-    """The interface of a tokenizer."""
-
-    @property
-    def name(self) -> str:
-        """A name for messages."""
-
-    @property
-    def size(self) -> int:
-        """The vocabulary size: the largest token plus one."""
-
-    @property
-    def separator(self) -> int | None:
-        """The token between two documents; None for no separator."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest that identifies the tokenizer."""
-
-    def encode(self, text: str) -> NDArray[Any]:
-        """Return the tokens of a text."""
-
-    def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
-        """Return the text of tokens."""
 
 
 class Bytes:
@@ -135,12 +109,11 @@ class File:
         return None
 
 
-def find_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer that model.tokenizer_path names.
+Tokenizer = Bytes | File
 
-    >>> find_tokenizer("bytes").size
-    256
-    """
+
+def find_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer that model.tokenizer_path names."""
     return Bytes() if name == "bytes" else File(name)
 
 
@@ -181,11 +154,7 @@ def _groups(documents: Iterable[str]) -> Iterator[list[tuple[bool, str]]]:
 
 
 def smallest(size: int) -> np.dtype[Any]:
-    """Return the smallest unsigned integer dtype for tokens below a size.
-
-    >>> smallest(256), smallest(50_257)
-    (dtype('uint8'), dtype('uint16'))
-    """
+    """Return the smallest unsigned integer dtype for tokens below a size."""
     return np.dtype(np.uint8 if size <= 1 << 8 else np.uint16 if size <= 1 << 16 else np.uint32)
 
 

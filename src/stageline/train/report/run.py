@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stageline.common.errors import StagelineError, shorten
+from stageline.common.checked_json import convert, parse_json
+from stageline.common.errors import JsonError, StagelineError, shorten
 from stageline.timeline.io import read_timeline
 from stageline.timeline.timeline import NOT_ALIGNED, Timeline
 from stageline.train.events import History, Row, read_metrics
@@ -54,17 +54,7 @@ class Run:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read the folder of a run that is running, has ended or was killed; missing files are left out.
-
-    >>> from stageline.train.config.config import Config
-    >>> from stageline.train.events import Logs
-    >>> with Logs(Config(), "outputs", main=True, total_steps=1) as logs:
-    ...     logs.event("step", step=1, loss=2.5, time=1.0)
-    1/1  loss 2.5000  took 0:00
-    >>> run = read_run("outputs")
-    >>> run.name, run.end, run.history.rows[0]["loss"]
-    ('outputs', None, 2.5)
-    """
+    """Read the folder of a run that is running, has ended or was killed; missing files are left out."""
     path = Path(folder)
     _check(path)
     notes: list[str] = []
@@ -147,14 +137,10 @@ def _environment(path: Path, notes: list[str]) -> dict[str, Any]:
     if not text:
         return {}
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        notes.append(f"{ENVIRONMENT} is not valid JSON: {shorten(str(error), 100)}.")
+        return convert(parse_json(text, allow_nan=True), dict[str, Any], ENVIRONMENT)
+    except JsonError as error:
+        notes.append(f"{ENVIRONMENT} is not a JSON object: {error}.")
         return {}
-    if not isinstance(values, dict):
-        notes.append(f"{ENVIRONMENT} is not a JSON object.")
-        return {}
-    return values
 
 
 def _timeline(path: Path, notes: list[str]) -> Timeline | None:
