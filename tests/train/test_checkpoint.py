@@ -612,6 +612,7 @@ def test_a_folder_that_goes_away_is_said(tmp_path: Path) -> None:
         ({"step": -1}, "a step must be an integer >= 0, got -1"),
         ({"step": 1.0}, "a step must be an integer"),
         ({"model": {"w": 3}}, "'w' is 3, expected a tensor"),
+        ({"model": {"w": torch.ones(2, device="meta")}}, "'w' is on the meta device and has no values"),
         ({"model": {"w": torch.ones(2).to_sparse()}}, "which safetensors cannot hold"),
         ({"model": {"w": torch.ones(2, dtype=torch.complex128)}}, "torch.complex128, which safetensors cannot hold"),
         ({"model": {"__metadata__": torch.ones(2)}}, "a parameter is called '__metadata__'"),

@@ -66,7 +66,8 @@ def exercise(transport: Transport, begin: Begin, finish: Callable[[], None]) -> 
         _carries_large_messages_both_ways,
         _wakes_a_rank_that_waits_for_a_failed_one,
     ):
-        check(transport, begin, finish)
+        check(transport, begin)
+        finish()
 
 
 def _header(transport: Transport, traffic: Traffic, microbatch: int, step: int, sending: bool) -> Header:
@@ -75,7 +76,7 @@ def _header(transport: Transport, traffic: Traffic, microbatch: int, step: int, 
     return Header(source, target, traffic, stage=source, microbatch=microbatch, step=step)
 
 
-def _keeps_order_and_content(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
+def _keeps_order_and_content(transport: Transport, begin: Begin) -> None:
     counts: Counts = {(1 - transport.rank, "forward"): len(PAYLOADS)}
     begin(counts, counts)
     for number, leaves in enumerate(PAYLOADS):
@@ -90,7 +91,6 @@ def _keeps_order_and_content(transport: Transport, begin: Begin, finish: Callabl
         assert list(message.wants_gradient) == [
             isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves
         ]
-    finish()
 
 
 def _assert_same(mine: Any, theirs: Any) -> None:
@@ -105,7 +105,7 @@ def _assert_same(mine: Any, theirs: Any) -> None:
         assert repr(mine) == repr(theirs)
 
 
-def _keeps_traffic_apart(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
+def _keeps_traffic_apart(transport: Transport, begin: Begin) -> None:
     """Backward messages can be received before forward ones that were sent earlier."""
     counts: Counts = {(1 - transport.rank, "forward"): 2, (1 - transport.rank, "backward"): 2}
     begin(counts, counts)
@@ -119,10 +119,9 @@ def _keeps_traffic_apart(transport: Transport, begin: Begin, finish: Callable[[]
             message = transport.receive(_header(transport, traffic, number, 1, False), 30.0)
             _assert_same(torch.full((2,), float(number)), message.leaves[0])
             assert message.leaves[1] == traffic
-    finish()
 
 
-def _refuses_the_wrong_header(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
+def _refuses_the_wrong_header(transport: Transport, begin: Begin) -> None:
     """An unexpected sender, stage, microbatch or step is refused, and the next message arrives."""
     wrong = {"source": 7, "stage": 8, "microbatch": 9, "step": 10}
     counts: Counts = {(1 - transport.rank, "forward"): len(wrong) + 1}
@@ -137,10 +136,9 @@ def _refuses_the_wrong_header(transport: Transport, begin: Begin, finish: Callab
         assert str(expected) in error, error
         assert str(replace(expected, **{field: value})) in error, error  # type: ignore[arg-type]
     _assert_same(1, transport.receive(expected, 30.0).leaves[0])
-    finish()
 
 
-def _refuses_tensors_that_were_not_announced(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
+def _refuses_tensors_that_were_not_announced(transport: Transport, begin: Begin) -> None:
     """A message whose tensors do not have the announced type or shape."""
     counts: Counts = {(1 - transport.rank, "backward"): 3}
     begin(counts, counts)
@@ -155,7 +153,6 @@ def _refuses_tensors_that_were_not_announced(transport: Transport, begin: Begin,
         assert "float32 of shape (2, 3)" in error, error
         assert actual in error, error
     _assert_same(announced, transport.receive(_header(transport, "backward", 2, 2, False), 30.0).leaves[0])
-    finish()
 
 
 def _refused(transport: Transport, header: Header, otherwise: str) -> str:
@@ -166,7 +163,7 @@ def _refused(transport: Transport, header: Header, otherwise: str) -> str:
     raise AssertionError(otherwise)
 
 
-def _respects_the_deadline(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
+def _respects_the_deadline(transport: Transport, begin: Begin) -> None:
     counts: Counts = {(1 - transport.rank, "forward"): 1}
     begin(counts, counts)
     began = time.monotonic()
@@ -180,10 +177,9 @@ def _respects_the_deadline(transport: Transport, begin: Begin, finish: Callable[
     # The other rank may still wait; it must not mistake the next message for the one that it waits for.
     transport.send(Message(_header(transport, "forward", 0, 3, True), ["waited"], "", [False]))
     transport.receive(_header(transport, "forward", 0, 3, False), 30.0)
-    finish()
 
 
-def _does_not_wait_for_the_receiver(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
+def _does_not_wait_for_the_receiver(transport: Transport, begin: Begin) -> None:
     """Rank 1 receives the last message of rank 0 before its first ones."""
     counts: Counts = {(1 - transport.rank, "forward"): 4, (1 - transport.rank, "backward"): 1}
     begin(*((counts, {}) if transport.rank else ({}, counts)))
@@ -196,10 +192,9 @@ def _does_not_wait_for_the_receiver(transport: Transport, begin: Begin, finish: 
         for number in range(4):
             message = transport.receive(_header(transport, "forward", number, 4, False), 30.0)
             _assert_same(_LARGE + number, message.leaves[0])
-    finish()
 
 
-def _carries_large_messages_both_ways(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
+def _carries_large_messages_both_ways(transport: Transport, begin: Begin) -> None:
     """Both ranks send more than any buffer holds before either receives."""
     ways: list[Traffic] = ["forward", "backward"]
     counts: Counts = {(1 - transport.rank, traffic): 3 for traffic in ways}
@@ -211,10 +206,9 @@ def _carries_large_messages_both_ways(transport: Transport, begin: Begin, finish
         for traffic in ways:
             message = transport.receive(_header(transport, traffic, number, 5, False), 30.0)
             _assert_same(_LARGE * number, message.leaves[0])
-    finish()
 
 
-def _wakes_a_rank_that_waits_for_a_failed_one(transport: Transport, begin: Begin, finish: Callable[[], None]) -> None:
+def _wakes_a_rank_that_waits_for_a_failed_one(transport: Transport, begin: Begin) -> None:
     come: Counts = {(1, "forward"): 1} if transport.rank == 0 else {(0, "backward"): 2}
     go: Counts = {(1, "backward"): 2} if transport.rank == 0 else {(0, "forward"): 1}
     begin(come, go)
@@ -231,7 +225,6 @@ def _wakes_a_rank_that_waits_for_a_failed_one(transport: Transport, begin: Begin
             assert "planted" in str(error)
         else:
             raise AssertionError("a message of a rank that failed was received")
-    finish()
 
 
 _LARGE = torch.arange(1 << 20, dtype=torch.float32)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,22 +163,12 @@ class JobCheckpoints:
 
     def save(self, step: int, state: Mapping[str, Any], *, background: bool) -> None:
         """Save a checkpoint; the replicas other than the first write nothing, and learn here of a failure."""
-        error: CheckpointError | None = None
-        try:
-            if not self._layout.replica:
-                self._write(step, state, background=background)
-        except CheckpointError as failure:
-            error = failure
-        self._agree(error)
+        is_first = self._layout.replica == 0
+        self._on_all(partial(self._write, step, state, background=background) if is_first else lambda: None)
 
     def finish(self) -> None:
         """Wait for the last checkpoint; if it failed, raise on every process."""
-        error: CheckpointError | None = None
-        try:
-            self._writer.wait()
-        except CheckpointError as failure:
-            error = failure
-        self._agree(error)
+        self._on_all(self._writer.wait)
         self.report()
 
     @property
@@ -223,12 +214,16 @@ class JobCheckpoints:
         if not background:
             self.report()
 
-    def _agree(self, error: CheckpointError | None) -> None:
-        """Raise an error of any process on all of them; if a rank is lost meanwhile, that comes first."""
+    def _on_all(self, action: Callable[[], None]) -> None:
+        """Raise an error of the action in any process on all of them; if a rank is lost meanwhile, that comes first."""
         if self._layout.processes == 1:
-            if error is not None:
-                raise error
+            action()
             return
+        error: CheckpointError | None = None
+        try:
+            action()
+        except CheckpointError as failure:
+            error = failure
         failed = np.zeros(self._layout.processes)
         failed[self._layout.rank] = float(error is not None)
         try:

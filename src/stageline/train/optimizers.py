@@ -105,11 +105,10 @@ class Optimizer:
         """The torch optimizer, if one alone steps the parameters of the model."""
         return self._optimizers[0] if len(self._optimizers) == 1 and not self.masters else None
 
-    def set_rate(self, factor: float) -> float:
-        """Set every group to this fraction of its maximum learning rate; return the rate of the first."""
+    def set_rate(self, factor: float) -> None:
+        """Set every group to this fraction of its maximum learning rate."""
         for group in self.groups:
             group["lr"] = group["initial_lr"] * factor
-        return float(self.groups[0]["lr"]) if self.groups else self.config.lr * factor
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients to step with, by name; those of master weights are float32."""
@@ -179,11 +178,7 @@ class Optimizer:
 
 
 def outer_parameters(model: nn.Module) -> list[str]:
-    """Return the names of the embedding weights, and of the last matrix, which is the head.
-
-    >>> outer_parameters(nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2), nn.Linear(2, 4)))
-    ['0.weight', '2.weight']
-    """
+    """Return the names of the embedding weights, and of the last matrix, which is the head."""
     embeddings = [
         f"{name}.{parameter_name}"
         for name, module in model.named_modules()

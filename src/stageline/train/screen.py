@@ -174,14 +174,7 @@ class Part(NamedTuple):
 
 
 class Pace:
-    """How long a step takes: the median of the recent ones, without the first steps after a start.
-
-    >>> pace = Pace()
-    >>> for step, now in enumerate([0, 30, 40, 41, 42, 43, 99, 100]):
-    ...     pace.add({"event": "step", "step": step, "seconds": 1.0, "time": now})
-    >>> pace.seconds, pace.left(step=8, total=128)
-    (1.0, 120.0)
-    """
+    """How long a step takes: the median of the recent ones, without the first steps after a start."""
 
     def __init__(self) -> None:
         """Starts empty."""

@@ -227,11 +227,6 @@ def validation_batches(available: int | None, wanted: int, local: int, replicas:
     """Return the first sample and the size of each batch, of which every replica takes up to `local` samples.
 
     `available` is None for a stream of unknown length. A last batch with fewer samples than replicas is left out.
-
-    >>> validation_batches(available=11, wanted=100, local=2, replicas=2)
-    [(0, 4), (4, 4), (8, 3)]
-    >>> validation_batches(available=9, wanted=100, local=2, replicas=2)
-    [(0, 4), (4, 4)]
     """
     samples, size = wanted if available is None else min(available, wanted), local * replicas
     batches = [(first, min(size, samples - first)) for first in range(0, samples, size)]

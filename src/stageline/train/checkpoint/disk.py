@@ -22,13 +22,7 @@ CHUNK = 8 * 2**20
 
 
 class ChecksummedFile:
-    """A new file, whose checksum another thread computes during the writes, and which is synced at the end.
-
-    >>> with ChecksummedFile(Path("a.bin")) as stream:
-    ...     stream.write(b"abc")
-    >>> stream.bytes, stream.sha256[:8], Path("a.bin").read_bytes()
-    (3, 'ba7816bf', b'abc')
-    """
+    """A new file, whose checksum another thread computes during the writes, and which is synced at the end."""
 
     def __init__(self, path: Path, check: Callable[[], object] = lambda: None) -> None:
         """The file must not exist yet. `check` is called before every write, and raises to abort."""
@@ -87,11 +81,7 @@ Result = TypeVar("Result")
 
 
 def run_parallel(tasks: Iterable[Callable[[], Result]]) -> list[Result]:
-    """Run tasks on up to 4 threads, a quarter of the cores at most; return their results in order.
-
-    >>> run_parallel([lambda: 1, lambda: 2])
-    [1, 2]
-    """
+    """Run tasks on up to 4 threads, a quarter of the cores at most; return their results in order."""
     with ThreadPoolExecutor(min(4, max(1, (os.cpu_count() or 1) // 4))) as pool:
         started: list[Future[Result]] = []
         for task in tasks:

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -39,16 +39,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def tensor_source(key: str, tensor: Tensor) -> TensorSource:
-    """Return the entry of a tensor; raise if it cannot be written.
-
-    >>> tensor_source("weight", torch.ones(2, 3)).bytes
-    24
-    >>> tensor_source("weight", torch.ones(2, device="meta"))
-    Traceback (most recent call last):
-    ...
-    stageline.common.errors.CheckpointError: 'weight' is on the meta device and has no values; pass a writer
-    only the tensors that its rank holds
-    """
+    """Return the entry of a tensor; raise if it cannot be written."""
     if not isinstance(tensor, Tensor):
         raise CheckpointError(f"{shorten(key)} is {shorten(tensor)}, expected a tensor")
     if tensor.is_meta:
@@ -65,12 +56,7 @@ def tensor_source(key: str, tensor: Tensor) -> TensorSource:
 
 
 def cut(entries: Iterable[TensorSource], most: int) -> Iterator[list[TensorSource]]:
-    """Group tensors into files of at most `most` bytes, in order; a larger tensor gets a file of its own.
-
-    >>> rows = [tensor_source(f"{k} numbers", torch.ones(k)) for k in (1, 2, 9, 1)]
-    >>> [[entry.key for entry in file] for file in cut(rows, most=12)]
-    [['1 numbers', '2 numbers'], ['9 numbers'], ['1 numbers']]
-    """
+    """Group tensors into files of at most `most` bytes, in order; a larger tensor gets a file of its own."""
     file: list[TensorSource] = []
     size = 0
     for entry in entries:
@@ -86,15 +72,7 @@ def cut(entries: Iterable[TensorSource], most: int) -> Iterator[list[TensorSourc
 def write_tensors(
     path: Path, entries: Iterable[TensorSource], writer: int = 0, check: Callable[[], object] = lambda: None
 ) -> tuple[File, Mapping[str, TensorEntry]]:
-    """Write one safetensors file, and return what it contains; `check` is called meanwhile, and raises to abort.
-
-    >>> file, tensors = write_tensors(Path("a.safetensors"), [tensor_source("w", torch.ones(2))])
-    >>> tensors["w"].dtype, tensors["w"].shape
-    ('float32', (2,))
-    >>> from safetensors.torch import load_file
-    >>> load_file("a.safetensors")
-    {'w': tensor([1., 1.])}
-    """
+    """Write one safetensors file, and return what it contains; `check` is called meanwhile, and raises to abort."""
     # The widest dtypes first, so that every tensor is aligned to its own and can be mapped into memory.
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -126,13 +104,6 @@ class HostCopies:
     """Copies of tensors in host memory, which is reused from one call to the next.
 
     Tensors of a GPU are copied asynchronously into pinned memory.
-
-    >>> weight = torch.ones(2)
-    >>> copies = HostCopies()
-    >>> (copy,) = copies.take([tensor_source("weight", weight)])
-    >>> _ = weight.zero_()
-    >>> copy.take()
-    tensor([1., 1.])
     """
 
     def __init__(self) -> None:
@@ -261,9 +232,9 @@ def assemble(
         **_number(partial, "optimizer", [report.optimizer_files for report in reports], files),
     }
     for report in reports:
-        model |= {name: _renamed(entry, names) for name, entry in report.model.items()}
+        model |= {name: replace(entry, file=names[entry.file]) for name, entry in report.model.items()}
         for name, slots in report.optimizer.items():
-            optimizer[name] = {slot: _renamed(entry, names) for slot, entry in slots.items()}
+            optimizer[name] = {slot: replace(entry, file=names[entry.file]) for slot, entry in slots.items()}
     if model:
         files[INDEX] = write_index(partial, model)
     for number in range(len(reports)):
@@ -318,7 +289,3 @@ def _number(partial: Path, kind: str, written: Sequence[Mapping[str, File]], fil
 def shard_name(kind: str, place: int, count: int) -> str:
     """Return the name of one of several files, in the style of Hugging Face."""
     return f"{kind}-{place:05d}-of-{count:05d}.safetensors"
-
-
-def _renamed(entry: TensorEntry, names: Mapping[str, str]) -> TensorEntry:
-    return TensorEntry(names[entry.file], entry.dtype, entry.shape)

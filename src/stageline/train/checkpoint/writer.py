@@ -330,16 +330,7 @@ def _slot(name: str, slot: str) -> str:
 
 
 def check_json(value: Any, where: str) -> Any:
-    """Return a copy of JSON data; raise an error that names the place of a value that JSON cannot represent.
-
-    >>> check_json({"lr": 0.1, "order": (1, 2)}, "state")
-    {'lr': 0.1, 'order': [1, 2]}
-    >>> check_json({"scaler": {"scale": {1, 2}}}, "state")
-    Traceback (most recent call last):
-    ...
-    stageline.common.errors.CheckpointError: state['scaler']['scale'] is {1, 2}, which JSON cannot hold;
-    expected numbers, texts, true, false, null, lists and objects
-    """
+    """Return a copy of JSON data; raise an error that names the place of a value that JSON cannot represent."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, list | tuple):

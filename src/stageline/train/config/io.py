@@ -27,14 +27,7 @@ from stageline.train.config.config import Config
 
 @dataclass(frozen=True)
 class Option:
-    """One field of one section.
-
-    >>> steps = options()["training.steps"]
-    >>> steps.expected, steps.default
-    ('an integer >= 1', 200)
-    >>> steps.parse("1_000")
-    1000
-    """
+    """One field of one section."""
 
     section: str
     name: str
@@ -228,14 +221,6 @@ def read_config(path: str | Path | None = None, settings: Sequence[str] = ()) ->
     """Read a config: the defaults, then the TOML file, then settings such as "training.steps=100"; later ones win.
 
     One error reports everything that is wrong, one line each.
-
-    >>> config = read_config(None, ["training.steps=20", "activation_checkpoint.modules=blocks.*.mlp,head"])
-    >>> config.training.steps, config.activation_checkpoint.modules
-    (20, ('blocks.*.mlp', 'head'))
-    >>> read_config(None, ["training.stepz=20"])
-    Traceback (most recent call last):
-    ...
-    stageline.StagelineError: unknown option training.stepz; did you mean training.steps?
     """
     config, errors = read_with_errors(path, settings)
     raise_errors(errors)

@@ -290,12 +290,7 @@ def _units(config: Config) -> Iterator[str]:
 
 
 def too_few_units(config: Config, units: int, reason: str) -> Iterator[str]:
-    """Check that a model with this many units can be split into the stages of the config; `reason` explains the number.
-
-    >>> print(*too_few_units(Config.read(None, "parallelism.pipeline_parallel_degree=40"), 8, "the model has 8"))
-    parallelism.pipeline_parallel_degree is 40, which makes 40 stages, but every stage needs a unit of the model:
-    the model has 8; use at most 8 ranks, or a model with at least 40 units
-    """
+    """Check that a model with this many units can be split into the stages of the config; `reason` explains it."""
     layout, local = config.parallelism, config.training.local_batch_size
     ranks, chunks = ranks_of_job(layout), layout.pipeline_parallel_chunks
     stages = ranks * max(1, chunks)
@@ -347,21 +342,13 @@ def needs_no_preflight(config: Config) -> bool:
 
 
 def multiples(value: int, of: int) -> str:
-    """Return the nearest multiples of a number, below and above a value.
-
-    >>> multiples(100, 8), multiples(3, 8)
-    ('96 or 104', '8')
-    """
+    """Return the nearest multiples of a number, below and above a value."""
     below = value // of * of
     return f"{below} or {below + of}" if below else str(of)
 
 
 def divisors(value: int, near: int) -> str:
-    """Return the nearest divisors of a value, below and above a number.
-
-    >>> divisors(100, 8), divisors(16, 20)
-    ('5 or 10', '16')
-    """
+    """Return the nearest divisors of a value, below and above a number."""
     below = range(min(near - 1, value), 0, -1)[:SEARCH_DISTANCE]
     above = range(near + 1, value + 1)[:SEARCH_DISTANCE]
     nearest_divisors = (next((number for number in side if value % number == 0), None) for side in (below, above))

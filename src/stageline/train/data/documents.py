@@ -43,14 +43,7 @@ class Documents:
 
 
 def text_documents(paths: str) -> Documents:
-    """Return the text files of a path or of several comma-separated paths; a folder stands for all its files by name.
-
-    >>> _ = Path("b.txt").write_text("two"), Path("a.txt").write_text("one")
-    >>> list(text_documents("b.txt,a.txt").read())
-    ['two', 'one']
-    >>> list(text_documents(".").read())
-    ['one', 'two']
-    """
+    """Return the text files of a path or of several comma-separated ones; a folder stands for all its files by name."""
     files = find_files(paths)
     description = f"{len(files):,} files" if len(files) > 1 else files[0].name
     return Documents(paths, description, digest_files(files), lambda: map(read_text, files))
@@ -85,11 +78,6 @@ def document_tokens(
     """Encode documents and concatenate them with separators; rows of tokens are used as they are.
 
     With `cache`, a folder, the tokens from a tokenizer file are stored there and reused.
-
-    >>> from stageline.train.data.tokenizer import Bytes
-    >>> letters = Documents("letters", "letters", "", lambda: ["abc", "de"])
-    >>> document_tokens(letters, Bytes(), seq_len=2).array[:].tolist()
-    [97, 98, 99, 255, 100, 101]
     """
     key = digest(documents.digest, tokenizer.fingerprint)
     cache_file = Path(cache) / f"tokens-{key}.npy" if cache is not None and tokenizer.name != "bytes" else None
@@ -213,12 +201,7 @@ TABLES = (".jsonl", ".parquet")
 
 
 def dataset_documents(path: str, column: str, split: str = "train") -> Documents:
-    """Return one column of a dataset written by `save_to_disk`, or of .jsonl or .parquet files or a folder of them.
-
-    >>> _ = Path("a.jsonl").write_text('{"text": "one"}\\n{"text": "two"}\\n')
-    >>> list(dataset_documents("a.jsonl", "text").read())
-    ['one', 'two']
-    """
+    """Return one column of a dataset written by `save_to_disk`, or of .jsonl or .parquet files or a folder of them."""
     if not is_saved(path):
         try:
             files = find_files(path, TABLES)

@@ -176,10 +176,6 @@ def function_data(name: str, config: Config, *, note: Callable[[str], None] = pr
     """Call a function and return its result as a source; it is passed the config if it takes an argument.
 
     See `source_of` for what it may return. If it returns an iterator, it is called again for every epoch.
-
-    >>> function_data("string:Template.delimiter", Config())
-    Traceback (most recent call last):
-    stageline.StagelineError: string has no function 'Template.delimiter' (did you mean 'Template'?)
     """
     function = find_function(name)
     takes_config = bool(_required_parameters(function))
@@ -196,9 +192,6 @@ def source_of(samples: Any, name: str, config: Config, *, note: Callable[[str], 
     """Return samples as a source.
 
     A one-dimensional array of integers is tokens; a sequence of samples is shuffled; any other iterable is a stream.
-
-    >>> source_of([(1, 2), (3, 4)], "pairs", Config()).length
-    2
     """
     if isinstance(samples, Tokens | Items | Stream):
         return samples
@@ -262,12 +255,7 @@ class ConcatenatedArray:
 
 
 def memmap_tokens(paths: str, dtype: str, seq_len: int, vocab_size: int = 0) -> Tokens:
-    """Return the tokens of .npy files or raw files of integers, or of all .bin and .npy files of a folder.
-
-    >>> np.arange(100, dtype="<u2").tofile("tokens.bin")
-    >>> memmap_tokens("tokens.bin", "uint16", seq_len=10).length
-    9
-    """
+    """Return the tokens of .npy files or raw files of integers, or of all .bin and .npy files of a folder."""
     files = find_files(paths, (".bin", ".npy"))
     parts = [_open(path, dtype) for path in files]
     digests = [_digest(part) for part in parts]

@@ -118,11 +118,7 @@ def find_tokenizer(name: str) -> Tokenizer:
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[NDArray[Any]]:
-    """Yield the tokens of documents with separators between them, a few million characters at a time.
-
-    >>> np.concatenate(list(encode_documents(Bytes(), ["ab", "", "c"]))).tolist()
-    [97, 98, 255, 99]
-    """
+    """Yield the tokens of documents with separators between them, a few million characters at a time."""
     dtype, has_tokens = smallest(tokenizer.size), False
     for group in _groups(documents):
         texts = [text for _, text in group]
@@ -159,12 +155,7 @@ def smallest(size: int) -> np.dtype[Any]:
 
 
 def require(library: str, what: str, install: str = "") -> Any:
-    """Import an optional library; raise `StagelineError` with the install command if it is missing.
-
-    >>> require("no_such_library", "this data")
-    Traceback (most recent call last):
-    stageline.StagelineError: this data needs no_such_library, which ...: pip install no_such_library
-    """
+    """Import an optional library; raise `StagelineError` with the install command if it is missing."""
     try:
         return import_module(library)
     except ImportError as error:

@@ -224,11 +224,7 @@ class Axis:
 
 
 def axis_of(values: Sequence[NDArray[np.float64]], *, zero: bool = False, skewed: bool = False) -> Axis:
-    """Return an axis for all values: from 0 if `zero`, and logarithmic if `skewed` and the values are.
-
-    >>> axis_of([np.array([1.0, 3.0])], zero=True), axis_of([np.array([1.0, 1.0, 500.0])], skewed=True).log
-    (Axis(low=0.0, high=3.15, log=False), True)
-    """
+    """Return an axis for all values: from 0 if `zero`, and logarithmic if `skewed` and the values are."""
     finite = np.concatenate([array[np.isfinite(array)] for array in values] or [np.zeros(0)])
     if not len(finite):
         return Axis(0.0, 1.0)

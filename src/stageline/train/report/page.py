@@ -136,11 +136,7 @@ def _checkpoints(run: Run) -> str:
 
 
 def non_defaults(settings: dict[str, dict[str, Any]]) -> dict[tuple[str, str], Any]:
-    """Return the settings that differ from the default, by section and name, with their default.
-
-    >>> non_defaults({"training": {"steps": 200, "seed": 7}, "activation_checkpoint": {"modules": []}})
-    {('training', 'seed'): 0}
-    """
+    """Return the settings that differ from the default, by section and name, with their default."""
     differences = {}
     for section, defaults in asdict(Config()).items():
         for name, default in defaults.items():
@@ -196,7 +192,6 @@ def _value(value: Any) -> str:
 
 WARM_UP = 2
 """First steps of a series that medians leave out."""
-"""Maximum length of the description and of the reason for the end."""
 
 
 def header(run: Run) -> str:
