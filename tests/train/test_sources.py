@@ -206,7 +206,7 @@ def test_functions_that_are_not_there_are_named(module: str) -> None:
     for dataset, says in {
         f"{module}:row": r"no function 'row' \(did you mean 'rows'\?\)",
         "no_such_module:rows": "cannot import no_such_module",
-        f"{module}:number": "is a int, 5; it must be an iterable",
+        f"{module}:number": "is 5, of type int; it must be an iterable",
         ":rows": "':rows' is not a function name; write package.module:function",
     }.items():
         with pytest.raises(StagelineError, match=says):

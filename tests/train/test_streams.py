@@ -171,7 +171,7 @@ def test_streams_that_end_say_after_how_many_samples() -> None:
 
     with pytest.raises(StagelineError, match=r"ended after 10 samples .* seek\(10\): .* modulo the length of an epoch"):
         Stream(Short(), name="mine").take(0, 11)
-    with pytest.raises(StagelineError, match="mine is a int, 5; use an iterable"):
+    with pytest.raises(StagelineError, match="mine is 5, of type int; use an iterable"):
         Stream(5, name="mine")
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -18,12 +22,15 @@ from stageline.common.errors import CheckpointError, StagelineError, nearest
 from stageline.distributed.rank_host import Collectives, decide_together
 from stageline.model.build.weights import load_weights
 from stageline.runtime.pipeline import Pipeline
-from stageline.train.checkpoint import Checkpoint, Writer, newest, open_checkpoint, published
+from stageline.train.checkpoint import Checkpoint, newest, open_checkpoint, published
 from stageline.train.checkpoint.manifest import MANIFEST
 from stageline.train.checkpoint.reader import at_step, inspect
+from stageline.train.checkpoint.writer import Writer
+from stageline.train.config.io import to_dict
 from stageline.train.events import Logs
-from stageline.train.layout import JobLayout
 from stageline.train.optimizers import Optimizer, State
+from stageline.train.setup import Setup
+from stageline.train.step import LossScale
 
 
 def find_checkpoint(folder: Path, step: int, host: Collectives) -> Checkpoint | None:
@@ -121,6 +128,59 @@ def load_checkpoint(pipe: Pipeline, optimizer: Optimizer, checkpoint: Checkpoint
     optimizer.load(checkpoint.read_optimizer([name for name in optimizer.parameters if name in saved]))
 
 
+@dataclass
+class TrainingProgress:
+    """The progress of a run, stored in checkpoints."""
+
+    step: int = 0
+    position: int = 0
+    """Samples that were trained on, over all replicas."""
+    best_loss: float = math.inf
+    """The best validation loss."""
+    validations_since_best: int = 0
+    validation_pending: bool = False
+    """Whether a signal interrupted the validation of this step."""
+
+
+def job_state(setup: Setup, progress: TrainingProgress, scale: LossScale) -> dict[str, Any]:
+    """Return what a checkpoint keeps besides tensors; it is the same on every rank."""
+    return {
+        "config": to_dict(setup.config),
+        "data": setup.loader.state_dict(progress.position),
+        "per_step": setup.batches.per_step,
+        "scale": scale.state(),
+        "pipeline_steps": setup.pipe.steps,
+        "best": progress.best_loss if math.isfinite(progress.best_loss) else 1e308,
+        "since_best": progress.validations_since_best,
+        "validation_owed": progress.validation_pending,
+        "random": random_state(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def resume(checkpoint: Checkpoint, setup: Setup, optimizer: Optimizer, scale: LossScale) -> TrainingProgress:
+    """Load weights, optimizer, loss scale, position and random numbers from a checkpoint."""
+    check_model(setup.pipe, checkpoint)
+    state, per_step = checkpoint.state, setup.batches.per_step
+    if state["per_step"] != per_step:
+        raise StagelineError(
+            f"{checkpoint.path} was trained with {state['per_step']} samples in a step, and this job has "
+            f"{per_step}; set training.global_batch_size to {state['per_step']}"
+        )
+    position = setup.loader.load_state_dict(state["data"])
+    load_checkpoint(setup.pipe, optimizer, checkpoint)
+    scale.load(state["scale"])
+    setup.pipe.steps = int(state["pipeline_steps"])
+    set_random_state(state["random"])
+    if state["threads"] != torch.get_num_threads():
+        setup.notes.append(
+            f"the run had {state['threads']} threads per rank and this machine gives {torch.get_num_threads()}: "
+            "numbers may differ in their last bits (OMP_NUM_THREADS sets it)"
+        )
+    owed = bool(state.get("validation_owed", False))
+    return TrainingProgress(checkpoint.step, position, float(state["best"]), int(state["since_best"]), owed)
+
+
 def random_state() -> dict[str, Any]:
     """Return the states of the generators that the user's own code may draw from, as JSON data."""
     version, numbers, gauss = random.getstate()
@@ -144,22 +204,28 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 class JobCheckpoints:
     """Saves the checkpoints of a job; an error of one process is raised on all of them."""
 
-    def __init__(
-        self,
-        pipe: Pipeline,
-        optimizer: Optimizer,
-        writer: Writer,
-        logs: Logs,
-        *,
-        host: Collectives,
-        layout: JobLayout,
-        attempt: str,
-        assets: Mapping[str, bytes],
-    ) -> None:
-        """`attempt` is the same on all processes, and different in every start of the job."""
-        self._pipe, self._optimizer, self._writer, self._logs = pipe, optimizer, writer, logs
-        self._host, self._layout, self._attempt, self._assets = host, layout, attempt, assets
+    def __init__(self, setup: Setup, optimizer: Optimizer, logs: Logs) -> None:
+        """All processes call this together, once for each start of the job."""
+        config, layout = setup.config, setup.layout
+        self._setup, self._optimizer, self._logs = setup, optimizer, logs
+        self._host, self._layout = setup.host, layout
+        self._attempt = decide_together(setup.host, lambda: uuid.uuid4().hex)
+        # Every rank of the first replica writes its own tensors; ranks that are threads share a writer.
+        number, count = (layout.rank % layout.ranks, layout.ranks) if layout.processes > 1 else (0, 1)
+        self._writer = Writer(
+            setup.folder.path / config.checkpoint.folder,
+            number,
+            count,
+            keep=config.checkpoint.keep_latest_k,
+            deadline=max(60.0, config.comm.train_timeout_seconds),
+        )
         self._reported, self._blocked_seconds = -1, 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._writer.__exit__(kind, error, at)
 
     def save(self, step: int, state: Mapping[str, Any], *, background: bool) -> None:
         """Save a checkpoint; the replicas other than the first write nothing, and learn here of a failure."""
@@ -202,10 +268,10 @@ class JobCheckpoints:
         layout = self._layout
         self._writer.save(
             step,
-            own_weights(self._pipe),
-            own_optimizer_state(self._pipe, self._optimizer),
+            own_weights(self._setup.pipe),
+            own_optimizer_state(self._setup.pipe, self._optimizer),
             state,
-            assets=self._assets,
+            assets=self._setup.task.assets,
             attempt=f"{self._attempt}-{step}",
             world={"ranks": layout.ranks, "replicas": layout.replicas, "layout": str(layout)},
             background=background,

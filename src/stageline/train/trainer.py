@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,23 +15,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from stageline.common.errors import StagelineError
 from stageline.common.interrupts import StopSignals
 from stageline.distributed.failures import OutOfMemory
 from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.faults.flight_recorder import flights_into
-from stageline.train.checkpoint import Checkpoint, Writer
 from stageline.train.checkpoint_state import (
     JobCheckpoints,
-    check_model,
+    TrainingProgress,
     find_checkpoint,
-    load_checkpoint,
+    job_state,
     load_initial_weights,
-    random_state,
-    set_random_state,
+    resume,
 )
 from stageline.train.config.config import Config
-from stageline.train.config.io import read_config, to_dict
+from stageline.train.config.io import read_config
 from stageline.train.config.rules import validate
 from stageline.train.data import Data, Loader, Prefetch
 from stageline.train.events import Logs, read_metrics
@@ -77,20 +72,6 @@ class Result:
     validation_loss: float | None
     folder: Path
     """The folder of the run: metrics, timelines, checkpoints, report."""
-
-
-@dataclass
-class TrainingProgress:
-    """The progress of a run, stored in checkpoints."""
-
-    step: int = 0
-    position: int = 0
-    """Samples that were trained on, over all replicas."""
-    best_loss: float = math.inf
-    """The best validation loss."""
-    validations_since_best: int = 0
-    validation_pending: bool = False
-    """Whether a signal interrupted the validation of this step."""
 
 
 class Trainer:
@@ -162,11 +143,10 @@ class Trainer:
         """Make the optimizer, and load a checkpoint if there is one; return whether the run resumes."""
         config, setup = self.config, self.setup
         self.pipe, self.host = setup.pipe, setup.host
-        self.checkpoint_folder = self.folder.path / config.checkpoint.folder
         load_step = config.checkpoint.load_step
         checkpoint = None
         if setup.resumes or load_step >= 0:
-            checkpoint = find_checkpoint(self.checkpoint_folder, load_step, self.host)
+            checkpoint = find_checkpoint(self.folder.path / config.checkpoint.folder, load_step, self.host)
         if checkpoint is None and config.checkpoint.initial_load_path:
             load_initial_weights(self.pipe, config.checkpoint.initial_load_path, self.host)
         self.scale = LossScale(config.training.mixed_precision_param == "float16")
@@ -184,7 +164,7 @@ class Trainer:
             total=self._sum_over_replicas,
         )
         if checkpoint is not None:
-            self._resume(checkpoint)
+            self.progress = resume(checkpoint, setup, self.optimizer, self.scale)
             checkpoint.close()
         self.validation = self._make_validation()
         return checkpoint is not None
@@ -205,49 +185,6 @@ class Trainer:
             replica=self.layout.replica,
             replicas=self.layout.replicas,
         )
-
-    def _resume(self, checkpoint: Checkpoint) -> None:
-        """Load weights, optimizer, loss scale, position and random numbers from a checkpoint."""
-        check_model(self.pipe, checkpoint)
-        state, per_step = checkpoint.state, self.setup.batches.per_step
-        if state["per_step"] != per_step:
-            raise StagelineError(
-                f"{checkpoint.path} was trained with {state['per_step']} samples in a step, and this job has "
-                f"{per_step}; set training.global_batch_size to {state['per_step']}"
-            )
-        position = self.setup.loader.load_state_dict(state["data"])
-        load_checkpoint(self.pipe, self.optimizer, checkpoint)
-        self.scale.load(state["scale"])
-        self.pipe.steps = int(state["pipeline_steps"])
-        self.progress = TrainingProgress(
-            checkpoint.step,
-            position,
-            float(state["best"]),
-            int(state["since_best"]),
-            bool(state.get("validation_owed", False)),
-        )
-        set_random_state(state["random"])
-        if state["threads"] != torch.get_num_threads():
-            self.setup.notes.append(
-                f"the run had {state['threads']} threads per rank and this machine gives {torch.get_num_threads()}: "
-                "numbers may differ in their last bits (OMP_NUM_THREADS sets it)"
-            )
-
-    def _state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps besides tensors; it is the same on every rank."""
-        progress = self.progress
-        return {
-            "config": to_dict(self.config),
-            "data": self.setup.loader.state_dict(progress.position),
-            "per_step": self.setup.batches.per_step,
-            "scale": self.scale.state(),
-            "pipeline_steps": self.pipe.steps,
-            "best": progress.best_loss if math.isfinite(progress.best_loss) else 1e308,
-            "since_best": progress.validations_since_best,
-            "validation_owed": progress.validation_pending,
-            "random": random_state(),
-            "threads": torch.get_num_threads(),
-        }
 
     def _is_complete(self) -> bool:
         """Whether an earlier start completed the run: it was not killed after the last step."""
@@ -287,20 +224,11 @@ class Trainer:
     # The steps.
 
     def _run(self, resumed: bool) -> Result:
-        config, layout, setup, progress = self.config, self.layout, self.setup, self.progress
+        layout, setup, progress = self.layout, self.setup, self.progress
         self.output = Output(setup, self.logs, self._stop)
         self.output.begin(resumed)
         self.logs.event("start", step=progress.step, resumed=resumed)
-        attempt = decide_together(self.host, lambda: uuid.uuid4().hex)
-        # Every rank of the first replica writes its own tensors; ranks that are threads share a writer.
-        number, count = (layout.rank % layout.ranks, layout.ranks) if layout.processes > 1 else (0, 1)
-        writer = Writer(
-            self.checkpoint_folder,
-            number,
-            count,
-            keep=config.checkpoint.keep_latest_k,
-            deadline=max(60.0, config.comm.train_timeout_seconds),
-        )
+        checkpoints = JobCheckpoints(setup, self.optimizer, self.logs)
         batches = Prefetch(
             setup.loader,
             position=progress.position,
@@ -308,17 +236,7 @@ class Trainer:
             replicas=layout.replicas,
             local=setup.batches.local,
         )
-        with writer, batches as self.batches:
-            self.checkpoints = JobCheckpoints(
-                self.pipe,
-                self.optimizer,
-                writer,
-                self.logs,
-                host=self.host,
-                layout=layout,
-                attempt=attempt,
-                assets=setup.task.assets,
-            )
+        with checkpoints as self.checkpoints, batches as self.batches:
             try:
                 why = self._loop()
                 self.checkpoints.finish()
@@ -348,7 +266,8 @@ class Trainer:
             why = why or ("finished" if progress.step >= config.training.steps else "")
             if config.checkpoint.enable and (why or self._is_due(config.checkpoint.interval)):
                 background = not why and config.checkpoint.async_mode == "async"
-                self.checkpoints.save(progress.step, self._state(), background=background)
+                state = job_state(self.setup, progress, self.scale)
+                self.checkpoints.save(progress.step, state, background=background)
             if why:
                 return why
 

@@ -204,8 +204,8 @@ def source_of(samples: Any, name: str, config: Config, *, note: Callable[[str], 
         return Items(samples, name=name)
     if not hasattr(samples, "__iter__") or isinstance(samples, str | bytes | dict):
         raise StagelineError(
-            f"{name} is a {type(samples).__name__}, {shorten(samples)}; it must be an iterable of samples, a sequence "
-            "of them, or one row of tokens"
+            f"{name} is {shorten(samples)}, of type {type(samples).__name__}; it must be an iterable of samples, a "
+            "sequence of them, or one row of tokens"
         )
     return Stream(samples, name=name, note=note)
 

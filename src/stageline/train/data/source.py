@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any, Protocol
 
 import numpy as np
@@ -119,17 +120,10 @@ class Tokens:
 
     def part(self, start: int, stop: int) -> Tokens:
         """Return the windows from `start` to `stop`; adjacent parts share one token."""
-        return Tokens(
-            self.array,
-            self.seq_len,
-            name=self.name,
-            about=self.about,
-            digest=self._digest,
-            tokenizer=self.tokenizer,
-            vocab_size=self.vocab_size,
-            start=self.start + start * self.seq_len,
-            stop=self.stop if stop == self.length else self.start + stop * self.seq_len + 1,
-        )
+        part = copy(self)
+        part.start = self.start + start * self.seq_len
+        part.stop = self.stop if stop == self.length else self.start + stop * self.seq_len + 1
+        return part
 
 
 class Items:
@@ -173,9 +167,9 @@ class Items:
 
     def part(self, start: int, stop: int) -> Items:
         """Return the items from `start` to `stop`."""
-        return Items(
-            self.items, name=self.name, vocab_size=self.vocab_size, start=self.start + start, stop=self.start + stop
-        )
+        part = copy(self)
+        part.start, part.stop = self.start + start, self.start + stop
+        return part
 
 
 Indexed = Tokens | Items
@@ -316,15 +310,14 @@ def collate(samples: Sequence[Any], numbers: Sequence[int], name: str, vocab_siz
     ({'input_ids': tensor([[1, 2]]), 'labels': tensor([[1, 2]])}, None)
     """
     first = samples[0]
+
+    def place(row: int, position: int) -> str:
+        return f"position {position} of sample {numbers[row]:,}"
+
     if isinstance(first, Mapping):
         stacked = _stack(samples, numbers, name)
         if isinstance(tokens := stacked.get("input_ids"), Tensor):
-            check_tokens(
-                tokens.cpu().numpy(),
-                vocab_size,
-                name,
-                lambda row, position: f"position {position} of sample {numbers[row]:,}",
-            )
+            check_tokens(tokens.cpu().numpy(), vocab_size, name, place)
         return stacked, None
     if isinstance(first, tuple):
         if len(first) != 2:
@@ -338,9 +331,7 @@ def collate(samples: Sequence[Any], numbers: Sequence[int], name: str, vocab_siz
             f"of tokens; {KINDS}"
         )
     rows = rows.to(torch.int64)
-    check_tokens(
-        rows.cpu().numpy(), vocab_size, name, lambda row, position: f"position {position} of sample {numbers[row]:,}"
-    )
+    check_tokens(rows.cpu().numpy(), vocab_size, name, place)
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 

@@ -47,7 +47,7 @@ class Stream:
     ) -> None:
         """Nothing is drawn yet. `note` is called with a status line while samples are skipped."""
         if not hasattr(iterable, "__iter__"):
-            raise StagelineError(f"{name} is a {type(iterable).__name__}, {shorten(iterable)}; use an iterable")
+            raise StagelineError(f"{name} is {shorten(iterable)}, of type {type(iterable).__name__}; use an iterable")
         self.iterable, self.name, self.vocab_size, self.note = iterable, name, vocab_size, note
         self._iterator: Iterator[Any] | None = None
         self._drawn = self._epoch = 0
