@@ -141,13 +141,18 @@ def test_the_same_samples_are_trained_on_with_any_number_of_replicas() -> None:
     loader = Loader(counting(50), batch=12, seed=3)
     for replicas, local in ((1, 12), (1, 4), (2, 3), (3, 4), (6, 1)):
         parts = []
-        for at in range(24, 36, replicas * local):
+        for turn in range(loader.turns(replicas, local)):
+            at = 24 + turn * replicas * local
             parts += [loader.batch(at, replica, replicas, local)[0] for replica in range(replicas)]
         assert torch.equal(torch.cat(parts), loader.batch(24)[0])
 
 
 def test_batches_that_do_not_fit_are_refused_with_the_nearest_that_do() -> None:
     loader = Loader(counting(5), batch=30)
+    with pytest.raises(
+        StagelineError, match=r"30, which is not a multiple of 2 replicas × 4 .* = 8; the nearest value is 32"
+    ):
+        loader.turns(2, 4)
     with pytest.raises(StagelineError, match="which is not divisible by 4 replicas; the nearest value is 32"):
         loader.batch(0, 0, 4)
     with pytest.raises(StagelineError, match="replica is 2; with 2 replicas it must be from 0 to 1"):

@@ -74,26 +74,12 @@ class Optimizer:
             options |= {"betas": (config.beta1, config.beta2), "eps": config.eps}
         elif kind in ("SGD", "Muon"):
             options |= {"momentum": config.beta1}
-        options |= self._implementation(kind, parameters.values())
-        optimizer_class = getattr(torch.optim, kind, None)
-        if optimizer_class is None:
-            raise StagelineError(f"optimizer.name is {kind!r}, which torch {torch.__version__} does not have")
-        optimizer: torch.optim.Optimizer = optimizer_class(groups, **options)
+        if kind in _FUSED and config.implementation in ("auto", "fused"):
+            options["fused"] = True
+        elif kind != "Muon":
+            options["foreach"] = config.implementation != "for-loop"
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(groups, **options)
         return optimizer
-
-    def _implementation(self, kind: str, parameters: Iterable[Tensor]) -> dict[str, bool]:
-        """Return the torch options for the implementation: fused if available."""
-        implementation, devices = self.config.implementation, {parameter.device.type for parameter in parameters}
-        can_fuse = kind in _FUSED and devices <= {"cpu", "cuda"}
-        if implementation == "fused" and kind in _FUSED and not can_fuse:
-            raise StagelineError(f"optimizer.implementation is 'fused', but torch has no fused {kind} for {devices}")
-        if kind == "Muon":
-            return {}
-        if kind == "Adafactor":
-            return {"foreach": implementation in ("auto", "foreach", "fused")}
-        if can_fuse and implementation in ("auto", "fused"):
-            return {"fused": True}
-        return {"foreach": implementation in ("auto", "foreach")}
 
     @property
     def groups(self) -> list[dict[str, Any]]:

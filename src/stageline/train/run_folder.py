@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 from pathlib import Path
 from typing import IO
@@ -75,11 +76,7 @@ class RunFolder:
                 f"job.dump_folder is {str(self.path)!r}, which cannot be written to: {error.strerror or error}"
             ) from None
         try:
-            import fcntl
-
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # no such locks on this system
-            pass
         except OSError:
             raise StagelineError(
                 f"another job is running in {str(self.path)!r}; wait for it, or use another job.dump_folder"

@@ -19,11 +19,9 @@ from stageline.runtime.continuous.run import ContinuousRun
 from stageline.runtime.optimizer_step import GradientRules, not_finite_text, step_optimizer
 from stageline.runtime.pipeline import Pipeline
 from stageline.runtime.step_report import StepStats
-from stageline.train.data import Loader
+from stageline.train.data import Batch, Loader
 from stageline.train.optimizers import Optimizer
 from stageline.train.task import Task, count_targets, evaluating
-
-Batch = tuple[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -155,8 +153,6 @@ def disable_broken_bfloat16(device: torch.device, *dtypes: str) -> str:
 
 @cache
 def _bfloat16_works() -> bool:
-    if not hasattr(os, "fork"):
-        return True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about other threads, which the child does not have
         child = os.fork()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -256,11 +257,7 @@ def find_loss(name: str, weights: tuple[float, ...] = (), model_loss: Any = None
         return Loss(_cross_entropy_sum, "count", lambda targets: float((targets != IGNORED).sum()))
     if name == "weighted_cross_entropy":
         class_weights = torch.tensor(weights, dtype=torch.float32)
-        return Loss(
-            lambda output, targets: _cross_entropy_sum(output, targets, class_weights),
-            "count",
-            _TargetWeight(class_weights),
-        )
+        return Loss(partial(_cross_entropy_sum, weights=class_weights), "count", partial(_target_weight, class_weights))
     if name == "mse":
         return Loss(_mean_squared_error, "mean")
     if name == "own":
@@ -294,17 +291,11 @@ def _mean_squared_error(output: Any, targets: Tensor) -> Tensor:
     return functional.mse_loss(predictions.float(), targets.float())
 
 
-@dataclass(frozen=True)
-class _TargetWeight:
-    """Returns the total class weight of targets."""
-
-    weights: Tensor
-
-    def __call__(self, targets: Tensor) -> float:
-        valid = targets[targets != IGNORED].to(self.weights.device)
-        if valid.numel() and not 0 <= int(valid.min()) <= int(valid.max()) < len(self.weights):
-            raise StagelineError(
-                f"training.loss_weights has {len(self.weights)} weights, but targets range from {int(valid.min())} to "
-                f"{int(valid.max())}; use one weight per class"
-            )
-        return float(self.weights.double()[valid].sum())
+def _target_weight(weights: Tensor, targets: Tensor) -> float:
+    valid = targets[targets != IGNORED].to(weights.device)
+    if valid.numel() and not 0 <= int(valid.min()) <= int(valid.max()) < len(weights):
+        raise StagelineError(
+            f"training.loss_weights has {len(weights)} weights, but targets range from {int(valid.min())} to "
+            f"{int(valid.max())}; use one weight per class"
+        )
+    return float(weights.double()[valid].sum())

@@ -64,12 +64,21 @@ class Loader:
 
     def local(self, replicas: int) -> int:
         """Return each replica's share of a whole batch."""
-        if replicas < 1 or self.size % replicas:
+        return self._divide_batch(replicas, f"divisible by {replicas} replicas")
+
+    def turns(self, replicas: int, local: int) -> int:
+        """Return how many times all replicas take `local` samples until a batch is full."""
+        samples = replicas * local
+        condition = f"a multiple of {replicas} replicas × {local} samples (training.local_batch_size) = {samples}"
+        return self._divide_batch(samples, condition)
+
+    def _divide_batch(self, samples: int, condition: str) -> int:
+        if samples < 1 or self.size % samples:
+            nearest = max(round(self.size / max(samples, 1)), 1) * max(samples, 1)
             raise StagelineError(
-                f"training.global_batch_size is {self.size}, which is not divisible by {replicas} replicas; the "
-                f"nearest value is {max(round(self.size / max(replicas, 1)), 1) * max(replicas, 1)}"
+                f"training.global_batch_size is {self.size}, which is not {condition}; the nearest value is {nearest}"
             )
-        return self.size // replicas
+        return self.size // samples
 
     def epoch(self, position: int) -> float | None:
         """Return the number of epochs completed at a position; None for a stream."""

@@ -299,7 +299,7 @@ def _open(path: Path, dtype: str) -> NDArray[Any]:
         raise StagelineError(f"{path} is empty: it has no tokens")
     # Windows are read in random order; disable read-ahead.
     mapped = getattr(array, "_mmap", None)
-    if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+    if isinstance(mapped, mmap.mmap):
         mapped.madvise(mmap.MADV_RANDOM)
     return array
 
