@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "add_tensors",
+    "current_node",
     "has_hooks",
     "hooks_registered",
     "input_metadata",
@@ -44,6 +45,9 @@ add_tensors: Any = torch._foreach_add_
 
 tensor_hooks: Callable[[Tensor], OrderedDict[int, Any] | None] = attrgetter("_backward_hooks")
 """The hooks of `Tensor.register_hook`."""
+
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The autograd node that runs now on this thread."""
 
 input_metadata: Callable[[Any], Sequence[Any]] = attrgetter("_input_metadata")
 """Shape and dtype of each gradient that a node takes."""

@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 
 from stageline.autograd._torch_private import input_metadata, saved_names, sequence_number
 from stageline.autograd.graph_plan import CHECKPOINT, Edge, Fork, GraphPlan, hooked_by
-from stageline.autograd.weight_gradients import FORMULAS, Formula, WantedGradient
+from stageline.autograd.weight_gradients import Formula, WantedGradient, formula_of
 
 VIEWS = frozenset(
     ["TBackward0", "ToCopyBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "AliasBackward0"]
@@ -57,6 +57,7 @@ class _Analysis:
     def __init__(self, plan: GraphPlan, nodes: Sequence[Node]) -> None:
         self.plan, self.nodes = plan, nodes
         self.names = [node.name() for node in nodes]
+        self.formulas = [formula_of(node) for node in nodes]
         self.order = list(_children_first(plan))
         self.stops = {number for number in plan.inputs if number >= 0}
 
@@ -104,7 +105,7 @@ class _Analysis:
             if number in seen:
                 continue
             seen.add(number)
-            formula = FORMULAS.get(self.names[number])
+            formula = self.formulas[number]
             onward = [
                 edge[0]
                 for index, edge in enumerate(self.plan.children[number])
@@ -156,7 +157,7 @@ class _Analysis:
                 continue
             leaves = tuple(dict.fromkeys(leaf for _, (child, _) in sides for leaf in sorted(self.behind[child])))
             edges = tuple(index for index, _ in sides)
-            formula = FORMULAS.get(self.names[number])
+            formula = self.formulas[number]
             names = formula.tensors if formula else saved_names(self.nodes[number])
             savers += [(number, name) for name in names[:1]]
             if formula is not None and not self._applies(formula, number, edges, leaves):
@@ -169,7 +170,7 @@ class _Analysis:
     def _applies(self, formula: Formula, number: int, edges: Sequence[int], leaves: Sequence[int]) -> bool:
         leads_to_complex = any(self.nodes[leaf].variable.is_complex() for leaf in leaves)  # type: ignore[attr-defined]
         usual = not (leads_to_complex or input_metadata(self.nodes[number])[0].dtype.is_complex)
-        apart = formula.data == {0, 1} or not formula.data & set(edges)
+        apart = formula.data == {0, 1} or formula.deferred or not formula.data & set(edges)
         return usual and apart and formula.fits(self.nodes[number])
 
     def _settle(self, candidates: list[Fork]) -> None:
@@ -185,7 +186,11 @@ class _Analysis:
         held = dict(zip((number for number, _ in plan.savers), plan.hooked, strict=True))
         together: set[int] = set()
         for fork in candidates:
-            if held.get(fork.node) == CHECKPOINT or BackwardCFunction in type(self.nodes[fork.node]).__mro__:
+            node = self.nodes[fork.node]
+            if fork.formula is not None and fork.formula.deferred:  # I computes all gradients but those of parameters
+                for edge, (child, _) in zip(fork.edges, fork.children, strict=True):
+                    together.update(self.behind[child] if edge in fork.formula.data else ())
+            elif held.get(fork.node) == CHECKPOINT or BackwardCFunction in type(node).__mro__:
                 together.update(fork.leaves)
         for leaf, forks in uses.items():
             # Parts of one gradient are added in the order of a whole backward only if W computes all of them at once.

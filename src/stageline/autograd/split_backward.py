@@ -8,10 +8,13 @@ records. So every matrix product runs once, in the half where it belongs, and wi
 If all forks have a formula (see `weight_gradients`), I frees the graph as a whole backward does, and only what W needs
 stays: inputs and output gradients of linear layers and norms. Other forks run again in W, so the graph has to stay.
 
-Some parameters cannot be split off: those behind a Python autograd function, a compiled region or torch's
-checkpointing, which compute all their gradients at once. I computes theirs, and W hands them out. The same holds for a
-whole graph that may have hooks (see `engine`): each hook runs once, and sees and changes what it does in a whole
-backward.
+A unit that Stageline compiled is one node, whose backward is made of two graphs (see `graphs`); I runs the first, W the
+second.
+
+Some parameters cannot be split off: those behind a Python autograd function, a region that another backend compiled or
+torch's checkpointing, which compute all their gradients at once. I computes theirs, and W hands them out. The same
+holds for a whole graph that may have hooks (see `engine`): each hook runs once, and sees and changes what it does in a
+whole backward.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from stageline.autograd import engine
 from stageline.autograd._torch_private import add_tensors, has_hooks, input_metadata, sequence_number, tensor_hooks
 from stageline.autograd.graph_analysis import make_plan
 from stageline.autograd.graph_plan import Fork, GraphPlan
+from stageline.autograd.graphs.backward import Deferred
 from stageline.autograd.weight_gradients import WantedGradient
 
 PLANS = 16
@@ -136,7 +140,8 @@ class SplitBackward:
         early = [] if late else self._notes
         for note in early:
             note.saved = note.fork.formula.take(self._nodes[note.fork.node])  # type: ignore[union-attr]
-        forks = [GradientEdge(self._nodes[note.fork.node], 0) for note in early]
+        watched = [note for note in early if not note.fork.formula.deferred]  # type: ignore[union-attr]
+        forks = [GradientEdge(self._nodes[note.fork.node], 0) for note in watched]
         handles = [engine.add_prehook(self._nodes[note.fork.node], self._noting(note)) for note in late]
         quiet = [(hooks, dict(hooks)) for parameter in parameters if (hooks := tensor_hooks(parameter))]
         for dictionary, _ in quiet:
@@ -156,7 +161,7 @@ class SplitBackward:
         first = len(ends or self.inputs)
         then = first + len(parameters)
         self._together = list(zip(parameters, gradients[first:then], strict=True))
-        for note, grad in zip(early, gradients[then:], strict=True):
+        for note, grad in zip(watched, gradients[then:], strict=True):
             note.grads = (grad,)
         if not ends:
             return self._done(list(gradients[:first]))
@@ -225,7 +230,7 @@ class SplitBackward:
     def retained(self) -> Iterator[Any]:
         """Yield what is held from I to W, as trees of tensors: gradients, and what nodes saved and did not release."""
         for note in self._notes:
-            yield note.grads, note.saved
+            yield note.grads, [value.kept if isinstance(value, Deferred) else value for value in note.saved]
         yield [grad for _, grad in self._together], self._last[1]
         for node in self._nodes:
             for name in dir(node):
@@ -242,7 +247,7 @@ class SplitBackward:
         """
         fork = note.fork
         grad = note.grads[0] if note.grads else None
-        if grad is None or fork.formula is None:
+        if fork.formula is None or (grad is None and not fork.formula.deferred):
             return []
         wanted: Sequence[WantedGradient]
         if fork.wanted is not None and self.direct and not any(map(has_hooks, fork.targets)):
@@ -264,7 +269,7 @@ class SplitBackward:
             elif parameter.grad is not None:
                 parameter.grad.add_(gradient)
             else:
-                parameter.grad = gradient.clone() if _shares(gradient, grad) else gradient
+                parameter.grad = gradient.clone() if grad is not None and _shares(gradient, grad) else gradient
         return left
 
     def _wanted(self, fork: Fork, index: int, plain: bool) -> WantedGradient:

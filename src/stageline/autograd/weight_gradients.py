@@ -8,7 +8,7 @@ itself would call, so the bits are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from stageline.autograd._torch_private import saved
+from stageline.autograd.graphs.backward import compiled_backward, defer
 
 Saved = tuple[Any, ...]
 
@@ -39,10 +40,12 @@ class Formula(NamedTuple):
     """The names of the saved tensors that it reads."""
     take: Callable[[Node], Saved]
     """Returns what to keep of a node; called while I runs."""
-    compute: Callable[[Saved, Tensor, Sequence[WantedGradient]], list[Tensor]]
+    compute: Callable[[Saved, Any, Sequence[WantedGradient]], list[Tensor]]
     """Returns the requested gradients."""
     fits: Callable[[Node], bool] = lambda node: True
     """Whether the formula holds for this node."""
+    deferred: bool = False
+    """Whether the node itself keeps what W needs when I runs it; then `compute` needs no gradient."""
 
 
 def _second_factor(
@@ -67,7 +70,7 @@ def _reduced(grad: Tensor, wanted: WantedGradient) -> Tensor:
     return total.t() if wanted.transposed else total
 
 
-def _selected(gradients: Sequence[Tensor], wanted: Sequence[WantedGradient]) -> list[Tensor]:
+def _selected(gradients: Sequence[Tensor] | Mapping[int, Tensor], wanted: Sequence[WantedGradient]) -> list[Tensor]:
     return [gradients[want.edge].t() if want.transposed else gradients[want.edge] for want in wanted]
 
 
@@ -154,3 +157,22 @@ FORMULAS: dict[str, Formula] = {
     "AddBackward0": Formula(_EITHER, (), lambda node: (), _compute_add, _is_plain_add),
 }
 """By the name of the node. For a node that is not listed, the graph is kept, and the node runs again in W."""
+
+
+def _compute_deferred(kept: Saved, grad: None, wanted: Sequence[WantedGradient]) -> list[Tensor]:
+    gradients = kept[0].gradients()
+    return _selected(gradients, wanted) if gradients else []
+
+
+def formula_of(node: Node) -> Formula | None:
+    """The formula for a node; None if it has to run again in W.
+
+    >>> layer = torch.nn.Linear(2, 2)
+    >>> formula_of(layer(torch.ones(1, 2)).grad_fn).tensors
+    ('mat1',)
+    """
+    formula = FORMULAS.get(node.name())
+    if formula is None and (backward := compiled_backward(node)) is not None:
+        edges = frozenset(range(len(node.next_functions))) - backward.edges
+        return Formula(edges, (), lambda node: (defer(node),), _compute_deferred, deferred=True)
+    return formula

@@ -1,0 +1,92 @@
+"""Private torch API used by this package. Tested with torch 2.11 and 2.13.
+
+Importing this module imports torch's compiler, which takes seconds: only `backend` and `halves` import it, and they are
+imported when a unit is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.partitioners import default_partition, get_default_op_list
+from torch._guards import TracingContext
+from torch._inductor import list_mode_options
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch.fx import GraphModule, Node
+from torch.fx.graph import CodeGen
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "OPERATORS",
+    "aot_module_simplified",
+    "backward_metadata",
+    "boxed",
+    "compile_fx",
+    "compile_fx_inner",
+    "default_partition",
+    "eager_lowering",
+    "list_mode_options",
+    "pytree",
+    "size_hint",
+    "tensors_in",
+]
+
+OPERATORS = get_default_op_list()
+"""Which operators are views, which are pointwise, and which are expensive."""
+
+
+def backward_metadata() -> Any:
+    """What AOTAutograd knows about the unit that is being compiled."""
+    context = TracingContext.try_get()
+    return None if context is None else context.fw_metadata
+
+
+@contextmanager
+def eager_lowering() -> Iterator[None]:
+    """Compile the backward together with the forward, and keep both out of the cache for whole backwards."""
+    with functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
+        yield
+
+
+def size_hint(size: Any) -> int:
+    """A size as a number; for a dynamic one, the size of the example."""
+    return size if isinstance(size, int) else int(getattr(size.node, "hint", None) or 1)
+
+
+class _BoxedCode(CodeGen):
+    """Generates a function that takes its arguments in a list and clears it, so that they are freed after use."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
+        names = [variable.split(":")[0].split("=")[0].strip() for variable in free_vars if variable != "self"]
+        head = f"def {self._func_name}(self, arguments):"
+        return f"{head}\n    [{', '.join(names)}] = arguments\n    arguments.clear()"
+
+
+def boxed(module: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """Return a function that runs the nodes of a graph one by one, and takes its arguments in a list.
+
+    >>> graph = torch.fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> _ = graph.output((graph.call_function(torch.add, (x, x)),))
+    >>> boxed(GraphModule({}, graph))([torch.ones(1)])
+    (tensor([2.]),)
+    """
+    module.graph.set_codegen(_BoxedCode())
+    module.recompile()
+    forward = type(module).forward
+
+    def run(arguments: list[Any]) -> Sequence[Any]:
+        return forward(module, arguments)  # type: ignore[no-any-return]
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def tensors_in(node: Node) -> list[Tensor]:
+    """The tensors that a node returned when it was traced."""
+    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]

@@ -1,0 +1,132 @@
+"""Backends for `torch.compile` whose backward runs in two halves when a split backward asks for it.
+
+`GraphBackend` compiles a unit as usual: Dynamo captures it and guards it, and AOTAutograd traces its forward and
+backward. Only the backward differs: it is a `CompiledBackward`, made of the two graphs of `halves`.
+
+The graphs run as they are, operator by operator ("graphs"), which gives the bits of autograd, or compiled by inductor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from torch import nn
+from torch.fx import GraphModule
+
+from stageline.autograd.graphs import _torch_private as private
+from stageline.autograd.graphs.backward import CompiledBackward, Halves, Run
+from stageline.autograd.graphs.halves import cut_backward
+
+Compiler = Literal["graphs", "inductor"]
+
+
+class GraphBackend:
+    """A backend for `torch.compile`; units compiled by the same one share their graphs if they are equal.
+
+    >>> import torch
+    >>> layer = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    >>> compiled = torch.compile(layer, backend=GraphBackend("graphs"))
+    >>> x = torch.ones(1, 2, requires_grad=True)
+    >>> compiled(x).sum().backward()
+    >>> x.grad.shape
+    torch.Size([1, 2])
+    """
+
+    def __init__(self, compiler: Compiler, report: Callable[[str], None] = lambda reason: None) -> None:
+        """`report` is called with the reason why the backward of a unit cannot be split."""
+        self.compiler = compiler
+        self.units: list[Halves] = []
+        """The halves of the units that were compiled so far."""
+        self._report = report
+
+    def __call__(
+        self,
+        module: GraphModule,
+        inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compile what Dynamo captured."""
+        unit = _Unit(self, [isinstance(value, nn.Parameter) and value.requires_grad for value in inputs])
+        with private.eager_lowering():
+            if self.compiler == "graphs":
+                return private.aot_module_simplified(
+                    module,
+                    inputs,
+                    fw_compiler=lambda graph, examples: private.boxed(graph),
+                    bw_compiler=unit.compile_backward,  # type: ignore[arg-type]
+                    inference_compiler=lambda graph, examples: private.boxed(graph),
+                    partition_fn=private.default_partition,
+                )
+            patches = {**(private.list_mode_options(mode) if mode else {}), **(options or {})}
+            patches["triton.cudagraphs"] = False
+            return private.compile_fx(module, inputs, inner_compile=unit.compile_inner, config_patches=patches)
+
+    def add(self, halves: Halves) -> None:
+        """Note the halves of a unit."""
+        self.units.append(halves)
+
+    def refuse(self, reason: str) -> None:
+        """Report that a unit's backward stays whole."""
+        self._report(reason)
+
+
+class _Unit:
+    """One unit that is being compiled."""
+
+    def __init__(self, backend: GraphBackend, trained: Sequence[bool]) -> None:
+        self.backend, self.trained = backend, trained
+
+    def compile_backward(self, graph: GraphModule, examples: Sequence[Any]) -> Run:
+        """Compile a backward whose operators run as they are."""
+        halves = self._halves(graph)
+        if halves is None:
+            return private.boxed(graph)
+        return self._joined(halves, private.boxed(halves.inputs), private.boxed(halves.weights))
+
+    def compile_inner(self, graph: GraphModule, examples: Sequence[Any], **options: Any) -> Any:
+        """Compile a forward or a backward with inductor."""
+        halves = self._halves(graph) if options.get("is_backward") else None
+        if halves is None:
+            return private.compile_fx_inner(graph, examples, **options)
+        options["static_input_idxs"] = ()
+
+        def compile_half(half: GraphModule) -> Run:
+            (output,) = half.graph.find_nodes(op="output")
+            # The other half, and autograd, rely on the strides that were traced.
+            output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+            values = [node.meta["val"] for node in half.graph.find_nodes(op="placeholder")]
+            return private.compile_fx_inner(half, values, **options)
+
+        return self._joined(halves, compile_half(halves.inputs), compile_half(halves.weights))
+
+    def _joined(self, halves: Halves, inputs: Run, weights: Run) -> CompiledBackward:
+        self.backend.add(halves)
+        return CompiledBackward(halves, inputs, weights, len(self.trained))
+
+    def _halves(self, graph: GraphModule) -> Halves | None:
+        """Cut a backward, if all its outputs are gradients of what Dynamo passed to the unit."""
+        metadata = private.backward_metadata()
+        (output,) = graph.graph.find_nodes(op="output")
+        reason = _obstacle(metadata, len(output.args[0]), len(self.trained))
+        if reason:
+            self.backend.refuse(reason)
+            return None
+        metadata.bw_donated_idxs = []  # I must not overwrite what W reads
+        weights = {index for index, trains in enumerate(self.trained) if trains}
+        return cut_backward(graph, weights, weights | set(metadata.static_input_indices or ()))
+
+
+def _obstacle(metadata: Any, outputs: int, inputs: int) -> str:
+    """Why the outputs of a backward graph are not one gradient for every input of the unit; empty if they are."""
+    if metadata is None:
+        return "torch did not say what the unit's backward returns"
+    if outputs != inputs:
+        return f"its backward returns {outputs} values for {inputs} inputs, as for aliased inputs or tensor subclasses"
+    if metadata.tokens or getattr(metadata, "is_rng_op_functionalized", False):
+        return "its backward has effects beside gradients"
+    if metadata.indices_of_inputs_that_requires_grad_with_mutations_in_bw:
+        return "its backward changes an input in place"
+    return ""
