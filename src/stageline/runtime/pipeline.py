@@ -31,8 +31,9 @@ from stageline.runtime.rank_executors import ExecutorCache
 from stageline.runtime.replan import Replan, Replanned, StepWatch, watch_for
 from stageline.runtime.replicas import join_replicas, replica_seed
 from stageline.runtime.setup.automatic_plan import automatic
+from stageline.runtime.setup.compile import Compile
 from stageline.runtime.setup.handshake import common_seed, facts_of
-from stageline.runtime.setup.model_stages import Compile, ModelStages, named_tensors
+from stageline.runtime.setup.model_stages import ModelStages, named_tensors
 from stageline.runtime.setup.options import PipelineOptions, Reduction
 from stageline.runtime.setup.stages import (
     check_options,
@@ -149,7 +150,8 @@ class Pipeline:
         `mesh` assigns the processes, by dimensions named "dp" and "pp". Gradients are added up over replicas in buckets
         of `bucket_mb` MiB, in `reduce_dtype` (default: float32, or the dtype of the gradients if that is wider).
         `compile` is True, the name of a backend or the keywords of torch.compile, which compiles every layer, or every
-        unit of a model (see docs/runtime.md). `options` are those of the schedule's family, such as `chunks`.
+        unit of a model; "graphs" runs captured graphs without a compiler (see docs/runtime.md). `options` are those of
+        the schedule's family, such as `chunks`.
         `replan` compares the last steps of every `replan_every` with `planned`, with the plan of "auto" or with the
         first of them: "warn" names the stages that drift, "auto" takes a better order (see docs/plan.md).
         `args_chunk_spec`, `kwargs_chunk_spec` (by keyword, for inputs that are a dict and for `stage_kwargs`) and
@@ -211,7 +213,7 @@ class Pipeline:
         seed = common_seed(host, options.seed)
         before = named_tensors(model)
         stages.build(recipe, seed, options.device)
-        stages.place(options.compile)
+        stages.place(options.compile, split=schedule.splits_backward)
         stage_options = StageOptions(options.loss_fn, replica_seed(seed, host.replica), recompute)
         penalties = len(list(model.named_parameters())) if options.penalty is not None else 0
         executors = ExecutorCache(

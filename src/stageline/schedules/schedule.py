@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stageline.common.errors import ScheduleError, shorten
-from stageline.schedules.action import KINDS, LARGEST_INDEX, OUTPUT_STEP, Action, Entry, F, Overlap, parse_entry
+from stageline.schedules.action import KINDS, LARGEST_INDEX, OUTPUT_STEP, Action, Entry, F, Overlap, W, parse_entry
 from stageline.schedules.placement import Placement
 from stageline.schedules.runs import PAIRED, ActionRun
 
@@ -216,6 +216,11 @@ class Schedule:
     def has_overlaps(self) -> bool:
         """Whether any entry is an overlapped pair."""
         return bool(self.pair_starts.any())
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether any backward runs in two halves."""
+        return bool((self.action_kinds == W).any())
 
     def input_stage(self, index: int) -> int | None:
         """Return the stage whose output this action takes, or None.

@@ -32,6 +32,7 @@ from stageline.planning.request import device_memory
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.out_of_memory import PLAN_ADVICE
 from stageline.runtime.pipeline import Pipeline
+from stageline.runtime.setup.compile import SPLIT_BACKENDS
 from stageline.train.checkpoint import leave_mark, remove_mark, sees_mark
 from stageline.train.config.config import Config
 from stageline.train.config.rules import fixed_schedule
@@ -205,7 +206,7 @@ class Setup:
                 "tokens after it; use a causal model, or samples of your own"
             )
         measured = self._measure(model, example, targets)
-        if self.config.compile.enable:  # a compiled backward has no separate halves
+        if self.config.compile.enable and self.config.compile.backend not in SPLIT_BACKENDS:
             layers = [replace(layer, backward_input=layer.backward, backward_weight=0.0) for layer in measured.layers]
             measured = replace(measured, layers=tuple(layers))
         memory = device_memory(model)

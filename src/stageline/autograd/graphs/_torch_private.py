@@ -1,13 +1,16 @@
 """Private torch API used by this package. Tested with torch 2.11 and 2.13.
 
-Importing this module imports torch's compiler, which takes seconds: only `backend` and `halves` import it, and they are
-imported when a unit is compiled.
+Importing this module imports parts of torch's compiler, which takes a second: only `backend` and `halves` import it,
+and they are imported when a unit is to be compiled.
 """
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -15,8 +18,6 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition, get_default_op_list
 from torch._guards import TracingContext
-from torch._inductor import list_mode_options
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
@@ -26,14 +27,13 @@ __all__ = [
     "aot_module_simplified",
     "backward_metadata",
     "boxed",
-    "compile_fx",
-    "compile_fx_inner",
     "default_partition",
     "eager_lowering",
-    "list_mode_options",
-    "pytree",
+    "inductor",
+    "mode_options",
     "size_hint",
     "tensors_in",
+    "without_disk_cache",
 ]
 
 OPERATORS = get_default_op_list()
@@ -51,6 +51,28 @@ def eager_lowering() -> Iterator[None]:
     """Compile the backward together with the forward, and keep both out of the cache for whole backwards."""
     with functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
         yield
+
+
+@cache
+def inductor() -> Any:
+    """Inductor's module `compile_fx`, which takes seconds to import and warns of torch's own code."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module("torch._inductor.compile_fx")
+
+
+def without_disk_cache() -> Any:
+    """A context in which inductor neither reads nor writes its cache of compiled graphs."""
+    import torch._inductor.config
+
+    return torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False)
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """The options that a mode of torch.compile stands for."""
+    import torch._inductor
+
+    return dict(torch._inductor.list_mode_options(mode)) if mode else {}
 
 
 def size_hint(size: Any) -> int:

@@ -9,9 +9,11 @@ The graphs run as they are, operator by operator ("graphs"), which gives the bit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from stageline.autograd.graphs import _torch_private as private
@@ -49,7 +51,7 @@ class GraphBackend:
         options: Mapping[str, Any] | None = None,
     ) -> Any:
         """Compile what Dynamo captured."""
-        unit = _Unit(self, [isinstance(value, nn.Parameter) and value.requires_grad for value in inputs])
+        unit = _Unit(self, inputs)
         with private.eager_lowering():
             if self.compiler == "graphs":
                 return private.aot_module_simplified(
@@ -60,9 +62,9 @@ class GraphBackend:
                     inference_compiler=lambda graph, examples: private.boxed(graph),
                     partition_fn=private.default_partition,
                 )
-            patches = {**(private.list_mode_options(mode) if mode else {}), **(options or {})}
-            patches["triton.cudagraphs"] = False
-            return private.compile_fx(module, inputs, inner_compile=unit.compile_inner, config_patches=patches)
+            patches = {**private.mode_options(mode), **(options or {}), "triton.cudagraphs": False}
+            compile_fx = private.inductor().compile_fx
+            return compile_fx(module, inputs, inner_compile=unit.compile_inner, config_patches=patches)
 
     def add(self, halves: Halves) -> None:
         """Note the halves of a unit."""
@@ -76,8 +78,12 @@ class GraphBackend:
 class _Unit:
     """One unit that is being compiled."""
 
-    def __init__(self, backend: GraphBackend, trained: Sequence[bool]) -> None:
-        self.backend, self.trained = backend, trained
+    def __init__(self, backend: GraphBackend, inputs: Sequence[Any]) -> None:
+        self.backend, self.inputs = backend, len(inputs)
+        self.weights = {i for i, value in enumerate(inputs) if isinstance(value, nn.Parameter) and value.requires_grad}
+        tensors = (int(isinstance(value, Tensor)) for value in inputs)
+        self.edges = [count - 1 for count in accumulate(tensors)]
+        """For each input that is a tensor, its edge of the autograd node: dynamic sizes have none."""
 
     def compile_backward(self, graph: GraphModule, examples: Sequence[Any]) -> Run:
         """Compile a backward whose operators run as they are."""
@@ -88,35 +94,39 @@ class _Unit:
 
     def compile_inner(self, graph: GraphModule, examples: Sequence[Any], **options: Any) -> Any:
         """Compile a forward or a backward with inductor."""
+        compile_inner = private.inductor().compile_fx_inner
         halves = self._halves(graph) if options.get("is_backward") else None
         if halves is None:
-            return private.compile_fx_inner(graph, examples, **options)
+            return compile_inner(graph, examples, **options)
         options["static_input_idxs"] = ()
 
-        def compile_half(half: GraphModule) -> Run:
+        def compile_half(half: GraphModule) -> Any:
             (output,) = half.graph.find_nodes(op="output")
             # The other half, and autograd, rely on the strides that were traced.
             output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
             values = [node.meta["val"] for node in half.graph.find_nodes(op="placeholder")]
-            return private.compile_fx_inner(half, values, **options)
+            # The cache on disk expects the arguments of a whole graph where sizes are dynamic.
+            if any(isinstance(size, torch.SymInt) for value in values for size in getattr(value, "shape", [value])):
+                with private.without_disk_cache():
+                    return compile_inner(half, values, **options)
+            return compile_inner(half, values, **options)
 
         return self._joined(halves, compile_half(halves.inputs), compile_half(halves.weights))
 
     def _joined(self, halves: Halves, inputs: Run, weights: Run) -> CompiledBackward:
         self.backend.add(halves)
-        return CompiledBackward(halves, inputs, weights, len(self.trained))
+        return CompiledBackward(halves, inputs, weights, self.inputs, self.edges)
 
     def _halves(self, graph: GraphModule) -> Halves | None:
         """Cut a backward, if all its outputs are gradients of what Dynamo passed to the unit."""
         metadata = private.backward_metadata()
         (output,) = graph.graph.find_nodes(op="output")
-        reason = _obstacle(metadata, len(output.args[0]), len(self.trained))
+        reason = _obstacle(metadata, len(output.args[0]), self.inputs)
         if reason:
             self.backend.refuse(reason)
             return None
         metadata.bw_donated_idxs = []  # I must not overwrite what W reads
-        weights = {index for index, trains in enumerate(self.trained) if trains}
-        return cut_backward(graph, weights, weights | set(metadata.static_input_indices or ()))
+        return cut_backward(graph, self.weights, self.weights | set(metadata.static_input_indices or ()))
 
 
 def _obstacle(metadata: Any, outputs: int, inputs: int) -> str:

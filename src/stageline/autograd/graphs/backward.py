@@ -76,10 +76,11 @@ def defer(node: Any) -> Deferred:
 class CompiledBackward:
     """The backward of a compiled unit: a function from saved tensors and gradients of outputs to all gradients."""
 
-    def __init__(self, halves: Halves, inputs: Run, weights: Run, outputs: int) -> None:
-        """`inputs` and `weights` run the halves; the whole backward has this many outputs, one for each edge."""
+    def __init__(self, halves: Halves, inputs: Run, weights: Run, outputs: int, edges: Sequence[int]) -> None:
+        """`inputs` and `weights` run the halves; `edges` are the autograd edges that the outputs belong to."""
         self.halves = halves
-        self.edges = frozenset(halves.weight_outputs)
+        self._weight_edges = [edges[index] for index in halves.weight_outputs]
+        self.edges = frozenset(self._weight_edges)
         """The edges of the autograd node that lead to parameters."""
         self._run_inputs, self._run_weights, self._outputs = inputs, weights, outputs
         self.halved = self  # a wrapper takes over what is in __dict__
@@ -114,5 +115,5 @@ class CompiledBackward:
         gradients = self._run_weights(kept)
         return {
             edge: gradient.clone() if gradient.untyped_storage().data_ptr() in storages else gradient
-            for edge, gradient in zip(self.halves.weight_outputs, gradients, strict=True)
+            for edge, gradient in zip(self._weight_edges, gradients, strict=True)
         }

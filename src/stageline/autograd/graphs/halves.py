@@ -21,7 +21,7 @@ import networkx  # type: ignore[import-untyped]  # torch depends on it
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from stageline.autograd.graphs._torch_private import OPERATORS, pytree, size_hint, tensors_in
+from stageline.autograd.graphs._torch_private import OPERATORS, size_hint, tensors_in
 from stageline.autograd.graphs.backward import Halves
 
 aten = torch.ops.aten
@@ -119,14 +119,12 @@ def _separate_masked(graph: Graph, inner: Sequence[Node]) -> None:
             twin = graph.node_copy(node)
         node.update_arg(mask, [flag and index in onward for index, flag in enumerate(flags)])
         twin.update_arg(mask, [flag and index not in onward for index, flag in enumerate(flags)])
+        values = node.meta["val"]
         for half in (node, twin):
-            half.meta = {**node.meta, "val": _masked(node.meta["val"], half.args[mask])}
+            chosen: Any = half.args[mask]
+            half.meta = {**node.meta, "val": tuple(v if flag else None for v, flag in zip(values, chosen, strict=True))}
         for user in rest:
             user.update_arg(0, twin)
-
-
-def _masked(value: Any, mask: Any) -> Any:
-    return tuple(part if flag else None for part, flag in zip(value, mask, strict=True))
 
 
 def _mask_argument(node: Node) -> int | None:
@@ -183,26 +181,3 @@ def _minimum_cut(graph: Graph, inner: Sequence[Node], outer: Sequence[Node], fre
         network.add_edge((node, "after"), "W")
     _, (side, _) = networkx.minimum_cut(network, "I", "W")
     return [node for node in graph.nodes if (node, "before") in side and (node, "after") not in side]
-
-
-def flops(module: GraphModule) -> int:
-    """The floating-point operations of the products in a graph.
-
-    >>> graph = Graph()
-    >>> x = graph.placeholder("x")
-    >>> x.meta["val"] = torch.ones(2, 2)
-    >>> product = graph.call_function(aten.mm.default, (x, x))
-    >>> product.meta["val"] = torch.ones(2, 2)
-    >>> _ = graph.output((product,))
-    >>> flops(GraphModule({}, graph))
-    16
-    """
-    from torch.utils.flop_counter import flop_registry
-
-    total = 0
-    for node in module.graph.nodes:
-        count = flop_registry.get(getattr(node.target, "overloadpacket", None))
-        if count is not None:
-            arguments, keywords = pytree.tree_map_only(Node, lambda node: node.meta["val"], (node.args, node.kwargs))
-            total += int(count(*arguments, **keywords, out_val=node.meta["val"]))
-    return total

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stageline.common.errors import StagelineError, shorten
 from stageline.distributed.rank_host import RankHost
 from stageline.model.build.build import Description
 from stageline.model.compiled_models import any_compiled
@@ -18,6 +17,7 @@ from stageline.model.stage_module.shared_state import SharedState
 from stageline.model.stage_module.stage_module import StagePart
 from stageline.model.units import NoStack, layers_of
 from stageline.runtime.guards.foreign_reads import holders_of, readers
+from stageline.runtime.setup.compile import Compile, compile_units
 from stageline.runtime.setup.stages import beside, cut
 from stageline.runtime.shared_parameters import Placed, place_stages
 from stageline.schedules.placement import Placement
@@ -73,11 +73,14 @@ class ModelStages:
             if self._not_cut is None:
                 _, self.parts = cut(self._cut, self.model, self._count, self._example)
 
-    def place(self, compile_: Compile) -> None:
-        """Compile the stages of this process, and give each of its ranks the modules of its stages."""
-        self._compile = compile_
+    def place(self, compile_: Compile, *, split: bool = False) -> None:
+        """Compile the stages of this process, and give each of its ranks the modules of its stages.
+
+        `split` says whether the schedule splits the backward.
+        """
+        self._compile, self._split = compile_, split
         if not self.awaits_batch:
-            compile_units((part for stage, part in enumerate(self.parts) if self.holds(stage)), compile_)
+            compile_units((part for stage, part in enumerate(self.parts) if self.holds(stage)), compile_, split=split)
         self.compiled = compile_ is not False or any_compiled(self.parts)
         layers = [watched_layers(part) for part in self.parts]
         self.shared_state = SharedState.of(layers)
@@ -113,7 +116,7 @@ class ModelStages:
     def _cut_again(self, parts: list[nn.Sequential], *, awaits_batch: bool) -> None:
         compiled = getattr(self, "compiled", False)
         self.parts, self.awaits_batch = parts, awaits_batch
-        self.place(self._compile)
+        self.place(self._compile, split=self._split)
         self.compiled = self.compiled or compiled
 
     def refuse_to_train(self) -> None:
@@ -182,33 +185,3 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """All parameters and buffers of a model, tied ones by each of their names."""
     parameters = model.named_parameters(remove_duplicate=False)
     return [*parameters, *model.named_buffers(remove_duplicate=False)]
-
-
-Compile = bool | str | Mapping[str, Any]
-"""Whether to compile, the name of a backend, or keyword arguments of torch.compile."""
-
-
-def compile_units(parts: Iterable[nn.Sequential], option: Compile) -> None:
-    """Compile each layer of the stages, or each unit of a model with its own forward, separately.
-
-    The code between the units, and names, hooks and state dicts, do not change. A compiled backward cannot be split, so
-    the weight gradients of a compiled unit are computed in I, not in W.
-
-    >>> import torch
-    >>> part = nn.Sequential(nn.Linear(2, 2))
-    >>> compile_units([part], {"backend": "eager"})
-    >>> part(torch.ones(1, 2)).shape
-    torch.Size([1, 2])
-    """
-    if not isinstance(option, bool | str | Mapping):
-        raise StagelineError(
-            f"compile is True, the name of a backend or a dict of torch.compile's keyword arguments, "
-            f"got {shorten(option)}"
-        )
-    if option is False:
-        return
-    options: dict[str, Any] = {} if option is True else {"backend": option} if isinstance(option, str) else dict(option)
-    for part in parts:
-        for _, module in watched_layers(part):
-            if any(True for _ in module.parameters()):
-                module.compile(**options)

@@ -14,7 +14,7 @@ from stageline.common.errors import StagelineError, nearest, shorten
 from stageline.runtime.batches.chunk_specs import ChunkSpecs
 from stageline.runtime.penalty import Penalty
 from stageline.runtime.replan import MODES, Replan
-from stageline.runtime.setup.model_stages import Compile
+from stageline.runtime.setup.compile import Compile
 from stageline.tensors.pytree import refuse_arrays
 from stageline.timeline.costs import Costs
 
