@@ -4,5 +4,5 @@
 This package knows autograd graphs and modules. It knows no ranks, microbatch schedules or transports.
 
 Read in order: `split_backward`, `graph_plan`, `graph_analysis`, `weight_gradients`, `engine`, `recompute`, and
-`graphs` for compiled units.
+`graphs/` for compiled units.
 """
