@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,21 +28,20 @@ if TYPE_CHECKING:
 
 def pretrained(model: nn.Module) -> nn.Module | None:
     """Return the library's model inside of a model: the model itself, or the one that an adapter wraps."""
+    return next(_pretrained_in(model), None)
+
+
+def _pretrained_in(model: nn.Module) -> Iterator[nn.Module]:
     library: Any = sys.modules.get("transformers.modeling_utils")
-    if library is None:
-        return None
-    return next((module for module in model.modules() if isinstance(module, library.PreTrainedModel)), None)
+    if library is not None:
+        yield from (module for module in model.modules() if isinstance(module, library.PreTrainedModel))
 
 
 def prepare(model: nn.Module) -> None:
     """Install the library's hooks that collect outputs once, before frames are copied."""
-    library: Any = sys.modules.get("transformers.modeling_utils")
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
-    if library is None or capturing is None:
-        return
-    for module in model.modules():
-        if isinstance(module, library.PreTrainedModel):
-            capturing.maybe_install_capturing_hooks(module)
+    for module in _pretrained_in(model) if capturing is not None else ():
+        capturing.maybe_install_capturing_hooks(module)
 
 
 def defaults_of(model: nn.Module) -> dict[str, Any]:

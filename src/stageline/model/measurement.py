@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -29,204 +29,7 @@ from stageline.model.transients import PeakMeter
 from stageline.tensors.buffers import all_buffers, put_back
 from stageline.tensors.thread_context import autocasts, plain_precision
 
-Value = TypeVar("Value")
-Measure = Callable[[Callable[[], Any]], tuple[float, Any]]
-"""Calls a function; returns what it measured, and the result."""
-
-
-AHEAD = 2e-3
-"""Seconds by which the host runs ahead of the GPU; enough for the kernels of a unit."""
-
-
-class Timer:
-    """Measures the duration of a call with the host's clock; on a GPU, the longer of its time and the host's."""
-
-    def __init__(self, device: torch.device) -> None:
-        if device.type not in ("cpu", "cuda"):
-            raise StagelineError(f"device must be 'cpu' or 'cuda', got {str(device)!r}")
-        self._device = device
-
-    def __call__(self, call: Callable[[], Value]) -> tuple[float, Value]:
-        """Return the seconds, and the result of the call."""
-        if self._device.type == "cpu":
-            start_time = time.perf_counter()
-            value = call()
-            return time.perf_counter() - start_time, value
-        make: Any = torch.cuda.Event
-        start, end = make(enable_timing=True), make(enable_timing=True)
-        stream = torch.cuda.current_stream(self._device)
-        stream.synchronize()
-        # In a step, the host runs ahead of the GPU. The GPU waits for it here, so that it is not idle between kernels.
-        sleep_on_gpu(AHEAD)
-        start.record(stream)
-        start_time = time.perf_counter()
-        value = call()
-        on_host = time.perf_counter() - start_time
-        end.record(stream)
-        end.synchronize()
-        on_host -= 0.0 if on_host < AHEAD else AHEAD  # it waited for the GPU
-        return max(float(start.elapsed_time(end)) / 1e3, on_host), value
-
-
-@dataclass
-class _Graph:
-    """The graph that F leaves: inputs that require a gradient, and outputs that have one."""
-
-    inputs: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
-    hooked: bool = False
-    """Whether the forward registered hooks."""
-
-    def grads(self) -> list[Tensor]:
-        return [torch.ones_like(output) for output in self.outputs]
-
-    def split(self, plans: list[GraphPlan]) -> SplitBackward:
-        return SplitBackward(self.outputs, self.grads(), self.inputs, plans, hooked=self.hooked)
-
-
-class CallBenchmark:
-    """One call of one layer, run repeatedly."""
-
-    def __init__(self, trace: LayerTrace, call: Call, timer: Timer) -> None:
-        self._trace, self._call, self._timer = trace, call, timer
-        self._plans: list[GraphPlan] = []
-        self._graph = _Graph()
-        self._times: dict[str, list[float]] = {kind: [] for kind in "FIWB"}
-        self.transients = dict.fromkeys("FIWB", 0)
-        """Bytes that are held only while an action runs."""
-
-    def _new_inputs(self) -> tuple[list[Tensor], Any, Any]:
-        """Return the inputs that require a gradient, as leaves of a new graph, and the arguments."""
-        leaves = [
-            leaf.detach().requires_grad_(requires_grad) if isinstance(leaf, Tensor) else leaf
-            for leaf, requires_grad in zip(self._call.leaves, self._call.requires_grad, strict=True)
-        ]
-        inputs = [leaf for leaf, requires_grad in zip(leaves, self._call.requires_grad, strict=True) if requires_grad]
-        if self._call.mutates_inputs:
-            leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        args, kwargs = tree_unflatten(leaves, self._call.tree)
-        return inputs, args, kwargs
-
-    def _forward(self, measure: Measure) -> float:
-        """Run F; one of the backwards below must follow."""
-        inputs, args, kwargs = self._new_inputs()
-        hooks_before = registered_hooks()
-        with self._error_context(), ExitStack() as stack:
-            for autocast in self._call.autocasts:
-                stack.enter_context(autocast)
-            measured, output = measure(lambda: self._trace.module(*args, **kwargs))
-        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        self._graph = _Graph(inputs, outputs, registered_hooks() != hooks_before)
-        return measured
-
-    def _halves(self, measure: Measure) -> tuple[float, float]:
-        """Run I and W."""
-        graph, self._graph = self._graph, _Graph()
-        if not graph.outputs:
-            return 0.0, 0.0
-        with self._error_context(), plain_precision():
-            split = graph.split(self._plans)
-            del graph
-            return measure(split.input_gradients)[0], measure(split.weight_gradients)[0]
-
-    def _whole(self, measure: Measure) -> float:
-        """Run B."""
-        graph, self._graph = self._graph, _Graph()
-        if not graph.outputs:
-            return 0.0
-        grads = graph.grads()
-        with self._error_context(), plain_precision(), ArrivingGradients(graph.inputs):
-            return measure(lambda: torch.autograd.backward(graph.outputs, grads))[0]
-
-    def forward(self, keep: bool) -> None:
-        """Run F, before `halves` or `whole`. Record its time if `keep`, else it is a warm-up."""
-        self._record("F", self._forward(self._timer), keep)
-
-    def halves(self, keep: bool) -> None:
-        """Run I and W."""
-        for kind, seconds in zip("IW", self._halves(self._timer), strict=True):
-            self._record(kind, seconds, keep)
-
-    def whole(self, keep: bool) -> None:
-        """Run B."""
-        self._record("B", self._whole(self._timer), keep)
-
-    def measure_transients(self, meter: PeakMeter) -> None:
-        """Record how far memory rises while F, B, I and W run."""
-        self.transients["F"] = round(self._forward(meter.above_end))
-        self.transients["B"] = round(self._whole(meter.above_start))
-        self._forward(meter.above_end)
-        self.transients["I"], self.transients["W"] = map(round, self._halves(meter.above_start))
-
-    def residue(self, state: Storages) -> int:
-        """Run F, I and W; return the bytes held from I to W, apart from parameters and buffers (`state`)."""
-        self.forward(keep=False)
-        graph, self._graph = self._graph, _Graph()
-        if not graph.outputs:
-            return 0
-        with self._error_context():
-            split = graph.split(self._plans)
-            split.input_gradients()
-            retained = storages_of([tensor for tree in split.retained() for tensor in tensors_in(tree)])
-            split.weight_gradients()
-        return sum(size for key, size in retained.items() if key not in state)
-
-    def _record(self, kind: str, seconds: float, keep: bool) -> None:
-        if keep:
-            self._times[kind].append(seconds)
-
-    def median(self, kind: str) -> float:
-        """Return the median of the recorded times."""
-        return statistics.median(self._times[kind])
-
-    @contextmanager
-    def _error_context(self) -> Iterator[None]:
-        try:
-            yield
-        except StagelineError:
-            raise
-        except Exception as error:
-            raise StagelineError(
-                f"{self._trace.title} failed when it ran alone with the inputs from the model: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-
-def run_round(calls: Sequence[CallBenchmark], keep: bool) -> None:
-    """Run all calls once with split backwards and once with whole ones.
-
-    They run in the order of a step, so that caches and memory are as in a step, and a slow spell of the machine affects
-    all layers.
-    """
-    for backward in (CallBenchmark.halves, CallBenchmark.whole):
-        for call in calls:
-            call.forward(keep)
-        for call in reversed(calls):
-            backward(call, keep)
-
-
-@contextmanager
-def preserved_state(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore gradients, buffers and random state on exit, and disable hooks of parameters meanwhile."""
-    parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
-    grads = [parameter.grad for parameter in parameters]
-    buffers = [buffer for module in modules for buffer in all_buffers(module)]
-    hooks = [(dictionary, dict(dictionary)) for parameter in parameters for dictionary in hook_dictionaries(parameter)]
-    cuda_devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    try:
-        for parameter in parameters:
-            parameter.grad = None
-        for dictionary, _ in hooks:
-            dictionary.clear()
-        with torch.random.fork_rng(devices=cuda_devices), torch.enable_grad():
-            yield
-    finally:
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad
-        for dictionary, entries in hooks:
-            dictionary.update(entries)
-        put_back(buffers)
-
+# One run of the model
 
 Storages = dict[Any, int]
 """Bytes per storage: tensors that share memory have one entry."""
@@ -295,17 +98,22 @@ def capture(layers: Sequence[tuple[str, nn.Module]], run: Callable[[], Any]) -> 
                 stack.callback(hook.remove)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(observer.pack, _no_backward))
-        try:
+        with _errors_named(observer.inside, "the model ran"):
             run()
-        except StagelineError:
-            raise
-        except Exception as error:
-            if not observer.inside:
-                raise
-            raise StagelineError(
-                f"{observer.inside[-1].title} failed when the model ran: {type(error).__name__}: {error}"
-            ) from error
     return observer.traces()
+
+
+@contextmanager
+def _errors_named(layers: Sequence[LayerTrace], when: str) -> Iterator[None]:
+    """Name the innermost of the running layers in errors of its code."""
+    try:
+        yield
+    except StagelineError:
+        raise
+    except Exception as error:
+        if not layers:
+            raise
+        raise StagelineError(f"{layers[-1].title} failed when {when}: {type(error).__name__}: {error}") from error
 
 
 def _no_backward(nothing: None) -> Tensor:
@@ -400,3 +208,195 @@ class _Observer:
                 )
         remaining = {module: iter(traces) for module, traces in self._traces.items()}
         return [next(remaining[module]) for _, module in self.layers]
+
+
+# Each layer alone
+
+Value = TypeVar("Value")
+Measure = Callable[[Callable[[], Any]], tuple[float, Any]]
+"""Calls a function; returns what it measured, and the result."""
+
+
+AHEAD = 2e-3
+"""Seconds by which the host runs ahead of the GPU; enough for the kernels of a unit."""
+
+
+class Timer:
+    """Measures the duration of a call with the host's clock; on a GPU, the longer of its time and the host's."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type not in ("cpu", "cuda"):
+            raise StagelineError(f"device must be 'cpu' or 'cuda', got {str(device)!r}")
+        self._device = device
+
+    def __call__(self, call: Callable[[], Value]) -> tuple[float, Value]:
+        """Return the seconds, and the result of the call."""
+        if self._device.type == "cpu":
+            start_time = time.perf_counter()
+            value = call()
+            return time.perf_counter() - start_time, value
+        make: Any = torch.cuda.Event
+        start, end = make(enable_timing=True), make(enable_timing=True)
+        stream = torch.cuda.current_stream(self._device)
+        stream.synchronize()
+        # In a step, the host runs ahead of the GPU. The GPU waits for it here, so that it is not idle between kernels.
+        sleep_on_gpu(AHEAD)
+        start.record(stream)
+        start_time = time.perf_counter()
+        value = call()
+        on_host = time.perf_counter() - start_time
+        end.record(stream)
+        end.synchronize()
+        on_host -= 0.0 if on_host < AHEAD else AHEAD  # it waited for the GPU
+        return max(float(start.elapsed_time(end)) / 1e3, on_host), value
+
+
+@dataclass
+class _Graph:
+    """The graph that F leaves: inputs that require a gradient, and outputs that have one."""
+
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    hooked: bool = False
+    """Whether the forward registered hooks."""
+
+    def grads(self) -> list[Tensor]:
+        return [torch.ones_like(output) for output in self.outputs]
+
+    def split(self, plans: list[GraphPlan]) -> SplitBackward:
+        return SplitBackward(self.outputs, self.grads(), self.inputs, plans, hooked=self.hooked)
+
+
+class CallBenchmark:
+    """One call of one layer, run repeatedly."""
+
+    def __init__(self, trace: LayerTrace, call: Call, timer: Timer) -> None:
+        self._trace, self._call, self._timer = trace, call, timer
+        self._plans: list[GraphPlan] = []
+        self._graph = _Graph()
+        self._times: dict[str, list[float]] = {kind: [] for kind in "FIWB"}
+        self.transients = dict.fromkeys("FIWB", 0)
+        """Bytes that are held only while an action runs."""
+
+    def _new_inputs(self) -> tuple[list[Tensor], Any, Any]:
+        """Return the inputs that require a gradient, as leaves of a new graph, and the arguments."""
+        leaves = [
+            leaf.detach().requires_grad_(requires_grad) if isinstance(leaf, Tensor) else leaf
+            for leaf, requires_grad in zip(self._call.leaves, self._call.requires_grad, strict=True)
+        ]
+        inputs = [leaf for leaf, requires_grad in zip(leaves, self._call.requires_grad, strict=True) if requires_grad]
+        if self._call.mutates_inputs:
+            leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(leaves, self._call.tree)
+        return inputs, args, kwargs
+
+    def _forward(self, measure: Measure) -> float:
+        """Run F; one of the backwards below must follow."""
+        inputs, args, kwargs = self._new_inputs()
+        hooks_before = registered_hooks()
+        with self._errors_named(), ExitStack() as stack:
+            for autocast in self._call.autocasts:
+                stack.enter_context(autocast)
+            measured, output = measure(lambda: self._trace.module(*args, **kwargs))
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        self._graph = _Graph(inputs, outputs, registered_hooks() != hooks_before)
+        return measured
+
+    def _halves(self, measure: Measure) -> tuple[float, float]:
+        """Run I and W."""
+        graph, self._graph = self._graph, _Graph()
+        if not graph.outputs:
+            return 0.0, 0.0
+        with self._errors_named(), plain_precision():
+            split = graph.split(self._plans)
+            del graph
+            return measure(split.input_gradients)[0], measure(split.weight_gradients)[0]
+
+    def _whole(self, measure: Measure) -> float:
+        """Run B."""
+        graph, self._graph = self._graph, _Graph()
+        if not graph.outputs:
+            return 0.0
+        grads = graph.grads()
+        with self._errors_named(), plain_precision(), ArrivingGradients(graph.inputs):
+            return measure(lambda: torch.autograd.backward(graph.outputs, grads))[0]
+
+    def forward(self, keep: bool) -> None:
+        """Run F, before `halves` or `whole`. Record its time if `keep`, else it is a warm-up."""
+        self._record("F", self._forward(self._timer), keep)
+
+    def halves(self, keep: bool) -> None:
+        """Run I and W."""
+        for kind, seconds in zip("IW", self._halves(self._timer), strict=True):
+            self._record(kind, seconds, keep)
+
+    def whole(self, keep: bool) -> None:
+        """Run B."""
+        self._record("B", self._whole(self._timer), keep)
+
+    def measure_transients(self, meter: PeakMeter) -> None:
+        """Record how far memory rises while F, B, I and W run."""
+        self.transients["F"] = round(self._forward(meter.above_end))
+        self.transients["B"] = round(self._whole(meter.above_start))
+        self._forward(meter.above_end)
+        self.transients["I"], self.transients["W"] = map(round, self._halves(meter.above_start))
+
+    def residue(self, state: Storages) -> int:
+        """Run F, I and W; return the bytes held from I to W, apart from parameters and buffers (`state`)."""
+        self.forward(keep=False)
+        graph, self._graph = self._graph, _Graph()
+        if not graph.outputs:
+            return 0
+        with self._errors_named():
+            split = graph.split(self._plans)
+            split.input_gradients()
+            retained = storages_of([tensor for tree in split.retained() for tensor in tensors_in(tree)])
+            split.weight_gradients()
+        return sum(size for key, size in retained.items() if key not in state)
+
+    def _record(self, kind: str, seconds: float, keep: bool) -> None:
+        if keep:
+            self._times[kind].append(seconds)
+
+    def median(self, kind: str) -> float:
+        """Return the median of the recorded times."""
+        return statistics.median(self._times[kind])
+
+    def _errors_named(self) -> AbstractContextManager[None]:
+        return _errors_named([self._trace], "it ran alone with the inputs from the model")
+
+
+def run_round(calls: Sequence[CallBenchmark], keep: bool) -> None:
+    """Run all calls once with split backwards and once with whole ones.
+
+    They run in the order of a step, so that caches and memory are as in a step, and a slow spell of the machine affects
+    all layers.
+    """
+    for backward in (CallBenchmark.halves, CallBenchmark.whole):
+        for call in calls:
+            call.forward(keep)
+        for call in reversed(calls):
+            backward(call, keep)
+
+
+@contextmanager
+def preserved_state(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore gradients, buffers and random state on exit, and disable hooks of parameters meanwhile."""
+    parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
+    grads = [parameter.grad for parameter in parameters]
+    buffers = [buffer for module in modules for buffer in all_buffers(module)]
+    hooks = [(dictionary, dict(dictionary)) for parameter in parameters for dictionary in hook_dictionaries(parameter)]
+    cuda_devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        for dictionary, _ in hooks:
+            dictionary.clear()
+        with torch.random.fork_rng(devices=cuda_devices), torch.enable_grad():
+            yield
+    finally:
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+        for dictionary, entries in hooks:
+            dictionary.update(entries)
+        put_back(buffers)

@@ -100,14 +100,7 @@ def is_array(value: Any) -> bool:
 
 
 def reach(layers: Sequence[tuple[str, nn.Module]]) -> dict[Any, Holder]:
-    """Return the mutable objects that the layers of a stage can reach.
-
-    >>> box = {}
-    >>> layer = nn.Linear(2, 2)
-    >>> layer.box = box
-    >>> [holder.path for holder in reach([("up", layer)]).values() if holder.value is box]
-    ['up.box']
-    """
+    """Return the mutable objects that the layers of a stage can reach."""
     return _Walk().run(layers)
 
 

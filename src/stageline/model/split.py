@@ -24,7 +24,7 @@ from stageline.model.stage_module.dry_run import CallOrder, DataFlow
 from stageline.model.stage_module.forward_replay import Replay
 from stageline.model.stage_module.stage_module import Original, StagePart
 from stageline.model.stage_module.traced import TracedModel, trace
-from stageline.model.units import NoStack, Unit, in_call_order, listed, paths, uncalled, units_of
+from stageline.model.units import NoStack, Unit, in_call_order, listed, uncalled, units_of
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.pytree import refuse_arrays
 
@@ -135,7 +135,7 @@ def split_by_units(
     """Cut a model into stages with these numbers of units; `names` are the units in the order of their calls."""
     model, recipe = _described(unwrapped(model))
     defined = units_of(model)
-    modules = dict(paths(model))
+    modules = dict(model.named_modules(remove_duplicate=False))
     missing = [name for name in names if name not in modules]
     stacks = {name.rpartition(".")[0] for name in names}
     blocks = [unit.name for unit in defined if unit.block]

@@ -164,16 +164,8 @@ def _ancestors(path: str) -> Iterator[str]:
     return (".".join(parts[:end]) for end in range(len(parts)))
 
 
-def paths(model: nn.Module, parent: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module with its path; a module in two places is yielded twice."""
-    yield parent, model
-    for name, child in children_of(model).items():
-        if child is not None:
-            yield from paths(child, f"{parent}.{name}" if parent else name)
-
-
 def _blocks(model: nn.Module, stacks: Sequence[str], kind: str) -> set[str]:
-    modules = dict(paths(model))
+    modules = dict(model.named_modules(remove_duplicate=False))
     if kind:
         names = [name for name, module in modules.items() if name and type(module).__name__ == kind]
         if not names:

@@ -30,15 +30,7 @@ def is_plain_tensor(tensor: Tensor) -> bool:
 
 
 def detached(tensor: Tensor, wants: bool = False) -> Tensor:
-    """The same values without a graph, of the same class and with the same attributes.
-
-    >>> class Named(Tensor):
-    ...     pass
-    >>> tensor = torch.ones(2).as_subclass(Named)
-    >>> tensor.label = "weights"
-    >>> type(detached(tensor)).__name__, detached(tensor).label
-    ('Named', 'weights')
-    """
+    """The same values without a graph, of the same class and with the same attributes."""
     if type(tensor) in _PLAIN:
         bare = tensor.detach()
         return bare.requires_grad_() if wants else bare

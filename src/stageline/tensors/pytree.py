@@ -109,15 +109,7 @@ def unflatten(leaves: Sequence[Any], text: str) -> Any:
 
 
 def learn(tree: Any) -> None:
-    """Register the named tuples and dataclasses in a tree with torch's pytree, by the names of their classes.
-
-    >>> @dataclasses.dataclass
-    ... class Hidden:
-    ...     states: Tensor
-    >>> learn([Hidden(torch.zeros(2))])
-    >>> pytree.tree_leaves(Hidden(torch.zeros(2)))
-    [tensor([0., 0.])]
-    """
+    """Register the named tuples and dataclasses in a tree with torch's pytree, by the names of their classes."""
     if isinstance(tree, Tensor):
         return
     for node in pytree.tree_leaves(tree, is_leaf=_is_unknown):
@@ -295,11 +287,7 @@ def split_batch(tree: Any, parts: int) -> list[Any]:
 
 
 def join_batch(parts: Sequence[Any]) -> Any:
-    """Concatenate microbatches along the first dimension; values without one become a list.
-
-    >>> join_batch([torch.tensor([0, 1, 2]), torch.tensor([3, 4])]).tolist()
-    [0, 1, 2, 3, 4]
-    """
+    """Concatenate microbatches along the first dimension; values without one become a list."""
     learn(parts[0] if parts else None)
     columns = [pytree.tree_flatten(part) for part in parts]
     joined = [

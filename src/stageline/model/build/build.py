@@ -97,11 +97,7 @@ class Description(Generic[M]):
     _seed_names: dict[int, str] = field(repr=False)  # by call that draws: the name in its seed
 
     def nbytes(self, owns: Owns = lambda name: True) -> int:
-        """Return the bytes of the owned tensors; tied and overlapping ones count once.
-
-        >>> describe(lambda: nn.Linear(10, 10)).nbytes()
-        440
-        """
+        """Return the bytes of the owned tensors; tied and overlapping ones count once."""
         return sum(
             self._tape.storages[storage].nbytes() if len(group) > 1 else group[0].view.nbytes
             for storage, group in self._groups(owns).items()

@@ -10,6 +10,7 @@ the pairs (a, c) that can be reached within the ranks' limits describe the state
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -29,6 +30,10 @@ class Pairs(NamedTuple):
 
     a: Ints
     c: Ints
+
+
+Advance = Callable[[CutProblem, int, Floats, Pairs, bool], tuple[Pairs, float]]
+"""Returns the pairs after a rank, given its number, all limits, the pairs before it and whether caps count."""
 
 
 @dataclass(frozen=True)
@@ -191,23 +196,36 @@ def _reverse_second_round(problem: CutProblem, position: int) -> CutProblem:
 
 def cut_from_all_pairs(problem: CutProblem, slowest: float, *, capped: bool) -> tuple[Ints | None, float]:
     """Return a cut that takes at most `slowest` and its time; or None and a lower bound for every cut."""
-    ranks, end = len(problem.speed), len(problem.time) - 1
-    limits = work_limits(slowest, problem.speed)
-    pairs = [Pairs(np.zeros(1, dtype=np.int64), np.full(1, end))]
-    refused = np.inf
-    for rank in range(ranks - 1):
-        step = Step(problem, rank, limits[rank], pairs[-1])
-        after, outside = _candidates(step, limits)
-        refused = min(refused, outside)
-        if len(after.a):
-            work, needed = step.by_both(after) if capped else step.by_time(after)
-            above = needed[(needed > limits[rank]) & np.isfinite(needed)]
-            refused = min(refused, float(np.min(above, initial=np.inf)) / problem.speed[rank])
-            after = Pairs(after.a[work <= limits[rank]], after.c[work <= limits[rank]])
+    return _cut(problem, slowest, capped, _next_pairs)
+
+
+def _cut(problem: CutProblem, slowest: float, capped: bool, advance: Advance) -> tuple[Ints | None, float]:
+    """Let every rank take its two stages by `advance`, and return a cut that the pairs lead to."""
+    limits, refused = work_limits(slowest, problem.speed), np.inf
+    pairs = [Pairs(np.zeros(1, dtype=np.int64), np.full(1, len(problem.time) - 1))]
+    for rank in range(len(problem.speed) - 1):
+        after, rejected = advance(problem, rank, limits, pairs[-1], capped)
+        refused = min(refused, rejected)
         if not len(after.a):
-            break
+            return None, max(refused, next_above(limits, problem.speed))
         pairs.append(after)
-    return _finish(problem, pairs, limits, refused, capped)
+    pairs[-1], rejected = _last_rank_pairs(problem, pairs[-1], limits[-1], capped)
+    if not len(pairs[-1].a):
+        return None, max(min(refused, rejected), next_above(limits, problem.speed))
+    cut = _trace_back(problem, pairs, limits, capped)
+    return cut, float(problem.loads(cut).max())
+
+
+def _next_pairs(problem: CutProblem, rank: int, limits: Floats, before: Pairs, capped: bool) -> tuple[Pairs, float]:
+    """Return the pairs that a rank may leave, and the smallest time that was refused."""
+    step = Step(problem, rank, limits[rank], before)
+    after, refused = _candidates(step, limits)
+    if len(after.a):
+        work, needed = step.by_both(after) if capped else step.by_time(after)
+        above = needed[(needed > limits[rank]) & np.isfinite(needed)]
+        refused = min(refused, float(np.min(above, initial=np.inf)) / problem.speed[rank])
+        after = Pairs(after.a[work <= limits[rank]], after.c[work <= limits[rank]])
+    return after, refused
 
 
 def _candidates(step: Step, limits: Floats) -> tuple[Pairs, float]:
@@ -255,31 +273,10 @@ def _candidates(step: Step, limits: Floats) -> tuple[Pairs, float]:
 
 def cut_from_front(problem: CutProblem, slowest: float, *, capped: bool) -> tuple[Ints | None, float]:
     """Return a cut that takes at most `slowest` and its time; or None and the next time worth trying."""
-    ranks, limits, refused = len(problem.speed), work_limits(slowest, problem.speed), np.inf
-    pairs = [Pairs(np.zeros(1, dtype=np.int64), np.full(1, len(problem.time) - 1))]
-    for rank in range(ranks - 1):
-        after, rejected = _next_front(problem, rank, limits, pairs[-1], capped)
-        refused = min(refused, rejected)
-        if not len(after.a):
-            break
-        pairs.append(after)
-    return _finish(problem, pairs, limits, refused, capped)
+    return _cut(problem, slowest, capped, _next_front)
 
 
-def _finish(
-    problem: CutProblem, pairs: list[Pairs], limits: Floats, refused: float, capped: bool
-) -> tuple[Ints | None, float]:
-    """Return the cut that the pairs left after each rank lead to and its time; or None and the next time to try."""
-    if len(pairs) == len(problem.speed):
-        allowed, rejected = last_rank_pairs(problem, pairs[-1], limits[-1], capped)
-        refused = min(refused, rejected)
-        if len(allowed.a):
-            cut = trace_back(problem, [*pairs[:-1], allowed], limits, capped)
-            return cut, float(problem.loads(cut).max())
-    return None, max(refused, next_above(limits, problem.speed))
-
-
-def last_rank_pairs(problem: CutProblem, pairs: Pairs, limit: float, capped: bool) -> tuple[Pairs, float]:
+def _last_rank_pairs(problem: CutProblem, pairs: Pairs, limit: float, capped: bool) -> tuple[Pairs, float]:
     """Return the pairs that the last rank can complete, and the smallest time that was refused."""
     (a, c), ranks = pairs, len(problem.speed)
     ends = problem.time[c] - problem.time[a]
@@ -359,7 +356,7 @@ def _smallest_c(
     return np.minimum.reduceat(np.where(c < stop, c, end), starts), refused
 
 
-def trace_back(problem: CutProblem, pairs: list[Pairs], limits: Floats, capped: bool) -> Ints:
+def _trace_back(problem: CutProblem, pairs: list[Pairs], limits: Floats, capped: bool) -> Ints:
     """Return a cut through reachable pairs whose stages are close to half of their rank's share."""
     time, memory, ranks = problem.time, problem.memory, len(problem.speed)
     share = problem.speed * (time[-1] / problem.speed.sum())

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -144,7 +143,7 @@ class DryRun:
         writes = InplaceWrites()
         self.history, flow = writes.history, self.flow
         try:
-            with torch.no_grad(), _generator_unchanged(), writes_allowed(writes):
+            with torch.no_grad(), generator_alone(), torch.random.fork_rng(devices=[]), writes_allowed(writes):
                 output = frame(*args, **kwargs)
                 writes.history.use(len(names), output)
                 flow.of_output = placeholders_in(output) | writes.into_real
@@ -168,7 +167,8 @@ class DryRun:
         try:
             with (
                 torch.no_grad(),
-                _generator_unchanged(),
+                generator_alone(),  # no other stage draws meanwhile
+                torch.random.fork_rng(devices=[]),
                 placeholders_for_meta(frame, (args, kwargs)),
                 writes_allowed() as writes,
             ):
@@ -177,13 +177,6 @@ class DryRun:
             called = {id(self.units.modules[name].module) for name in self.called}
             if {id(unit.module) for unit in self.units.modules.values()} - called:
                 raise  # code after the last unit does not matter for the order
-
-
-@contextmanager
-def _generator_unchanged() -> Iterator[None]:
-    """Preserve the state of the random number generator, and let no other stage draw meanwhile."""
-    with generator_alone(), torch.random.fork_rng(devices=[]):
-        yield
 
 
 def meta_twin(module: nn.Module) -> nn.Module:

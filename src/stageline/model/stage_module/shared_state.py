@@ -236,17 +236,13 @@ def _is_of_microbatch(old: Any, value: Any, in_place: bool, known_shapes: bool, 
         microbatch = set(map(storage_id, tensors_in(arguments_and_output)))
         if in_place or any(storage_id(tensor) in microbatch for tensor in tensors):
             return True
-        return known_shapes and not _same_values(_tensors(old), tensors)
+        old_tensors = _tensors(old)
+        same_shapes = [tensor.shape for tensor in old_tensors] == [tensor.shape for tensor in tensors]
+        return known_shapes and not (same_shapes and all(map(torch.equal, old_tensors, tensors)))
     if isinstance(value, bool | float):
         return known_shapes and type(old) is type(value) and old != value
     # A counter only grows.
     return known_shapes and isinstance(value, int) and isinstance(old, int) and value < old
-
-
-def _same_values(old: Sequence[Tensor], new: Sequence[Tensor]) -> bool:
-    return len(old) == len(new) and all(
-        mine.shape == theirs.shape and torch.equal(mine, theirs) for mine, theirs in zip(old, new, strict=True)
-    )
 
 
 # Strings, arrays and lists of numbers

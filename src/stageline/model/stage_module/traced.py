@@ -76,7 +76,7 @@ class TracedModel:
         first, last = start == 0, stop == len(self.segments)
         arrives = [] if first else self._crossing(before, [*own, *after])
         leaves = [] if last else self._crossing([*before, *own], after)
-        return TracedPart(self, own, arrives, leaves, first, last)
+        return TracedPart(_SegmentRunner(self, own, arrives, leaves, first, last))
 
     def _crossing(self, before: Sequence[Any], after: Sequence[Any]) -> list[str]:
         """Return the values from before a cut, or from the model's inputs, that are used after it."""
@@ -97,13 +97,12 @@ class TracedPart(nn.Sequential):
 
     one_layer = True
 
-    def __init__(
-        self, traced: TracedModel, nodes: Sequence[Any], arrives: list[str], leaves: list[str], first: bool, last: bool
-    ) -> None:
-        """`arrives` and `leaves` are the names of the values that cross the stage boundaries."""
+    def __init__(self, runner: _SegmentRunner) -> None:
         super().__init__()
-        self.__dict__["_segment_runner"] = _SegmentRunner(traced, list(nodes), arrives, leaves, first, last)
-        holder = tensor_holder(traced.model, [*traced.tensors_of(nodes), *(traced.unused() if first else [])])
+        self.__dict__["_segment_runner"] = runner
+        traced = runner.traced
+        names = [*traced.tensors_of(runner.nodes), *(traced.unused() if runner.first else [])]
+        holder = tensor_holder(traced.model, names)
         self.__dict__.update(module_dictionaries(holder))
         self.__dict__["_non_persistent_buffers_set"] = non_persistent_buffers(holder)
 
@@ -118,6 +117,7 @@ class _SegmentRunner:
     traced: TracedModel
     nodes: list[Any]
     arrives: list[str]
+    """The names of the values that cross the stage boundaries."""
     leaves: list[str]
     first: bool
     last: bool
