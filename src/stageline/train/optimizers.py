@@ -201,13 +201,7 @@ def rate(schedule: LRScheduler, step: int, steps: int) -> float:
 
 
 def warm_up_note(config: Config) -> str:
-    """Return a note if the warm-up lasts for the whole run, else an empty string.
-
-    >>> warm_up_note(Config.read(None, "training.steps=12"))
-    'lr_scheduler.warmup_steps is 30 and training.steps is 12: the learning rate only rises, up to 40% of optimizer.lr'
-    >>> warm_up_note(Config.read(None, "training.steps=31"))
-    ''
-    """
+    """Return a note if the warm-up lasts for the whole run, else an empty string."""
     warmup, steps = config.lr_scheduler.warmup_steps, config.training.steps
     if warmup < steps:
         return ""

@@ -2,14 +2,6 @@
 
 Read in order: `writer`, `shards` (files of tensors, of one writer or several), `folder` (names and publishing),
 `manifest`, `reader`, `disk`, `convert`. Nothing here knows a job: `train/checkpoint_state.py` decides what is saved.
-
->>> import torch
->>> from stageline.train.checkpoint import Writer
->>> with Writer("checkpoint") as writer:
-...     writer.save(100, {"weight": torch.ones(2)}, {"weight": {"momentum": torch.zeros(2)}}, {"seen": 6400})
->>> checkpoint = newest("checkpoint")
->>> checkpoint.step, checkpoint.state, checkpoint.read_model()
-(100, {'seen': 6400}, {'weight': tensor([1., 1.])})
 """
 
 from typing import TYPE_CHECKING, Any

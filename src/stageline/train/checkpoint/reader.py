@@ -288,18 +288,7 @@ def newest(
 
 
 def at_step(folder: str | Path, step: int) -> Path:
-    """Return the checkpoint of a step; raise an error that lists the steps if there is none.
-
-    >>> from stageline.train.checkpoint import Writer
-    >>> with Writer("checkpoint") as writer:
-    ...     writer.save(100, {})
-    >>> at_step("checkpoint", 100).name
-    'step-00000100'
-    >>> at_step("checkpoint", 10)
-    Traceback (most recent call last):
-    ...
-    stageline.common.errors.CheckpointError: checkpoint has no checkpoint of step 10; it has 100
-    """
+    """Return the checkpoint of a step; raise an error that lists the steps if there is none."""
     step_name(step)
     paths = published(folder)
     for path in reversed(paths):

@@ -150,11 +150,6 @@ def did_you_mean(key: str, prefix: str = "") -> str:
     """Suggest an option for an unknown key: the same name in another section, or the nearest; empty if none is near.
 
     `prefix` is put before the suggested names.
-
-    >>> did_you_mean("steps"), did_you_mean("optimizer.steps", prefix="--")
-    ('; did you mean training.steps? (or validation.steps)', '; did you mean --training.steps? (or --validation.steps)')
-    >>> did_you_mean("trainig.step"), did_you_mean("training.sedd")
-    ('; did you mean training.steps?', '; did you mean training.seed?')
     """
     section, _, name = key.replace("-", "_").rpartition(".")
     namesakes = [option.key for option in options().values() if option.name == name]

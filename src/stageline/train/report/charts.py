@@ -193,24 +193,14 @@ class Axis:
     log: bool = False
 
     def position(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the positions of values, from 0 to 1.
-
-        >>> Axis(1, 100, log=True).position(np.array([1.0, 10.0, 100.0]))
-        array([0. , 0.5, 1. ])
-        """
+        """Return the positions of values, from 0 to 1."""
         low, high = self.low, self.high
         if self.log:
             values, low, high = np.log10(np.maximum(values, low)), math.log10(low), math.log10(high)
         return np.asarray((values - low) / (high - low), dtype=np.float64)
 
     def ticks(self, count: int = 5, unit: float = 1.0) -> list[float]:
-        """Return values on the axis that are round multiples of a unit.
-
-        >>> Axis(2.13, 4.9).ticks(), Axis(0.02, 90, log=True).ticks()
-        ([2.5, 3.0, 3.5, 4.0, 4.5], [0.1, 1.0, 10.0])
-        >>> [tick / 1024 for tick in Axis(0, 5000).ticks(unit=1024)]
-        [0.0, 1.0, 2.0, 3.0, 4.0]
-        """
+        """Return values on the axis that are round multiples of a unit."""
         if self.log:
             first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
             if last - first >= 1:
@@ -256,11 +246,7 @@ class Series:
 
     @classmethod
     def of(cls, rows: Iterable[Row], name: str) -> Series:
-        """Extract one figure from the events that have it.
-
-        >>> Series.of([{"step": 2, "loss": 3.0}, {"step": 1, "loss": float("nan")}, {"step": 3}], "loss").values
-        array([nan,  3.])
-        """
+        """Extract one figure from the events that have it."""
         pairs = sorted((row["step"], value) for row in rows if (value := number_or_none(row.get(name))) is not None)
         steps = np.array([step for step, _ in pairs], dtype=np.int64)
         values = np.array([value for _, value in pairs], dtype=np.float64)
@@ -282,11 +268,7 @@ class Series:
         return float(np.median(finite)) if len(finite) else None
 
     def smoothed(self) -> Series:
-        """Return an exponential moving average over about a fiftieth of all values; skip values that are not finite.
-
-        >>> Series(np.arange(4), np.array([4.0, np.inf, 4.0, 4.0])).smoothed().values
-        array([4., 4., 4.])
-        """
+        """Return an exponential moving average over about a fiftieth of all values; skip values that are not finite."""
         is_finite = np.isfinite(self.values)
         decay = 1 - 1 / max(5.0, len(self) / 50)
         averages, total, weight = [], 0.0, 0.0
@@ -296,13 +278,7 @@ class Series:
         return Series(self.steps[is_finite], np.array(averages, dtype=np.float64))
 
     def thinned(self, bins: int) -> Series:
-        """Keep the smallest and the largest value of each bin of the chart, and one that is not finite.
-
-        >>> wave = Series(np.arange(1000), np.sin(np.arange(1000.0)))
-        >>> few = wave.thinned(50)
-        >>> len(few), bool(few.values.max() == wave.values.max()), few.steps[[0, -1]].tolist()
-        (102, True, [0, 999])
-        """
+        """Keep the smallest and the largest value of each bin of the chart, and one that is not finite."""
         if len(self) <= 2 * bins:
             return self
         low, high = int(self.steps[0]), int(self.steps[-1])

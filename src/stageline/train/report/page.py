@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from html import escape
@@ -118,14 +118,15 @@ def _checkpoints(run: Run) -> str:
     if not rows:
         return '<p class="soft">None yet.</p>'
 
-    def cell(value: float | None, format_value: object) -> str:
-        return f"<td>{'' if value is None or not callable(format_value) else escape(format_value(value))}</td>"
+    def cell(value: object, format_value: Callable[[float], str]) -> str:
+        number = number_or_none(value)
+        return f"<td>{'' if number is None else escape(format_value(number))}</td>"
 
     body = "".join(
         f'<tr><th scope="row">{row["step"]:,}</th>'
-        + cell(number_or_none(row.get("bytes")), partial(format_size, fixed=True))
-        + cell(number_or_none(row.get("seconds")), format_duration)
-        + cell(number_or_none(row.get("blocked")), format_duration)
+        + cell(row.get("bytes"), partial(format_size, fixed=True))
+        + cell(row.get("seconds"), format_duration)
+        + cell(row.get("blocked"), format_duration)
         + "</tr>"
         for row in rows[-MAX_CHECKPOINTS:]
     )
