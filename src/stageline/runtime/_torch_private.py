@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -42,9 +43,8 @@ version_of = attrgetter("_version")
 """How often a tensor was changed in place."""
 
 
-def profiler_is_on() -> bool:
-    """Whether torch's profiler or `emit_nvtx` runs, on this thread or another."""
-    return _profiler._is_profiler_enabled
+profiler_is_on: Callable[[], bool] = partial(getattr, _profiler, "_is_profiler_enabled")
+"""Whether torch's profiler or `emit_nvtx` runs, on this thread or another."""
 
 
 profiles_this_thread: Callable[[], bool] = torch._C._autograd._profiler_enabled

@@ -18,7 +18,7 @@ from stageline.distributed.failures import Change
 from stageline.distributed.rank_host import RankProgress
 from stageline.faults.flight_recorder import FlightRecorder, worth_writing
 from stageline.faults.monitor.verdict import Verdict, describe
-from stageline.runtime._torch_private import pytree
+from stageline.runtime._torch_private import profiler_is_on, pytree
 from stageline.runtime.action_ranges import Mark, range_marker
 from stageline.runtime.batches.chunk_specs import is_mask
 from stageline.runtime.guards.changed_outputs import OutputForms
@@ -150,7 +150,7 @@ class Executor:
         self.flight.schedule = {"name": schedule.name, **sizes}
         self.step = 0
         """The current step, or the last one."""
-        self._mark: Mark = range_marker(on_gpu=False)
+        self._mark: Mark = nullcontext
         """Marks ranges for profilers; decided anew in every step."""
         self.planned: Plan | Costs | None = None
         """What the pipeline was planned with, for the error of a rank that runs out of memory."""
@@ -217,7 +217,8 @@ class Executor:
     def _run(self, request: StepRequest, clock: GpuClock | None, ready: Callable[[int], None] | None) -> RankResult:
         progress, record = self.progress, self.flight.actions
         self.step = request.step
-        mark = self._mark = range_marker(clock is not None)
+        plain = clock is None and not profiler_is_on()
+        mark = self._mark = nullcontext if plain else range_marker(clock is not None)
         result = RankResult(self.rank, gpu_clock=clock)
         watch = result.watch = self._finite_watch(request)
         self._local.clear()
