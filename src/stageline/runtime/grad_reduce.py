@@ -13,23 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError, shorten
-
-
-class ReplicaSum(Protocol):
-    """Sums a flat tensor over all replicas."""
-
-    @property
-    def direct(self) -> bool:
-        """Whether GPU tensors are summed without going through the host."""
-
-    def all_reduce_async(self, flat: Tensor) -> Callable[[], None]:
-        """Start the sum, in place; call the result to wait for it."""
+from stageline.distributed.collectives import ReplicaGroup
 
 
 @dataclass(frozen=True)
@@ -136,7 +126,7 @@ class Reducer:
         self,
         stages: Mapping[int, Sequence[tuple[str, nn.Parameter]]],
         shared: Sequence[Sequence[tuple[str, nn.Parameter]]],
-        group: ReplicaSum,
+        group: ReplicaGroup,
         *,
         bucket_mb: float = 25.0,
         dtype: torch.dtype | None = None,
@@ -206,7 +196,7 @@ class Reducer:
 class _Reduction:
     """A bucket that is being reduced; a GPU's goes through the host unless the group reduces it directly."""
 
-    def __init__(self, bucket: Bucket, flat: Tensor, group: ReplicaSum) -> None:
+    def __init__(self, bucket: Bucket, flat: Tensor, group: ReplicaGroup) -> None:
         self.bucket = bucket
         self._flat = self._sent = flat
         self._group = group

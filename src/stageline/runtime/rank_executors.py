@@ -16,7 +16,7 @@ from stageline.runtime.executor import Executor
 from stageline.runtime.guards.foreign_reads import ForeignReads, LossReads, NamedTensors, holders_of, is_torch_function
 from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.stage import Stage, StageOptions
-from stageline.runtime.step_report import StepRecordLayout
+from stageline.runtime.step_report import ContinuousRecordLayout, StepRecordLayout
 from stageline.schedules.schedule import Schedule, forwards_of, only_microbatches
 from stageline.tensors.host_memory import keep_memory
 
@@ -34,6 +34,8 @@ class ExecutorSet(RankExecutors[Executor]):
 
     record_layout: StepRecordLayout
     """The layout of a step's summary; it includes action times if they are few and other processes need them."""
+    continuous_layout: ContinuousRecordLayout
+    """The layout of a rank's record of a continuous step."""
     devices: frozenset[int]
     """The GPUs that they run on."""
 
@@ -120,7 +122,9 @@ class ExecutorCache:
                 executor.compile_lock = lock
         with_times = not host.single_process and 3 * schedule.num_actions * schedule.ranks <= MOST_TIMES
         record_layout = StepRecordLayout(schedule, penalties=self._penalties, with_times=with_times)
-        return ExecutorSet(schedule, executors, record_layout, devices)
+        parameters = len(list(self._stages.model.parameters()))
+        continuous_layout = ContinuousRecordLayout(schedule, parameters, self._penalties)
+        return ExecutorSet(schedule, executors, record_layout, continuous_layout, devices)
 
     def _stage(self, stage: int, module: nn.Sequential, schedule: Schedule) -> Stage:
         stages = self._stages

@@ -189,8 +189,7 @@ class StepWatch:
         self, step: int, measured: Callable[[], Timeline] | None, schedule: Schedule, host: RankHost
     ) -> Schedule | None:
         """Compare the step with the plan; return the order to use from now on, if there is a better one."""
-        if self.plan is None:
-            return None
+        assert self.plan is not None
         timeline = measured() if measured is not None and self.plan.wants() else None
         changed = self.plan.after(step, timeline, schedule, host)
         if changed is None:

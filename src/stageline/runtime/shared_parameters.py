@@ -10,6 +10,7 @@ fixed order.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -86,21 +87,15 @@ class Placed:
 
 
 def place_stages(
-    parts: Sequence[nn.Sequential], placement: Placement, here: Sequence[int], holders: Sequence[object] = ()
+    parts: Sequence[nn.Sequential], placement: Placement, here: Sequence[int], holders: Sequence[object]
 ) -> Placed:
     """Give every rank in this process the modules of its stages; a second use of a parameter runs on a copy.
 
-    `holders` are objects that layers of several stages reach. A copied stage has them or copies of them.
+    `parts` is empty if the model is not cut yet. `holders` are objects that layers of several stages reach. A copied
+    stage has them or copies of them.
     """
-    order = [
-        (int(placement.table[direction, stage]), stage)
-        for direction in range(placement.directions)
-        for stage in range(placement.stages)
-    ]
-    count: dict[nn.Parameter, int] = {}
-    for _, stage in order:
-        for parameter in parts[stage].parameters():
-            count[parameter] = count.get(parameter, 0) + 1
+    order = [(rank, stage) for ranks in placement.table.tolist() for stage, rank in enumerate(ranks) if parts]
+    count = Counter(parameter for _, stage in order for parameter in parts[stage].parameters())
     placed = Placed({rank: {} for rank in here}, {}, [])
     for rank, stage in order:
         part, module = parts[stage], parts[stage]

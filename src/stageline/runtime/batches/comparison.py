@@ -54,17 +54,14 @@ def difference(rows: Floats, columns: Collection[int], names: Sequence[int] | No
             rows_apart = sorted(first_rows.values())[:2]
             first, second = (rank if names is None else names[rank] for rank in rows_apart)
             if column >= SCALE:
-                one, two = (_setting(column, float(rows[row, column])) for row in rows_apart)
+                values = (float(rows[row, column]) for row in rows_apart)
+                one, two = (MODES[value] if column == MODE else repr(value) for value in values)
                 return (
                     f"rank {second} and rank {first} differ in {NAMES[column]}: rank {second} has {two} and rank "
                     f"{first} has {one}; pass the same on all ranks"
                 )
             return f"rank {second} received a different batch from rank {first}: {NAMES[column]} differ"
     return ""
-
-
-def _setting(column: int, value: float) -> str:
-    return MODES[value] if column == MODE else repr(value)
 
 
 def disagreement(

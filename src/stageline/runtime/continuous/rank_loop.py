@@ -32,8 +32,7 @@ from stageline.runtime.optimizer_step import GradientRules, StepDecision, norms_
 from stageline.runtime.penalty import Penalty, add_gradients, penalty_not_finite, terms_of, values_of
 from stageline.runtime.rank_executors import ExecutorSet
 from stageline.runtime.shared_parameters import Placed, sum_shared_gradients
-from stageline.runtime.step_report import ContinuousRecordLayout, RankResult, StepTotals, metrics_of
-from stageline.schedules.schedule import Schedule
+from stageline.runtime.step_report import RankResult, StepTotals, metrics_of
 from stageline.tensors.buffers import BufferCopies, all_buffers, put_back
 from stageline.tensors.thread_context import plain_precision
 
@@ -70,15 +69,6 @@ class RunOptions:
     norm_dtype: torch.dtype = torch.float32
     penalty_reads: NamedTensors | None = None
     """The parameters of the model, if the penalty can reach them."""
-    layouts: dict[int, ContinuousRecordLayout] = field(default_factory=dict)
-    """Of the records of each schedule, by its id."""
-
-    def record_layout(self, schedule: Schedule) -> ContinuousRecordLayout:
-        """The layout of a rank's record of a step."""
-        if id(schedule) not in self.layouts:
-            penalties = 0 if self.penalty is None else len(self.names)
-            self.layouts[id(schedule)] = ContinuousRecordLayout(schedule, len(self.names), penalties)
-        return self.layouts[id(schedule)]
 
 
 @dataclass(frozen=True)
@@ -233,10 +223,6 @@ class RankLoop:
         if planned.error is not None:
             raise planned.error
 
-    def _record_layout(self, planned: PlannedStep) -> ContinuousRecordLayout:
-        assert planned.executors is not None
-        return self.options.record_layout(planned.executors.schedule)
-
     def _run(self, planned: PlannedStep) -> CompletedStep:
         assert planned.executors is not None
         self.options.placed.start(self.rank)
@@ -256,7 +242,7 @@ class RankLoop:
         try:
             sum_shared_gradients(options.placed, _no_broadcast, True, self.rank)
             penalties = self._penalize(request.scale)
-            layout = self._record_layout(ran.planned)
+            layout = executors.continuous_layout
             row = layout.write(
                 self.rank,
                 outcome=np.concatenate([layout.step_record.write([result]), penalties]),
@@ -290,7 +276,8 @@ class RankLoop:
             return norms_of(self.options.names, gradients)
 
     def _decide(self, ran: CompletedStep) -> DecidedStep:
-        totals = self._record_layout(ran.planned).read(self.services.receive_records(ran.planned))
+        assert ran.planned.executors is not None
+        totals = ran.planned.executors.continuous_layout.read(self.services.receive_records(ran.planned))
         if totals.culprit is not None:
             raise self.services.failure(ran.planned, None, totals.culprit)
         decided = decide_step(self.options, ran.planned, totals)
@@ -311,11 +298,13 @@ class RankLoop:
 
     def _failure(self, ran: CompletedStep, failed: RankFailure) -> BaseException:
         """Tell all ranks of this rank's failure, and learn which failure came first."""
+        assert ran.planned.executors is not None
+        layout = ran.planned.executors.continuous_layout
         self.services.stop(ran.planned, failed)
         when = (0.0, failed.time) if isinstance(failed.error, PeerFailed) else (failed.time, 0.0)
-        self.services.send_record(ran.planned, self._record_layout(ran.planned).write(self.rank, failed=when), None)
+        self.services.send_record(ran.planned, layout.write(self.rank, failed=when), None)
         self.services.drain(ran.planned, failed.error)
-        culprit = self._record_layout(ran.planned).read(self.services.receive_records(ran.planned)).culprit
+        culprit = layout.read(self.services.receive_records(ran.planned)).culprit
         assert culprit is not None
         return self.services.failure(ran.planned, failed, culprit)
 

@@ -255,7 +255,7 @@ class ThreadRun:
             )
             records = list(rows.get(planned.step, {}).values())
         if len(records) == board.ranks:
-            totals = self._options.record_layout(planned.executors.schedule).read(np.stack(records).sum(axis=0))
+            totals = planned.executors.continuous_layout.read(np.stack(records).sum(axis=0))
             if totals.culprit is None:
                 decided = decide_step(self._options, planned, totals)
                 if decided.error is not None:

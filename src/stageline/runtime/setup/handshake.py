@@ -39,7 +39,10 @@ def facts_of(model: nn.Module, schedule: Schedule, options: PipelineOptions) -> 
     """
     actions = (schedule.kinds, schedule.stage_ids, schedule.microbatch_ids)
     order = hashlib.blake2b(b"".join(part.tobytes() for part in actions), digest_size=8).hexdigest()
-    shapes = [f"{name} {_shape(parameter)}" for name, parameter in model.named_parameters()]
+    shapes = [
+        f"{name} {'not known yet' if is_lazy(parameter) else tuple(parameter.shape)}"
+        for name, parameter in model.named_parameters()
+    ]
     types = [f"{name} {tensor.dtype}" for name, tensor in (*model.named_parameters(), *model.named_buffers())]
     frozen = [f"{name} requires_grad={parameter.requires_grad}" for name, parameter in model.named_parameters()]
     modes = [f"{name or 'the model itself'} training={module.training}" for name, module in model.named_modules()]
@@ -63,10 +66,6 @@ def facts_of(model: nn.Module, schedule: Schedule, options: PipelineOptions) -> 
         "the chunk specs": str(options.chunk_specs),
         "replan, replan_every and planned": f"{options.replan} {options.replan_every} {options.planned}",
     }
-
-
-def _shape(parameter: nn.Parameter) -> str:
-    return "not known yet" if is_lazy(parameter) else str(tuple(parameter.shape))
 
 
 def _described(name: str, module: nn.Module) -> str:

@@ -69,7 +69,9 @@ class ModelStages:
     def build(self, recipe: Description[Any] | None, seed: int, device: torch.device | str) -> None:
         """Give memory and weights to the tensors of this process's stages, if the model was built without memory."""
         if recipe is not None:
-            recipe.materialise(self._local_names().__contains__, seed=seed, device=device)
+            parts: list[nn.Module] = [part for stage, part in enumerate(self.parts) if self.holds(stage)]
+            local = {name for part in parts or [self.model] for name, _ in named_tensors(part)}
+            recipe.materialise(local.__contains__, seed=seed, device=device)
             if self._not_cut is None:
                 _, self.parts = cut(self._cut, self.model, self._count, self._example)
 
@@ -86,11 +88,7 @@ class ModelStages:
         self.shared_state = SharedState.of(layers)
         self.readers = readers(self.parts, layers, [stage for stage in range(len(layers)) if self.holds(stage)])
         holders = [*self.shared_state.holders(), *(holders_of(self.parts) if self.readers else ())]
-        self.placed = (
-            place_stages(self.parts, self._placement, self.here, holders)
-            if self.parts
-            else Placed({rank: {} for rank in self.here}, {}, [])
-        )
+        self.placed = place_stages(self.parts, self._placement, self.here, holders)
         modules = (item for by_stage in self.placed.modules.values() for item in by_stage.items())
         self.plain = not self.placed.uses and all(module is self.parts[stage] for stage, module in modules)
         for name in ("local", "owners"):
@@ -140,10 +138,6 @@ class ModelStages:
         if not self.parts:
             return iter([self.model])
         return (part for stage, part in enumerate(self.parts) if stage in self.local)
-
-    def _local_names(self) -> set[str]:
-        parts: list[nn.Module] = [part for stage, part in enumerate(self.parts) if self.holds(stage)]
-        return {name for part in parts or [self.model] for name, _ in named_tensors(part)}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this process's stages, by their names in the whole model."""
