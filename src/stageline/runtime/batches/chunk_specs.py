@@ -101,7 +101,8 @@ class ChunkSpecs:
 
     def refuse_merge(self) -> None:
         """Refuse to guess how to merge outputs if inputs are not cut along the first dimension."""
-        if self.output is None and any(dim != 0 for spec in (self.args, self.kwargs) for dim in _dims(spec)):
+        cut = [leaf.split_dim for leaf in _leaf_specs((self.args, self.kwargs)) if _is_dim(leaf)]
+        if self.output is None and any(cut):
             raise StagelineError(
                 "the inputs are not cut along the first dimension, and nothing says along which dimension the outputs "
                 "are merged; pass the Pipeline output_merge_spec=, such as TensorChunkSpec(1)"
@@ -117,7 +118,8 @@ def _is_dim(spec: Any) -> bool:
 
 
 def _is_replicate(spec: Any) -> bool:
-    return spec is None or getattr(spec if isinstance(spec, type) else type(spec), "__name__", "") == "_Replicate"
+    named = getattr(spec if isinstance(spec, type) else type(spec), "__name__", "") == "_Replicate"
+    return spec is None or spec is CutRule.REPLICATE or named
 
 
 def _is_reducer(spec: Any) -> bool:
@@ -125,15 +127,10 @@ def _is_reducer(spec: Any) -> bool:
 
 
 def _leaf_specs(spec: Any) -> list[Any]:
-    if isinstance(spec, Mapping):
-        return [leaf for part in spec.values() for leaf in _leaf_specs(part)]
-    if isinstance(spec, tuple | list):
-        return [leaf for part in spec for leaf in _leaf_specs(part)]
+    if isinstance(spec, tuple | list | Mapping):
+        parts = spec.values() if isinstance(spec, Mapping) else spec
+        return [leaf for part in parts for leaf in _leaf_specs(part)]
     return [spec]
-
-
-def _dims(spec: Any) -> list[int]:
-    return [] if spec is None else [leaf.split_dim for leaf in _leaf_specs(spec) if _is_dim(leaf)]
 
 
 def check_spec(spec: Any, name: str) -> None:
@@ -205,7 +202,7 @@ def cut_of(value: Any, spec: Any, what: str, option: str, refuse: bool = True) -
     if refuse:
         for leaf, spec, at in zip(leaves, specs, where, strict=True):
             is_whole_mask = is_mask(leaf) and type(leaf) not in weakref.ProxyTypes
-            if not _is_replicate(spec) and spec is not CutRule.REPLICATE and not is_whole_mask:
+            if not _is_replicate(spec) and not is_whole_mask:
                 refuse_opaque(leaf, at, option)
     return Cut(leaves, tree, how, where)
 
@@ -225,7 +222,7 @@ def _dense(tensor: Tensor) -> bool:
 
 
 def _how(leaf: Any, spec: Any, where: str) -> How:
-    if spec is CutRule.REPLICATE or _is_replicate(spec):
+    if _is_replicate(spec):
         return CutRule.REPLICATE
     if isinstance(leaf, Tensor) and not _dense(leaf):
         kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
