@@ -129,7 +129,6 @@ def measure_sizes(
     loss_fn: Callable[[Any, Any], Any] | None = None,
     targets: Any = None,
     repeats: int = 3,
-    warmup: int = 1,
     progress: Callable[[str], None] = lambda text: None,
 ) -> SizedProfiles:
     """Profile a model, and its loss if there is one, on the example; if `several`, also on fewer of its samples.
@@ -156,9 +155,7 @@ def measure_sizes(
         part = example if samples == all_samples else first_samples(example, samples)
         its_targets = targets if samples == all_samples or targets is None else first_samples(targets, samples)
         try:
-            measured = measure_profile(
-                model, part, loss_fn=loss_fn, targets=its_targets, repeats=repeats, warmup=warmup
-            )
+            measured = measure_profile(model, part, loss_fn=loss_fn, targets=its_targets, repeats=repeats, warmup=1)
             profiles[samples] = by_calls(measured, names)
         except Exception:
             if samples == all_samples:

@@ -12,23 +12,11 @@ from torch import nn
 from stageline.common.checked_json import NonNegative, PositiveInt
 from stageline.common.units import Size, parse_size
 from stageline.model.profile import Profile
+from stageline.planning import request as arguments
 from stageline.planning.candidates import Trial
 from stageline.planning.costs import Links, RankMemory, Recompute
 from stageline.planning.explain import explain, nothing_fits
-from stageline.planning.request import (
-    SYNTHESIZED,
-    PlanRequest,
-    bytes_per_parameter,
-    check_sizes,
-    one_of,
-    positive_seconds,
-    read_caps,
-    read_families,
-    read_profiles,
-    read_recompute,
-    read_splits,
-    read_states,
-)
+from stageline.planning.request import SYNTHESIZED, PlanRequest
 from stageline.planning.search import PlanSearch
 from stageline.schedules.registry import schedule as make_schedule
 from stageline.schedules.registry import whole
@@ -244,27 +232,29 @@ def plan(
     ranks = whole("plan", "ranks", ranks)
     progress = progress or (lambda text: None)
     several = batch is not None
-    profiles = read_profiles(model, example, profile, samples, several, repeats, progress, loss_fn, targets)
+    profiles = arguments.read_profiles(model, example, profile, samples, several, repeats, progress, loss_fn, targets)
     if parameter_bytes is None:
-        parameter_bytes = bytes_per_parameter(model)
+        parameter_bytes = arguments.bytes_per_parameter(model)
     request = PlanRequest(
         profiles,
         ranks,
-        read_splits(profiles, batch, microbatches),
-        caps=read_caps(memory, ranks, model),
-        states=read_states(parameter_bytes, gradient_bytes_per_parameter, optimizer_bytes_per_parameter, interlock),
+        arguments.read_splits(profiles, batch, microbatches),
+        caps=arguments.read_caps(memory, ranks, model),
+        states=arguments.read_states(
+            parameter_bytes, gradient_bytes_per_parameter, optimizer_bytes_per_parameter, interlock
+        ),
         links=Links(transfer, parse_size(bandwidth, "bandwidth") if isinstance(bandwidth, str) else bandwidth),
-        recompute=read_recompute(recompute, profiles),
-        names=read_families(schedule),
+        recompute=arguments.read_recompute(recompute, profiles),
+        names=arguments.read_families(schedule),
         schedule=schedule if isinstance(schedule, Schedule) else None,
         chunks=None if chunks is None else whole("plan", "chunks", chunks),
-        by=one_of("split", split, ("time", "parameters", "layers")),
+        by=arguments.one_of("split", split, ("time", "parameters", "layers")),
         counts=None if layers_per_stage is None else tuple(int(count) for count in layers_per_stage),
         synthesis=schedule == "auto" or (not isinstance(schedule, Schedule) and SYNTHESIZED in schedule),
-        time_limit=positive_seconds("time_limit", time_limit),
+        time_limit=arguments.positive_seconds("time_limit", time_limit),
         seed=seed,
     )
-    check_sizes(request)
+    arguments.check_sizes(request)
     return find_plan(request, progress)
 
 

@@ -56,12 +56,8 @@ def check_known(schedule: Schedule) -> None:
     ):
         invalid = np.flatnonzero((column < 0) | (column >= count))
         if len(invalid):
-            _fail(
-                schedule,
-                int(invalid[0]),
-                "known",
-                f"names a {what} that does not exist; there are {count}, counted from 0",
-            )
+            problem = f"names a {what} that does not exist; there are {count}, counted from 0"
+            _fail(schedule, int(invalid[0]), "known", problem)
 
 
 def check_owner(schedule: Schedule) -> None:
@@ -71,9 +67,8 @@ def check_owner(schedule: Schedule) -> None:
     invalid = np.flatnonzero(rank != owner)
     if len(invalid):
         index = int(invalid[0])
-        _fail(
-            schedule, index, "owner", f"belongs on rank {owner[index]}, which holds stage {schedule.stage_ids[index]}"
-        )
+        problem = f"belongs on rank {owner[index]}, which holds stage {schedule.stage_ids[index]}"
+        _fail(schedule, index, "owner", problem)
 
 
 def check_overlap(schedule: Schedule) -> None:
@@ -90,9 +85,8 @@ def check_overlap(schedule: Schedule) -> None:
     )
     if len(invalid):
         index = int(pairs[invalid[0]])
-        _fail(
-            schedule, index, "overlap", f"is paired with {schedule.action(index + 1)}; a pair is one F and one B or I"
-        )
+        problem = f"is paired with {schedule.action(index + 1)}; a pair is one F and one B or I"
+        _fail(schedule, index, "overlap", problem)
 
 
 def check_complete(schedule: Schedule) -> None:
@@ -118,12 +112,10 @@ def check_complete(schedule: Schedule) -> None:
         both = (count["B"] > 0) & (count[half] > 0)
         if both.any():
             index = int(np.flatnonzero((plain == kinds.B) & both[key])[0])
-            _fail(
-                schedule,
-                index,
-                "complete",
-                f"is a whole backward, but the same stage and microbatch also run {half}; use either B, or I and W",
+            problem = (
+                f"is a whole backward, but the same stage and microbatch also run {half}; use either B, or I and W"
             )
+            _fail(schedule, index, "complete", problem)
     split = (count["I"] > 0) | (count["W"] > 0)
     lacking = {
         "F": count["F"] == 0,
@@ -208,12 +200,8 @@ def _check_local_order(schedule: Schedule) -> None:
                 late, need = int(then[np.argmax(wrong)]), int(needs[np.argmax(wrong)])
                 _, position = schedule.where(mine.start + need)
                 when = "in the same pair" if need == late - 1 else f"only at position {position}"
-                _fail(
-                    schedule,
-                    mine.start + late,
-                    "progress",
-                    f"needs {schedule.action(mine.start + need)}, which the rank runs {when}",
-                )
+                problem = f"needs {schedule.action(mine.start + need)}, which the rank runs {when}"
+                _fail(schedule, mine.start + late, "progress", problem)
 
 
 def _report_cycle(schedule: Schedule) -> NoReturn:

@@ -64,7 +64,7 @@ def delayed_backwards(
 
 def join(*runs: ActionRun) -> ActionRun:
     """Concatenate runs."""
-    return np.concatenate(runs) if runs else np.empty((0, 3), dtype=np.int32)
+    return np.concatenate(runs)
 
 
 def take_turns(*runs: ActionRun) -> ActionRun:
@@ -93,8 +93,3 @@ def by_slot(timed: Iterable[tuple[ActionRun, NDArray[np.int64]]]) -> ActionRun:
     """Sort actions by time slot."""
     runs, slots = zip(*timed, strict=True)
     return join(*runs)[np.argsort(np.concatenate(slots), kind="stable")]
-
-
-def keep_microbatches(run: ActionRun, microbatches: int) -> ActionRun:
-    """Drop the actions of microbatches from `microbatches` on."""
-    return run[run[:, 2] < microbatches]

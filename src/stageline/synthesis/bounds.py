@@ -72,9 +72,7 @@ class Relaxation:
     def residue(self) -> Table:
         """Minimum memory that remains of an activation until its W."""
         problem = self.problem
-        if problem.split is False:
-            return [[0.0] * problem.microbatches for _ in range(problem.stages)]
-        residue: Table = np.minimum(problem.activation, problem.residue).tolist()
+        residue: Table = np.minimum(problem.activation, 0.0 if problem.split is False else problem.residue).tolist()
         return residue
 
     @cached_property
@@ -174,14 +172,11 @@ class _Loads:
         )
 
     def before_forward(self, m: int, backs: int, weights: int) -> float:
-        f, i, w = self.sums
-        base = f[m] + i[backs]
-        return base + max(
-            self.forwards[backs],
-            self.backwards[backs],
-            w[weights] + self.forwards_with_weights[weights],
-            w[weights] + self.backwards_with_weights[weights],
-        )
+        f, i, _ = self.sums
+        return f[m] + i[backs] + max(self.forwards[backs], self.backwards[backs], self._with_weights(weights))
+
+    def _with_weights(self, weights: int) -> float:
+        return self.sums[2][weights] + max(self.forwards_with_weights[weights], self.backwards_with_weights[weights])
 
     def add_forward(self, m: int, head: float) -> None:
         f, i, w = self.sums
@@ -189,15 +184,10 @@ class _Loads:
         _add(self.forwards_with_weights, head - f[m] - i[m] - w[m])
 
     def before_backward(self, m: int) -> float:
-        f, i, w = self.sums
+        f, i, _ = self.sums
         backs, weights = self.needs[m]
-        base = f[m + 1] + i[m]
-        return base + max(
-            self.forwards[m + 1],
-            self.backwards[min(backs, m)],
-            w[weights] + self.forwards_with_weights[weights],
-            w[weights] + self.backwards_with_weights[weights],
-        )
+        earliest = max(self.forwards[m + 1], self.backwards[min(backs, m)], self._with_weights(weights))
+        return f[m + 1] + i[m] + earliest
 
     def add_backward(self, m: int, head: float) -> None:
         f, i, w = self.sums

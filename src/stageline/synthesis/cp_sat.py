@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import combinations, pairwise, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stageline.common.errors import StagelineError
@@ -241,29 +242,24 @@ class Model:
 
     def _channels(self) -> None:
         """Where stages share a channel, receive messages in the order in which they are sent."""
-        problem, model = self.problem, self.model
-        channels: dict[tuple[int, int, int], list[tuple[Any, Any]]] = {}
-        rank = problem.rank_of
-        for stage in range(problem.stages - 1):
-            if rank[stage] == rank[stage + 1]:
-                continue
-            for m in range(problem.microbatches):
-                low, high = self.slots[stage][m], self.slots[stage + 1][m]
-                channels.setdefault((rank[stage], rank[stage + 1], stage), []).append((low.forward, high.forward))
-                channels.setdefault((rank[stage + 1], rank[stage], ~stage), []).append((high.back, low.back))
-        groups: dict[tuple[int, int, bool], list[list[tuple[Any, Any]]]] = {}
-        for (source, target, stage), messages in channels.items():
-            groups.setdefault((source, target, stage >= 0), []).append(messages)
-        for members in groups.values():
-            for index, one in enumerate(members):
-                for other in members[index + 1 :]:
-                    for sent, received in one:
-                        for other_sent, other_received in other:
-                            first = model.new_bool_var("")
-                            model.add(sent <= other_sent).only_enforce_if(first)
-                            model.add(received <= other_received).only_enforce_if(first)
-                            model.add(sent >= other_sent).only_enforce_if(~first)
-                            model.add(received >= other_received).only_enforce_if(~first)
+        model, rank = self.model, self.problem.rank_of
+        channels: dict[tuple[int, int, bool], list[list[tuple[Any, Any]]]] = {}
+        for stage, (low, high) in enumerate(pairwise(self.slots)):
+            source, target = rank[stage], rank[stage + 1]
+            if source != target:
+                slots = list(zip(low, high, strict=True))
+                forwards = [(sender.forward, receiver.forward) for sender, receiver in slots]
+                backwards = [(sender.back, receiver.back) for receiver, sender in slots]
+                channels.setdefault((source, target, True), []).append(forwards)
+                channels.setdefault((target, source, False), []).append(backwards)
+        for stages in channels.values():
+            for one, other in combinations(stages, 2):
+                for (sent, received), (other_sent, other_received) in product(one, other):
+                    first = model.new_bool_var("")
+                    model.add(sent <= other_sent).only_enforce_if(first)
+                    model.add(received <= other_received).only_enforce_if(first)
+                    model.add(sent >= other_sent).only_enforce_if(~first)
+                    model.add(received >= other_received).only_enforce_if(~first)
 
     def _objective(self) -> None:
         problem, model, unit = self.problem, self.model, self.unit

@@ -69,7 +69,7 @@ class ProgramPlan:
     """The schedule, if the programs alone do not describe it because it has overlapped pairs."""
 
 
-def schedule_of(problem: Problem, programs: Programs, name: str = "synthesized") -> Schedule:
+def schedule_of(problem: Problem, programs: Programs) -> Schedule:
     """Convert programs to a schedule."""
     runs = []
     size = problem.stages * problem.microbatches
@@ -78,7 +78,7 @@ def schedule_of(problem: Problem, programs: Programs, name: str = "synthesized")
         rest = codes % size
         columns = (codes // size, rest // problem.microbatches, rest % problem.microbatches)
         runs.append(np.stack(columns, axis=1).astype(np.int32))
-    return Schedule.from_runs(runs, problem.placement, name=name)
+    return Schedule.from_runs(runs, problem.placement, name="synthesized")
 
 
 class Board:
@@ -127,25 +127,19 @@ class Board:
 
     def _common_order(self, group: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Return the order of (chunk, microbatch) that all ranks share, for forwards and for backwards."""
-        problem, count, chunks = self.problem, self.problem.microbatches, self.problem.chunks
-        pairs = [(chunk, m) for chunk in range(chunks) for m in range(count)]
-        if group < 0:
-            # Along diagonals: a microbatch returns to a rank after as many turns as there are ranks.
-            turns = -group
-
-            def forward(pair: tuple[int, int]) -> tuple[int, int]:
-                return turns * pair[1] + problem.ranks * pair[0], pair[1]
-
-            def backward(pair: tuple[int, int]) -> tuple[int, int]:
-                return turns * pair[1] + problem.ranks * (chunks - 1 - pair[0]), pair[1]
-
-            return sorted(pairs, key=forward), sorted(pairs, key=backward)
-        size = min(group or problem.ranks, count)
+        count, chunks, ranks = self.problem.microbatches, self.problem.chunks, self.problem.ranks
+        size = min(group or ranks, count)
         last = max(count // size - 1, 0)  # a short last group joins the one before it
-        return (
-            sorted(pairs, key=lambda pair: (min(pair[1] // size, last), pair[0], pair[1])),
-            sorted(pairs, key=lambda pair: (min(pair[1] // size, last), -pair[0], pair[1])),
-        )
+
+        def turn(m: int, chunks_before: int) -> tuple[int, ...]:
+            if group < 0:
+                # Along diagonals: a microbatch returns to a rank after as many turns as there are ranks.
+                return -group * m + ranks * chunks_before, m
+            return min(m // size, last), chunks_before, m
+
+        pairs = [(chunk, m) for chunk in range(chunks) for m in range(count)]
+        forwards = sorted(pairs, key=lambda pair: turn(pair[1], pair[0]))
+        return forwards, sorted(pairs, key=lambda pair: turn(pair[1], chunks - 1 - pair[0]))
 
 
 class _State:

@@ -97,11 +97,6 @@ class Problem:
         return self.stages // self.ranks
 
     @cached_property
-    def is_capped(self) -> bool:
-        """Whether any rank has a finite cap."""
-        return any(cap < math.inf for cap in self.caps)
-
-    @cached_property
     def is_uniform(self) -> bool:
         """Whether all microbatches have the same costs."""
         return len(set(self.costs.scales(self.microbatches).tolist())) <= 1
@@ -270,21 +265,15 @@ def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
 
 def _hops(costs: Costs, placement: Placement) -> tuple[Table, Table]:
     """Return the transfer times of outputs to the next stage and of gradients to the previous; 0 within a rank."""
-    scale = costs.scales(placement.microbatches)
-    rank = placement.table[0]
-    message = per_stage("message", costs.message, placement.stages)
-    tables = []
-    for direction in (1, -1):
-        table = [[0.0] * placement.microbatches for _ in range(placement.stages)]
-        for stage in range(placement.stages):
-            neighbour = stage + direction
-            if 0 <= neighbour < placement.stages and rank[stage] != rank[neighbour]:
-                size = message[min(stage, neighbour)] * scale
-                sources, targets = (np.full(len(scale), rank[end], dtype=np.int32) for end in (stage, neighbour))
-                hop = np.broadcast_to(costs.hops(sources, targets, size, placement.ranks), scale.shape)
-                table[stage] = [float(time) for time in hop]
-        tables.append(table)
-    return tables[0], tables[1]
+    rank, scale = placement.table[0], costs.scales(placement.microbatches)
+    size = per_stage("message", costs.message, placement.stages)[:-1, None] * scale
+    low, high = (np.repeat(ranks[:, None], len(scale), axis=1) for ranks in (rank[:-1], rank[1:]))
+    forward, backward = (
+        np.where(low == high, 0.0, costs.hops(*ends, size, placement.ranks)).tolist()
+        for ends in ((low, high), (high, low))
+    )
+    none = [0.0] * len(scale)
+    return [*forward, none], [none, *backward]
 
 
 def _caps(memory: Size | Sequence[Size] | None, ranks: int) -> list[float]:

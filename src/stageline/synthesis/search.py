@@ -268,7 +268,7 @@ def tight_groups(problem: Problem) -> list[int]:
     must fit too.
     """
     ranks, chunks = problem.ranks, problem.chunks
-    if chunks == 1 or not problem.is_capped:
+    if chunks == 1:
         return []
     microbatch_memory = [
         max(sum(problem.activation[stage][m] for stage in stages) for m in range(problem.microbatches))

@@ -218,7 +218,6 @@ def reorder(
     memory: Sequence[float] | None = None,
     split: bool | None = None,
     time_limit: float = 1.0,
-    gain: float = GAIN,
 ) -> Reordered | None:
     """Return a faster order for these costs; None if none is found that is worth the change.
 
@@ -251,7 +250,7 @@ def reorder(
         return None  # the caps are below what any other order needs
     if synthesized.was_interrupted:
         raise KeyboardInterrupt  # meant for the training, not for this search
-    if not synthesized.achieved < before * (1 - gain):
+    if not synthesized.achieved < before * (1 - GAIN):
         return None
     name = f"{schedule.name.removesuffix(RE_PLANNED)}{RE_PLANNED}"
     return Reordered(replace(synthesized.schedule, name=name), before, synthesized.achieved)

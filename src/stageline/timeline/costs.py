@@ -84,11 +84,9 @@ class Costs:
 
     def of(self, kind: str, stage: int = 0) -> float:
         """Return the time of an action of a stage, without the factor of its microbatch."""
-        return float(self.times(max(stage + 1, self._length()))[KINDS.index(kind)][stage])
-
-    def _length(self) -> int:
         times = (self.forward, self.backward_input, self.backward_weight, self.backward)
-        return max(np.size(value) for value in times if value is not None)
+        stages = max(np.size(value) for value in times if value is not None)
+        return float(self.times(max(stage + 1, stages))[KINDS.index(kind)][stage])
 
     def times(self, stages: int) -> list[Floats]:
         """Return one row of times per kind, in the order F, B, I, W, with one time per stage."""
@@ -102,13 +100,9 @@ class Costs:
             return [forward, inputs + weights, inputs, weights]
         whole = per_stage("backward", self.backward, stages)
         first, second = parts
-        if first is not None and second is not None:
-            return [forward, whole, first, second]
-        if first is not None:
-            return [forward, whole, first, _rest("backward_weight", whole, first)]
-        if second is not None:
-            return [forward, whole, _rest("backward_input", whole, second), second]
-        return [forward, whole, whole / 2, whole / 2]
+        if first is None:
+            first = whole / 2 if second is None else _rest("backward_input", whole, second)
+        return [forward, whole, first, _rest("backward_weight", whole, first) if second is None else second]
 
     def check_lengths(self, stages: int, microbatches: int) -> None:
         """Raise `CostError` if a list does not have one value per stage or microbatch, even if it is not used."""

@@ -139,7 +139,6 @@ def drift_of(
     schedule: Schedule,
     planned: Costs,
     measured: Costs,
-    tolerance: float = TOLERANCE,
     steps: Sequence[Costs] = (),
     noise: Floats | float = 0.0,
 ) -> Drift:
@@ -157,7 +156,7 @@ def drift_of(
     costs = replace(planned, **times, overlap=measured.overlap, transfer=measured.transfer, bandwidth=None)
     scaled = replace(costs, **{name: (row * common).tolist() for name, row in zip(TIMES, plan, strict=True)})
     table = schedule.placement.table[0]
-    limit = np.maximum(np.log1p(tolerance), NOISE * np.asarray(noise)) * np.ones(schedule.stages)
+    limit = np.maximum(np.log1p(TOLERANCE), NOISE * np.asarray(noise)) * np.ones(schedule.stages)
     deviation = np.log(
         np.maximum(np.stack([ratio / common, *(deviations(schedule, planned, step) for step in steps)]), 1e-9)
     )

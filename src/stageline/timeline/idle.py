@@ -93,18 +93,22 @@ def leads_of(timeline: Timeline) -> Ints:
 
 def _inputs(timeline: Timeline) -> tuple[Floats, Floats]:
     """Return when the last input of each entry was sent, and when it arrived."""
-    graph = timeline.schedule.graph
-    sent = np.full(len(graph.source), -np.inf)
-    arrived = np.full(len(graph.source), -np.inf)
-    has_input = np.flatnonzero(graph.source >= 0)
-    sent[has_input] = arrived[has_input] = timeline.end[graph.source[has_input]]
-    arrived[timeline.transfers.receivers] = timeline.transfers.arrived
-    actions = graph.actions_of_entries()
+    sent, arrived = _action_inputs(timeline)
+    actions = timeline.schedule.graph.actions_of_entries()
     if len(actions) == 1:
         return sent, arrived
     forward, backward = actions
     pick = np.where((backward < 0) | ((forward >= 0) & (arrived[forward] >= arrived[backward])), forward, backward)
     return sent[pick], arrived[pick]
+
+
+def _action_inputs(timeline: Timeline) -> tuple[Floats, Floats]:
+    """Return when the input of each action was sent, and when it arrived; −inf if it has none."""
+    source = timeline.schedule.graph.source
+    sent = np.where(source >= 0, timeline.end[source], -np.inf)
+    arrived = sent.copy()
+    arrived[timeline.transfers.receivers] = timeline.transfers.arrived
+    return sent, arrived
 
 
 def critical_path(timeline: Timeline) -> tuple[TimedAction, ...]:
@@ -116,10 +120,7 @@ def critical_path(timeline: Timeline) -> tuple[TimedAction, ...]:
         return ()
     start, end = entry_times(timeline)
     lead = leads_of(timeline)
-    arrived = np.full(len(graph.source), -np.inf)
-    taken = np.flatnonzero(graph.source >= 0)
-    arrived[taken] = timeline.end[graph.source[taken]]
-    arrived[timeline.transfers.receivers] = timeline.transfers.arrived
+    _, arrived = _action_inputs(timeline)
     actions = graph.actions_of_entries()
     first = set(graph.first[:-1].tolist())
 

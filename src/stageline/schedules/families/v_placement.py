@@ -23,7 +23,6 @@ from stageline.schedules.runs import (
     by_slot,
     forward,
     join,
-    keep_microbatches,
     take_turns,
 )
 from stageline.schedules.schedule import Schedule
@@ -40,7 +39,8 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     It is built for at least 2P−1 microbatches; those beyond the requested number are dropped.
     """
     full = max(microbatches, 2 * ranks - 1)
-    runs = [keep_microbatches(_zb_v_program(rank, ranks, full), microbatches) for rank in range(ranks)]
+    programs = [_zb_v_program(rank, ranks, full) for rank in range(ranks)]
+    runs = [program[program[:, 2] < microbatches] for program in programs]
     return Schedule.from_runs(runs, Placement.v(ranks, microbatches=microbatches))
 
 

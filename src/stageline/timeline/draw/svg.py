@@ -127,13 +127,13 @@ def _axis(end: float, scale: float, top: int) -> str:
     return "\n".join(parts)
 
 
-def ticks(end: float, count: int = 10) -> list[float]:
+def ticks(end: float) -> list[float]:
     """Return round tick values for an axis from 0 to `end`.
 
     >>> ticks(51.0)
     [0.0, 10.0, 20.0, 30.0, 40.0, 50.0]
     """
-    rough = end / count
+    rough = end / 10
     power = 10.0 ** np.floor(np.log10(rough))
     step = float(next(step for step in (1, 2, 2.5, 5, 10) if step * power >= rough * 0.999) * power)
     return [index * step for index in range(int(end / step + 1e-9) + 1)]
