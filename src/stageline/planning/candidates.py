@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -241,24 +242,15 @@ class Evaluator:
 
     def __init__(self, request: PlanRequest) -> None:
         self._request = request
-        self._costs: dict[Candidate, Costs] = {}
-        self._profiles: dict[int, Profile] = {}
-
-    def profile(self, samples: int) -> Profile:
-        """Return the profile for this number of samples in a microbatch."""
-        if samples not in self._profiles:
-            self._profiles[samples] = self._request.profiles.at(samples)
-        return self._profiles[samples]
+        self.profile = cache(request.profiles.at)
+        """Maps a number of samples in a microbatch to the profile."""
+        self._stage_costs = lru_cache(MAX_COSTS)(
+            lambda samples, counts, recompute: stage_costs(self.profile(samples), counts, recompute, request.links)
+        )
 
     def costs(self, candidate: Candidate) -> Costs:
         """Return the costs of the stages."""
-        key = replace(candidate, microbatches=0)
-        if key not in self._costs:
-            if len(self._costs) > MAX_COSTS:
-                self._costs.clear()
-            profile = self.profile(candidate.samples)
-            self._costs[key] = stage_costs(profile, candidate.counts, candidate.recompute, self._request.links)
-        return self._costs[key]
+        return self._stage_costs(candidate.samples, candidate.counts, candidate.recompute)
 
     def memory(self, timeline: Timeline, candidate: Candidate) -> tuple[RankMemory, ...]:
         """Return the memory of every rank in a simulated step."""

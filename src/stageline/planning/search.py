@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -63,7 +62,7 @@ class PlanSearch:
         self.was_cut_short = False
         """Whether the time was up before everything was tried."""
         self._start_time = time.monotonic()
-        self._schedules: dict[Any, Schedule | None] = {}
+        self._make = lru_cache(MAX_SCHEDULES)(FamilyVariant.make)
         self._moves = 0
         self._has_screened = False
 
@@ -149,12 +148,7 @@ class PlanSearch:
     def _schedule(self, variant: FamilyVariant, microbatches: int) -> Schedule | None:
         if self.request.schedule is not None:
             return self.request.schedule
-        key = (variant.name, variant.options, microbatches)
-        if key not in self._schedules:
-            if len(self._schedules) >= MAX_SCHEDULES:
-                self._schedules.pop(next(iter(self._schedules)))
-            self._schedules[key] = variant.make(microbatches)
-        return self._schedules[key]
+        return self._make(variant, microbatches)
 
     # Saving memory
 

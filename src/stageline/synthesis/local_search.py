@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from stageline.schedules import action as kinds
 from stageline.synthesis.fast_simulate import end_times, evaluate, objective_value, peak_memory_of
@@ -24,13 +23,6 @@ HISTORY_LENGTH = 30
 """A move is kept if the step is not longer than it was this many moves ago."""
 MAX_DISTANCE = 8
 """Maximum number of actions that one moves past."""
-
-
-class Move(NamedTuple):
-    """A rank's new program, with one action at another position or in another form."""
-
-    rank: int
-    program: list[Code]
 
 
 class Orders:
@@ -98,33 +90,30 @@ def _source(board: Board, code: Code, ends: list[float]) -> Code:
     return other if ends[other] >= 0 else kinds.B * size + key + count
 
 
-def _propose(dice: random.Random, programs: Programs, critical: list[tuple[int, int]], orders: Orders) -> Move | None:
-    """Return a random move of an action on the critical path, or of the one before it; None if none is allowed."""
+def _propose(
+    dice: random.Random, programs: Programs, critical: list[tuple[int, int]], orders: Orders
+) -> tuple[int, list[Code]] | None:
+    """Return a rank and its program after a random move on the critical path; None if none is allowed."""
     for _ in range(8):
         rank, position = critical[int(dice.random() * len(critical))]
         program = programs[rank]
         if orders.mixes and dice.random() < 0.3:
             changed = _switch_form(program, position - int(dice.random() * 2), orders.size)
             if changed is not None:
-                return Move(rank, changed)
+                return rank, changed
         distance = 1 + int(dice.random() ** 2 * MAX_DISTANCE)
-        if dice.random() < 0.5:
-            source = target = position
-            while (
-                target > 0 and position - target < distance and orders.may_swap(program[target - 1], program[position])
-            ):
-                target -= 1
-        else:
-            source = target = position - 1
-            last = len(program) - 1
-            while (
-                target < last and target - source < distance and orders.may_swap(program[source], program[target + 1])
-            ):
-                target += 1
+        step = -1 if dice.random() < 0.5 else 1
+        source = target = position if step < 0 else position - 1
+        while (
+            0 <= target + step < len(program)
+            and abs(target - source) < distance
+            and orders.may_swap(program[source], program[target + step])
+        ):
+            target += step
         if target != source:
             changed = program[:]
             changed.insert(target, changed.pop(source))
-            return Move(rank, changed)
+            return rank, changed
     return None
 
 
@@ -146,41 +135,39 @@ def improve(
     moves: int,
     lower_bound: float,
     is_over: Callable[[], bool],
-    on_improvement: Callable[[ProgramPlan], None] | None = None,
-) -> ProgramPlan:
-    """Try `moves` moves; stop at the lower bound or when `is_over` returns True. Return the best plan."""
+) -> Iterator[ProgramPlan]:
+    """Try `moves` moves, and yield every plan that is the best so far; stop at the lower bound."""
     orders = Orders(board)
     programs = [list(program) for program in plan.programs]
     ends = end_times(board, programs)
     if ends is None:
-        return plan
+        return
     value = objective_value(board, programs, ends)
-    best = plan
+    best_value = plan.value
     history = [value] * HISTORY_LENGTH
     critical = _critical_actions(board, programs, ends)
     for turn in range(moves):
-        if best.value <= lower_bound or not critical or is_over():
-            break
+        if best_value <= lower_bound or not critical or is_over():
+            return
         move = _propose(dice, programs, critical, orders)
         if move is None:
             continue
-        if peak_memory_of(board, move.program) > board.caps[move.rank]:
+        rank, program = move
+        if peak_memory_of(board, program) > board.caps[rank]:
             continue
-        previous, programs[move.rank] = programs[move.rank], move.program
+        previous, programs[rank] = programs[rank], program
         ends = end_times(board, programs)
         new_value = objective_value(board, programs, ends) if ends is not None else None
         slot = turn % HISTORY_LENGTH
         if new_value is None or ends is None or (new_value > value and new_value > history[slot]):
-            programs[move.rank] = previous
+            programs[rank] = previous
         else:
             value = new_value
             critical = _critical_actions(board, programs, ends)
-            if value < best.value * (1 - 1e-12):
-                best = ProgramPlan([list(program) for program in programs], value, "local search")
-                if on_improvement is not None:
-                    on_improvement(best)
+            if value < best_value * (1 - 1e-12):
+                best_value = value
+                yield ProgramPlan([list(program) for program in programs], value, "local search")
         history[slot] = value
-    return best
 
 
 def mixed_plans(board: Board, plan: ProgramPlan, *, tries: int, is_over: Callable[[], bool]) -> Iterator[ProgramPlan]:

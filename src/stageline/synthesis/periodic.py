@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import TypeAlias
 
 from stageline.schedules import action as kinds
@@ -40,22 +41,18 @@ class TurnPrograms:
         first = board.problem.stages_of[0][-1] * board.problem.microbatches
         self.lead = self.lanes[0][0].index(first)
         """Number of forwards a rank runs before the first one of its last chunk."""
-        self._programs: dict[tuple[int, Delay], list[Code] | None] = {}
+        self.program = cache(self._program)
 
-    def program(self, rank: int, delay: Delay) -> list[Code] | None:
+    def _program(self, rank: int, delay: Delay) -> list[Code] | None:
         """Return the program of a rank with these delays, or None if it exceeds the rank's memory."""
-        key = rank, delay
-        if key not in self._programs:
-            forwards, backwards = self.lanes[rank]
-            turns = [(turn, 0, code) for turn, code in enumerate(forwards)]
-            turns += [(turn + delay[0], 1, code) for turn, code in enumerate(backwards)]
-            if not self.whole:
-                shift = (kinds.W - kinds.I) * self.board.size
-                turns += [(turn + sum(delay), 2, code + shift) for turn, code in enumerate(backwards)]
-            program = [code for *_, code in sorted(turns)]
-            fits = peak_memory_of(self.board, program) <= self.board.caps[rank]
-            self._programs[key] = program if fits else None
-        return self._programs[key]
+        forwards, backwards = self.lanes[rank]
+        turns = [(turn, 0, code) for turn, code in enumerate(forwards)]
+        turns += [(turn + delay[0], 1, code) for turn, code in enumerate(backwards)]
+        if not self.whole:
+            shift = (kinds.W - kinds.I) * self.board.size
+            turns += [(turn + sum(delay), 2, code + shift) for turn, code in enumerate(backwards)]
+        program = [code for *_, code in sorted(turns)]
+        return program if peak_memory_of(self.board, program) <= self.board.caps[rank] else None
 
     def fit(self, rank: int, delay: Delay) -> Delay | None:
         """Reduce the delays until they fit the rank's memory: first that of W, then that of I."""

@@ -202,17 +202,12 @@ class Search:
     def _moves(self, share: float = 0.25) -> None:
         """Run local search on the critical path."""
         if self.best is not None and self.best.schedule is None:
-            self.offer(
-                improve(
-                    self.board,
-                    self.best,
-                    dice=self.dice,
-                    moves=3 * self._tries(share),  # a move costs a third of a pass
-                    lower_bound=self.lower_bound * (1 + SLACK),
-                    is_over=self.is_over,
-                    on_improvement=self.offer,
-                )
-            )
+            moves = 3 * self._tries(share)  # a move costs a third of a pass
+            limit = self.lower_bound * (1 + SLACK)
+            for plan in improve(
+                self.board, self.best, dice=self.dice, moves=moves, lower_bound=limit, is_over=self.is_over
+            ):
+                self.offer(plan)
 
     def _periodic(self) -> None:
         """Search a shorter step more thoroughly, and repeat its steady state."""
