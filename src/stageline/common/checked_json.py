@@ -1,4 +1,4 @@
-"""JSON from files and other processes, parsed and checked against type annotations.
+"""JSON from files and other processes, parsed and checked against type annotations; and JSON with one line per field.
 
 Hand-written, although msgspec does the same: an error here states the value that was found, and the base install needs
 no further compiled package.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints, overload
@@ -264,3 +264,18 @@ def number_or_none(value: object) -> float | None:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
+
+
+def json_lines(
+    data: Mapping[str, Any], long_fields: Sequence[str], default: Callable[[Any], Any] | None = None
+) -> Iterator[str]:
+    """Yield JSON with one line per field, and one line per element of the long fields; `default` as in `json.dumps`."""
+    for index, (key, value) in enumerate(data.items()):
+        yield ("{" if index == 0 else ",") + f"\n  {json.dumps(key)}: "
+        if key in long_fields and value:
+            for position, element in enumerate(value):
+                yield ("[" if position == 0 else ",") + "\n    " + json.dumps(element, default=default)
+            yield "\n  ]"
+        else:
+            yield json.dumps(value)
+    yield "\n}\n"

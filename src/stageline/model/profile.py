@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from stageline.common.checked_json import PositiveInt, Range, check_format, field, from_json, parse_json
+from stageline.common.checked_json import PositiveInt, Range, check_format, field, from_json, json_lines, parse_json
 from stageline.common.errors import CostError, JsonError, shorten
 from stageline.common.files import read_text, write_text
 from stageline.common.units import format_seconds, format_size, format_table
@@ -184,15 +183,13 @@ class Profile:
 
     def to_text(self) -> str:
         """Return the JSON that `write` writes, with one line per layer."""
-        header = {"format": FORMAT, "version": VERSION}
-        header |= {name: getattr(self, name) for name in ("machine", "device", "torch", "threads", "repeats")}
-        head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in header.items())
-        rows = [
+        data: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+        data |= {name: getattr(self, name) for name in ("machine", "device", "torch", "threads", "repeats")}
+        data["layers"] = [
             {name: value for name, value in asdict(layer).items() if value or not name.endswith("_transient")}
             for layer in self.layers
         ]
-        layers = ",\n    ".join(map(json.dumps, rows))
-        return f'{{\n{head}  "layers": [\n    {layers}\n  ]\n}}\n'
+        return "".join(json_lines(data, ("layers",)))
 
 
 def read_profile(path: str | Path) -> Profile:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from stageline.common.checked_json import NonNegative, PositiveInt, check_format, field, parse_json
+from stageline.common.checked_json import NonNegative, PositiveInt, check_format, field, json_lines, parse_json
 from stageline.common.errors import JsonError, StagelineError
 from stageline.common.files import read_text, write_text
 from stageline.planning.costs import RankMemory
@@ -19,6 +19,8 @@ from stageline.timeline.costs import Costs
 
 FORMAT = "stageline-plan"
 VERSION = 1
+LONG_FIELDS = ("memory", "alternatives")
+"""The fields with one line per element: one for each rank's memory, and for each alternative."""
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -50,25 +52,12 @@ def write_plan(plan: Plan, path: str | Path) -> None:
     target = Path(path)
     if target.suffix.lower() != ".json":
         raise StagelineError(f"plans are written as JSON; the file name must end in .json, got {target.name!r}")
-    write_text(target, _lines(to_json(plan)))
+    write_text(target, json_lines(to_json(plan), LONG_FIELDS))
 
 
 def to_text(plan: Plan) -> str:
     """Return the JSON that `Plan.write` writes."""
-    return "".join(_lines(to_json(plan)))
-
-
-def _lines(data: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the JSON with one field per line, and one line per rank's memory and per alternative."""
-    yield "{\n"
-    for index, (key, value) in enumerate(data.items()):
-        comma = "," if index < len(data) - 1 else ""
-        if key in ("memory", "alternatives") and value:
-            inner = ",\n    ".join(map(json.dumps, value))
-            yield f"  {json.dumps(key)}: [\n    {inner}\n  ]{comma}\n"
-        else:
-            yield f"  {json.dumps(key)}: {json.dumps(value)}{comma}\n"
-    yield "}\n"
+    return "".join(json_lines(to_json(plan), LONG_FIELDS))
 
 
 def read_plan(path: str | Path) -> Plan:

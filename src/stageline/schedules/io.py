@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,11 +11,11 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from stageline.common.checked_json import Range, check_format, field, parse_json
+from stageline.common.checked_json import Range, check_format, field, json_lines, parse_json
 from stageline.common.errors import JsonError, ScheduleError, StagelineError
 from stageline.common.files import read_text, write_text
 from stageline.schedules.placement import Placement
-from stageline.schedules.schedule import Schedule
+from stageline.schedules.schedule import Program, Schedule
 
 _COMMUNICATION = re.compile(r"[0-9]{0,12}(?:SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]{0,12}")
 """Actions of torch that compute nothing: messages between stages, and collectives of sharded data parallelism."""
@@ -77,7 +76,7 @@ def naming(source: Path) -> Iterator[None]:
 def schedule_lines(schedule: Schedule) -> Iterator[str]:
     """Yield a schedule as JSON, one line per rank, so that two schedules can be compared with diff."""
     placement = schedule.placement
-    head: dict[str, Any] = {
+    data = {
         "format": FORMAT,
         "version": VERSION,
         "name": schedule.name,
@@ -88,15 +87,13 @@ def schedule_lines(schedule: Schedule) -> Iterator[str]:
         "microbatches": schedule.microbatches,
         "placement": placement.table.tolist(),
         "direction": None if placement.directions == 1 else placement.direction.tolist(),
+        "programs": schedule.programs,
     }
-    yield "{\n"
-    for key, value in head.items():
-        yield f"  {json.dumps(key)}: {json.dumps(value)},\n"
-    yield '  "programs": [\n'
-    for rank, program in enumerate(schedule.programs):
-        comma = "," if rank < schedule.ranks - 1 else ""
-        yield f"    {json.dumps([str(entry) for entry in program])}{comma}\n"
-    yield "  ]\n}\n"
+    return json_lines(data, ("programs",), _texts)
+
+
+def _texts(program: Program) -> list[str]:
+    return [str(entry) for entry in program]
 
 
 def format_error(message: str) -> ScheduleError:
