@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 import stageline as sl
-from stageline.model.loss_costs import LOSS, with_loss
-from stageline.model.profile import Layer, Profile, read_profile
-from stageline.model.transients import PeakMeter, stage_transients
+from stageline.model.measurement import PeakMeter
+from stageline.model.profile import Layer, Profile, read_profile, stage_transients
+from stageline.model.profiler import LOSS, with_loss
 
 SAMPLES, WIDTH, CLASSES = 32, 16, 512
 

@@ -18,15 +18,12 @@ from stageline.autograd.graph_plan import GraphPlan
 from stageline.autograd.split_backward import SplitBackward
 from stageline.common.errors import StagelineError, shorten
 from stageline.model._torch_private import (
-    hook_dictionaries,
     raw_version,
     sleep_on_gpu,
     tensors_in,
     tree_flatten,
     tree_unflatten,
 )
-from stageline.model.transients import PeakMeter
-from stageline.tensors.buffers import all_buffers, put_back
 from stageline.tensors.thread_context import autocasts, plain_precision
 
 # One run of the model
@@ -251,6 +248,31 @@ class Timer:
         return max(float(start.elapsed_time(end)) / 1e3, on_host), value
 
 
+class PeakMeter:
+    """Measures how far the memory of a GPU rises above its level before or after a call; nothing on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+
+    def above_end(self, call: Callable[[], Value]) -> tuple[int, Value]:
+        """Return the peak above what the call leaves allocated, and its result."""
+        peak, value = self._peak(call)
+        return (0 if self._device is None else max(0, peak - torch.cuda.memory_allocated(self._device))), value
+
+    def above_start(self, call: Callable[[], Value]) -> tuple[int, Value]:
+        """Return the peak above what was allocated before the call, and its result."""
+        before = 0 if self._device is None else torch.cuda.memory_allocated(self._device)
+        peak, value = self._peak(call)
+        return max(0, peak - before), value
+
+    def _peak(self, call: Callable[[], Value]) -> tuple[int, Value]:
+        if self._device is None:
+            return 0, call()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        value = call()
+        return torch.cuda.max_memory_allocated(self._device), value
+
+
 @dataclass
 class _Graph:
     """The graph that F leaves: inputs that require a gradient, and outputs that have one."""
@@ -377,26 +399,3 @@ def run_round(calls: Sequence[CallBenchmark], keep: bool) -> None:
             call.forward(keep)
         for call in reversed(calls):
             backward(call, keep)
-
-
-@contextmanager
-def preserved_state(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore gradients, buffers and random state on exit, and disable hooks of parameters meanwhile."""
-    parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
-    grads = [parameter.grad for parameter in parameters]
-    buffers = [buffer for module in modules for buffer in all_buffers(module)]
-    hooks = [(dictionary, dict(dictionary)) for parameter in parameters for dictionary in hook_dictionaries(parameter)]
-    cuda_devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    try:
-        for parameter in parameters:
-            parameter.grad = None
-        for dictionary, _ in hooks:
-            dictionary.clear()
-        with torch.random.fork_rng(devices=cuda_devices), torch.enable_grad():
-            yield
-    finally:
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad
-        for dictionary, entries in hooks:
-            dictionary.update(entries)
-        put_back(buffers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,6 @@ from stageline.common.checked_json import PositiveInt, Range, check_format, fiel
 from stageline.common.errors import CostError, JsonError, shorten
 from stageline.common.files import read_text, write_text
 from stageline.common.units import format_seconds, format_size, format_table
-from stageline.model.transients import stage_transients
 from stageline.timeline.costs import LARGEST_COST, Costs, PerPair
 
 FORMAT = "stageline-profile"
@@ -190,6 +190,33 @@ class Profile:
             for layer in self.layers
         ]
         return "".join(json_lines(data, ("layers",)))
+
+
+def stage_transients(layers: Sequence[Layer]) -> dict[str, float]:
+    """Return the memory that F, B, I and W of a stage hold beside its activations, and W beside its residues.
+
+    A stage's activations are counted from the start of its F to the end of its B. While unit u runs forward, only those
+    of the units up to u exist, beside its input, its output and its temporaries. In the backward, those of the units
+    after u are freed already, and the gradient of its output exists.
+
+    >>> layer = Layer("0", "Linear", 1.0, 1.0, 1.0, 2.0, 80, 40, 0, 0, 8, 0, 8, 1, 5, 20, 10, 30)
+    >>> stage_transients([layer]), stage_transients([layer, layer])["B"]
+    ({'F': 13.0, 'B': 28.0, 'I': 18.0, 'W': 30.0}, 28.0)
+    """
+    kinds = ("forward", "backward", "backward_input", "backward_weight")
+    if not any(getattr(layer, f"{kind}_transient") for layer in layers for kind in kinds):  # not measured
+        return dict.fromkeys("FBIW", 0.0)
+    total = sum(layer.activation for layer in layers)
+    held = list(accumulate(layer.activation for layer in layers))
+    later = [sum(layer.residue for layer in layers[index + 1 :]) for index in range(len(layers))]
+    places = list(zip(layers, held, later, strict=True))
+    peaks = {
+        "F": [now + layer.arriving + layer.leaving + layer.forward_transient for layer, now, _ in places],
+        "B": [now + layer.message + layer.backward_transient for layer, now, _ in places],
+        "I": [now + residue + layer.message + layer.backward_input_transient for layer, now, residue in places],
+        "W": [total + layer.backward_weight_transient for layer in layers],
+    }
+    return {kind: float(max(0, max(levels) - total)) for kind, levels in peaks.items()}
 
 
 def read_profile(path: str | Path) -> Profile:

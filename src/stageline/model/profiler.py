@@ -1,11 +1,11 @@
-"""Profile the layers of a model: measure their costs on this machine."""
+"""Profile the layers of a model, and its loss: measure their costs on this machine."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,23 +14,23 @@ from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError, shorten
 from stageline.model import huggingface
+from stageline.model._torch_private import hook_dictionaries
 from stageline.model.compiled_models import eager, unwrapped
-from stageline.model.loss_costs import LOSS, LossLayer, with_loss
 from stageline.model.measurement import (
     CallBenchmark,
     LayerTrace,
+    PeakMeter,
     Storages,
     Timer,
     capture,
-    preserved_state,
     run_round,
     state_storages,
     storages_of,
 )
-from stageline.model.profile import Layer, Profile
+from stageline.model.profile import Layer, Profile, stage_transients
 from stageline.model.stage_module.boundary import arguments
-from stageline.model.transients import PeakMeter
 from stageline.model.units import Unit, in_call_order, layers_of, refuse_lazy, units_of
+from stageline.tensors.buffers import all_buffers, put_back
 from stageline.tensors.pytree import refuse_arrays
 
 
@@ -114,7 +114,7 @@ def profile_layers(
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise StagelineError(f"{name} must be an integer >= {minimum}, got {shorten(value)}")
     modules = list(dict.fromkeys(module for _, module in layers))
-    with preserved_state(modules):
+    with _preserved_state(modules):
         traces = capture(layers, run)
         compute_device = torch.device(device) if device is not None else _device_of(traces)
         timer, state = Timer(compute_device), state_storages(modules)
@@ -231,3 +231,72 @@ def _device_of(traces: Sequence[LayerTrace]) -> torch.device:
     tensors += [leaf for trace in traces for call in trace.calls for leaf in call.leaves if isinstance(leaf, Tensor)]
     devices = [tensor.device for tensor in tensors]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+@contextmanager
+def _preserved_state(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore gradients, buffers and random state on exit, and disable hooks of parameters meanwhile."""
+    parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
+    grads = [parameter.grad for parameter in parameters]
+    buffers = [buffer for module in modules for buffer in all_buffers(module)]
+    hooks = [(dictionary, dict(dictionary)) for parameter in parameters for dictionary in hook_dictionaries(parameter)]
+    cuda_devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        for dictionary, _ in hooks:
+            dictionary.clear()
+        with torch.random.fork_rng(devices=cuda_devices), torch.enable_grad():
+            yield
+    finally:
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+        for dictionary, entries in hooks:
+            dictionary.update(entries)
+        put_back(buffers)
+
+
+# The loss, as part of the last unit: logits and their gradients can be large
+
+LOSS = "loss_fn"
+"""The name under which a loss is measured."""
+
+
+class LossLayer(nn.Module):
+    """A loss function as a layer after the model."""
+
+    def __init__(self, function: Callable[[Any, Any], Any], targets: Any) -> None:
+        super().__init__()
+        self.function, self.targets = function, targets
+
+    def forward(self, output: Any) -> Any:
+        """Return the loss of the model's output."""
+        return self.function(output, self.targets)
+
+
+def with_loss(layers: Sequence[Layer]) -> tuple[Layer, ...]:
+    """Add the costs of the loss, which is the last layer, to those of the layer before it.
+
+    >>> head = Layer("1", "Linear", 1.0, 1.0, 1.0, 2.0, 80, 40, 0, 0, 8, 0, 8, 1)
+    >>> loss = Layer(LOSS, "LossLayer", 0.5, 0.5, 0.0, 0.5, 8, 0, 0, 0, 4, 0, 0, 1)
+    >>> (joint,) = with_loss([head, loss])
+    >>> joint.name, joint.forward, joint.backward, joint.activation, joint.message
+    ('1', 1.5, 2.5, 88, 8)
+    """
+    *others, last, loss = layers
+    transients = stage_transients([last, replace(loss, message=0)])  # the gradient of a loss is one number
+    joint = replace(
+        last,
+        forward=last.forward + loss.forward,
+        backward_input=last.backward_input + loss.backward_input,
+        backward_weight=last.backward_weight + loss.backward_weight,
+        backward=last.backward + loss.backward,
+        activation=last.activation + loss.activation,
+        residue=last.residue + loss.residue,
+        # The input and the output of a unit, and the gradient of its output, are added for a stage.
+        forward_transient=max(0, round(transients["F"]) - last.arriving - last.leaving),
+        backward_transient=max(0, round(transients["B"]) - last.message),
+        backward_input_transient=max(0, round(transients["I"]) - last.message),
+        backward_weight_transient=round(transients["W"]),
+    )
+    return (*others, joint)
