@@ -97,8 +97,7 @@ def _write_folder(
     for name in checkpoint.manifest.files:
         if name != INDEX and not name.endswith(".safetensors"):
             data = _in_dtype(checkpoint.read_asset(name), dtype if name == "config.json" else None)
-            done = write_file(folder / name, data)
-            files[name] = File(done.bytes, done.sha256, 0)
+            files[name] = write_file(folder / name, data)
     if manifest:
         converted = replace(checkpoint.manifest, written=time.time(), files=files, model=model, optimizer={})
         write_file(folder / MANIFEST, converted.to_bytes())

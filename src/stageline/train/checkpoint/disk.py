@@ -16,6 +16,7 @@ from typing import Self, TypeVar
 
 from stageline.common import files
 from stageline.common.errors import CheckpointError, StagelineError
+from stageline.train.checkpoint.manifest import File
 
 CHUNK = 8 * 2**20
 """Bytes per write."""
@@ -107,11 +108,11 @@ def writing(path: Path) -> Iterator[None]:
         raise CheckpointError(text) from error
 
 
-def write_file(path: Path, data: bytes) -> ChecksummedFile:
+def write_file(path: Path, data: bytes) -> File:
     """Write a small file, synced."""
     with ChecksummedFile(path) as stream:
         stream.write(data)
-    return stream
+    return File(stream.bytes, stream.sha256, 0)
 
 
 def replace_file(path: Path, data: bytes) -> None:

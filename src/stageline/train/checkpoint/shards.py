@@ -248,8 +248,7 @@ def write_index(folder: Path, model: Mapping[str, TensorEntry]) -> File:
         (folder / name).stat().st_size - _head(folder / name) for name in {entry.file for entry in model.values()}
     )
     index = {"metadata": {"total_size": size}, "weight_map": {name: entry.file for name, entry in model.items()}}
-    done = write_file(folder / INDEX, json.dumps(index, indent=2).encode() + b"\n")
-    return File(done.bytes, done.sha256, 0)
+    return write_file(folder / INDEX, json.dumps(index, indent=2).encode() + b"\n")
 
 
 def _head(path: Path) -> int:

@@ -283,8 +283,7 @@ class Writer:
         reports = gather(job.partial, own, self.count, self.deadline, _check_ranks)
         files, model, optimizer = assemble(job.partial, reports)
         for name, data in job.assets.items():
-            done = write_file(job.partial / name, data)
-            files[name] = File(done.bytes, done.sha256, 0)
+            files[name] = write_file(job.partial / name, data)
         world = {**job.world, "writers": self.count}
         manifest = Manifest(
             job.step, job.attempt, time.time(), world, files, model, optimizer, job.state, environment()
