@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,33 +87,24 @@ class Certificate:
         }
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        schedule = self.schedule
-        yield (
+        schedule, channels, reordered = self.schedule, self.channels, self.reordered_channels
+        order = "each taken in the order sent"
+        if reordered:
+            ends = ", ".join(f"{channel.source} → {channel.target} {channel.traffic}" for channel in reordered[:4])
+            order = f"those of {len(reordered)} taken out of order: {ends}{', …' if len(reordered) > 4 else ''}"
+        lines = [
             f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, "
-            f"{schedule.microbatches} microbatches, {schedule.num_actions} actions"
-        )
-        yield f"  passes            {', '.join(self.rules)}"
-        count = f"{len(self.channels)}, with {len(self.channels.senders)} messages"
-        reordered = self.reordered_channels
-        yield f"  channels          {count}, " + (
-            f"those of {len(reordered)} taken out of order: {_ends(reordered)}"
-            if reordered
-            else "each taken in the order sent"
-        )
-        yield f"  look-ahead        {self.look_ahead} (receives to post ahead so that blocking sends cannot deadlock)"
-        yield f"  receive buffers   {_per_rank(self.receive_buffers)}"
-        yield f"  peak activations  {_per_rank(self.peak_activations)}"
-        yield f"  peak residues     {_per_rank(self.peak_residues)} (between I and W)"
-        order = "yes" if self.in_order else "no"
-        yield f"  in order          {order} (gradients of every stage added in the order of the microbatches)"
-
-
-def _ends(channels: Sequence[Channel]) -> str:
-    shown = ", ".join(f"{channel.source} → {channel.target} {channel.traffic}" for channel in channels[:4])
-    return shown + (", …" if len(channels) > 4 else "")
+            f"{schedule.microbatches} microbatches, {schedule.num_actions} actions",
+            f"  passes            {', '.join(self.rules)}",
+            f"  channels          {len(channels)}, with {len(channels.senders)} messages, {order}",
+            f"  look-ahead        {self.look_ahead} (receives to post ahead so that blocking sends cannot deadlock)",
+            f"  receive buffers   {_per_rank(self.receive_buffers)}",
+            f"  peak activations  {_per_rank(self.peak_activations)}",
+            f"  peak residues     {_per_rank(self.peak_residues)} (between I and W)",
+            f"  in order          {'yes' if self.in_order else 'no'} "
+            "(gradients of every stage added in the order of the microbatches)",
+        ]
+        return "\n".join(lines)
 
 
 def _per_rank(values: tuple[int, ...]) -> str:

@@ -63,7 +63,7 @@ def _panel(timeline: Timeline, name: str, end_time: float) -> dict[str, Any]:
             {
                 "look": "".join(str(value) for value in (look[on_rank] + 5 * boxes.odd[on_rank]).tolist()),
                 "stage": _collapse(schedule.stage_ids[boxes.first[on_rank]]),
-                "microbatch": _differences(schedule.microbatch_ids[boxes.first[on_rank]]),
+                "microbatch": np.diff(schedule.microbatch_ids[boxes.first[on_rank]], prepend=np.int32(0)).tolist(),
                 "gap": (start[on_rank] - previous_end).tolist(),
                 "time": (end[on_rank] - start[on_rank]).tolist(),
                 "idle": [round(part, 6) for part in timeline.idle[rank]],
@@ -86,11 +86,6 @@ def _panel(timeline: Timeline, name: str, end_time: float) -> dict[str, Any]:
         "direction": schedule.placement.direction.tolist() if schedule.placement.directions > 1 else None,
         "pairs": [schedule.stage_ids[second].tolist(), schedule.microbatch_ids[second].tolist()],
     }
-
-
-def _differences(values: NDArray[np.int32]) -> list[int]:
-    """Return the difference of every value from the previous one; mostly a single digit."""
-    return [int(value) for value in np.diff(values, prepend=np.int32(0))]
 
 
 def _collapse(values: NDArray[np.int32]) -> list[int]:

@@ -84,9 +84,11 @@ def _panel(timeline: Timeline, title: str, top: int, scale: float) -> str:
             first, letter = int(boxes.first[box]), str(boxes.letter[box])
             look = order.index(letter)
             label = label_of(schedule, first, letter)
+            times = f"{number(float(timeline.start[first]))} to {number(float(timeline.end[first]))}"
+            tooltip = escape(f"{label}, stage {schedule.stage_ids[first]}: {times}")
             parts.append(
                 f'<rect class="{"p" if boxes.odd[box] else "k"}{look}" x="{x:.2f}" y="{y}" width="{box_width:.2f}" '
-                f'height="{ROW}"><title>{_hover(timeline, first, label)}</title></rect>'
+                f'height="{ROW}"><title>{tooltip}</title></rect>'
             )
             if box_width >= 5.6 * len(label) + 2:
                 size = "" if box_width >= 7.2 * len(label) + 2 else "font-size:8.5px;"
@@ -95,12 +97,6 @@ def _panel(timeline: Timeline, title: str, top: int, scale: float) -> str:
                 middle = f'x="{x + box_width / 2:.2f}" y="{y + ROW - 8}"'
                 parts.append(f'<text class="i{look}"{style} {middle}>{escape(label)}</text>')
     return "\n".join(parts)
-
-
-def _hover(timeline: Timeline, first: int, label: str) -> str:
-    stage = int(timeline.schedule.stage_ids[first])
-    times = f"{number(float(timeline.start[first]))} to {number(float(timeline.end[first]))}"
-    return escape(f"{label}, stage {stage}: {times}")
 
 
 def _outlines(boxes: Boxes, start: Floats, length: Floats, row: Ints) -> list[str]:
