@@ -2,7 +2,7 @@
 
 The specs are those of `torch.distributed.pipelining`: a tree of `TensorChunkSpec(dim)`, and None (or torch's
 `_Replicate`) for values that every microbatch gets as a whole. A spec may stand for a whole subtree. Values without a
-spec are cut along their first dimension.
+spec are cut along their first dimension; that of flex attention's BlockMask counts the samples.
 """
 
 from __future__ import annotations
