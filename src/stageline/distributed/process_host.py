@@ -92,7 +92,9 @@ class ProcessHost(ProcessCollectives):
         """Begin a step; raise if the job lost a rank."""
         JobFailures.latest = self._failures.reference
         self._control.begin()
-        self._failures.check(self._control.verdict())
+        verdict = self._control.verdict()
+        if verdict is not None:
+            self._failures.check(verdict)
         if self._clocks_are_stale:
             self._align()
 
