@@ -79,6 +79,11 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return a pytree with its tensors changed."""
+    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
 def wrapper_tensor(kind: type[Tensor], meta: Tensor, device: torch.device | str) -> Any:
     """Return a tensor of a subclass, without memory, with the form of a meta tensor and this device."""
     return Tensor._make_wrapper_subclass(

@@ -151,6 +151,8 @@ def collect(outputs: dict[str, tuple[Any, ...]]) -> None:
             lists[name].extend(items)
 
 
+# Models described by a config.json
+
 POSITIONS = "max_position_embeddings"
 
 
@@ -220,8 +222,6 @@ class HuggingFaceConfig:
         roberta 14
         llama None
         """
-        import torch
-
         if self.positions is None:
             return None
         with torch.device("meta"):

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from stageline.common.errors import StagelineError
 from stageline.model import huggingface
 from stageline.model._torch_private import (
+    map_tensors,
     remove_forward_hooks,
     tensors_in,
     tree_flatten,
-    tree_map,
     tree_unflatten,
     version_of,
     without_dispatch_modes,
@@ -112,9 +112,7 @@ class DryRun:
     def _meta_output(self, name: str, position: int, args: Any, kwargs: Any) -> Any:
         """Return the output of a unit on the meta device; if it cannot run there, its first input instead."""
         # Every tensor gets a version of its own, so that a change of one is not mistaken for a change of another.
-        meta_args, meta_kwargs = tree_map(
-            lambda leaf: on_meta(leaf).data if isinstance(leaf, Tensor) else leaf, (args, kwargs)
-        )
+        meta_args, meta_kwargs = map_tensors(lambda tensor: on_meta(tensor).data, (args, kwargs))
         metas = tensors_in((meta_args, meta_kwargs))
         versions = list(map(version_of, metas))
         try:

@@ -8,7 +8,7 @@ one of the stage's own units receives a placeholder, an error names the missing 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from stageline.common.errors import StagelineError
 from stageline.model._torch_private import (
     buffers_of,
+    map_tensors,
     no_torch_function,
     parameters_of,
     tensors_in,
     tree_flatten,
-    tree_map,
     wrapper_tensor,
 )
 from stageline.model.stage_module.side_effects import InplaceHistory, StorageHistory
@@ -106,17 +106,14 @@ class PlaceholderTensor(Tensor):
                 "value is on another stage"
             )
         if name.endswith("_like") or name.startswith("new_"):
-            return func(*_map_tensors(_zeros, args), **_map_tensors(_zeros, kwargs))
+            return func(*map_tensors(_zeros, args), **map_tensors(_zeros, kwargs))
         if kwargs.get("device") is not None:
             device, kwargs["device"] = torch.device(kwargs["device"]), torch.device("meta")
-        meta_result = _meta_result(name, func, _map_tensors(on_meta, args), _map_tensors(on_meta, kwargs))
+        meta_result = _meta_result(name, func, map_tensors(on_meta, args), map_tensors(on_meta, kwargs))
         target = args[0] if name.endswith("_") and not name.startswith("__") and args else None
         if isinstance(target, Tensor):
             return _write(target, name, inputs, value_names, writes)
-        result = tree_map(
-            lambda leaf: PlaceholderTensor.of(leaf, device, value_names) if isinstance(leaf, Tensor) else leaf,
-            meta_result,
-        )
+        result = map_tensors(lambda tensor: PlaceholderTensor.of(tensor, device, value_names), meta_result)
         if writes is not None:
             _share_history(result, func, inputs, writes.history)
         return result
@@ -174,7 +171,7 @@ def _meta_result(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str,
         if len(_meta_results) >= MAX_META_RESULTS:
             _meta_results.clear()
         result = _meta_results[key] = _run_on_meta(name, func, args, kwargs)
-    return _map_tensors(Tensor.detach, result)  # callers may modify the form of theirs in place
+    return map_tensors(Tensor.detach, result)  # callers may modify the form of theirs in place
 
 
 def _description(leaf: Any) -> Any:
@@ -189,10 +186,6 @@ def _run_on_meta(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str,
         minlength = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
         return torch.empty(max(int(minlength), 1), dtype=torch.int64, device="meta")
     return func(*args, **kwargs)
-
-
-def _map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def on_meta(tensor: Tensor) -> Tensor:

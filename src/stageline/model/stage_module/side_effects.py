@@ -21,7 +21,6 @@ from stageline.common.errors import StagelineError
 from stageline.model._torch_private import (
     MODULE_ATTRIBUTES,
     TorchDispatchMode,
-    raw_version,
     storage_id,
     tensors_in,
     tree_leaves,
@@ -134,11 +133,7 @@ class ArgumentObjects:
         if not (is_module and value is argument) and not (isinstance(value, _CONTAINERS) or is_object(value)):
             return
         slots = slots_of(value)
-        versions = {
-            key: raw_version(slot)
-            for key, slot in slots.items()
-            if isinstance(slot, Tensor) and not slot.is_inference()
-        }
+        versions = {key: version_of(slot) for key, slot in slots.items() if isinstance(slot, Tensor)}
         self._states[id(value)] = _ObjectState(value, argument, path, slots, versions)
         for key, slot in () if is_module else slots.items():
             name = str(key) if not isinstance(value, _CONTAINERS) else f"[{key!r}]"
@@ -148,40 +143,32 @@ class ArgumentObjects:
         """After the call, refuse an object that was changed, unless the unit returns it."""
         returned = {id(value) for value in _leaves(output)}
         for state in self._states.values():
-            if id(state.argument) in returned:
-                continue
-            changed_key = _changed_key(state)
-            if changed_key is not None:
+            for key in _changed_keys(state) if id(state.argument) not in returned else ():
                 raise StagelineError(
-                    f"{name} changes {state.path or changed_key[0]} of a {type(state.argument).__name__} among its "
-                    "inputs, which other stages do not see; let it return what it puts there"
+                    f"{name} changes {state.path or key} of a {type(state.argument).__name__} among its inputs, which "
+                    "other stages do not see; let it return what it puts there"
                 )
 
 
 def _leaves(tree: Any) -> Iterator[Any]:
     """Yield the objects in nested containers."""
-    if isinstance(tree, dict):
-        for value in tree.values():
-            yield from _leaves(value)
-    elif isinstance(tree, list | tuple | set | deque):
-        for value in tree:
+    if isinstance(tree, dict | list | tuple | set | deque):
+        for value in tree.values() if isinstance(tree, dict) else tree:
             yield from _leaves(value)
     else:
         yield tree
 
 
-def _changed_key(state: _ObjectState) -> tuple[Any] | None:
-    """Return the first key, index or attribute whose value has changed, in a tuple."""
+def _changed_keys(state: _ObjectState) -> Iterator[Any]:
+    """Yield the keys, indices or attributes whose values have changed."""
     slots = slots_of(state.value)
-    for key in (*slots, *(key for key in state.slots if key not in slots)):
-        if key not in slots or key not in state.slots:
-            return (key,)
-        old, new = state.slots[key], slots[key]
-        if old is not new and not (isinstance(old, _PLAIN) and type(old) is type(new) and old == new):
-            return (key,)
-        if key in state.versions and raw_version(new) != state.versions[key]:
-            return (key,)
-    return None
+    for key in {**slots, **state.slots}:
+        if key in slots and key in state.slots:
+            old, new = state.slots[key], slots[key]
+            is_same = old is new or (isinstance(old, _PLAIN) and type(old) is type(new) and old == new)
+            if is_same and (key not in state.versions or version_of(new) == state.versions[key]):
+                continue
+        yield key
 
 
 # In-place changes
