@@ -14,7 +14,6 @@ KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 F, B, I, W = range(4)
 """The same as the numbers in arrays."""
-
 OUTPUT_STEP = (1, -1, -1, 0)
 """For each kind, the distance from its stage to the stage that takes its output: F passes it on to the next stage, B
 and I to the previous one, W to none."""

@@ -19,7 +19,6 @@ from stageline.schedules.schedule import Program, Schedule
 
 _COMMUNICATION = re.compile(r"[0-9]{0,12}(?:SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]{0,12}")
 """Actions of torch that compute nothing: messages between stages, and collectives of sharded data parallelism."""
-
 FORMAT = "stageline-schedule"
 VERSION = 1
 

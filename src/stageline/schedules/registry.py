@@ -20,7 +20,6 @@ OWN_FAMILIES = "stageline.schedules.families"
 
 LARGEST_SIZE = 2**20
 """Maximum number of ranks, microbatches and chunks."""
-
 LARGEST_SCHEDULE = 2**26
 """Maximum number of actions."""
 

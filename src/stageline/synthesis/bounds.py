@@ -142,8 +142,6 @@ NEVER = -math.inf
 
 MAX_SPAN_ACTIONS = 100_000
 """Total number of actions examined for spans; above it, only the most promising ranks are examined."""
-
-
 MAX_ACTIONS = 150_000
 """Above this many actions, only the quick bound is computed."""
 
@@ -278,7 +276,7 @@ def tails_of(relaxation: Relaxation, sink: int | None = None) -> Times:
             tail = ends[s]
             if has_next:
                 tail = max(tail, tw[s][m + 1] + weight[s][m + 1])
-            for stage, later in waiters[1][s][m]:
+            for stage, later in waiters.get((1, s, m), ()):
                 tail = max(tail, forward[stage][later] + tf[stage][later])
             tw[s][m] = tail
             tail += weight[s][m]
@@ -286,7 +284,7 @@ def tails_of(relaxation: Relaxation, sink: int | None = None) -> Times:
                 tail = max(tail, backward_hop[s][m] + back[s - 1][m] + ti[s - 1][m])
             if has_next:
                 tail = max(tail, back[s][m + 1] + ti[s][m + 1])
-            for stage, later in waiters[0][s][m]:
+            for stage, later in waiters.get((0, s, m), ()):
                 tail = max(tail, forward[stage][later] + tf[stage][later])
             ti[s][m] = tail
         for s in reversed(range(stages)):
@@ -299,19 +297,17 @@ def tails_of(relaxation: Relaxation, sink: int | None = None) -> Times:
     return Times(tf, ti, tw)
 
 
-def _waiters(relaxation: Relaxation) -> list[list[list[list[tuple[int, int]]]]]:
-    """Invert the memory edges: for every I, and for every W, the first F that wait for it."""
-    problem = relaxation.problem
-    shape = range(problem.stages), range(problem.microbatches)
-    waiters: list[list[list[list[tuple[int, int]]]]] = [[[[] for _ in shape[1]] for _ in shape[0]] for _ in range(2)]
-    for stage in shape[0]:
+def _waiters(relaxation: Relaxation) -> dict[tuple[int, int, int], list[tuple[int, int]]]:
+    """Invert the memory edges: the first F that wait for an I (0) or W (1) of a stage and microbatch."""
+    waiters: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    for stage, row in enumerate(relaxation.edges):
         counts: dict[tuple[int, int], int] = {}
-        for m in shape[1]:
-            for edge in relaxation.edges[stage][m]:
+        for m, edges in enumerate(row):
+            for edge in edges:
                 for half, count in ((0, edge.backwards), (1, edge.weights)):
                     if count > counts.get((half, edge.stage), 0):
                         counts[half, edge.stage] = count
-                        waiters[half][edge.stage][count - 1].append((stage, m))
+                        waiters.setdefault((half, edge.stage, count - 1), []).append((stage, m))
     return waiters
 
 

@@ -28,8 +28,6 @@ Objective: TypeAlias = Literal["makespan", "span"]
 
 SLACK = 1e-9
 """Relative tolerance for rounding: of memory above a cap, and of times that count as equal."""
-
-
 MAX_RANKS_LISTED = 16
 """Up to this many ranks, an error lists the smallest cap of each."""
 

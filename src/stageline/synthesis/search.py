@@ -28,8 +28,6 @@ ACTIONS_PER_SECOND = 300_000
 """Work per second of the time limit; most machines are faster."""
 MAX_EXACT_ACTIONS = 500
 """Largest number of actions for the exact search."""
-
-
 ORDERS = ((3, 2, 1, 0), (1, 3, 2, 0), (2, 3, 1, 0), (2, 1, 3, 0), (1, 2, 3, 0), (3, 2, 0, 1))
 """Priorities on a V placement; see `PriorityRule.order`."""
 HABITS = (

@@ -196,8 +196,6 @@ def _is_urgent(board: Board, ends: list[float], key: int) -> bool:
 
 GAIN = 0.01
 """An order is replaced by one that is faster by at least this fraction. The change itself costs nothing."""
-
-
 RE_PLANNED = ", re-planned"
 """Suffix of the name of a schedule with another order."""
 
