@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -248,3 +248,31 @@ def test_on_a_gpu_sums_are_read_only_when_gradients_are_not_finite() -> None:
     assert not watch.known
     assert watch.bad() == {1}
     assert [event.place for event in watch.events()] == [("W", 1, 1)]
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_gpu_reads_one_flag_per_stage(value: float, dtype: torch.dtype) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layer = nn.Linear(300, 2).to(device, dtype)
+    layer.weight.grad = torch.full_like(layer.weight, torch.finfo(dtype).max)  # sums would overflow
+    layer.weight.grad[1, 299] = value
+    layer.bias.grad = torch.ones_like(layer.bias)
+    watch = FiniteWatch(1, {0: layer}, gradients=True, on_gpu=True)
+    watch.end()
+    assert watch.bad() == (set() if value == 1.0 else {0})
+
+
+def test_parameters_are_listed_when_the_gpu_has_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, listed = nn.Linear(2, 2), list[int]()
+
+    def parameters() -> Iterator[Tensor]:
+        listed.append(1)
+        return iter([layer.weight])
+
+    monkeypatch.setattr(layer, "parameters", parameters)
+    watch = FiniteWatch(1, {0: layer}, gradients=True, on_gpu=True)
+    watch.action(0, 0, 0, [torch.ones(2)])
+    assert not listed
+    watch.action(1, 0, 0, None)
+    assert listed == [1]

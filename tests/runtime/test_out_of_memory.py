@@ -165,3 +165,22 @@ def test_all_processes_raise_it() -> None:
     assert first == second
     assert first[0].startswith("rank 1 failed in F of stage 1, microbatch 2: OutOfMemory: CUDA out of memory")
     assert first[1:] == (True, ("F", 1, 2))
+
+
+class Huge(nn.Module):
+    """Asks for more memory than any GPU has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.empty(2**44, dtype=torch.uint8, device=x.device).sum()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_that_runs_out_of_memory_states_its_bytes() -> None:
+    model = nn.Sequential(blocks(1), Huge(), blocks(1)).to("cuda")
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="gpipe", ranks=1, microbatches=4, chunks=1)
+    with pytest.raises(torch.cuda.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate .* TiB") as caught:
+        pipe.step(*(part.to("cuda") for part in batch(16)))
+    error: Any = caught.value
+    assert (error.action, error.stage, error.microbatch) == ("F", 0, 0)
+    assert error.allocated > 0
+    assert "cuda:0 has" in str(error)

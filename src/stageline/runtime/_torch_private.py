@@ -23,6 +23,7 @@ __all__ = [
     "emits_nvtx",
     "flatten_dense",
     "foreach_mul_",
+    "foreach_norm",
     "has_accumulate_hooks",
     "has_gradient_hooks",
     "mark_stepped",
@@ -38,6 +39,9 @@ __all__ = [
 
 foreach_mul_ = torch._foreach_mul_
 """Multiplies each tensor of a list by a scalar tensor, in place."""
+
+foreach_norm: Callable[[list[Tensor], float], Sequence[Tensor]] = torch._foreach_norm
+"""The norm of each tensor of a list, in few kernels."""
 
 version_of = attrgetter("_version")
 """How often a tensor was changed in place."""

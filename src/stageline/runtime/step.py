@@ -210,7 +210,7 @@ class StepRunner:
         host.begin()
         if self._compares:
             self.compare_weights()
-        buffers = all_buffers(self.stages.model) if batch.training and self._has_buffers else []
+        buffers = all_buffers(self.stages.model) if batch.training else []
         reducer = replicas.reducer() if replicas is not None and batch.training and batch.sync else None
         try:
             agreed = self.batches.agree(batch, 0 if reducer is None else reducer.elements)
@@ -234,10 +234,6 @@ class StepRunner:
             raise
         finally:
             host.end()
-
-    @property
-    def _has_buffers(self) -> bool:
-        return next(self.stages.model.buffers(), None) is not None
 
     def executors_for(self, microbatches: int, training: bool) -> ExecutorSet:
         """The executors of this process's ranks for this many microbatches."""
@@ -395,7 +391,7 @@ class StepRunner:
             if text:
                 raise PipelineError(f"{text}; {GRADIENTS}; check_finite=False accepts such penalties")
         # With two directions, each copy of a stage sees half of the microbatches, so no buffer may change.
-        for (name, buffer), before in zip(self.stages.model.named_buffers(), versions, strict=False):
+        for before, (name, buffer) in zip(versions, self.stages.model.named_buffers(), strict=False):
             if version_of(buffer) != before:
                 raise PipelineError(
                     f"the buffer {name} changed in training, and {self.schedule.name} runs every stage on two ranks "

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 __all__ = [
     "any_autocast_enabled",
     "buffers_of",
+    "children_of",
     "is_traceable_wrapper_subclass",
     "pytree",
     "register_namedtuple",
@@ -27,6 +28,9 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 """The buffers that a module itself registered; the dictionary may be changed."""
+
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+"""The modules that a module itself holds."""
 
 register_namedtuple: Callable[..., None] = pytree._register_namedtuple
 """Register a named tuple under the name by which other processes know it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import cmath
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from stageline.distributed.rank_host import Floats
 from stageline.faults.monitor.verdict import describe
-from stageline.runtime._torch_private import flatten_dense, pytree, sparse_values
+from stageline.runtime._torch_private import flatten_dense, foreach_norm, pytree, sparse_values
 from stageline.schedules.schedule import Schedule
 
 SMALL = 1 << 15
@@ -97,26 +98,56 @@ def _all_finite(small: Sequence[Tensor]) -> bool:
     return finite(flatten_dense(small))
 
 
+def _finite_flag(grads: Sequence[Tensor]) -> Tensor:
+    """Whether all values are finite, as a tensor on their device; False may also come from an overflow.
+
+    >>> _finite_flag([torch.ones(2), torch.ones(3).bfloat16()]), _finite_flag([torch.tensor([1.0, float("nan")])])
+    (tensor(True), tensor(False))
+    """
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    others: list[Tensor] = []
+    for grad in grads:
+        if grad.layout is torch.strided and grad.is_floating_point() and grad.itemsize >= 2 and grad.numel():
+            by_type.setdefault(grad.dtype, []).append(grad)
+        elif (total := sum_of(grad)) is not None:
+            others.append(total)
+    # The largest absolute values: few kernels for many tensors, and no overflow.
+    largest = [torch.stack(list(foreach_norm(group, float("inf")))) for group in by_type.values()]
+    flags = [values.isfinite().all() for values in (*largest, *others)]
+    return torch.stack(flags).all() if flags else torch.tensor(True, device=grads[0].device)
+
+
 class FiniteWatch:
     """Checks the values that one rank computes in a step.
 
-    On a GPU it does not wait: sums stay on the device and are read only if a gradient is not finite.
+    On a GPU it does not wait: sums stay on the device and are read only if a gradient is not finite. There, the
+    parameters are listed in the first backward, when the GPU already has work.
     """
 
     def __init__(self, stages: int, parts: Mapping[int, nn.Module], *, gradients: bool, on_gpu: bool) -> None:
         """`parts` are the stages of the rank; `gradients` says whether gradients of parameters are checked."""
         self._stages, self._on_gpu = stages, on_gpu
-        self._parameters = {
-            stage: [parameter for parameter in part.parameters() if parameter.requires_grad] if gradients else []
-            for stage, part in parts.items()
-        }
-        self._often = {stage for stage, own in self._parameters.items() if _is_small(own)}
+        self._parts = parts if gradients else {}
         self._bad: set[int] = set()
         self._events: list[Event] = []
         self._kept: list[tuple[Event, Tensor]] = []
-        self._totals: dict[int, list[Tensor]] = {}
+        self._flags: dict[int, Tensor] = {}
+        """By stage, whether a sum or norm of its gradients is finite, on the GPU."""
         for stage in () if on_gpu else self._parameters:
             self._check_parameters(Event(0, -1, 1, stage, BEFORE, 0))
+
+    @cached_property
+    def _parameters(self) -> dict[int, list[nn.Parameter]]:
+        """By stage, the parameters whose gradients are checked."""
+        return {
+            stage: [parameter for parameter in part.parameters() if parameter.requires_grad]
+            for stage, part in self._parts.items()
+        }
+
+    @cached_property
+    def _often(self) -> set[int]:
+        """The stages whose gradients are checked after every backward."""
+        return {stage for stage, own in self._parameters.items() if _is_small(own)}
 
     def action(self, letter: int, stage: int, microbatch: int, leaves: Sequence[Any] | None) -> None:
         """Check the values that an action sends to another stage."""
@@ -166,7 +197,7 @@ class FiniteWatch:
             if not grads or (stage in self._often and not self._on_gpu):
                 continue
             if self._on_gpu:
-                self._totals[stage] = [total for grad in grads if (total := sum_of(grad)) is not None]
+                self._flags[stage] = _finite_flag(grads)
             elif not all(map(finite, grads)):
                 self._bad.add(stage)
 
@@ -177,12 +208,12 @@ class FiniteWatch:
 
     def bad(self) -> set[int]:
         """The stages whose gradients are not finite; waits for a GPU."""
-        for stage, totals in self._totals.items():
-            if totals and not bool(torch.stack([total.abs().double() for total in totals]).sum().isfinite()):
-                grads = (parameter.grad for parameter in self._parameters[stage])
-                if any(kind_of(grad) is not None for grad in grads if grad is not None):
-                    self._bad.add(stage)
-        self._totals = {}
+        flags, self._flags = self._flags, {}
+        finite_by_stage = torch.stack(list(flags.values())).tolist() if flags else []
+        for stage, is_finite in zip(flags, finite_by_stage, strict=True):
+            grads = () if is_finite else (parameter.grad for parameter in self._parameters[stage])
+            if any(kind_of(grad) is not None for grad in grads if grad is not None):
+                self._bad.add(stage)
         return self._bad
 
     def events(self) -> list[Event]:
