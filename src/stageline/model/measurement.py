@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,11 +18,11 @@ from stageline.autograd.split_backward import SplitBackward
 from stageline.common.errors import StagelineError, shorten
 from stageline.model._torch_private import (
     raw_version,
-    sleep_on_gpu,
     tensors_in,
     tree_flatten,
     tree_unflatten,
 )
+from stageline.model.meters import Duration, PeakMeter, Timer
 from stageline.tensors.thread_context import autocasts, plain_precision
 
 # One run of the model
@@ -209,68 +208,9 @@ class _Observer:
 
 # Each layer alone
 
-Value = TypeVar("Value")
-Measure = Callable[[Callable[[], Any]], tuple[float, Any]]
+Measured = TypeVar("Measured")
+Measure = Callable[[Callable[[], Any]], tuple[Measured, Any]]
 """Calls a function; returns what it measured, and the result."""
-
-
-AHEAD = 2e-3
-"""Seconds by which the host runs ahead of the GPU; enough for the kernels of a unit."""
-
-
-class Timer:
-    """Measures the duration of a call with the host's clock; on a GPU, the longer of its time and the host's."""
-
-    def __init__(self, device: torch.device) -> None:
-        if device.type not in ("cpu", "cuda"):
-            raise StagelineError(f"device must be 'cpu' or 'cuda', got {str(device)!r}")
-        self._device = device
-
-    def __call__(self, call: Callable[[], Value]) -> tuple[float, Value]:
-        """Return the seconds, and the result of the call."""
-        if self._device.type == "cpu":
-            start_time = time.perf_counter()
-            value = call()
-            return time.perf_counter() - start_time, value
-        make: Any = torch.cuda.Event
-        start, end = make(enable_timing=True), make(enable_timing=True)
-        stream = torch.cuda.current_stream(self._device)
-        stream.synchronize()
-        # In a step, the host runs ahead of the GPU. The GPU waits for it here, so that it is not idle between kernels.
-        sleep_on_gpu(AHEAD)
-        start.record(stream)
-        start_time = time.perf_counter()
-        value = call()
-        on_host = time.perf_counter() - start_time
-        end.record(stream)
-        end.synchronize()
-        on_host -= 0.0 if on_host < AHEAD else AHEAD  # it waited for the GPU
-        return max(float(start.elapsed_time(end)) / 1e3, on_host), value
-
-
-class PeakMeter:
-    """Measures how far the memory of a GPU rises above its level before or after a call; nothing on the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
-
-    def above_end(self, call: Callable[[], Value]) -> tuple[int, Value]:
-        """Return the peak above what the call leaves allocated, and its result."""
-        peak, value = self._peak(call)
-        return (0 if self._device is None else max(0, peak - torch.cuda.memory_allocated(self._device))), value
-
-    def above_start(self, call: Callable[[], Value]) -> tuple[int, Value]:
-        """Return the peak above what was allocated before the call, and its result."""
-        before = 0 if self._device is None else torch.cuda.memory_allocated(self._device)
-        peak, value = self._peak(call)
-        return max(0, peak - before), value
-
-    def _peak(self, call: Callable[[], Value]) -> tuple[int, Value]:
-        if self._device is None:
-            return 0, call()
-        torch.cuda.reset_peak_memory_stats(self._device)
-        value = call()
-        return torch.cuda.max_memory_allocated(self._device), value
 
 
 @dataclass
@@ -296,7 +236,7 @@ class CallBenchmark:
         self._trace, self._call, self._timer = trace, call, timer
         self._plans: list[GraphPlan] = []
         self._graph = _Graph()
-        self._times: dict[str, list[float]] = {kind: [] for kind in "FIWB"}
+        self._times: dict[str, list[Duration]] = {kind: [] for kind in "FIWB"}
         self.transients = dict.fromkeys("FIWB", 0)
         """Bytes that are held only while an action runs."""
 
@@ -312,7 +252,7 @@ class CallBenchmark:
         args, kwargs = tree_unflatten(leaves, self._call.tree)
         return inputs, args, kwargs
 
-    def _forward(self, measure: Measure) -> float:
+    def _forward(self, measure: Measure[Measured]) -> Measured:
         """Run F; one of the backwards below must follow."""
         inputs, args, kwargs = self._new_inputs()
         hooks_before = registered_hooks()
@@ -324,21 +264,21 @@ class CallBenchmark:
         self._graph = _Graph(inputs, outputs, registered_hooks() != hooks_before)
         return measured
 
-    def _halves(self, measure: Measure) -> tuple[float, float]:
-        """Run I and W."""
+    def _halves(self, measure: Measure[Measured], nothing: Measured) -> tuple[Measured, Measured]:
+        """Run I and W; `nothing` is what they take if there is no graph."""
         graph, self._graph = self._graph, _Graph()
         if not graph.outputs:
-            return 0.0, 0.0
+            return nothing, nothing
         with self._errors_named(), plain_precision():
             split = graph.split(self._plans)
             del graph
             return measure(split.input_gradients)[0], measure(split.weight_gradients)[0]
 
-    def _whole(self, measure: Measure) -> float:
-        """Run B."""
+    def _whole(self, measure: Measure[Measured], nothing: Measured) -> Measured:
+        """Run B; `nothing` is what it takes if there is no graph."""
         graph, self._graph = self._graph, _Graph()
         if not graph.outputs:
-            return 0.0
+            return nothing
         grads = graph.grads()
         with self._errors_named(), plain_precision(), ArrivingGradients(graph.inputs):
             return measure(lambda: torch.autograd.backward(graph.outputs, grads))[0]
@@ -349,19 +289,19 @@ class CallBenchmark:
 
     def halves(self, keep: bool) -> None:
         """Run I and W."""
-        for kind, seconds in zip("IW", self._halves(self._timer), strict=True):
+        for kind, seconds in zip("IW", self._halves(self._timer, Duration()), strict=True):
             self._record(kind, seconds, keep)
 
     def whole(self, keep: bool) -> None:
         """Run B."""
-        self._record("B", self._whole(self._timer), keep)
+        self._record("B", self._whole(self._timer, Duration()), keep)
 
     def measure_transients(self, meter: PeakMeter) -> None:
         """Record how far memory rises while F, B, I and W run."""
-        self.transients["F"] = round(self._forward(meter.above_end))
-        self.transients["B"] = round(self._whole(meter.above_start))
+        self.transients["F"] = self._forward(meter.above_end)
+        self.transients["B"] = self._whole(meter.above_start, 0)
         self._forward(meter.above_end)
-        self.transients["I"], self.transients["W"] = map(round, self._halves(meter.above_start))
+        self.transients["I"], self.transients["W"] = self._halves(meter.above_start, 0)
 
     def residue(self, state: Storages) -> int:
         """Run F, I and W; return the bytes held from I to W, apart from parameters and buffers (`state`)."""
@@ -376,16 +316,25 @@ class CallBenchmark:
             split.weight_gradients()
         return sum(size for key, size in retained.items() if key not in state)
 
-    def _record(self, kind: str, seconds: float, keep: bool) -> None:
+    def _record(self, kind: str, seconds: Duration, keep: bool) -> None:
         if keep:
             self._times[kind].append(seconds)
 
-    def median(self, kind: str) -> float:
-        """Return the median of the recorded times."""
-        return statistics.median(self._times[kind])
+    def median(self, kind: str, *, on_host: bool = False) -> float:
+        """Return the median of the recorded times, on the GPU or on the host."""
+        if not on_host:
+            return statistics.median([seconds.device for seconds in self._times[kind]])
+        once_per_stage = self._timer.engine_call if kind in "BI" else 0.0
+        return max(0.0, statistics.median([seconds.host for seconds in self._times[kind]]) - once_per_stage)
 
     def _errors_named(self) -> AbstractContextManager[None]:
         return _errors_named([self._trace], "it ran alone with the inputs from the model")
+
+
+def is_host_bound(calls: Sequence[CallBenchmark]) -> bool:
+    """Whether a GPU waits for its host in a step. The host runs ahead, so the sums over all units decide."""
+    host, device = (sum(call.median(kind, on_host=of) for call in calls for kind in "FB") for of in (True, False))
+    return host > device
 
 
 def run_round(calls: Sequence[CallBenchmark], keep: bool) -> None:

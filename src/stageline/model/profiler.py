@@ -19,14 +19,14 @@ from stageline.model.compiled_models import eager, unwrapped
 from stageline.model.measurement import (
     CallBenchmark,
     LayerTrace,
-    PeakMeter,
     Storages,
-    Timer,
     capture,
+    is_host_bound,
     run_round,
     state_storages,
     storages_of,
 )
+from stageline.model.meters import PeakMeter, Timer
 from stageline.model.profile import Layer, Profile, stage_transients
 from stageline.model.stage_module.boundary import arguments
 from stageline.model.units import Unit, in_call_order, layers_of, refuse_lazy, units_of
@@ -127,11 +127,12 @@ def profile_layers(
             meter = PeakMeter(compute_device)
             for call in all_calls:
                 call.measure_transients(meter)
+        on_host = compute_device.type == "cuda" and is_host_bound(all_calls)
     measured: list[Layer] = []
     earlier_weights: set[Any] = set()
     for trace, calls, residue in zip(traces, benchmarks, residues, strict=True):
         weights = storages_of(list(trace.module.parameters()))
-        measured.append(_measured_layer(trace, calls, residue, weights, earlier_weights))
+        measured.append(_measured_layer(trace, calls, on_host, residue, weights, earlier_weights))
         earlier_weights |= set(weights)
     machine = f"{platform.machine()}, {os.cpu_count()} processors"
     if compute_device.type == "cuda":
@@ -141,10 +142,17 @@ def profile_layers(
 
 
 def _measured_layer(
-    trace: LayerTrace, calls: Sequence[CallBenchmark], residue: int, weights: Storages, earlier_weights: set[Any]
+    trace: LayerTrace,
+    calls: Sequence[CallBenchmark],
+    on_host: bool,
+    residue: int,
+    weights: Storages,
+    earlier_weights: set[Any],
 ) -> Layer:
+    """`on_host` says whether the times are those of the host that launches the kernels of a GPU."""
+
     def seconds(kind: str) -> float:
-        return sum(call.median(kind) for call in calls)
+        return sum(call.median(kind, on_host=on_host) for call in calls)
 
     def outside(storages: Storages) -> int:
         return sum(size for key, size in storages.items() if key not in trace.saved and key not in weights)
