@@ -210,7 +210,7 @@ class Executor:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             stream = torch.cuda.current_stream()
             stream.wait_event(event)
-            result = self._run(request, GpuClock(len(self._tasks), stream, event, moment), ready)
+            result = self._run(request, GpuClock(stream, event, moment), ready)
             result.finished_event = stream.record_event()
         return result
 
@@ -229,13 +229,13 @@ class Executor:
             progress.doing = task.label
             arrived = None if task.feeder is None else self._input(task, request, result)
             if clock is not None:
-                clock.start(position)
+                clock.start()
             began = perf_counter()
             with self.compile_lock, mark(task.name):
                 message = self._compute(task, arrived, request, result)
             ended = perf_counter()
             if clock is not None:
-                clock.end(position)
+                clock.end()
             result.starts.append(began)
             result.ends.append(ended)
             record.append((*task.label, request.step, began, ended))

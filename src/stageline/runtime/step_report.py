@@ -29,20 +29,25 @@ TEXT, BYTES = 255, 6
 class GpuClock:
     """Puts an event into a stream before and after every action; they are read when the times are needed."""
 
-    def __init__(self, actions: int, stream: Any, base: Any, moment: float) -> None:
+    def __init__(self, stream: Any, base: Any, moment: float) -> None:
         """Count from `base`, an event that was put into a stream at a moment of the host's clock."""
-        new_event: Any = torch.cuda.Event
-        self._starts = [new_event(enable_timing=True) for _ in range(actions)]
-        self._ends = [new_event(enable_timing=True) for _ in range(actions)]
+        self._starts: list[Any] = []
+        self._ends: list[Any] = []
         self._stream, self._base, self._moment = stream, base, moment
 
-    def start(self, position: int) -> None:
-        """The action at this position of the program begins."""
-        self._starts[position].record(self._stream)
+    def start(self) -> None:
+        """The next action of the program begins."""
+        self._starts.append(self._event())
 
-    def end(self, position: int) -> None:
-        """The action at this position has ended."""
-        self._ends[position].record(self._stream)
+    def end(self) -> None:
+        """The action has ended."""
+        self._ends.append(self._event())
+
+    def _event(self) -> Any:
+        new_event: Any = torch.cuda.Event
+        event = new_event(enable_timing=True)
+        event.record(self._stream)
+        return event
 
     def read(self) -> tuple[Floats, Floats]:
         """Wait for the last event; return starts and ends in seconds, on the scale of `time.perf_counter`."""
