@@ -74,7 +74,8 @@ class Output:
         put(f"model     {setup.task.name}, {num_parameters:,} parameters")
         put(f"data      {setup.data.describe()}")
         put(f"ranks     {layout}")
-        put(f"schedule  {schedule.name}{best}: {schedule.stages} stages, {schedule.microbatches} microbatches")
+        stages = f"{schedule.stages} stage{'s' if schedule.stages > 1 else ''}"
+        put(f"schedule  {schedule.name}{best}: {stages}, {schedule.microbatches} microbatches")
         put(f"folder    {folder.path}")
 
     def step(self, step: int, result: StepResult, rate: float, seconds: float) -> None:
