@@ -34,6 +34,7 @@ from stageline.faults.monitor import (
 from stageline.faults.monitor.blame import GRACE, BlameRules
 from stageline.faults.monitor.connection import NAME, control_host
 from stageline.faults.monitor.server import Server
+from stageline.testing import shared_gpu
 
 RANK = Path(__file__).parents[1] / "support" / "control_rank.py"
 LONG = 60.0
@@ -586,6 +587,14 @@ def test_training_continues_without_a_channel(monkeypatch: pytest.MonkeyPatch) -
         control_host()
 
 
+def test_ranks_that_share_a_gpu_are_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has LOCAL_WORLD_SIZE=1 and an NCCL_HOSTID, which makes a machine of it only for NCCL."""
+    monkeypatch.delenv("STAGELINE_CONTROL_HOST", raising=False)
+    for name, value in shared_gpu(1).items():
+        monkeypatch.setenv(name, value)
+    assert control_host(ranks=4) == "127.0.0.1"
+
+
 class Pinboard:
     """A store as torch has them."""
 
@@ -698,6 +707,8 @@ def test_a_rank_that_names_its_cause_is_blamed_if_the_cause_reports_nothing() ->
     rules.failed(0, {"text": "rank 2 failed", "secondary": True, "origin": 2, "round": 1}, 101.0)
     rules.tick(101.1)
     assert blamed(rules) is None
+    for rank in range(4):
+        rules.beat(rank, "F", None, 1, 101.2)
     rules.tick(102.0)
     assert blamed(rules) == (0, "raised"), "rank 2 cannot say so itself"
 
@@ -772,8 +783,29 @@ def test_a_short_silence_is_not_blamed_for_the_error_of_another_rank() -> None:
     for rank in (0, 1, 3):
         rules.beat(rank, "F", 2, 1, 102.0)
     rules.failed(1, {"text": "a message is damaged", "secondary": True}, 102.0)
+    for rank in (0, 1, 3):
+        rules.beat(rank, "F", 2, 1, 102.2)
     rules.tick(102.5)
+    assert blamed(rules) is None, "rank 2 may be dead: its connection closes when its GPU is released"
+    rules.beat(2, "F", None, 1, 102.6)
+    rules.tick(102.6)
     assert blamed(rules) == (1, "raised")
+
+
+def test_a_killed_rank_whose_connection_closes_late_is_blamed_for_the_errors_of_others() -> None:
+    rules = joined_rules(deadline=60.0)
+    for rank in range(4):
+        rules.beat(rank, "F", None, 1, 101.0)
+    for rank in (0, 3):
+        rules.failed(rank, {"text": "lost another rank", "secondary": True}, 101.1)
+    for tenth in range(25):
+        now = 101.1 + tenth / 10
+        for rank in (0, 1, 3):
+            rules.beat(rank, "F", 2, 1, now)
+        rules.tick(now)
+        assert blamed(rules) is None
+    rules.closed(2, 103.6)
+    assert blamed(rules) == (2, "died")
 
 
 def test_a_leaver_is_blamed_only_after_a_rank_waited_long_enough_for_it() -> None:

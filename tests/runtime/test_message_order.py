@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.testing import FaultyTransport, assert_same_bits, run_ranks
-from stageline.transport.gpu.payloads import PayloadGroups
+from support.gloo_pairs import gloo_payloads
 from support.gradients import gradients
 from support.instances import examples, in_random_order, of_no_family
 
@@ -118,7 +118,7 @@ def train(rank: int, seeds: list[int], apart: bool) -> list[dict[str, Tensor | N
         pipe = sl.Pipeline(list(model), loss_fn=functional.mse_loss, schedule=schedule)
         if apart:
             host: Any = pipe.runner.host
-            host._transport._payloads = PayloadGroups("gloo", "cpu")
+            host._transport._payloads = gloo_payloads()
         for _ in range(2):
             pipe.step(*samples(schedule.microbatches))
         own = [f"{stage}." for stage in range(schedule.stages) if schedule.rank_of(stage) == rank]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,12 +16,14 @@ from torch.nn import functional
 import stageline as sl
 from stageline.common.errors import PeerFailed, TransportError
 from stageline.testing import FaultyTransport, assert_same_bits, exercise, one_process_step, run_ranks
+from stageline.testing.conformance import _assert_same
 from stageline.transport import wire
-from stageline.transport.gpu.payloads import PayloadGroups
+from stageline.transport.gpu.payloads import Payloads
 from stageline.transport.protocol import Header, Message
 from stageline.transport.tcp.links import Links
 from stageline.transport.tcp.transport import SocketTransport
 from stageline.transport.threads import ThreadHub
+from support.gloo_pairs import gloo_payloads
 from support.pipelines import batch, blocks
 from support.threads import left_over
 
@@ -44,7 +47,7 @@ def test_threads_pass_the_suite() -> None:
 
 
 def process_side(rank: int, apart: bool) -> tuple[str, list[str]]:
-    transport = SocketTransport(Links.join(), payloads=PayloadGroups("gloo", "cpu") if apart else None)
+    transport = SocketTransport(Links.join(), payloads=gloo_payloads() if apart else None)
     exercise(transport, transport.begin, lambda: transport.finish(30.0))
     return "passed", left_over(allowed=1)
 
@@ -54,6 +57,60 @@ def test_processes_pass_the_suite(apart: bool) -> None:
     for outcome, threads in run_ranks(process_side, 2, apart):
         assert outcome == "passed"
         assert len(threads) <= 1, "no thread is left behind"
+
+
+def any_message(chance: random.Random, header: Header) -> Message:
+    """Leaves of any kind and number; tensors of any type, shape and layout, large ones among them."""
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+    leaves: list[Any] = []
+    for _ in range(chance.randrange(4)):
+        shape = [chance.choice([1, 3, 8, 200]) for _ in range(chance.randrange(4))]
+        generator = torch.Generator().manual_seed(chance.randrange(1000))
+        tensor = (100 * torch.rand(shape, generator=generator)).to(chance.choice(dtypes))
+        turned = tensor.transpose(0, -1) if shape and chance.random() < 0.3 else tensor
+        leaves.append(chance.choice([turned, turned, turned, None, chance.random(), "text"]))
+    return Message(header, leaves, chance.choice(["", "a tree"]), [chance.random() < 0.5 for _ in leaves])
+
+
+def sends_anything(rank: int, seeds: range) -> int:
+    """Both ranks send and receive on both channels in any order, of which one, both or none has a communicator."""
+    known, links = gloo_payloads(), Links.join()
+    count = 0
+    for seed in seeds:
+        chance = random.Random(seed)
+        payloads = Payloads()
+        ends = [(source, 1 - source, traffic) for source in (0, 1) for traffic in ("forward", "backward")]
+        payloads.add({end: known._pairs[end] for end in ends if chance.random() < 0.7})  # type: ignore[index,misc]
+        transport = SocketTransport(links, payloads, seed)
+        sizes = {end: chance.randrange(6) for end in ends}
+        sent = {
+            end: [any_message(chance, Header(*end, 0, number, seed)) for number in range(size)]  # type: ignore[arg-type]
+            for end, size in sizes.items()
+        }
+        transport.begin(
+            {(end[0], end[2]): sizes[end] for end in ends if end[1] == rank},  # type: ignore[misc]
+            {(end[1], end[2]): sizes[end] for end in ends if end[0] == rank},  # type: ignore[misc]
+        )
+        work = [end for end in ends for _ in sent[end]]
+        random.Random(10 * seed + rank).shuffle(work)
+        turns = dict.fromkeys(ends, 0)
+        for end in [end for end in work if end[0] == rank] + [end for end in work if end[1] == rank]:
+            message = sent[end][turns[end]]
+            turns[end] += 1
+            if end[0] == rank:
+                transport.send(message)
+                continue
+            received = transport.receive(message.header, 30.0)
+            assert (received.tree, list(received.wants_gradient)) == (message.tree, list(message.wants_gradient))
+            for mine, theirs in zip(message.leaves, received.leaves, strict=True):
+                _assert_same(mine, theirs)
+            count += 1
+        transport.finish(30.0)
+    return count
+
+
+def test_any_messages_arrive_whole_and_in_order_beside_their_headers() -> None:
+    assert sum(run_ranks(sends_anything, 2, range(40), timeout=120)) > 200
 
 
 def faulty(deadline: float = 60.0, **faults: Callable[[Any], Any]) -> sl.Pipeline:
@@ -298,7 +355,7 @@ def suffers(rank: int, names: list[str], apart: bool) -> dict[str, list[str]]:
         )
         host: Any = pipe.runner.host
         if apart:
-            host._transport._payloads = PayloadGroups("gloo", "cpu")
+            host._transport._payloads = gloo_payloads()
         if rank == 0:
             faulty = FaultyTransport(host.transport(0), **only(active, name))
             host.transport = lambda rank, faulty=faulty: faulty

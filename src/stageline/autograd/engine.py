@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,6 +41,13 @@ _lock = threading.Lock()
 _uncounted = 0
 """How many of the registered hooks are from `add_prehook`."""
 _MARK = "stageline"
+
+
+@cache
+def start_thread(device: int) -> None:
+    """Start autograd's thread of a GPU: if the first thing it ran were a product, cuBLAS would warn."""
+    with torch.enable_grad():
+        torch.zeros(1, device=torch.device("cuda", device), requires_grad=True).exp().sum().backward()  # type: ignore[no-untyped-call]
 
 
 def backward(roots: Sequence[Root], grads: Sequence[Tensor | None]) -> None:

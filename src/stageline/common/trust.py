@@ -147,6 +147,18 @@ def _unreadable(path: str, why: str) -> TrustError:
     )
 
 
+def ranks_here(variables: Mapping[str, str]) -> int | None:
+    """How many ranks the launcher says that it started on this machine; None if it does not say.
+
+    A process with an NCCL_HOSTID poses as a machine of its own, to share a GPU over NCCL.
+
+    >>> ranks_here({"LOCAL_WORLD_SIZE": "4"}), ranks_here({"LOCAL_WORLD_SIZE": "1", "NCCL_HOSTID": "a"})
+    (4, None)
+    """
+    text = variables.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() and not variables.get("NCCL_HOSTID") else None
+
+
 def one_machine(ranks: int, environment: Mapping[str, str] | None = None) -> bool:
     """Whether all ranks are on this machine, according to the environment of the launcher.
 
@@ -154,11 +166,13 @@ def one_machine(ranks: int, environment: Mapping[str, str] | None = None) -> boo
     (True, False)
     >>> one_machine(4, {"MASTER_ADDR": "127.0.0.1"}), one_machine(4, {"MASTER_ADDR": "10.0.0.5"})
     (True, False)
+    >>> one_machine(4, {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "1", "NCCL_HOSTID": "a"})
+    True
     """
     variables = os.environ if environment is None else environment
-    local_ranks, machines = variables.get("LOCAL_WORLD_SIZE", ""), variables.get("SLURM_NNODES", "")
-    if local_ranks.isdecimal():
-        return int(local_ranks) >= ranks
+    local_ranks, machines = ranks_here(variables), variables.get("SLURM_NNODES", "")
+    if local_ranks is not None:
+        return local_ranks >= ranks
     if machines.isdecimal():
         return int(machines) == 1
     addresses = [variables.get(name, "") for name in ("STAGELINE_CONTROL_HOST", "STAGELINE_HOST", "MASTER_ADDR")]

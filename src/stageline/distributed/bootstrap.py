@@ -20,8 +20,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from stageline.common.errors import PipelineError, StagelineError
 from stageline.distributed._torch_private import TCPStore, default_store
+from stageline.distributed.communicators import quiet_groups
 from stageline.distributed.failures import BLAME, note_record
-from stageline.distributed.process_exit import keep_groups, leave_stuck
+from stageline.distributed.process_exit import destroy_at_exit, keep_groups, leave_stuck
 from stageline.faults.flight_recorder import FlightRecorder
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.client import MonitorClient
@@ -179,7 +180,14 @@ def _join(deadline: float) -> None:
         raise _not_started(channel.control, verdict)
     backend = "cpu:gloo,cuda:nccl" if has_own_gpu(os.environ) else "gloo"
     ours = PrefixStore(f"default/{channel.name}", store)
-    start_together(channel.control, lambda: dist.init_process_group(backend, store=ours, rank=rank, world_size=ranks))
+
+    def start() -> None:
+        with quiet_groups():
+            dist.init_process_group(backend, store=ours, rank=rank, world_size=ranks)
+
+    start_together(channel.control, start)
+    if backend != "gloo":
+        destroy_at_exit()
     channel.group = weakref.ref(dist.group.WORLD)
 
 

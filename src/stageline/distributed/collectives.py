@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -16,12 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stageline.common.errors import PipelineError, TransportError, shorten
+from stageline.distributed.bootstrap import start_together
 from stageline.distributed.failures import JobFailures
 from stageline.distributed.layout import Layout
 from stageline.distributed.process_groups import LayoutGroups, own_groups
 from stageline.distributed.rank_host import Floats
 from stageline.faults.monitor.blame import EVERYONE
+from stageline.schedules.channels import Channel
 from stageline.transport.clock_alignment import Alignment
+from stageline.transport.gpu.nccl import Communicator
+from stageline.transport.gpu.payloads import ChannelEnds
 from stageline.transport.protocol import ProcessTransport, RowExchange
 from stageline.transport.tcp.transport import SocketTransport
 
@@ -37,8 +41,9 @@ class ProcessCollectives:
         self._groups = own_groups(deadline)
         self._control = self._groups.monitor
         self._control.set_deadline(deadline)
-        links, payloads = self._groups.links, self._groups.payloads
-        self._transport: ProcessTransport = SocketTransport(links, payloads, self._groups.count())
+        communicators = self._groups.communicators
+        payloads = None if communicators is None else communicators.payloads
+        self._transport: ProcessTransport = SocketTransport(self._groups.links, payloads, self._groups.count())
         self._transport.patience = self._control.busy
         self._failures = JobFailures(self._groups, layout, self._transport)
         self._lost_checked = 0.0
@@ -56,6 +61,33 @@ class ProcessCollectives:
         """The process groups of this replica and of this rank in all replicas."""
         assert self._layout_groups is not None, "the layout was not agreed on"
         return self._layout_groups
+
+    def connect_gpus(self, channels: Iterable[Channel], device: torch.device | None) -> None:
+        """Make the communicators of this pipeline's channels and replicas, all processes together.
+
+        `device` is the GPU of this process's stages. Tensors of ranks without one travel with their headers.
+        """
+        communicators = self._groups.communicators
+        if communicators is None:
+            return
+        row, rank = self.layout.rows[self.replica], self.here[0]
+        has_gpu = self.all_gather(np.array([float(device is not None)]))[..., 0] > 0
+        if device is None:
+            return
+        ends: list[ChannelEnds] = [
+            (row[channel.source], row[channel.target], channel.traffic)
+            for channel in channels
+            if rank in (channel.source, channel.target)
+            and has_gpu[self.replica, channel.source]
+            and has_gpu[self.replica, channel.target]
+        ]
+        replicas = self.layout.replica_group(rank) if has_gpu[:, rank].all() else ()
+        start_together(self._control, lambda: communicators.join(self.process, ends, replicas, device))
+
+    def replica_communicator(self, processes: Sequence[int]) -> Communicator | None:
+        """The communicator of a replica group; None if it has none."""
+        communicators = self._groups.communicators
+        return None if communicators is None else communicators.of_replicas(processes)
 
     def start(self, start: Callable[[], Any]) -> Callable[[], None]:
         """Start a collective; call the result to wait for it, unless a rank is lost."""
@@ -232,7 +264,7 @@ class ProcessCollectives:
 
 
 class OnDevice:
-    """A collective of NCCL, which is polled: a wait with a time limit would end the group."""
+    """A collective on a GPU, which is polled."""
 
     def __init__(self, work: Any) -> None:
         self.is_completed, self.wait = work.is_completed, work.wait
@@ -255,16 +287,19 @@ class ReplicaGroup:
         A tensor on a GPU needs NCCL: see `direct`.
         """
         groups = self._collectives.layout_groups
-        if flat.is_cuda:
-            return self._collectives.start(
-                lambda: OnDevice(dist.all_reduce(flat, group=groups.replica_group_nccl, async_op=True))
-            )
+        communicator = self._communicator
+        if communicator is not None and flat.is_cuda:
+            return self._collectives.start(lambda: OnDevice(communicator.all_reduce(flat)))
         return self._collectives.start(lambda: dist.all_reduce(flat, group=groups.replica_group, async_op=True))
 
     @property
     def direct(self) -> bool:
         """Whether tensors on a GPU are added up without a copy to the host."""
-        return self._collectives.layout_groups.replica_group_nccl is not None
+        return self._communicator is not None
+
+    @property
+    def _communicator(self) -> Communicator | None:
+        return self._collectives.replica_communicator(self._processes)
 
     def broadcast_tensor(self, tensor: Tensor) -> None:
         """Copy the tensor of the first replica to all replicas, in place."""

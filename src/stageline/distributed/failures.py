@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from stageline.common.errors import PeerFailed, PipelineError, StagelineError
+from stageline.common.errors import PeerFailed, PipelineError, StagelineError, TransportError
 from stageline.distributed.process_exit import close_at_exit
 from stageline.faults.flight_recorder import FlightRecorder, worth_writing
 from stageline.faults.monitor.verdict import Failure, Verdict, describe, place_in_words
@@ -194,9 +194,9 @@ class JobFailures:
         several = self._layout.replicas > 1
         return replace(verdict, replica=self._layout.place(verdict.culprit)[0]) if several else verdict
 
-    def blamed(self) -> Verdict | None:
-        """Which rank failed first; waits briefly until that is known."""
-        verdict = self.control.blame(BLAME)
+    def blamed(self, patience: float = BLAME) -> Verdict | None:
+        """Which rank failed first; waits a while until that is known."""
+        verdict = self.control.blame(patience)
         return None if verdict is None else self.named(verdict)
 
     def hear(self, verdict: Verdict) -> None:
@@ -206,6 +206,8 @@ class JobFailures:
             if self.running is not None:
                 self.running.stopped = PeerFailed(f"rank {self.control.rank} stopped: {verdict}", verdict.culprit)
             self._transport.interrupt(verdict.culprit, str(verdict), final=verdict.final)
+        if verdict.final:
+            self._groups.abort()
 
     def check(self, verdict: Verdict | None) -> None:
         """Raise if the job lost a rank."""
@@ -224,9 +226,13 @@ class JobFailures:
 
     def lose(self, text: str) -> PipelineError:
         """The error of a pipeline that cannot continue; tells the other ranks, which may wait for this one."""
-        verdict = self.blamed()
+        if not self.lost:  # the monitor names whoever stays silent, by the deadline at the latest
+            self.control.report(Failure.of(TransportError(text), self.control.doing, secondary=True))
+        verdict = self.blamed(BLAME if self.lost else self.control.deadline + BLAME)
         if verdict is not None and verdict.final:
             return self.over(verdict)
+        if verdict is not None and verdict.culprit == self.control.rank and text in verdict.text:
+            verdict = None  # its own report, and nobody else is to blame
         self.lost = self._groups.lost() or (text if verdict is None else f"{verdict} ({text})")
         self._groups.lose(self.lost)
         error = PipelineError(
@@ -248,6 +254,7 @@ class JobFailures:
         """End the threads: one that returns from native code while Python exits would take the process down."""
         if not self._left:
             self._left = True
+            self._groups.abort()
             self._transport.close()
             close_at_exit(partial(self._transport.close, 1.0))
             self._groups.keep()

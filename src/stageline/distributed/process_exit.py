@@ -12,12 +12,17 @@ import ctypes
 import gc
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch.distributed as dist
 
 from stageline.distributed._torch_private import default_store, known_groups
+
+SHUTDOWN = 10.0
+"""Seconds in which everything is shut down at exit."""
 
 _lost: list[object] = []
 """Groups and stores that may have a collective that never ends."""
@@ -25,6 +30,8 @@ _stuck: list[threading.Thread] = []
 """Threads that wait in native code for a lost rank."""
 _closers: list[Callable[[], object]] = []
 """Functions that end the threads that can be ended."""
+_shutdowns: list[Callable[[], object]] = []
+"""Functions that shut down what a job that lost no rank has opened."""
 
 
 def keep_groups() -> None:
@@ -44,6 +51,23 @@ def close_at_exit(close: Callable[[], object]) -> None:
     _closers.append(close)
 
 
+def shut_down_at_exit(close: Callable[[], object]) -> None:
+    """Call a function before Python exits, in the order of these calls, unless the job lost a rank."""
+    _shutdowns.append(close)
+
+
+def destroy_at_exit(group: Any = None) -> None:
+    """Destroy a process group before Python exits, or all of them; torch warns of NCCL groups that are left."""
+    reference = weakref.ref(dist.group.WORLD if group is None else group)
+
+    def destroy() -> None:
+        alive = reference()
+        if dist.is_initialized() and alive in known_groups():
+            dist.destroy_process_group(alive)
+
+    shut_down_at_exit(destroy)
+
+
 @atexit.register
 def _prepare() -> None:
     """Prepare the exit of Python. Registered on import, so that functions that a script registers later run first."""
@@ -53,6 +77,7 @@ def _prepare() -> None:
         thread.join(0.2)
     waiting = [thread for thread in _stuck if thread.is_alive()]
     if not (_closers or _lost or waiting):
+        _shut_down()
         return
     keep_groups()  # those of NCCL wait for a store that may be frozen, even if no collective is pending
     gc.freeze()  # collecting torch's objects takes a second, and the restart of the job waits for it
@@ -66,6 +91,26 @@ def _prepare() -> None:
         # The first thing that exit() calls, with the exit code: C++ threads of the groups still run, and their globals
         # would be destroyed under them.
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
+
+
+def _shut_down() -> None:
+    """Shut down on a thread: if it takes too long, it is left behind."""
+    functions, _shutdowns[:] = list(_shutdowns), []
+    if not functions:
+        return
+
+    def run() -> None:
+        for function in functions:
+            with suppress(Exception):
+                function()
+
+    thread = threading.Thread(target=run, name="stageline shutdown", daemon=True)
+    thread.start()
+    thread.join(SHUTDOWN)
+    if thread.is_alive():
+        _stuck.append(thread)
+    if any(other.is_alive() for other in _stuck):
+        _prepare()
 
 
 def _park(thread: threading.Thread) -> None:

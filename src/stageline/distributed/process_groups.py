@@ -1,7 +1,7 @@
 """The connections and process groups of a pipeline, apart from the user's default group.
 
 Messages travel over sockets, and small collectives over gloo; a user's NCCL group is never used, nor kept busy. Where
-every rank of a machine can have a GPU of its own, tensors of GPUs travel over NCCL.
+every rank of a machine can have a GPU of its own, tensors of GPUs travel over NCCL (`communicators`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from stageline.distributed._torch_private import default_store, known_groups
 from stageline.distributed.bootstrap import default_channel, has_own_gpu, own_host, start_together
+from stageline.distributed.communicators import Communicators, quiet_groups
 from stageline.distributed.layout import Layout
-from stageline.distributed.process_exit import keep_groups, leave_stuck
-from stageline.transport.gpu.payloads import PayloadGroups
+from stageline.distributed.process_exit import destroy_at_exit, keep_groups, leave_stuck
+from stageline.transport.gpu import nccl
 from stageline.transport.tcp.links import Links
 
 
@@ -36,7 +37,7 @@ class LayoutGroups:
     """Its rank in all replicas; None if there is only one replica."""
     replica_nccl: Any = None
     replica_group_nccl: Any = None
-    """The same over NCCL, if every process has its own GPU."""
+    """The same over NCCL, if every process has its own GPU: for a `DeviceMesh`; pipelines use communicators."""
 
 
 class Groups:
@@ -58,9 +59,11 @@ class Groups:
         with own_part_of_store(self._prefix):
             self.links = Links.join(own_host(os.environ, self.monitor.host))
             self.control = dist.new_group(backend="gloo", group_desc="stageline control")
-            able = torch.tensor([int(has_own_gpu(os.environ))])
+            own_gpu = has_own_gpu(os.environ)
+            able = torch.tensor([int(own_gpu), int(own_gpu and nccl.library() is not None)])
             dist.all_reduce(able, dist.ReduceOp.MIN, group=self.control)
-            self.payloads = PayloadGroups("nccl", "cuda") if int(able) else None
+            self._own_gpus = bool(able[0])
+            self.communicators = Communicators(self._prefix) if able[1] else None
 
     def count(self) -> int:
         """The number of the next pipeline; all processes make them in the same order."""
@@ -94,7 +97,10 @@ class Groups:
 
         with own_part_of_store(self._prefix):
             mine = make("gloo")
-            over_nccl = [] if self.payloads is None else make("nccl")
+            with quiet_groups():
+                over_nccl = make("nccl") if self._own_gpus else []
+            for group in over_nccl:
+                destroy_at_exit(group)
         self._of_layout[layout] = LayoutGroups(*mine, *over_nccl)
 
     def lost(self) -> str:
@@ -103,6 +109,7 @@ class Groups:
 
     def lose(self, text: str) -> None:
         """Tell the others, which may be waiting, unless a rank already has; the next pipeline makes new connections."""
+        self.abort()
         self.keep()
         for default in [default for default, groups in _groups.items() if groups is self]:
             del _groups[default]
@@ -111,8 +118,14 @@ class Groups:
 
     def keep(self) -> None:
         """Keep all groups permanently if a collective is pending for which nobody waits any more."""
-        if getattr(self, "payloads", None) is not None or any(not work.is_completed() for work in self.pending):
+        if getattr(self, "_own_gpus", False) or any(not work.is_completed() for work in self.pending):
             keep_groups()
+
+    def abort(self) -> None:
+        """End what waits on a GPU for a lost rank. May be called from any thread."""
+        communicators: Communicators | None = getattr(self, "communicators", None)
+        if communicators is not None:
+            communicators.abort()
 
     def _ask(self, what: Callable[[Any], str]) -> str:
         """Ask the store on a thread: if the process that keeps it is frozen, it never answers."""

@@ -144,11 +144,13 @@ class ProcessHost(ProcessCollectives):
             if step.refused is not None or step.request is None:
                 raise step.refused or StagelineError("there is nothing to run")
             results = [runner.run(step.request, None if reducer is None else reducer.ready)]
+            step.issued()
             own = step.make_record(results)
         except BaseException as error:
             failed = RankFailure(time.time(), runner.doing, error)
             own = np.zeros(step.size)
             self._report(runner, error)
+            step.issued()
         if reducer is not None:  # also after a failure: the other replicas wait for this one's part
             reducer.finish(failed is None)
         try:

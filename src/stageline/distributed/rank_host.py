@@ -121,6 +121,8 @@ class HostedStep:
     size: int = 0
     """The length of the step record."""
     reducer: GradientReducer | None = None
+    issued: Callable[[], object] = lambda: None
+    """Called once the actions of this process are issued or have failed, before the ranks end the step together."""
 
 
 class Collectives(Protocol):

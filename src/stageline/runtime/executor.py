@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from stageline.autograd import engine
 from stageline.common.errors import PeerFailed, StagelineError
 from stageline.distributed.failures import Change
 from stageline.distributed.rank_host import RankProgress
@@ -155,7 +156,10 @@ class Executor:
         self.planned: Plan | Costs | None = None
         """What the pipeline was planned with, for the error of a rank that runs out of memory."""
         self.outputs = OutputForms()
-        self.device = device_of(stages.values())
+        self.device = device_of(stage.part for stage in stages.values())
+        if self.device is not None and schedule.training:
+            engine.start_thread(self.device)
+        self._spare_events: list[Any] = []
         self._stream: Any = torch.cuda.Stream(self.device) if self.device is not None and own_stream else None  # type: ignore[no-untyped-call]
 
     def _task(self, index: int) -> _Task:
@@ -210,7 +214,8 @@ class Executor:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             stream = torch.cuda.current_stream()
             stream.wait_event(event)
-            result = self._run(request, GpuClock(stream, event, moment), ready)
+            clock = GpuClock(stream, event, moment, self._spare_events)
+            result = self._run(request, clock, ready)
             result.finished_event = stream.record_event()
         return result
 
@@ -239,10 +244,10 @@ class Executor:
             result.starts.append(began)
             result.ends.append(ended)
             record.append((*task.label, request.step, began, ended))
-            if watch is not None:
-                watch.action(task.kind, task.stage, task.microbatch, None if message is None else message.leaves)
             if message is not None:
                 self._pass_on(task, message)
+            if watch is not None:  # another rank may wait for the message, and nobody for this
+                watch.action(task.kind, task.stage, task.microbatch, None if message is None else message.leaves)
             progress.done += 1
             if ready is not None and position in self._complete:
                 ready(self._complete[position])
@@ -457,9 +462,9 @@ class Executor:
             stage.forget()
 
 
-def device_of(stages: Iterable[Stage]) -> int | None:
+def device_of(parts: Iterable[nn.Module]) -> int | None:
     """The GPU that a rank's stages are on; None if they are on the host, or have no tensors."""
-    devices = {tensor.device for stage in stages for tensor in (*stage.part.parameters(), *stage.part.buffers())}
+    devices = {tensor.device for part in parts for tensor in (*part.parameters(), *part.buffers())}
     gpus = sorted({device.index or 0 for device in devices if device.type == "cuda"})
     if len(gpus) > 1:
         raise StagelineError(

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,8 @@ class Agreement:
     """Waits for the rows of all ranks of this replica, to be compared."""
     refused: Exception | None = None
     """Why this process cannot run the batch."""
+    start: Callable[[], object] = lambda: None
+    """Sends this rank's row, if that was put off; all ranks do so before they end the step together."""
 
 
 class BatchIntake:
@@ -105,7 +108,7 @@ class BatchIntake:
                 f"{self.parts} microbatches; let them cut at least one tensor"
             )
         settings = [float(batch.scale), float(batch.count or 0), 2.0 if self._stages.model.training else 1.0]
-        return BatchRow(valid.samples, np.concatenate([valid.row, settings]))
+        return BatchRow(valid.samples, np.concatenate([valid.row, settings]), valid.digests)
 
     def disagreement(self, rows: Floats, batch: Batch) -> str:
         """Say what is wrong with the batches of the ranks; empty if all of them agree."""
@@ -128,19 +131,21 @@ class BatchIntake:
             refused, own = error, BatchRow(None, np.array(REFUSED))
         if host.replica_group is not None:
             more = [batch.mode, batch.count or 0, elements, refused is not None]
-            known = host.all_gather(np.concatenate([own.row, np.array(more, dtype=float)]))
+            known = host.all_gather(np.concatenate([own.complete(), np.array(more, dtype=float)]))
             columns = [] if host.single_process else batch.columns
             counts = comparison.agree_replicas(host, known, columns, self.readers, refused)
             compared = known[host.replica, :, : len(NAMES)]
             return Agreement(counts[host.replica], sum(counts), lambda: compared)
-        gathered = host.all_gather_async(own.row)
+        start = cache(lambda: host.all_gather_async(own.complete()))
 
         def rows() -> Floats:
-            first: Floats = gathered()[0]
+            first: Floats = start()()[0]
             return first
 
         if own.samples is not None and (host.single_process or own.samples == self.agreed):
-            return Agreement(own.samples, own.samples, rows, refused)
+            if own.digests is None:
+                start()
+            return Agreement(own.samples, own.samples, rows, refused, start)
         known = rows()
         sizes = set(known[:, 0].tolist()) - {0.0}
         apart = comparison.difference(known, [0])
@@ -220,8 +225,9 @@ def validate_batch(
     if samples == 0:
         raise StagelineError("the batch has no samples")
     parts = (inputs, targets, (keywords or {}).get("all"))
-    row = [float(samples or 0), *(float(digest(part)) if digests else 0.0 for part in parts)]
-    return BatchRow(samples, np.array(row))
+    later = digests_later(parts) if digests else None
+    row = [float(samples or 0), *(float(digest(part)) if digests and later is None else 0.0 for part in parts)]
+    return BatchRow(samples, np.array(row), later)
 
 
 def _inputs_spec(inputs: Any, specs: ChunkSpecs) -> Any:
@@ -251,6 +257,34 @@ def _sizes(part: Any, spec: Any, what: str, option: str, needed: bool = False) -
             f"dimension in {shorten(part)}"
         )
     return sizes
+
+
+def digests_later(parts: Sequence[Any]) -> Callable[[], Sequence[float]] | None:
+    """What copies tensors of a GPU to the host and computes the digests, beside the actions that are issued meanwhile.
+
+    None if no tensor is on a GPU.
+    """
+    leaves = [leaf for part in parts for leaf in pytree.tree_leaves(part, is_leaf=is_mask)]
+    if not any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves):
+        return None
+
+    def copied(leaf: Any) -> Any:
+        if not (type(leaf) is Tensor and leaf.is_cuda and leaf.layout is torch.strided and not leaf.is_nested):
+            return leaf
+        plain = leaf.detach().resolve_conj().resolve_neg()
+        return torch.empty(plain.shape, dtype=plain.dtype, pin_memory=True).copy_(plain, non_blocking=True)
+
+    ready = torch.cuda.current_stream().record_event()
+
+    def digests() -> list[float]:
+        side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_event(ready)
+        with torch.cuda.stream(side):
+            copies = [pytree.tree_map(copied, part, is_leaf=is_mask) for part in parts]
+        side.synchronize()
+        return [float(digest(part)) for part in copies]
+
+    return digests
 
 
 def digest(tree: Any) -> int:

@@ -23,6 +23,7 @@ from stageline.model.split import Staged
 from stageline.runtime.batches.chunk_specs import ChunkSpecs, Keywords
 from stageline.runtime.continuous.rollback import Make
 from stageline.runtime.continuous.run import ContinuousRun, Rates
+from stageline.runtime.executor import device_of
 from stageline.runtime.guards.foreign_reads import NamedTensors, listed
 from stageline.runtime.microbatches import Batch
 from stageline.runtime.optimizer_step import GradientRules, norm_dtype, norms_of, scale_gradients, total_norm
@@ -214,6 +215,9 @@ class Pipeline:
         before = named_tensors(model)
         stages.build(recipe, seed, options.device)
         stages.place(options.compile, split=schedule.splits_backward)
+        if isinstance(host, ProcessCollectives):
+            gpu = device_of(stages.local_parts())
+            host.connect_gpus(schedule.channels, None if gpu is None else torch.device("cuda", gpu))
         stage_options = StageOptions(options.loss_fn, replica_seed(seed, host.replica), recompute)
         penalties = len(list(model.named_parameters())) if options.penalty is not None else 0
         executors = ExecutorCache(

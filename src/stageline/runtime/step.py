@@ -273,9 +273,15 @@ class StepRunner:
             start_events = {device: (_event(device), time.perf_counter()) for device in executors.devices}
             request = replace(request, start_events=start_events)
         penalties: dict[str, Tensor] = {}
-        make_record = lambda results: self._make_record(executors, results, penalties, batch.training)  # noqa: E731
+        drawn: list[bool] = []
+
+        def make_record(results: list[RankResult]) -> Floats:
+            drawn.append(moved_since(generators))
+            return self._make_record(executors, results, penalties, batch.training)
+
         overlapped = reducer if replicas is not None and replicas.overlap else None
-        step = HostedStep(executors, request, refused, make_record, executors.record_layout.size, overlapped)
+        size = executors.record_layout.size
+        step = HostedStep(executors, request, refused, make_record, size, overlapped, agreed.start)
         if len(host.here) > 1:
             warn_about_threads()
         try:
@@ -301,7 +307,7 @@ class StepRunner:
         if batch.training:
             if not all(good):
                 raise self._not_finite_error(executors, wrong, good.index(False))
-            self._check(executors, outcome, versions, generators)
+            self._check(executors, outcome, versions, any(drawn))
             if not self.stages.plain:
                 sum_shared_gradients(self.stages.placed, host.broadcast_tensor, host.single_process)
             if replicas is not None:
@@ -320,6 +326,8 @@ class StepRunner:
         for executor, result in zip(executors.executors, results, strict=True):
             if result.finished_event is not None:  # the caller's streams continue after this rank's
                 torch.cuda.current_stream(executor.device).wait_event(result.finished_event)
+            if result.gpu_clock is not None and not self.host.single_process:
+                result.gpu_clock.follow()  # so that little is left to do when the last action ends
         layout, penalty = executors.record_layout, self.options.penalty
         row = layout.write(results)
         if penalty is not None:
@@ -329,7 +337,7 @@ class StepRunner:
             row = np.concatenate([row, values_of(names, penalties, self.stages.owns)])
         if not layout.with_times:
             return row
-        if executors.devices:  # the times of a GPU are not known yet, and follow later
+        if executors.devices and not training:  # the GPU may be behind, and nobody asks for its times
             return np.concatenate([row, np.zeros(3 * layout.actions + 1)])
         return np.concatenate([row, layout.times(results, self.host.clocks), [1.0]])
 
@@ -382,9 +390,7 @@ class StepRunner:
         error.__cause__ = cause
         return error
 
-    def _check(
-        self, executors: ExecutorSet, outcome: Outcome, versions: Sequence[int], generators: Generators | Tensor
-    ) -> None:
+    def _check(self, executors: ExecutorSet, outcome: Outcome, versions: Sequence[int], drawn: bool) -> None:
         if self.options.penalty is not None and self.options.check_finite:
             names = [name for name, _ in self.stages.model.named_parameters()]
             text = penalty_not_finite(names, outcome.penalties)
@@ -397,15 +403,11 @@ class StepRunner:
                     f"the buffer {name} changed in training, and {self.schedule.name} runs every stage on two ranks "
                     "that each see half of the microbatches; use a family with one direction, or evaluation mode for it"
                 )
-        self.check_generators(generators, [executors])
+        if drawn:
+            self.report_draws([executors])
 
-    def check_generators(self, before: Generators | Tensor, executors: Sequence[ExecutorSet]) -> None:
-        """Warn if something drew from torch's global generators, and check all layers again in the next step.
-
-        `before` is the state of the host's generator, or of all generators if GPUs are in use.
-        """
-        if torch.equal(before, torch.get_rng_state()) if isinstance(before, Tensor) else not before.moved():
-            return
+    def report_draws(self, executors: Sequence[ExecutorSet]) -> None:
+        """Warn that something drew from torch's global generators, and check all layers again in the next step."""
         for executor_set in executors:
             executor_set.check_random_layers()
         if not self.stages.compiled:  # the compiler sets the generator back and forth
@@ -415,6 +417,11 @@ class StepRunner:
                 "or set draws_random_numbers = True on a module that draws",
                 stacklevel=3,
             )
+
+
+def moved_since(before: Generators | Tensor) -> bool:
+    """Whether something was drawn since; `before` is the host's generator, or all of them if GPUs are in use."""
+    return not torch.equal(before, torch.get_rng_state()) if isinstance(before, Tensor) else before.moved()
 
 
 @contextmanager

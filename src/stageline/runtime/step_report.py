@@ -29,11 +29,15 @@ TEXT, BYTES = 255, 6
 class GpuClock:
     """Puts an event into a stream before and after every action; they are read when the times are needed."""
 
-    def __init__(self, stream: Any, base: Any, moment: float) -> None:
-        """Count from `base`, an event that was put into a stream at a moment of the host's clock."""
+    def __init__(self, stream: Any, base: Any, moment: float, spare: list[Any]) -> None:
+        """Count from `base`, an event that was put into a stream at a moment of the host's clock.
+
+        `spare` are events that earlier clocks do not need any more; using them is faster than creating new ones.
+        """
         self._starts: list[Any] = []
         self._ends: list[Any] = []
-        self._stream, self._base, self._moment = stream, base, moment
+        self._stream, self._base, self._moment, self._spare = stream, base, moment, spare
+        self._known: list[tuple[float, float]] = []
 
     def start(self) -> None:
         """The next action of the program begins."""
@@ -45,17 +49,27 @@ class GpuClock:
 
     def _event(self) -> Any:
         new_event: Any = torch.cuda.Event
-        event = new_event(enable_timing=True)
+        event = self._spare.pop() if self._spare else new_event(enable_timing=True)
         event.record(self._stream)
         return event
 
     def read(self) -> tuple[Floats, Floats]:
         """Wait for the last event; return starts and ends in seconds, on the scale of `time.perf_counter`."""
-        if self._ends:
-            self._ends[-1].synchronize()
-        starts = [self._moment + self._base.elapsed_time(event) / 1e3 for event in self._starts]
-        ends = [self._moment + self._base.elapsed_time(event) / 1e3 for event in self._ends]
-        return np.array(starts), np.array(ends)
+        self.follow(len(self._ends))
+        self._spare += self._starts + self._ends
+        self._starts, self._ends = [], []
+        starts, ends = np.array(self._known).reshape(-1, 2).T
+        return starts, ends
+
+    def follow(self, actions: int | None = None) -> None:
+        """Wait until this many actions have ended, or all but the last, and read their times."""
+        until = len(self._ends) - 1 if actions is None else actions
+        for position in range(len(self._known), until):
+            self._ends[position].synchronize()
+            self._known.append((self._read(self._starts[position]), self._read(self._ends[position])))
+
+    def _read(self, event: Any) -> float:
+        return self._moment + float(self._base.elapsed_time(event)) / 1e3
 
 
 @dataclass

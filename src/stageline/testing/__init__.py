@@ -7,7 +7,7 @@ other package of Stageline imports this one.
 
 from stageline.runtime.reference import Difference, assert_same_bits, differences, one_process_step
 from stageline.testing.conformance import FaultyTransport, exercise
-from stageline.testing.processes import Child, ForkServer, run_ranks
+from stageline.testing.processes import Child, ForkServer, run_ranks, shared_gpu
 from stageline.testing.stages import FaultyStage, SleepStage, Slept
 
 Nursery = ForkServer
@@ -27,4 +27,5 @@ __all__ = [
     "exercise",
     "one_process_step",
     "run_ranks",
+    "shared_gpu",
 ]

@@ -21,10 +21,12 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
+
+from stageline.common.errors import StagelineError
 
 
 class Child:
@@ -210,22 +212,42 @@ def _fork(order: dict[str, Any], running: set[int], functions: dict[str, Any]) -
     return lambda: getattr(functions[script], order["function"])(*order["arguments"])
 
 
-def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 60.0) -> list[Any]:
-    """Call `function(rank, *arguments)` in `ranks` processes joined by gloo; return their results by rank.
+def run_ranks(
+    function: Callable[..., Any],
+    ranks: int,
+    *arguments: Any,
+    timeout: float = 60.0,
+    backend: Literal["gloo", "nccl"] = "gloo",
+    share_gpu: bool = False,
+) -> list[Any]:
+    """Call `function(rank, *arguments)` in `ranks` processes joined by torch.distributed; return their results by rank.
 
     The function must be importable by name. The processes find each other through a file and communicate over loopback
     alone. If a rank raises, dies or does not end in time, the call fails with its traceback. No process is left.
+
+    With `backend="nccl"`, the default group has NCCL for tensors of GPUs beside gloo, and the rank's current device is
+    its own GPU. With `share_gpu`, all ranks use GPU 0 over real NCCL: each gets the environment of a machine of its own
+    (see `shared_gpu`), so that one GPU is enough to test what several would do.
+
+    >>> import operator
+    >>> run_ranks(operator.add, 2, 10)
+    [10, 11]
     """
+    if backend not in ("gloo", "nccl") or (share_gpu and backend != "nccl"):
+        raise StagelineError(
+            f'backend is "gloo" or "nccl", and share_gpu needs "nccl"; got backend={backend!r}, share_gpu={share_gpu}'
+        )
     # Forked from a server that has imported torch: importing it again takes seconds for every process.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["stageline.runtime.pipeline", "stageline.testing.conformance"])
     answers = context.Queue()
     with tempfile.TemporaryDirectory(prefix="stageline-") as folder:
         meeting = str(Path(folder) / "store")
+        common = (ranks, meeting, timeout, backend, answers, arguments)
         processes = [
             context.Process(
                 target=_child,
-                args=(function, rank, ranks, meeting, timeout, answers, arguments, dict(os.environ)),
+                args=(function, rank, _environment(rank, share_gpu), *common),
                 daemon=True,
             )
             for rank in range(ranks)
@@ -261,23 +283,45 @@ def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout
     return [pickle.loads(results[rank][1]) for rank in range(ranks)]
 
 
+def shared_gpu(rank: int) -> dict[str, str]:
+    """The environment in which several ranks use GPU 0 over NCCL, which refuses that to ranks of one machine.
+
+    >>> shared_gpu(3)["NCCL_HOSTID"]
+    'stageline-3'
+    """
+    return {
+        "NCCL_HOSTID": f"stageline-{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+    }
+
+
+def _environment(rank: int, share_gpu: bool) -> dict[str, str]:
+    return {**os.environ, **(shared_gpu(rank) if share_gpu else {})}
+
+
 def _child(
     function: Callable[..., Any],
     rank: int,
+    environment: dict[str, str],
     ranks: int,
     meeting: str,
     timeout: float,
+    backend: str,
     answers: Any,
     arguments: tuple[Any, ...],
-    environment: dict[str, str],
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)  # the server's environment may be older
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     try:
+        if backend == "nccl":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
         dist.init_process_group(
-            "gloo",
+            "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
             store=dist.FileStore(meeting, ranks),  # type: ignore[attr-defined]
             rank=rank,
             world_size=ranks,
@@ -285,7 +329,7 @@ def _child(
         )
         # Pickled here: a queue would pass tensors as handles, which end with this process.
         answers.put((rank, True, pickle.dumps(function(rank, *arguments))))
-        dist.barrier()
+        dist.all_reduce(torch.zeros(1))  # a barrier on the host
         dist.destroy_process_group()
         atexit._run_exitfuncs()  # a forked process ends without them, and others would consider it dead
     except BaseException:

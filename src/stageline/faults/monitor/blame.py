@@ -1,9 +1,9 @@
 """The blame rules: from what the failure monitor heard, and when, to the rank that failed first.
 
-The first cause wins. An error that may follow from another rank's failure, such as a transport error, is held back for
-a moment; it is blamed only if no cause turns up. Silent and absent ranks are blamed at their deadlines, and a rank that
-left is blamed once another rank waits for it. There are no sockets here, and the caller passes the time. The monitor
-process imports this module, so it uses nothing but the standard library.
+The first cause wins. An error that may follow from another rank's failure, such as a transport error, is held back
+until all other ranks have been heard after it; it is blamed only if no cause turns up. Silent and absent ranks are
+blamed at their deadlines, and a rank that left is blamed once another rank waits for it. There are no sockets here, and
+the caller passes the time. The monitor process imports this module, so it uses nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 GRACE = 0.4
 """Seconds that an error waits for its cause if another rank's failure may have caused it."""
+SAME_MOMENT = 0.05
+"""Seconds in which a heartbeat that was sent before another rank's error may be read after it."""
 SUSPICIOUS_SILENCE = 3.0
 """Seconds of silence that a busy machine does not explain."""
 WAIT_FOR_LEAVER = 1.0
@@ -169,8 +171,18 @@ class BlameRules:
             silence = max(SUSPICIOUS_SILENCE, self.deadline / 4)
             if silent is not None and silent.rank != rank and now - silent.heard > silence:
                 self._settle(silent.rank, "frozen", now)  # the likelier cause of a transport error
-            else:
+            elif self._all_alive(here):
                 self._blame_exception(rank, report, now)
+
+    def _all_alive(self, here: list[RankState]) -> bool:
+        """Whether every rank has been heard since the first error that waits for its cause.
+
+        A killed process that holds a GPU falls silent at once, but its connections close only when the driver has
+        released its memory, which may take seconds.
+        """
+        reporters = {rank for _, rank, _ in self._echoes}
+        since = self._echoes[0][0] + SAME_MOMENT
+        return all(state.rank in reporters or state.heard > since for state in here)
 
     def all_terminated(self, now: float) -> bool:
         """Whether all ranks are being ended from outside, so that none is to blame."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stageline.common.errors import ControlError, shorten
-from stageline.common.trust import Sharing, Store, new_nonce, one_machine, proof, proves
+from stageline.common.trust import Sharing, Store, new_nonce, one_machine, proof, proves, ranks_here
 
 # Empty packages in place of the real ones, which would load numpy first.
 _BOOT = """
@@ -94,8 +94,8 @@ def control_host(ranks: int = 1) -> str:
     """
     host = os.environ.get("STAGELINE_CONTROL_HOST", "")
     if not host:
-        here, machines = os.environ.get("LOCAL_WORLD_SIZE", ""), os.environ.get("SLURM_NNODES", "")
-        if (here.isdecimal() and int(here) < ranks) or (machines.isdecimal() and int(machines) > 1):
+        here, machines = ranks_here(os.environ), os.environ.get("SLURM_NNODES", "")
+        if (here is not None and here < ranks) or (machines.isdecimal() and int(machines) > 1):
             raise ControlError(
                 "the ranks are on several machines: set STAGELINE_CONTROL_HOST to the address of rank 0's machine"
             )

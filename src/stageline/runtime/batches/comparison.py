@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,14 @@ class BatchRow(NamedTuple):
     row: Floats
     """The numbers of `NAMES`, to be compared between processes; 0 for what this process did not receive, -1 for
     what it refused."""
+    digests: Callable[[], Sequence[float]] | None = None
+    """Computes the numbers of the inputs, targets and keyword inputs, if a GPU has to send them first."""
+
+    def complete(self) -> Floats:
+        """The numbers, with all digests."""
+        if self.digests is not None:
+            self.row[1:4] = self.digests()
+        return self.row
 
 
 REFUSED = (0.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0)

@@ -56,7 +56,8 @@ class ProcessServices:
         self._describe(step, self._fetch())
 
     def _describe(self, step: int, next_batch: NextBatch) -> None:
-        row = np.concatenate([next_batch.described.row, [float(next_batch.ended), float(next_batch.error is not None)]])
+        flags = [float(next_batch.ended), float(next_batch.error is not None)]
+        row = np.concatenate([next_batch.described.complete(), flags])
         self._coming[step] = (next_batch, self._host.all_gather_async(row))
 
     def plan(self, step: int) -> PlannedStep:

@@ -166,7 +166,7 @@ class CallerTurn:
         """While this is held, no rank draws, so all random numbers belong to the caller."""
         with self.lock:
             if self._before.moved():
-                self._runner.check_generators(self._before, list(self._runner.executors.sets.values()))
+                self._runner.report_draws(list(self._runner.executors.sets.values()))
             try:
                 yield
             finally:

@@ -1,5 +1,5 @@
-"""GPU tensors: through pinned host memory, between streams, and over process groups such as NCCL.
+"""GPU tensors: between streams, through pinned host memory, and over NCCL.
 
 Read in order: `streams` (between ranks that are threads), `host_staging` (through host memory to a socket), `payloads`
-(over process groups). Nothing here knows a schedule, or in which order messages are sent.
+(beside the headers), `nccl` (communicators). Nothing here knows a schedule, or in which order messages are sent.
 """

@@ -9,7 +9,7 @@ Nothing here is called, and torch.cuda is not touched, before a tensor of a GPU 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -56,19 +56,11 @@ class Staging:
                 tensors.append(fill(room_for(meta, self.device), place))
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._in)
-        return tensors, lambda: self._take(tensors, lambda stream: stream.wait_event(done))
+        return tensors, lambda: self._take(tensors, done)
 
-    def beside(self) -> torch.cuda.StreamContext:
-        """Run what follows on the stream for arrivals, so that it does not wait for the compute stream."""
-        return torch.cuda.stream(self._in)
-
-    def take(self, tensors: Sequence[Tensor], wait: Callable[[], object]) -> None:
-        """Let the compute stream call `wait`, and keep the tensors as long as it needs them."""
-        self._take(tensors, lambda stream: wait())
-
-    def _take(self, tensors: Sequence[Tensor], wait: Callable[[torch.cuda.Stream], object]) -> None:
+    def _take(self, tensors: Sequence[Tensor], done: torch.cuda.Event) -> None:
+        """Let the compute stream wait for the copies, and keep the tensors as long as it needs them."""
         stream = torch.cuda.current_stream(self.device)
-        with torch.cuda.device(self.device):
-            wait(stream)
+        stream.wait_event(done)
         for tensor in tensors:
             tensor.record_stream(stream)

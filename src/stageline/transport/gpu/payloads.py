@@ -1,76 +1,79 @@
-"""Tensors on process groups of their own, beside the headers: how messages travel between GPUs.
+"""Tensors beside their headers: how messages travel between GPUs.
 
-A header goes from host to host, and hosts run ahead of their GPUs: by the time the GPU gets to the message, the header
-has arrived and the receive is posted, with the size in the header.
+A header goes from host to host, and hosts run ahead of their GPUs: by the time a GPU gets to the message, its header
+has arrived and the receive is posted, with the size in the header. So a receive never has the wrong size, whatever
+shapes do, and none is posted for a message that a failed rank does not send.
 
-On one communicator a send could queue behind a receive, and two ranks could wait for each other. So there is a group
-for every traffic and direction, up to higher ranks or down to lower ones: 4 groups, on each of which a pair of ranks
-only sends in one direction, in the order of the headers.
-
-The tests have no two GPUs, so they do not run NCCL: they run this file with gloo as the backend, on the host.
+Every channel has a communicator of its own, on which one rank only sends and the other only receives, in the order of
+the headers. So nothing that is sent waits for anything but its receiver. A receive stands in the compute stream right
+before the action that needs it: a receive that is posted earlier would wait on the GPU beside other actions, and take
+multiprocessors from them.
 """
 
 from __future__ import annotations
 
-import threading
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, TypeAlias
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 
-from stageline.transport.gpu.host_staging import Staging
 from stageline.transport.protocol import Traffic
-from stageline.transport.threads import Arrive
-from stageline.transport.wire import TRAFFIC, TensorMeta, bytes_of, room_for
+from stageline.transport.wire import TensorMeta, bytes_of, room_for
+
+ChannelEnds: TypeAlias = tuple[int, int, Traffic]
+"""The process that sends, the one that receives, and the traffic."""
 
 
-class PayloadGroups:
-    """The groups for tensors of one type of device; made by all ranks together."""
+class Pair(Protocol):
+    """A communicator of two processes: member 0 sends, member 1 receives."""
 
-    def __init__(self, backend: str = "nccl", device_type: str = "cuda") -> None:
-        """Create the groups; the first message creates their communicators."""
-        self.device_type = device_type
-        self._groups = {
-            (traffic, up): dist.new_group(backend=backend, group_desc=f"stageline {traffic} {'up' if up else 'down'}")
-            for traffic in TRAFFIC
-            for up in (True, False)
-        }
+    device: torch.device
+    """Where its tensors are."""
 
-    def carries(self, tensor: Tensor) -> bool:
+    def send(self, piece: Tensor, peer: int) -> Any:
+        """Send bytes; the result's `is_completed` says whether their memory may be reused."""
+
+    def receive(self, room: Tensor, peer: int) -> None:
+        """Fill memory with bytes, before anything that the caller does with it afterwards."""
+
+
+class Payloads:
+    """The communicators of the channels of one process; a channel without one sends its tensors with the headers.
+
+    >>> payloads = Payloads()
+    >>> (0, 1, "forward") in payloads, payloads.carries(torch.ones(2), (0, 1, "forward"))
+    (False, False)
+    """
+
+    def __init__(self) -> None:
+        self._pairs: dict[ChannelEnds, Pair] = {}
+
+    def __contains__(self, channel: object) -> bool:
+        """Whether tensors of a channel travel here."""
+        return channel in self._pairs
+
+    def missing(self, channels: Iterable[ChannelEnds]) -> list[ChannelEnds]:
+        """Those of the channels that have no communicator."""
+        return [channel for channel in channels if channel not in self._pairs]
+
+    def add(self, pairs: Mapping[ChannelEnds, Pair]) -> None:
+        """Use these communicators."""
+        self._pairs.update(pairs)
+
+    def carries(self, tensor: Tensor, channel: ChannelEnds) -> bool:
         """Whether a tensor travels here, and not with its header."""
-        return tensor.device.type == self.device_type and tensor.numel() > 0
+        pair = self._pairs.get(channel)
+        return pair is not None and tensor.device == pair.device and tensor.numel() > 0
 
-    def send(self, tensor: Tensor, source: int, target: int, traffic: Traffic) -> tuple[Any, Tensor]:
+    def send(self, tensor: Tensor, channel: ChannelEnds) -> tuple[Any, Tensor]:
         """Send after what the compute stream holds so far; the bytes must be kept until the work is done."""
-        sent = bytes_of(tensor)
-        work = dist.isend(sent, group_dst=target, group=self._groups[(traffic, source < target)])
-        return (work if tensor.is_cuda else _Awaited(work)), sent
+        piece = bytes_of(tensor)
+        return self._pairs[channel].send(piece, peer=1), piece
 
-    def receive(
-        self, meta: TensorMeta, source: int, target: int, traffic: Traffic, staging: Staging | None
-    ) -> tuple[Tensor, Arrive | None]:
-        """Post the receive of a tensor; if it fills memory of a GPU, return how the compute stream waits for it."""
-        group = self._groups[(traffic, source < target)]
-        # On the stream for arrivals, which does not wait for computations.
-        with staging.beside() if staging is not None else nullcontext():
-            tensor = room_for(meta, "cpu" if staging is None else staging.device)
-            work = dist.irecv(bytes_of(tensor), group_src=source, group=group)
-        assert work is not None
-        if staging is None:
-            work.wait()
-            return tensor, None
-        return tensor, lambda: staging.take([tensor], work.wait)
-
-
-class _Awaited:
-    """A gloo send, which completes only when something waits for it."""
-
-    def __init__(self, work: Any) -> None:
-        """Wait on a thread."""
-        self._thread = threading.Thread(target=work.wait, name="stageline payload", daemon=True)
-        self._thread.start()
-
-    def is_completed(self) -> bool:
-        """Whether it is complete, as for an NCCL send."""
-        return not self._thread.is_alive()
+    def receive(self, meta: TensorMeta, channel: ChannelEnds) -> Tensor:
+        """Receive a tensor of this form, before what the compute stream gets next."""
+        pair = self._pairs[channel]
+        tensor = room_for(meta, pair.device)
+        pair.receive(bytes_of(tensor), peer=0)
+        return tensor

@@ -247,9 +247,10 @@ class Outbox:
         with self._changed:
             self._changed.wait_for(lambda: not any(self._waiting.values()), max(0.0, end - time.monotonic()))
             late = sum(map(len, self._waiting.values()))
+        self._drop_done()
         while self._apart and self._failure is None and time.monotonic() < end:
+            time.sleep(0.0001)
             self._drop_done()
-            time.sleep(0.0002)
         if self._failure is not None:
             raise TransportError(f"a message could not be sent: {self._problem()}") from self._failure[1]
         if late or self._apart:

@@ -2,7 +2,7 @@
 
 A rank writes its messages itself as far as the network takes them at once, and reads what it waits for itself, so a
 small message wakes one thread, the one that needs it. A thread that lives as long as the step receives
-messages that are large or from a GPU while the rank computes.
+messages that are large, or staged from a GPU, while the rank computes.
 
 In every step, each channel carries a number of messages that both ends know. The sender refuses one more, and sends
 failure notes in place of those that it cannot send. So a failed step leaves no message in transit.
@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor
 from stageline.common.errors import PeerFailed, TransportError
 from stageline.transport import wire
 from stageline.transport.gpu.host_staging import Staging, pinned
-from stageline.transport.gpu.payloads import PayloadGroups
+from stageline.transport.gpu.payloads import Payloads
 from stageline.transport.protocol import Header, Message, Traffic, check_message
 from stageline.transport.tcp.channels import Guess, Inbound, Outbound, Outbox
 from stageline.transport.tcp.exchange import TURNS, Exchange, other_turn
@@ -54,8 +55,8 @@ Arrival = tuple[Message | TransportError, Arrive]
 class SocketTransport:
     """One process's end of all its channels."""
 
-    def __init__(self, links: Links, payloads: PayloadGroups | None = None, number: int = 0) -> None:
-        """Send over these connections; `payloads` carry tensors separately from the headers.
+    def __init__(self, links: Links, payloads: Payloads | None = None, number: int = 0) -> None:
+        """Send over these connections; `payloads` carry the tensors of some channels separately from the headers.
 
         `number` identifies the transport among those of other pipelines on the same connections.
         """
@@ -63,7 +64,7 @@ class SocketTransport:
         self.rank = links.rank
         self.ranks = links.ranks
         self._links = links
-        self._payloads = payloads
+        self._payloads = Payloads() if payloads is None else payloads
         self._inbox = ThreadHub(self.ranks)
         self._outbox = Outbox()
         self._owed: dict[Channel, int] | None = None
@@ -109,7 +110,9 @@ class SocketTransport:
             if inbound is None:
                 inbound = self._inbound[channel] = self._links.inbound(*channel)
             inbound.left = count
-            if self._device is None and self._payloads is None and channel not in self._large:
+            # Where tensors travel separately, the rank itself must receive them: in the order of its stream.
+            apart = (channel[0], self.rank, channel[1]) in self._payloads
+            if apart or (self._device is None and channel not in self._large):
                 self._inline[channel] = inbound
             else:
                 name = f"stageline {channel[1]} from {channel[0]}"
@@ -272,11 +275,12 @@ class SocketTransport:
         link = self._outbound.get(channel)
         if link is None:
             link = self._outbound[channel] = self._links.outbound(*channel)
-        if self._payloads is None and all(leaf.is_cpu for leaf in message.leaves if isinstance(leaf, Tensor)):
+        ends = (self.rank, *channel)
+        if ends not in self._payloads and all(leaf.is_cpu for leaf in message.leaves if isinstance(leaf, Tensor)):
             pieces, owners = wire.encode(message, self._turn)
             self._outbox.send(link, pieces, None, owners)
             return
-        apart = self._payloads.carries if self._payloads is not None else _never
+        apart = partial(self._payloads.carries, channel=ends)
         tensors = [wire.base_of(leaf) for leaf in message.leaves if isinstance(leaf, Tensor)]
         own = [tensor for tensor in tensors if not apart(tensor)]
         size = sum(tensor.numel() * tensor.element_size() for tensor in own)
@@ -294,9 +298,8 @@ class SocketTransport:
                     kept.append(held)
                     pieces.append(memory)
         self._outbox.send(link, pieces, ready, kept)
-        if self._payloads is not None:
-            for tensor in filter(apart, tensors):
-                self._outbox.keep(self._payloads.send(tensor, self.rank, *channel))
+        for tensor in filter(apart, tensors):
+            self._outbox.keep(self._payloads.send(tensor, ends))
 
     def _fill(self, payload: Tensor, tensors: Sequence[Tensor]) -> Callable[[], object] | None:
         """Copy the bytes of tensors one after the other; if some are on a GPU, return how to wait for them."""
@@ -380,7 +383,7 @@ class SocketTransport:
         if isinstance(announcement, Message):
             return announcement, _as_expected
         if isinstance(announcement, TransportError):
-            if self._payloads is not None:
+            if (inbound.source, self.rank, inbound.kind) in self._payloads:
                 raise announcement  # without it, tensors that travel separately cannot be received
             return announcement, _nothing
         if announcement.header.stage == FAILED:
@@ -407,10 +410,7 @@ class SocketTransport:
         pieces = iter(wire.cut(payload, [meta.size for meta in metas if not meta.apart]))
         for index, meta in enumerate(metas):
             if meta.apart:
-                assert self._payloads is not None
-                staging = self._stage() if meta.device == "cuda" else None
-                tensors[index], arrive = self._payloads.receive(meta, source, self.rank, traffic, staging)
-                arrivals += [] if arrive is None else [arrive]
+                tensors[index] = self._payloads.receive(meta, (source, self.rank, traffic))
             elif meta.device == "cuda":
                 staged.append((index, next(pieces), meta))
             else:
@@ -449,11 +449,6 @@ def _read(text: bytes, prefix: wire.Prefix) -> Announcement | TransportError:
         return wire.decode_announcement(text)
     except TransportError as error:
         return error
-
-
-def _never(tensor: Tensor) -> bool:
-    """Without payload groups, no tensor travels separately."""
-    return False
 
 
 def _as_expected() -> None:
