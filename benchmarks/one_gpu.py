@@ -35,6 +35,8 @@ from stageline.testing import one_process_step
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "interleaved, 1 rank": ("interleaved", 1, {"chunks": 4}),
     "interleaved-zb, 1 rank": ("interleaved-zb", 1, {"chunks": 4}),
+    "interleaved-zb, graphs": ("interleaved-zb", 1, {"chunks": 4, "compile": "graphs"}),
+    "interleaved-zb, inductor": ("interleaved-zb", 1, {"chunks": 4, "compile": True}),
     "1f1b, 4 threads": ("1f1b", 4, {}),
     "zb-h1, 4 threads": ("zb-h1", 4, {}),
 }
@@ -153,11 +155,13 @@ def main() -> None:
     layers = [nn.Embedding(VOCABULARY, options.width), *(Block(options.width) for _ in range(options.blocks))]
     model = nn.Sequential(*layers, nn.Linear(options.width, VOCABULARY, bias=False)).to("cuda", torch.bfloat16)
     tokens = torch.randint(0, VOCABULARY, (options.samples * MICROBATCHES, LENGTH), device="cuda")
-    pipes = {
-        name: sl.Pipeline(model, loss_fn=loss_fn, schedule=family, ranks=ranks, microbatches=MICROBATCHES, **extra)
-        for name, (family, ranks, extra) in CASES.items()
-        if not options.only or name in options.only
-    }
+    pipes: dict[str, sl.Pipeline] = {}
+    for name, (family, ranks, extra) in CASES.items():
+        if not options.only or name in options.only:
+            trained = copy.deepcopy(model) if "compile" in extra else model  # compiled layers stay compiled
+            pipes[name] = sl.Pipeline(
+                trained, loss_fn=loss_fn, schedule=family, ranks=ranks, microbatches=MICROBATCHES, **extra
+            )
     runs: dict[str, Callable[[], Any]] = {
         "plain loop": lambda: one_process_step(model, loss_fn, tokens, tokens, MICROBATCHES)
     }
@@ -170,10 +174,11 @@ def main() -> None:
     own = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     for turn in range(options.repeats + 2):
         for name, run in runs.items():
-            model.zero_grad()
+            for other in {model, *(pipe.model for pipe in pipes.values())}:
+                other.zero_grad()
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            base = torch.cuda.memory_allocated() - own
+            base = torch.cuda.memory_allocated() - own  # other models, too
             began = time.perf_counter()
             run()
             torch.cuda.synchronize()

@@ -102,6 +102,8 @@ class SplitBackward:
     """The roots of W's last run: where the data enters, and outputs that depend on parameters alone."""
     _rest: bool = False
     """Whether there are such outputs."""
+    _owners: list[GradientEdge] = field(default_factory=list)
+    """Keep nodes of Python functions alive that W runs: such a node is not kept alive by its Python object."""
 
     def _find_plan(self) -> GraphPlan:
         roots = [(engine.node_of(output), output.output_nr) for output in self.outputs]
@@ -129,6 +131,9 @@ class SplitBackward:
         self.unsplit = plan.unsplit
         ends = [GradientEdge(self._nodes[number], output) for number, output in plan.ends]
         self._rest = bool(plan.rest)
+        if ends:
+            python = (output for output in self.outputs if isinstance(output.grad_fn, BackwardCFunction))
+            self._owners = [get_gradient_edge(output) for output in python]
         self._last = (
             [get_gradient_edge(self.outputs[index]) for index in plan.rest],
             [self._root_gradient(index) for index in plan.rest],
@@ -225,7 +230,7 @@ class SplitBackward:
                 if grad is not None:
                     last.add(root, grad)
             last.run()
-        self._notes, self._together, self._nodes, self._last = [], [], [], ([], [])
+        self._notes, self._together, self._nodes, self._last, self._owners = [], [], [], ([], []), []
 
     def retained(self) -> Iterator[Any]:
         """Yield what is held from I to W, as trees of tensors: gradients, and what nodes saved and did not release."""
