@@ -22,6 +22,7 @@ from stageline.faults.monitor.verdict import Verdict, describe
 from stageline.runtime._torch_private import profiler_is_on, pytree
 from stageline.runtime.action_ranges import Mark, range_marker
 from stageline.runtime.batches.chunk_specs import is_mask
+from stageline.runtime.cuda_graphs import ActionGraphs, CudaRecorder, LossInputs, run_forward
 from stageline.runtime.guards.changed_outputs import OutputForms
 from stageline.runtime.guards.non_finite import FiniteWatch
 from stageline.runtime.out_of_memory import MemoryContext, out_of_memory
@@ -29,7 +30,7 @@ from stageline.runtime.stage import Stage
 from stageline.runtime.step_report import GpuClock, RankResult
 from stageline.schedules import action as kinds
 from stageline.schedules.schedule import Schedule
-from stageline.tensors.copies import data_of, detached, is_plain_tensor, noted, read_pairs, sharing
+from stageline.tensors.copies import cloned, data_of, detached, is_plain_tensor, noted, read_pairs, sharing
 from stageline.tensors.pytree import TENSOR, Leaf, flatten, refuse_layout, unflatten
 from stageline.transport.protocol import Header, Message, Traffic, Transport, kinds_of
 
@@ -112,12 +113,14 @@ class Executor:
         *,
         processes: Sequence[int],
         own_stream: bool,
+        cuda_graphs: bool = False,
         progress: RankProgress,
         flight: FlightRecorder,
         deadline: float,
     ) -> None:
         """`stages` are those that this rank holds; with `own_stream`, they run in a CUDA stream of the rank's own.
 
+        With `cuda_graphs`, they also capture their actions as CUDA graphs.
         `processes` are those of the ranks of the schedule, by which the transport addresses them.
         `progress` is where the rank says what it is doing, `flight` where it records what it did.
         """
@@ -161,6 +164,9 @@ class Executor:
             engine.start_thread(self.device)
         self._spare_events: list[Any] = []
         self._stream: Any = torch.cuda.Stream(self.device) if self.device is not None and own_stream else None  # type: ignore[no-untyped-call]
+        captures = cuda_graphs and self.device is not None
+        self.graphs = ActionGraphs(stages.values(), CudaRecorder()) if captures else None
+        """What captures and replays the actions of training steps."""
 
     def _task(self, index: int) -> _Task:
         schedule, rank_of = self.schedule, self.schedule.placement.rank_of
@@ -228,6 +234,8 @@ class Executor:
         watch = result.watch = self._finite_watch(request)
         self._local.clear()
         self._parked.clear()
+        if self.graphs is not None and request.training:
+            self.graphs.begin()
         for position, task in enumerate(self._tasks):
             if self.stopped is not None:
                 raise self.stopped
@@ -304,13 +312,20 @@ class Executor:
         if task.kind == kinds.F:
             return self._forward(stage, task, arrived, request, result)
         if task.kind == kinds.W:
-            total, unsplit = stage.backward_weight(task.microbatch)
+            graphs = self.graphs
+            microbatch = task.microbatch
+            total, unsplit = (
+                stage.backward_weight(microbatch) if graphs is None else graphs.backward_weight(stage, microbatch)
+            )
             result.split = (result.split[0] + total, result.split[1] + unsplit)
             return None
         grads = None if arrived is None else list(arrived.leaves)
         changed = () if arrived is None else arrived.wants_gradient
-        run = stage.backward if task.kind == kinds.B else stage.backward_input
-        gradients, changed = run(task.microbatch, grads, changed)  # type: ignore[arg-type]
+        run: Any = stage.backward if task.kind == kinds.B else stage.backward_input
+        if self.graphs is None:
+            gradients, changed = run(task.microbatch, grads, changed)
+        else:
+            gradients, changed = self.graphs.backward(task.label[0], run, stage, task.microbatch, grads, changed)
         if task.stage > 0:
             return self._message(task, request, gradients, "", changed=changed)
         if request.inputs_require_grad:
@@ -328,22 +343,25 @@ class Executor:
             tree, shared = read_pairs(arrived.tree)
         keywords = request.keywords.get(task.stage)
         own_keywords = self._on_device(keywords[task.microbatch]) if keywords else {}
-        output = stage.forward(
-            task.microbatch, request.step, leaves, tree, wants, request.training, own_keywords, shared
-        )
+        loss_inputs = None
+        if task.stage == self._last_stage and request.targets:
+            target, weight = self._on_device(request.targets[task.microbatch]), request.weights[task.microbatch]
+            loss_inputs = LossInputs(target, weight, request.scale)
+        inputs = (task.microbatch, request.step, leaves, tree, wants)
+        if self.graphs is not None and request.training:
+            output, loss, metrics = self.graphs.forward(stage, *inputs, own_keywords, shared, loss_inputs)
+        else:
+            output, loss, metrics = run_forward(stage, *inputs, request.training, own_keywords, shared, loss_inputs)
         if task.stage < self._last_stage:
             tree = output.tree
             if len(output.leaves) > 1:
                 tree = noted(tree, sharing(output.leaves, output.joined))
             return self._message(task, request, output.leaves, tree)
-        value = output.leaves[0] if output.tree == TENSOR else unflatten(output.leaves, output.tree)
-        if request.targets:
-            target, weight = self._on_device(request.targets[task.microbatch]), request.weights[task.microbatch]
-            result.losses[task.microbatch], result.metrics[task.microbatch] = stage.loss(
-                task.microbatch, request.step, value, target, weight, request.training, request.scale
-            )
+        if loss is not None:
+            result.losses[task.microbatch], result.metrics[task.microbatch] = loss, metrics or {}
         if request.keep_outputs:
-            bare = [detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in output.leaves]
+            copy = cloned if self.graphs is not None else detached
+            bare = [copy(leaf).detach() if isinstance(leaf, Tensor) else leaf for leaf in output.leaves]
             result.outputs[task.microbatch] = unflatten(bare, output.tree)
         return None
 

@@ -113,6 +113,7 @@ class Pipeline:
         example: Any = None,
         device: torch.device | str = "cpu",
         compile: Compile = False,
+        cuda_graphs: bool = False,
         replan: Replan = "off",
         replan_every: int = 10,
         planned: Costs | Plan | None = None,
@@ -151,8 +152,9 @@ class Pipeline:
         `mesh` assigns the processes, by dimensions named "dp" and "pp". Gradients are added up over replicas in buckets
         of `bucket_mb` MiB, in `reduce_dtype` (default: float32, or the dtype of the gradients if that is wider).
         `compile` is True, the name of a backend or the keywords of torch.compile, which compiles every layer, or every
-        unit of a model; "graphs" runs captured graphs without a compiler (see docs/runtime.md). `options` are those of
-        the schedule's family, such as `chunks`.
+        unit of a model; "graphs" runs captured graphs without a compiler (see docs/runtime.md). `cuda_graphs`
+        captures the actions of stages on GPUs in the third step and replays them from then on.
+        `options` are those of the schedule's family, such as `chunks`.
         `replan` compares the last steps of every `replan_every` with `planned`, with the plan of "auto" or with the
         first of them: "warn" names the stages that drift, "auto" takes a better order (see docs/plan.md).
         `args_chunk_spec`, `kwargs_chunk_spec` (by keyword, for inputs that are a dict and for `stage_kwargs`) and
@@ -165,8 +167,9 @@ class Pipeline:
         self.options = PipelineOptions(
             loss_fn=loss_fn, loss_reduction=loss_reduction, penalty=penalty, check_finite=check_finite,
             compare_weights=compare_weights, recompute=recompute, recompute_policy=recompute_policy, seed=seed,
-            deadline=deadline, example=example, device=device, compile=compile, bucket_mb=bucket_mb,
-            reduce_dtype=reduce_dtype, replan=replan, replan_every=replan_every, planned=planned, stragglers=stragglers,
+            deadline=deadline, example=example, device=device, compile=compile, cuda_graphs=cuda_graphs,
+            bucket_mb=bucket_mb, reduce_dtype=reduce_dtype, replan=replan, replan_every=replan_every, planned=planned,
+            stragglers=stragglers,
             chunk_specs=ChunkSpecs(args_chunk_spec, kwargs_chunk_spec, targets_chunk_spec, output_merge_spec),
         )  # fmt: skip
         source, recipe = described(stages)
@@ -227,6 +230,7 @@ class Pipeline:
             NamedTensors([*named_tensors(model), *before]),
             penalties,
             planned=self.plan if options.planned is None else options.planned,
+            cuda_graphs=options.cuda_graphs,
         )
         joined_replicas = join_replicas(host, schedule, stages, options)
         looks = options.stragglers and schedule.training and 0 in host.here

@@ -62,8 +62,10 @@ class ExecutorCache:
         watched: NamedTensors,
         penalties: int,
         planned: Plan | Costs | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
         """`watched` are the tensors that loss_fn may not read, except those of the last stage."""
+        self._cuda_graphs = cuda_graphs
         self._host, self._stages, self._options, self._planned = host, stages, options, planned
         self._watched, self._penalties = watched, penalties
         self.sets: dict[tuple[int, bool], ExecutorSet] = {}
@@ -104,7 +106,8 @@ class ExecutorCache:
                 stages[rank],
                 host.transport(rank),
                 processes=host.layout.rows[host.replica],
-                own_stream=len(host.here) > 1,
+                own_stream=len(host.here) > 1 or self._cuda_graphs,
+                cuda_graphs=self._cuda_graphs,
                 progress=host.progress(rank),
                 flight=host.flight(rank),
                 deadline=host.deadline,

@@ -178,6 +178,11 @@ class Stage:
         self._accumulators_held = self._wrapped = False
         self._checked_step, self._checkpoints = -1, False
 
+    @property
+    def draws_random_numbers(self) -> bool:
+        """Whether a layer, or the loss, was seen to draw random numbers."""
+        return bool(self._random)
+
     # Forward.
 
     def forward(

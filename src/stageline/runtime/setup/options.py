@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -42,6 +42,7 @@ class PipelineOptions:
     example: Any = None
     device: torch.device | str = "cpu"
     compile: Compile = False
+    cuda_graphs: bool = False
     bucket_mb: float = 25.0
     reduce_dtype: torch.dtype | None = None
     replan: Replan = "off"
@@ -68,6 +69,11 @@ class PipelineOptions:
             raise StagelineError(f"replan is 'off', 'warn' or 'auto', got {shorten(self.replan)}{meant}")
         if not isinstance(every, int) or isinstance(every, bool) or every < 2:
             raise StagelineError(f"replan_every is a number of steps from 2 on, got {shorten(every)}")
+        if not isinstance(self.cuda_graphs, bool):
+            raise StagelineError(f"cuda_graphs is True or False, got {shorten(self.cuda_graphs)}")
+        if isinstance(self.compile, Mapping) and self.compile.get("mode") == "reduce-overhead":
+            self.cuda_graphs = True  # inductor's own graphs know nothing of the order of actions
+            self.compile = {name: value for name, value in self.compile.items() if name != "mode"} or True
         if not callable(self.loss_fn):
             raise StagelineError(f"loss_fn is a function of output and target, got {shorten(self.loss_fn)}")
         self.seconds = find_deadline(self.deadline)
