@@ -229,7 +229,7 @@ print(codes, "torch" in sys.modules)
     ("words", "completions"),
     [
         ("job.toml --training.lo", ["--training.local_batch_size", "--training.loss", "--training.loss_weights"]),
-        ("--no-compile", ["--no-compile.enable"]),
+        ("--no-compile.e", ["--no-compile.enable"]),
         ("--pri", ["--print-config"]),
         ("--training.dtype b", ["bfloat16"]),
     ],

@@ -187,8 +187,8 @@ def suggest_command_flag(name: str) -> str:
 def config_flags() -> list[TyperOption]:
     """Return a typer option for each option of a config.
 
-    >>> [name for flag in config_flags() for name in (*flag.opts, *flag.secondary_opts) if "compile" in name]
-    ['--compile.enable', '--no-compile.enable', '--compile.backend']
+    >>> [name for flag in config_flags() for name in (*flag.opts, *flag.secondary_opts) if "compile.e" in name]
+    ['--compile.enable', '--no-compile.enable']
     """
     return [
         TyperOption(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -109,3 +109,17 @@ def eager(model: nn.Module, units: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, key, value in changed:
             module.__dict__[key] = value
+
+
+@contextmanager
+def compiled(modules: Iterable[nn.Module], options: Mapping[str, Any] | None) -> Iterator[None]:
+    """Run modules compiled by torch.compile with these keyword arguments; None changes nothing."""
+    chosen = [] if options is None else [module for module in modules if any(True for _ in module.parameters())]
+    before = [(module, module.__dict__.get("_compiled_call_impl")) for module in chosen]
+    try:
+        for module in chosen:
+            module.compile(**(options or {}))
+        yield
+    finally:
+        for module, implementation in before:
+            module.__dict__["_compiled_call_impl"] = implementation

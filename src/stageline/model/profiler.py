@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stageline.autograd.graphs.options import Compile, compile_options
 from stageline.common.errors import StagelineError, shorten
 from stageline.model import huggingface
 from stageline.model._torch_private import hook_dictionaries
-from stageline.model.compiled_models import eager, unwrapped
+from stageline.model.compiled_models import compiled, eager, unwrapped
 from stageline.model.measurement import (
     CallBenchmark,
     LayerTrace,
@@ -40,13 +41,15 @@ def profile(
     *,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     targets: Any = None,
+    compile: Compile = False,
     repeats: int = 5,
     warmup: int = 2,
 ) -> Profile:
     """Measure the costs of a model's units: the times of F, I and W, and the bytes that are held between them.
 
     `example` is one microbatch: a tuple of arguments, a dict of keywords, or the only argument. With `loss_fn` and its
-    `targets`, the costs of the last unit include the loss.
+    `targets`, the costs of the last unit include the loss. `compile` is that of `Pipeline`: the units are measured
+    compiled, and the bytes between I and W are those of their graphs.
 
     >>> measured = profile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.ones(3, 4), repeats=1, warmup=0)
     >>> [(layer.name, layer.parameters) for layer in measured.layers]
@@ -63,7 +66,7 @@ def profile(
         with suppress(StagelineError):  # the costs do not depend on the order
             units, _ = in_call_order(model, units, example)
     loss = None if loss_fn is None else LossLayer(loss_fn, targets)
-    return profile_units(model, units, example, loss=loss, repeats=repeats, warmup=warmup)
+    return profile_units(model, units, example, loss=loss, compile=compile, repeats=repeats, warmup=warmup)
 
 
 def profile_units(
@@ -72,6 +75,7 @@ def profile_units(
     example: Any,
     *,
     loss: LossLayer | None = None,
+    compile: Compile = False,
     repeats: int = 5,
     warmup: int = 2,
 ) -> Profile:
@@ -82,10 +86,11 @@ def profile_units(
     layers: list[tuple[str, nn.Module]] = list(reversed(by_module.values()))
     keywords = {**huggingface.defaults_of(model), **kwargs}
     with eager(model, [unit.module for unit in units]):
+        options: Any = {"compile": compile, "repeats": repeats, "warmup": warmup}
         if loss is None:
-            return profile_layers(layers, lambda: model(*args, **keywords), repeats=repeats, warmup=warmup)
+            return profile_layers(layers, lambda: model(*args, **keywords), **options)
         layers.append((LOSS, loss))
-        measured = profile_layers(layers, lambda: loss(model(*args, **keywords)), repeats=repeats, warmup=warmup)
+        measured = profile_layers(layers, lambda: loss(model(*args, **keywords)), **options)
         return replace(measured, layers=with_loss(measured.layers))
 
 
@@ -93,6 +98,7 @@ def profile_layers(
     layers: Sequence[tuple[str, nn.Module]],
     run: Callable[[], Any],
     *,
+    compile: Compile = False,
     repeats: int = 5,
     warmup: int = 2,
     device: torch.device | str | None = None,
@@ -100,8 +106,8 @@ def profile_layers(
     """Measure layers, given by name in the order in which data passes through them.
 
     `run` runs the forward of the whole model once, to observe the inputs of every layer; then each layer is run alone
-    with those inputs. Gradients, buffers, random state and modes are left unchanged. Raises `StagelineError` if an
-    argument is invalid or a layer fails.
+    with those inputs, compiled as `compile` says. Gradients, buffers, random state and modes are left unchanged. Raises
+    `StagelineError` if an argument is invalid or a layer fails.
 
     >>> body, head = nn.Linear(4, 8), nn.Linear(8, 2)
     >>> x = torch.randn(3, 4)
@@ -114,13 +120,16 @@ def profile_layers(
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise StagelineError(f"{name} must be an integer >= {minimum}, got {shorten(value)}")
     modules = list(dict.fromkeys(module for _, module in layers))
-    with _preserved_state(modules):
+    with _preserved_state(modules), ExitStack() as stack:
         traces = capture(layers, run)
+        stack.enter_context(compiled(modules, compile_options(compile, split=True)))
         compute_device = torch.device(device) if device is not None else _device_of(traces)
         timer, state = Timer(compute_device), state_storages(modules)
         benchmarks = [[CallBenchmark(trace, call, timer) for call in trace.calls] for trace in traces]
-        residues = [sum(call.residue(state) for call in calls) for calls in benchmarks]
         all_calls = [call for calls in benchmarks for call in calls]
+        if compile is not False:
+            run_round(all_calls, keep=False)  # compiles; a backward of that run is not split
+        residues = [sum(call.residue(state) for call in calls) for calls in benchmarks]
         for round_index in range(warmup + repeats):
             run_round(all_calls, keep=round_index >= warmup)
         if compute_device.type == "cuda":

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from stageline.autograd.graphs.options import Compile
 from stageline.common.errors import StagelineError, shorten
 from stageline.model.profile import Layer, Profile
 from stageline.model.profiler import profile as measure_profile
@@ -128,6 +129,7 @@ def measure_sizes(
     several: bool,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     targets: Any = None,
+    compile: Compile = False,
     repeats: int = 3,
     progress: Callable[[str], None] = lambda text: None,
 ) -> SizedProfiles:
@@ -150,12 +152,13 @@ def measure_sizes(
         all_samples = 1
     names = [unit.name for unit in split(model, 1, example=example).units]
     profiles: dict[int, Profile] = {}
+    options: Any = {"compile": compile, "repeats": repeats, "warmup": 1}
     for samples in sorted({1, isqrt(all_samples), all_samples} if several else {all_samples}, reverse=True):
         progress(f"measuring {len(names)} units with {samples} samples")
         part = example if samples == all_samples else first_samples(example, samples)
         its_targets = targets if samples == all_samples or targets is None else first_samples(targets, samples)
         try:
-            measured = measure_profile(model, part, loss_fn=loss_fn, targets=its_targets, repeats=repeats, warmup=1)
+            measured = measure_profile(model, part, loss_fn=loss_fn, targets=its_targets, **options)
             profiles[samples] = by_calls(measured, names)
         except Exception:
             if samples == all_samples:

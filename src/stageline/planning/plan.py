@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from stageline.autograd.graphs.options import Compile
 from stageline.common.checked_json import NonNegative, PositiveInt
 from stageline.common.units import Size, parse_size
 from stageline.model.profile import Profile
@@ -184,6 +185,7 @@ def plan(
     memory: Size | Sequence[Size] | None = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     targets: Any = None,
+    compile: Compile = False,
     profile: Profile | Mapping[int, Profile] | None = None,
     samples: int | None = None,
     recompute: Recompute = "auto",
@@ -209,7 +211,8 @@ def plan(
     measured on fewer samples of the example. Instead of a model and an example, pass `profile`, from `sl.profile` on
     any machine, or several profiles by number of samples; with `batch` and a single profile, `samples` is the number of
     samples that it was measured with. With `loss_fn` and its `targets` for the example, the last stage includes the
-    loss, whose time and memory count where outputs are large, as those of a vocabulary are.
+    loss, whose time and memory count where outputs are large, as those of a vocabulary are. `compile` is that of
+    `Pipeline`: units are measured compiled.
 
     `memory` is the limit of a rank, in bytes or as a string like "24GiB", or one per rank; by default, that of the
     model's GPU. It includes parameters, gradients, optimizer state (8 bytes per parameter: AdamW in float32),
@@ -232,7 +235,9 @@ def plan(
     ranks = whole("plan", "ranks", ranks)
     progress = progress or (lambda text: None)
     several = batch is not None
-    profiles = arguments.read_profiles(model, example, profile, samples, several, repeats, progress, loss_fn, targets)
+    profiles = arguments.read_profiles(
+        model, example, profile, samples, several, repeats, progress, loss_fn, targets, compile
+    )
     if parameter_bytes is None:
         parameter_bytes = arguments.bytes_per_parameter(model)
     request = PlanRequest(

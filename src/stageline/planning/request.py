@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from stageline.autograd.graphs.options import Compile
 from stageline.common.errors import ScheduleError, StagelineError, nearest, shorten
 from stageline.common.units import parse_sizes
 from stageline.planning.batch_sizes import SizedProfiles, measure_sizes
@@ -60,6 +61,7 @@ def read_profiles(
     progress: Callable[[str], None],
     loss_fn: Callable[[Any, Any], Any] | None = None,
     targets: Any = None,
+    compile: Compile = False,
 ) -> SizedProfiles:
     """Return the profiles of the request, or measure the model."""
     if profile is None:
@@ -68,8 +70,9 @@ def read_profiles(
         if not isinstance(model, nn.Module):
             raise StagelineError(f"plan takes a model, an nn.Module, got {shorten(model)}")
         return measure_sizes(
-            model, example, several=several, loss_fn=loss_fn, targets=targets, repeats=repeats, progress=progress
-        )
+            model, example, several=several, loss_fn=loss_fn, targets=targets, compile=compile, repeats=repeats,
+            progress=progress,
+        )  # fmt: skip
     if isinstance(profile, Mapping):
         return SizedProfiles.of(profile)
     if several and samples is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from stageline.autograd.graphs.options import Compile
 from stageline.autograd.recompute import Choice, Policy, mark, parse_recompute
 from stageline.common.errors import PipelineError, StagelineError, shorten
 from stageline.distributed.collectives import ProcessCollectives
@@ -32,7 +33,6 @@ from stageline.runtime.rank_executors import ExecutorCache
 from stageline.runtime.replan import Replan, Replanned, StepWatch, watch_for
 from stageline.runtime.replicas import join_replicas, replica_seed
 from stageline.runtime.setup.automatic_plan import automatic
-from stageline.runtime.setup.compile import Compile
 from stageline.runtime.setup.handshake import common_seed, facts_of
 from stageline.runtime.setup.model_stages import ModelStages, named_tensors
 from stageline.runtime.setup.options import PipelineOptions, Reduction

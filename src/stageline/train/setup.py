@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stageline.autograd.graphs.options import Compile
 from stageline.common.errors import NothingFits, StagelineError, in_flags
 from stageline.common.files import write_text
 from stageline.common.interrupts import ended_by_sigterm
@@ -32,7 +33,6 @@ from stageline.planning.request import device_memory
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.out_of_memory import PLAN_ADVICE
 from stageline.runtime.pipeline import Pipeline
-from stageline.runtime.setup.compile import SPLIT_BACKENDS
 from stageline.train.checkpoint import leave_mark, remove_mark, sees_mark
 from stageline.train.config.config import Config
 from stageline.train.config.rules import fixed_schedule
@@ -206,9 +206,6 @@ class Setup:
                 "tokens after it; use a causal model, or samples of your own"
             )
         measured = self._measure(model, example, targets)
-        if self.config.compile.enable and self.config.compile.backend not in SPLIT_BACKENDS:
-            layers = [replace(layer, backward_input=layer.backward, backward_weight=0.0) for layer in measured.layers]
-            measured = replace(measured, layers=tuple(layers))
         memory = device_memory(model)
         sharing = self.layout.ranks if self.layout.processes == 1 else 1  # ranks that are threads share a GPU
         named = by_calls(measured, [unit.name for unit in split(model, 1, example=example).units])
@@ -217,11 +214,16 @@ class Setup:
     def _measure(self, model: nn.Module, example: Any, targets: Any) -> Profile:
         """Profile a model in the precision of a step, with the loss, unless it is the user's: it may count calls."""
         with autocast(self.layout.device, self.config.training.mixed_precision_param):
+            options: Any = {"compile": self._compile, "repeats": 3, "warmup": 1}
             if self.task.user_loss is None and ":" not in self.task.loss_name:
                 with suppress(StagelineError):  # the first step reports why a loss fails
-                    function = self.task.loss.function
-                    return profile(model, example, loss_fn=function, targets=targets, repeats=3, warmup=1)
-            return profile(model, example, repeats=3, warmup=1)
+                    return profile(model, example, loss_fn=self.task.loss.function, targets=targets, **options)
+            return profile(model, example, **options)
+
+    @property
+    def _compile(self) -> Compile:
+        """The `compile` option of the pipeline."""
+        return {"backend": self.config.compile.backend} if self.config.compile.enable else False
 
     def _build_pipeline(self) -> None:
         """Build the pipeline; initial weights depend only on the seed and on names."""
@@ -239,7 +241,8 @@ class Setup:
             replicas=layout.replicas,
             bucket_mb=config.parallelism.bucket_mb,
             device=layout.device,
-            compile={"backend": config.compile.backend} if config.compile.enable else False,
+            compile=self._compile,
+            cuda_graphs=config.compile.cuda_graphs,
             replan=config.parallelism.replan,
             replan_every=config.parallelism.replan_freq,
             stragglers=config.parallelism.stragglers,

@@ -15,10 +15,11 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import stageline as sl
+from stageline.autograd.graphs import backend
 from stageline.autograd.graphs.backend import GraphBackend
 from stageline.autograd.graphs.backward import compiled_backward
 from stageline.autograd.split_backward import SplitBackward
-from stageline.runtime.setup.compile import compile_units
+from stageline.runtime.setup.model_stages import compile_units
 from stageline.testing import assert_same_bits, one_process_step
 from support.gradients import gradients
 from support.pipelines import TRAINING, Block, batch, blocks, tied_model
@@ -229,17 +230,17 @@ def test_inductor_units_equal_the_same_units_in_one_process() -> None:
 
 
 def units_of(compiler: Any, unit: nn.Module, x: Tensor) -> tuple[GraphBackend, Any]:
-    backend = GraphBackend(compiler)
-    compiled: Any = torch.compile(unit, backend=backend)
-    return backend, compiled(x)
+    graphs = GraphBackend(compiler)
+    compiled: Any = torch.compile(unit, backend=graphs)
+    return graphs, compiled(x)
 
 
 @pytest.mark.parametrize("unit", [Block(), Attention(), Convolution()], ids=lambda unit: type(unit).__name__)
 def test_no_product_is_computed_twice(unit: nn.Module) -> None:
     x = torch.randn(3, 4, 8, requires_grad=True)
-    backend, output = units_of("graphs", unit.eval(), x)
+    graphs, output = units_of("graphs", unit.eval(), x)
     assert compiled_backward(output.grad_fn) is not None
-    (halves,) = backend.units
+    (halves,) = graphs.units
     assert halves.kept_bytes > 0 < halves.saved_bytes
     split = SplitBackward([output], [torch.ones_like(output)], [x])
     whole = unit(x)
@@ -255,19 +256,19 @@ def test_no_product_is_computed_twice(unit: nn.Module) -> None:
 
 def test_equal_units_are_compiled_once() -> None:
     layers = blocks(6)
-    backend = GraphBackend("graphs")
+    graphs = GraphBackend("graphs")
     x = torch.randn(2, 8, requires_grad=True)
     for layer in layers:
-        layer.compile(backend=backend)
+        layer.compile(backend=graphs)
         x = layer(x)
     torch.autograd.backward(x.sum())
-    assert len(backend.units) == 1
+    assert len(graphs.units) == 1
 
 
 def test_only_what_w_needs_is_held_between_the_halves() -> None:
     unit = Block(64)
     x = torch.randn(32, 64, requires_grad=True)
-    backend, output = units_of("graphs", unit, x)
+    graphs, output = units_of("graphs", unit, x)
     split = SplitBackward([output], [torch.randn_like(output)], [x])
     (grad,) = split.input_gradients()
     assert grad is not None
@@ -280,7 +281,7 @@ def test_only_what_w_needs_is_held_between_the_halves() -> None:
         if isinstance(tensor, Tensor)
     }
     total = sum(size for address, size in held.items() if address not in parameters)
-    assert total <= backend.units[0].kept_bytes
+    assert total <= graphs.units[0].kept_bytes
     split.weight_gradients()
     assert all(parameter.grad is not None for parameter in unit.parameters())
 
@@ -295,3 +296,32 @@ def test_another_backend_is_not_split_and_is_right() -> None:
             model, loss_fn=functional.mse_loss, schedule="zb-h1", ranks=2, microbatches=4, compile="aot_eager"
         )
         assert assert_as_in_one_process(pipe, plain, model, x, y).unsplit > 0
+
+
+def test_a_profile_of_compiled_units_takes_the_residue_from_their_graphs() -> None:
+    model = nn.Sequential(*(Block(16) for _ in range(3)))
+    x = torch.randn(8, 16)
+    measured = sl.profile(model, x, compile="graphs", repeats=1, warmup=1)
+    compiler, _ = units_of("graphs", Block(16), x.requires_grad_())
+    (halves,) = compiler.units
+    assert [layer.residue for layer in measured.layers[1:]] == [halves.kept_bytes] * 2
+    assert all(layer.backward_weight > 0 for layer in measured.layers)
+    assert all(module.__dict__.get("_compiled_call_impl") is None for module in model.modules())
+
+
+def test_a_unit_whose_backward_cannot_be_cut_says_so_and_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_obstacle", lambda *_: "its backward has effects beside gradients")
+    model = blocks(4)
+    plain = copy.deepcopy(model)
+    x, y = batch(8)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="zb-h1", ranks=2, microbatches=4, compile="graphs")
+    with pytest.warns(UserWarning, match="test_compiled_units|pipelines.py.*effects beside gradients"):
+        pipe.step(x, y)
+    one_process_step(plain, functional.mse_loss, x, y, 4)
+    assert_same_bits(gradients(model), gradients(plain))
+    assert pipe.step(x, y).unsplit > 0
+
+
+def test_an_option_that_is_no_backend_is_refused() -> None:
+    with pytest.raises(sl.StagelineError, match="compile is True, the name of a backend"):
+        sl.Pipeline(blocks(2), loss_fn=functional.mse_loss, ranks=1, microbatches=1, compile=3)  # type: ignore[arg-type]

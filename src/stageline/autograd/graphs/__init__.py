@@ -5,5 +5,5 @@ gradients of the inputs) and W (the gradients of the parameters), so that a comp
 schedule. Nothing here knows stages, microbatches or ranks, and nothing here runs unless `compile` is used.
 
 Read in order: `backward` (a backward that can run in two halves), `backend` (what `torch.compile` calls), `halves`
-(where a backward graph is cut).
+(where a backward graph is cut), `options` (the `compile` option).
 """

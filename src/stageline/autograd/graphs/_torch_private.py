@@ -90,14 +90,7 @@ class _BoxedCode(CodeGen):
 
 
 def boxed(module: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    """Return a function that runs the nodes of a graph one by one, and takes its arguments in a list.
-
-    >>> graph = torch.fx.Graph()
-    >>> x = graph.placeholder("x")
-    >>> _ = graph.output((graph.call_function(torch.add, (x, x)),))
-    >>> boxed(GraphModule({}, graph))([torch.ones(1)])
-    (tensor([2.]),)
-    """
+    """Return a function that runs the nodes of a graph one by one, and takes its arguments in a list."""
     module.graph.set_codegen(_BoxedCode())
     module.recompile()
     forward = type(module).forward

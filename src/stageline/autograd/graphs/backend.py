@@ -36,11 +36,12 @@ class GraphBackend:
     """
 
     def __init__(self, compiler: Compiler, report: Callable[[str], None] = lambda reason: None) -> None:
-        """`report` is called with the reason why the backward of a unit cannot be split."""
+        """`report` is called once with the place of each unit whose backward cannot be split, and why."""
         self.compiler = compiler
         self.units: list[Halves] = []
         """The halves of the units that were compiled so far."""
         self._report = report
+        self._refused: set[str] = set()
 
     def __call__(
         self,
@@ -51,7 +52,7 @@ class GraphBackend:
         options: Mapping[str, Any] | None = None,
     ) -> Any:
         """Compile what Dynamo captured."""
-        unit = _Unit(self, inputs)
+        unit = _Unit(self, _place_of(module), inputs)
         with private.eager_lowering():
             if self.compiler == "graphs":
                 return private.aot_module_simplified(
@@ -70,16 +71,18 @@ class GraphBackend:
         """Note the halves of a unit."""
         self.units.append(halves)
 
-    def refuse(self, reason: str) -> None:
-        """Report that a unit's backward stays whole."""
-        self._report(reason)
+    def refuse(self, text: str) -> None:
+        """Report, once, that a unit's backward stays whole."""
+        if text not in self._refused:
+            self._refused.add(text)
+            self._report(text)
 
 
 class _Unit:
     """One unit that is being compiled."""
 
-    def __init__(self, backend: GraphBackend, inputs: Sequence[Any]) -> None:
-        self.backend, self.inputs = backend, len(inputs)
+    def __init__(self, backend: GraphBackend, place: str, inputs: Sequence[Any]) -> None:
+        self.backend, self.place, self.inputs = backend, place, len(inputs)
         self.weights = {i for i, value in enumerate(inputs) if isinstance(value, nn.Parameter) and value.requires_grad}
         tensors = (int(isinstance(value, Tensor)) for value in inputs)
         self.edges = [count - 1 for count in accumulate(tensors)]
@@ -123,7 +126,7 @@ class _Unit:
         (output,) = graph.graph.find_nodes(op="output")
         reason = _obstacle(metadata, len(output.args[0]), self.inputs)
         if reason:
-            self.backend.refuse(reason)
+            self.backend.refuse(f"the backward of {self.place} stays whole, and is computed in I: {reason}")
             return None
         metadata.bw_donated_idxs = []  # I must not overwrite what W reads
         return cut_backward(graph, self.weights, self.weights | set(metadata.static_input_indices or ()))
@@ -140,3 +143,12 @@ def _obstacle(metadata: Any, outputs: int, inputs: int) -> str:
     if metadata.indices_of_inputs_that_requires_grad_with_mutations_in_bw:
         return "its backward changes an input in place"
     return ""
+
+
+def _place_of(module: GraphModule) -> str:
+    """Where the code of a captured unit is, for messages."""
+    for node in reversed(module.graph.nodes):
+        frames = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")]
+        if frames:
+            return frames[0]
+    return "a compiled unit"

@@ -71,7 +71,7 @@ def automatic(
     def choose() -> str:
         model = source if factory is None else build(factory, device=options.device, otherwise="construct")
         sharing = len(host.here)  # ranks that are threads of one process share its GPU
-        return to_text(_plan(model, ranks, microbatches, options.example, options.recompute, sharing, chunks))
+        return to_text(_plan(model, ranks, microbatches, options, sharing, chunks))
 
     plan = parse_plan(decide_together(host, choose), "the plan of rank 0")
     try:
@@ -111,11 +111,12 @@ def _factory_of(stages: Any) -> Callable[[], nn.Module] | None:
 
 
 def _plan(
-    model: nn.Module, ranks: int, microbatches: int | None, example: Any, recompute: Choice, shared: int, chunks: Any
+    model: nn.Module, ranks: int, microbatches: int | None, options: PipelineOptions, shared: int, chunks: Any
 ) -> Plan:
     from stageline.planning.plan import plan
     from stageline.planning.request import device_memory
 
+    example = options.example
     whole = batch_size(example, "the example")
     if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
         raise StagelineError(f"microbatches is a whole number from 1, got {shorten(microbatches)}")
@@ -128,7 +129,8 @@ def _plan(
         batch=whole if microbatches is None else None,
         microbatches=microbatches,
         memory=None if room is None else room / shared,
-        recompute=_units(model, recompute),
+        recompute=_units(model, options.recompute),
+        compile=options.compile,
         chunks=chunks,
         time_limit=TIME_LIMIT,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stageline.autograd.graphs.options import Compile, compile_options
 from stageline.distributed.rank_host import RankHost
 from stageline.model.build.build import Description
 from stageline.model.compiled_models import any_compiled
@@ -17,7 +18,6 @@ from stageline.model.stage_module.shared_state import SharedState
 from stageline.model.stage_module.stage_module import StagePart
 from stageline.model.units import NoStack, layers_of
 from stageline.runtime.guards.foreign_reads import holders_of, readers
-from stageline.runtime.setup.compile import Compile, compile_units
 from stageline.runtime.setup.stages import beside, cut
 from stageline.runtime.shared_parameters import Placed, place_stages
 from stageline.schedules.placement import Placement
@@ -179,3 +179,22 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """All parameters and buffers of a model, tied ones by each of their names."""
     parameters = model.named_parameters(remove_duplicate=False)
     return [*parameters, *model.named_buffers(remove_duplicate=False)]
+
+
+def compile_units(parts: Iterable[nn.Sequential], option: Compile, *, split: bool = False) -> None:
+    """Compile each layer of the stages, or each unit of a model with its own forward, separately.
+
+    The code between the units, and names, hooks and state dicts, do not change.
+
+    >>> import torch
+    >>> part = nn.Sequential(nn.Linear(2, 2))
+    >>> compile_units([part], {"backend": "eager"})
+    >>> part(torch.ones(1, 2)).shape
+    torch.Size([1, 2])
+    """
+    options = compile_options(option, split=split)
+    if options is not None:
+        for part in parts:
+            for _, module in watched_layers(part):
+                if any(True for _ in module.parameters()):
+                    module.compile(**options)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
+from stageline.autograd.graphs.options import Compile
 from stageline.autograd.recompute import Choice, Policy
 from stageline.common.errors import StagelineError, nearest, shorten
 from stageline.runtime.batches.chunk_specs import ChunkSpecs
 from stageline.runtime.penalty import Penalty
 from stageline.runtime.replan import MODES, Replan
-from stageline.runtime.setup.compile import Compile
 from stageline.tensors.pytree import refuse_arrays
 from stageline.timeline.costs import Costs
 

@@ -192,7 +192,8 @@ class Compile:
     """torch.compile of the blocks."""
 
     enable: bool = _warning(False, "Compile the blocks of every stage.")
-    backend: str = _warning("inductor", "The backend of torch.compile.")
+    backend: str = _warning("inductor", "The backend of torch.compile; graphs runs captured graphs without a compiler.")
+    cuda_graphs: bool = _warning(False, "Capture the actions of stages on GPUs as CUDA graphs, compiled or not.")
 
 
 @dataclass

@@ -1,17 +1,13 @@
-"""The `compile` option: torch.compile for the layers of every stage."""
+"""The `compile` option: from what a user passes to the keyword arguments of torch.compile."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from torch import nn
-
 from stageline.common.errors import StagelineError, shorten
-from stageline.model.stage_module.stage_module import StagePart
-from stageline.model.units import layers_of
 
 Compile = bool | str | Mapping[str, Any]
 """Whether to compile, the name of a backend, or keyword arguments of torch.compile."""
@@ -23,18 +19,16 @@ SPLIT_BACKENDS = (GRAPHS, "inductor")
 """The backends whose backward runs in two halves where the schedule splits it."""
 
 
-def compile_units(parts: Iterable[nn.Sequential], option: Compile, *, split: bool = False) -> None:
-    """Compile each layer of the stages, or each unit of a model with its own forward, separately.
+def compile_options(option: Compile, *, split: bool) -> dict[str, Any] | None:
+    """The keyword arguments of torch.compile; None if nothing is compiled.
 
-    The code between the units, and names, hooks and state dicts, do not change. If the schedule splits the backward
-    (`split`), inductor compiles the two halves of a unit's backward separately. Backends other than "inductor" and
-    "graphs" compile a backward as a whole: then the weight gradients of a unit are computed in I, not in W.
+    If the schedule splits the backward (`split`), inductor compiles its two halves separately. Backends other than
+    `SPLIT_BACKENDS` compile a backward as a whole: then weight gradients are computed in I, not in W.
 
-    >>> import torch
-    >>> part = nn.Sequential(nn.Linear(2, 2))
-    >>> compile_units([part], {"backend": "eager"})
-    >>> part(torch.ones(1, 2)).shape
-    torch.Size([1, 2])
+    >>> compile_options("aot_eager", split=True)
+    {'backend': 'aot_eager'}
+    >>> compile_options(False, split=True) is None
+    True
     """
     if not isinstance(option, bool | str | Mapping):
         raise StagelineError(
@@ -42,15 +36,12 @@ def compile_units(parts: Iterable[nn.Sequential], option: Compile, *, split: boo
             f"got {shorten(option)}"
         )
     if option is False:
-        return
+        return None
     options: dict[str, Any] = {} if option is True else {"backend": option} if isinstance(option, str) else dict(option)
     backend = options.get("backend", "inductor")
     if backend in SPLIT_BACKENDS and (split or backend == GRAPHS):
         options["backend"] = _split_backend(backend)
-    for part in parts:
-        for _, module in part.own_units() if isinstance(part, StagePart) else layers_of(part):
-            if any(True for _ in module.parameters()):
-                module.compile(**options)
+    return options
 
 
 @cache
