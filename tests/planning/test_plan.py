@@ -281,6 +281,18 @@ def test_memory_includes_the_snapshot_of_continuous_steps() -> None:
         sl.plan(model, torch.ones(2, 16), memory=0.6 * least, interlock=True, recompute="none", **options, **states)
 
 
+def test_memory_includes_the_outputs_that_cuda_graphs_keep() -> None:
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "schedule": "1f1b"}
+    plain = sl.plan(profile=even(4), **options)
+    graphs = sl.plan(profile=even(4), cuda_graphs=True, layers_per_stage=plain.layers_per_stage, **options)
+    message = even(4).layers[0].message
+    assert [rank.graphs for rank in graphs.memory] == [4 * message, 4 * message]  # outputs; gradients of inputs
+    assert [rank.total - rank.graphs for rank in graphs.memory] == [rank.total for rank in plain.memory]
+    assert "graphs" in graphs.explain()
+    with pytest.raises(sl.StagelineError, match="cuda_graphs is True or False, got 'yes'"):
+        sl.plan(profile=even(4), **options, cuda_graphs="yes")  # type: ignore[arg-type]
+
+
 def test_units_are_recomputed_only_if_memory_requires_it() -> None:
     free = sl.plan(profile=even(8), ranks=4, microbatches=8, schedule="1f1b")
     need = [rank.total for rank in free.memory]

@@ -13,6 +13,7 @@ import numpy as np
 from stageline.common.checked_json import NonNegative
 from stageline.model.partition.partition import spans_of
 from stageline.model.profile import Layer, Profile
+from stageline.schedules.action import B, F, I
 from stageline.timeline.costs import Costs, Floats, PerPair, per_stage
 from stageline.timeline.timeline import Timeline
 
@@ -131,6 +132,8 @@ class RankMemory(NamedTuple):
     """Messages that were sent to the rank and not used yet: the peak of the step."""
     snapshot: float = 0.0
     """What continuous steps keep to undo one: a copy of parameters, gradients and optimizer state."""
+    graphs: float = 0.0
+    """With CUDA graphs: the outputs of all actions, which stay where they are from step to step."""
 
     @property
     def total(self) -> float:
@@ -150,6 +153,8 @@ class StateBytes:
     """Of its optimizer state: two float32 numbers for AdamW."""
     continuous: bool = False
     """Whether steps are continuous, so that a snapshot of all of these is kept."""
+    cuda_graphs: bool = False
+    """Whether actions are captured as CUDA graphs, so that their outputs stay."""
 
     @property
     def factors(self) -> tuple[float, float, float, float]:
@@ -202,10 +207,35 @@ def buffers_of(timeline: Timeline) -> Floats:
     return peaks
 
 
+def outputs_of(timeline: Timeline) -> Floats:
+    """Return the bytes that each rank's actions pass on in a step: outputs of stages, and gradients of their inputs.
+
+    >>> import stageline as sl
+    >>> s = sl.schedule("gpipe", ranks=2, microbatches=3)
+    >>> outputs_of(sl.simulate(s, sl.Costs(forward=[1, 4], message=10))).tolist()
+    [30.0, 30.0]
+    """
+    schedule, costs = timeline.schedule, timeline.costs
+    if costs is None:
+        return np.zeros(schedule.ranks)
+    message = per_stage("message", costs.message, schedule.stages)
+    kind, stage = schedule.action_kinds, schedule.stage_ids
+    forward = np.where((kind == F) & (stage < schedule.stages - 1), message[stage], 0.0)
+    backward = np.where(((kind == B) | (kind == I)) & (stage > 0), message[np.maximum(stage - 1, 0)], 0.0)
+    totals = np.zeros(schedule.ranks)
+    np.add.at(totals, schedule.graph.rank, forward + backward)
+    return totals
+
+
 def rank_memory(timeline: Timeline, parameters: Floats, states: StateBytes) -> tuple[RankMemory, ...]:
     """Return the peak memory of every rank in a simulated step."""
     parameter, gradient, optimizer, snapshot = states.factors
+    outputs = outputs_of(timeline) if states.cuda_graphs else np.zeros(timeline.schedule.ranks)
     return tuple(
-        RankMemory(*map(float, (parameter * own, gradient * own, optimizer * own, peak, buffers, snapshot * own)))
-        for own, peak, buffers in zip(parameters, timeline.peak_memory, buffers_of(timeline), strict=True)
+        RankMemory(
+            *map(float, (parameter * own, gradient * own, optimizer * own, peak, buffers, snapshot * own, fixed))
+        )
+        for own, peak, buffers, fixed in zip(
+            parameters, timeline.peak_memory, buffers_of(timeline), outputs, strict=True
+        )
     )

@@ -199,6 +199,7 @@ def plan(
     gradient_bytes_per_parameter: float | None = None,
     optimizer_bytes_per_parameter: float = 8.0,
     interlock: bool = False,
+    cuda_graphs: bool = False,
     time_limit: float = 5.0,
     repeats: int = 3,
     seed: int = 0,
@@ -216,7 +217,8 @@ def plan(
 
     `memory` is the limit of a rank, in bytes or as a string like "24GiB", or one per rank; by default, that of the
     model's GPU. It includes parameters, gradients, optimizer state (8 bytes per parameter: AdamW in float32),
-    activations and messages; with `interlock`, also what `Pipeline.run` keeps to undo a step. `recompute` is "auto"
+    activations and messages; with `interlock`, also what `Pipeline.run` keeps to undo a step; with
+    `cuda_graphs`, also the outputs that stay where they are. `recompute` is "auto"
     (units or stages if memory requires it), "none", "stage" or names of units. `schedule` is the name of one or several
     families, or a schedule for which a cut is to be found; `chunks` is the number of stages per rank; `split` is what
     the cut balances ("time", "parameters" or "layers"), and `layers_per_stage` fixes it. A message takes `transfer`
@@ -246,7 +248,7 @@ def plan(
         arguments.read_splits(profiles, batch, microbatches),
         caps=arguments.read_caps(memory, ranks, model),
         states=arguments.read_states(
-            parameter_bytes, gradient_bytes_per_parameter, optimizer_bytes_per_parameter, interlock
+            parameter_bytes, gradient_bytes_per_parameter, optimizer_bytes_per_parameter, interlock, cuda_graphs
         ),
         links=Links(transfer, parse_size(bandwidth, "bandwidth") if isinstance(bandwidth, str) else bandwidth),
         recompute=arguments.read_recompute(recompute, profiles),

@@ -140,7 +140,7 @@ def bytes_per_parameter(model: nn.Module | None) -> float:
     return sum(parameter.nbytes for parameter in parameters) / count if count else 4.0
 
 
-def read_states(parameter: Any, gradient: Any, optimizer: Any, interlock: Any) -> StateBytes:
+def read_states(parameter: Any, gradient: Any, optimizer: Any, interlock: Any, cuda_graphs: Any) -> StateBytes:
     """Check the bytes per parameter."""
     for name, value, minimum in (
         ("parameter_bytes", parameter, 0.1),
@@ -153,7 +153,10 @@ def read_states(parameter: Any, gradient: Any, optimizer: Any, interlock: Any) -
         raise StagelineError(
             f"interlock must be True (for continuous steps, pipe.run) or False, got {shorten(interlock)}"
         )
-    return StateBytes(float(parameter), None if gradient is None else float(gradient), float(optimizer), interlock)
+    if not isinstance(cuda_graphs, bool):
+        raise StagelineError(f"cuda_graphs is True or False, got {shorten(cuda_graphs)}")
+    bytes_of_gradient = None if gradient is None else float(gradient)
+    return StateBytes(float(parameter), bytes_of_gradient, float(optimizer), interlock, cuda_graphs)
 
 
 def read_recompute(value: Any, profiles: SizedProfiles) -> Recompute:

@@ -316,6 +316,7 @@ def choose_schedule(
         "parameter_bytes": 2.0 if half else 4.0,
         # A bfloat16 parameter has a float32 master weight.
         "optimizer_bytes_per_parameter": OPTIMIZER_STATE_BYTES.get(config.optimizer.name, 8.0) + (4.0 if half else 0.0),
+        "cuda_graphs": config.compile.cuda_graphs,
         "time_limit": TIME_LIMIT,
     }
     try:

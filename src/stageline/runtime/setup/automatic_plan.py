@@ -131,6 +131,7 @@ def _plan(
         memory=None if room is None else room / shared,
         recompute=_units(model, options.recompute),
         compile=options.compile,
+        cuda_graphs=options.cuda_graphs,
         chunks=chunks,
         time_limit=TIME_LIMIT,
     )
