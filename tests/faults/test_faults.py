@@ -302,6 +302,22 @@ def test_a_rank_that_dies_at_start_up_is_named(start: Start, capsys: pytest.Capt
     assert doctor(job.folder / "flights-0", capsys)["verdict"]["culprit"] == 1
 
 
+def test_a_rank_whose_gpu_fails_is_lost(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its GPU sends nothing any more, so the others must not wait for the end of the step."""
+    job = start([{"do": "right"}, {**STEP, "plant": ["broken_gpu", 1, "F", 2]}])
+    lost(
+        job,
+        1,
+        capsys,
+        "raised",
+        "failed in F of stage 1, microbatch 2: AcceleratorError: CUDA error: an illegal memory",
+    )
+    job.ranks[1].wait(PATIENCE)
+    answer = job.answers(1)[-1]
+    assert answer["error"] == "PipelineError"
+    assert "this job cannot continue: restart it" in answer["text"]
+
+
 def test_an_interrupted_rank_is_named(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     job = start([{"do": "right"}, {**STEP, "plant": ["interrupt", 1, "F", 2]}])
     lost(job, 1, capsys, "raised", "failed in F of stage 1, microbatch 2: KeyboardInterrupt")

@@ -72,6 +72,9 @@ class Faults:
     def infinity(self, value: Tensor) -> Tensor:
         return value * float("inf")
 
+    def broken_gpu(self, value: Tensor) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
     def interrupt(self, value: Tensor) -> None:
         raise KeyboardInterrupt
 

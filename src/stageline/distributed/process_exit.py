@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import os
 import signal
 import threading
 import weakref
@@ -52,8 +53,12 @@ def close_at_exit(close: Callable[[], object]) -> None:
 
 
 def shut_down_at_exit(close: Callable[[], object]) -> None:
-    """Call a function before Python exits, in the order of these calls, unless the job lost a rank."""
-    _shutdowns.append(close)
+    """Call a function before Python exits, in the order of these calls, unless the job lost a rank.
+
+    A forked child does not call it: connections and GPUs are its parent's.
+    """
+    process = os.getpid()
+    _shutdowns.append(lambda: close() if os.getpid() == process else None)
 
 
 def destroy_at_exit(group: Any = None) -> None:

@@ -36,6 +36,7 @@ from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.verdict import Failure, Verdict, describe, located
 from stageline.schedules.schedule import Schedule
 from stageline.transport.clock_alignment import Alignment
+from stageline.transport.gpu.nccl import NcclError
 from stageline.transport.protocol import Traffic, Transport
 
 if TYPE_CHECKING:
@@ -180,6 +181,8 @@ class ProcessHost(ProcessCollectives):
         if isinstance(error, PeerFailed):
             report = replace(report, origin=error.origin)
         if not isinstance(error, Exception):  # this rank leaves the step, and does not reach its end with the others
+            report = replace(report, final=True)
+        if isinstance(error, torch.AcceleratorError | NcclError):  # its GPU will not send what others wait for
             report = replace(report, final=True)
         self._control.report(report)
         self._transport.fail(error, f"{self.layout.name(runner.process)} failed in {runner.doing}")

@@ -136,7 +136,7 @@ class BatchIntake:
             counts = comparison.agree_replicas(host, known, columns, self.readers, refused)
             compared = known[host.replica, :, : len(NAMES)]
             return Agreement(counts[host.replica], sum(counts), lambda: compared)
-        start = cache(lambda: host.all_gather_async(own.complete()))
+        start = cache(lambda: host.all_gather_async(_complete(own)))
 
         def rows() -> Floats:
             first: Floats = start()()[0]
@@ -257,6 +257,14 @@ def _sizes(part: Any, spec: Any, what: str, option: str, needed: bool = False) -
             f"dimension in {shorten(part)}"
         )
     return sizes
+
+
+def _complete(own: BatchRow) -> Floats:
+    """The whole row; without digests if the GPU failed, which fails the step: the others must still be told."""
+    try:
+        return own.complete()
+    except RuntimeError:
+        return own.row
 
 
 def digests_later(parts: Sequence[Any]) -> Callable[[], Sequence[float]] | None:

@@ -30,6 +30,10 @@ _PENDING = 7
 """`ncclInProgress`."""
 
 
+class NcclError(TransportError):
+    """A communicator failed, or was aborted: what other ranks wait for on their GPUs may never be sent."""
+
+
 class _UniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_byte * 128),)
 
@@ -81,7 +85,7 @@ def _call(name: str, *arguments: Any) -> None:
     code = getattr(loaded, name)(*arguments)
     if code not in (0, _PENDING):
         text = loaded.ncclGetErrorString(code).decode(errors="replace")
-        raise TransportError(f"{name} failed with code {code}: {text}; NCCL_DEBUG=WARN says more")
+        raise NcclError(f"{name} failed with code {code}: {text}; NCCL_DEBUG=WARN says more")
 
 
 def new_id() -> str:
@@ -151,7 +155,7 @@ class Communicator:
     def _run(self, name: str, *arguments: Any, stream: Any) -> None:
         with self._lock:
             if self._handle is None:
-                raise TransportError("the communicator was aborted, since a rank is lost")
+                raise NcclError("the communicator was aborted, since a rank is lost")
             _call(name, *arguments, self._handle, stream.cuda_stream)
 
     def abort(self) -> None:
