@@ -42,6 +42,9 @@ class HostRecorder:
 
         return result, replay
 
+    def memory(self) -> int:
+        return 0
+
 
 def captured(pipe: sl.Pipeline, samples: int = 8) -> list[HostRecorder]:
     """Let the ranks of a pipeline on the host capture their actions."""
@@ -180,3 +183,4 @@ def test_graphs_on_a_gpu_equal_a_pipeline_without_them(family: str, compile_: bo
     (executor,) = first.runner.executors_for(4, True).executors
     assert executor.graphs is not None
     assert all("F" in state.actions for state in executor.graphs.microbatches.values())
+    assert executor.graphs.memory > 0

@@ -40,6 +40,9 @@ class Recorder(Protocol):
         The function itself is called once; what it computes is there after the first call of the returned one.
         """
 
+    def memory(self) -> int:
+        """The bytes that captured code keeps."""
+
 
 class CudaRecorder:
     """Captures into one pool, on the current stream, which must not be the default one."""
@@ -57,6 +60,11 @@ class CudaRecorder:
         finally:
             graph.capture_end()
         return result, graph.replay
+
+    def memory(self) -> int:
+        """The bytes of the pool: what captured actions hold in turn, and their outputs."""
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == self._pool)
 
 
 class LossInputs(NamedTuple):
@@ -132,6 +140,11 @@ class ActionGraphs:
         self._gradients: dict[Tensor, Tensor] = {}
         self._addresses: list[int] = []
         self._refused: set[str] = set()
+
+    @property
+    def memory(self) -> int:
+        """The bytes that the captured actions keep from step to step, beside gradients."""
+        return self._recorder.memory()
 
     def begin(self) -> None:
         """Begin a step: let parameters have the gradients that captured code adds to."""
