@@ -131,5 +131,5 @@ def _first_sentence(text: str) -> str:
     >>> _first_sentence("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB of")
     'CUDA out of memory. Tried to allocate 20.00 MiB'
     """
-    tried = re.match(r"(.*?Tried to allocate [\d.]+ \w+)", text, re.DOTALL)
-    return tried[1] if tried else text.strip().rstrip(".")
+    allocation = re.match(r"(.*?Tried to allocate [\d.]+ \w+)", text, re.DOTALL)
+    return allocation[1] if allocation else text.strip().rstrip(".")
