@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import MISSING, fields
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import stageline as sl
 from stageline.runtime.setup.handshake import facts_of
 from stageline.runtime.setup.options import PipelineOptions
+from stageline.runtime.setup.stages import find_schedule, on_one_gpu
 
 STRUCTURE = {"schedule", "microbatches", "ranks", "replicas", "mesh"}
 """What is run, and where; all other keywords say how."""
@@ -43,3 +48,28 @@ def test_the_deadline_comes_from_the_option_the_environment_or_the_default(monke
     monkeypatch.setenv("STAGELINE_DEADLINE", "soon")
     with pytest.raises(sl.StagelineError, match="STAGELINE_DEADLINE is a number of seconds above 0, got 'soon'"):
         PipelineOptions(loss_fn=nn.functional.mse_loss)
+
+
+class OnGpu(nn.Linear):
+    """Says that its parameters are on a GPU."""
+
+    places: tuple[str, ...] = ("cuda:0",)
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        return iter([SimpleNamespace(device=torch.device(place)) for place in self.places])
+
+
+@pytest.mark.parametrize(("places", "expected"), [(["cuda:0"], True), (["cpu"], False), (["cuda:0", "cuda:1"], False)])
+def test_a_model_on_one_gpu_is_recognized(places: list[str], expected: bool) -> None:
+    model = OnGpu(2, 2)
+    model.places = tuple(places)
+    assert on_one_gpu(model, built=False, device="cpu") == expected
+    assert on_one_gpu(nn.Linear(2, 2, device="meta"), built=True, device=places[0]) == (places[0] != "cpu")
+    assert not on_one_gpu([model], built=False, device="cuda:0")  # stages that the user made
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("dualpipe", 4)])
+def test_one_gpu_has_one_rank_where_the_family_allows_it(name: str, ranks: int) -> None:
+    assert find_schedule(name, 4, None, 8, one_rank=lambda: True).ranks == ranks
+    assert find_schedule(name, 4, 4, 8, one_rank=lambda: True).ranks == 4
+    assert find_schedule(name, 4, None, 8).ranks == 4

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from stageline.autograd.graphs.options import Compile
 from stageline.autograd.recompute import Choice, Policy, mark, parse_recompute
 from stageline.common.errors import PipelineError, StagelineError, shorten
+from stageline.distributed.bootstrap import several_processes
 from stageline.distributed.collectives import ProcessCollectives
 from stageline.distributed.layout import mesh_of, ranks_of
 from stageline.distributed.process_host import find_host
@@ -41,6 +42,7 @@ from stageline.runtime.setup.stages import (
     count_layers,
     described,
     find_schedule,
+    on_one_gpu,
     refuse_odd_tensors,
     refuse_second,
     whole_model,
@@ -147,7 +149,8 @@ class Pipeline:
         the definitions.
         `schedule="auto"` profiles the model on the example, which is a whole batch, and takes the cut, the schedule
         and, by default, the number of microbatches that `sl.plan` finds; with `recompute="auto"`, what to recompute.
-        `ranks` is by default the number of processes, and 1 for a model on one GPU.
+        `ranks` is by default the number of processes, and 1 for a model on one GPU. With a named schedule, it is by
+        default 1 for a model on one GPU, and otherwise follows from the layers, each of which is a stage.
         `replicas` trains that many copies of the pipeline, each on its own samples, in ranks × replicas processes;
         `mesh` assigns the processes, by dimensions named "dp" and "pp". Gradients are added up over replicas in buckets
         of `bucket_mb` MiB, in `reduce_dtype` (default: float32, or the dtype of the gradients if that is wider).
@@ -188,7 +191,10 @@ class Pipeline:
                 self.options = replace(self.options, recompute=self.plan.recompute)
         self.model = whole_model(source)
         refuse_odd_tensors(self.model)
-        order = find_schedule(schedule, count_layers(source), ranks, microbatches, **options)
+        built, seconds = recipe is not None, self.options.seconds
+        # Threads on one GPU would only take turns.
+        one_rank = lambda: on_one_gpu(source, built, device) and not several_processes(seconds)  # noqa: E731
+        order = find_schedule(schedule, count_layers(source), ranks, microbatches, one_rank=one_rank, **options)
         self.runner = self._start(order, source, recipe, host, replicas)
 
     def _start(

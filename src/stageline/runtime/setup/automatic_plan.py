@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -19,7 +18,7 @@ from stageline.model.build.build import Description, build
 from stageline.model.split import Staged, split
 from stageline.model.units import NoStack, find_units
 from stageline.runtime.setup.options import PipelineOptions
-from stageline.runtime.setup.stages import beside
+from stageline.runtime.setup.stages import beside, on_one_gpu
 from stageline.tensors.pytree import batch_size, first_samples
 
 if TYPE_CHECKING:
@@ -51,10 +50,7 @@ def automatic(
             "schedule='auto' measures microbatches that are cut along the first dimension, and chunk specs were "
             "passed; name a schedule, or plan with sl.plan and pass its schedule"
         )
-    devices = {torch.device(options.device)}
-    if recipe is None and isinstance(source, nn.Module):
-        devices = {parameter.device for parameter in source.parameters()}
-    ranks = _ranks_for(ranks, replicas, options.seconds, devices)
+    ranks = _ranks_for(ranks, replicas, options.seconds, on_one_gpu(source, recipe is not None, options.device))
     host = find_host(ranks, options.seconds, replicas, mesh)
     if not isinstance(source, nn.Module):
         raise StagelineError(
@@ -83,17 +79,17 @@ def automatic(
     return host, plan, replace(staged, recipe=recipe)
 
 
-def _ranks_for(ranks: int | None, replicas: int | None, deadline: float, devices: set[torch.device]) -> int:
+def _ranks_for(ranks: int | None, replicas: int | None, deadline: float, one_gpu: bool) -> int:
     """The number of ranks: the option, or as many as there are processes; one for a model on one GPU.
 
-    >>> _ranks_for(None, None, 1.0, {torch.device("cuda", 0)})
+    >>> _ranks_for(None, None, 1.0, one_gpu=True)
     1
     """
     if ranks is not None:
         return ranks
     if several_processes(deadline):
         return max(1, dist.get_world_size() // (replicas or 1))
-    if len(devices) == 1 and all(device.type == "cuda" for device in devices):
+    if one_gpu:
         return 1
     raise StagelineError("schedule='auto' needs ranks=, how many ranks the pipeline has")
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -119,10 +121,33 @@ def check_options(options: Mapping[str, Any], name_or_schedule: Any, own: Iterab
         )
 
 
+def on_one_gpu(model: Any, built: bool, device: torch.device | str) -> bool:
+    """Whether all parameters of a model are on one GPU, or will be `built` there."""
+    if not isinstance(model, nn.Module):
+        return False
+    devices = {torch.device(device)} if built else {parameter.device for parameter in model.parameters()}
+    return len(devices) == 1 and all(place.type == "cuda" for place in devices)
+
+
 def find_schedule(
-    source: str | Path | Schedule, layers: int, ranks: int | None, microbatches: int | None, **options: Any
+    source: str | Path | Schedule,
+    layers: int,
+    ranks: int | None,
+    microbatches: int | None,
+    *,
+    one_rank: Callable[[], bool] = lambda: False,
+    **options: Any,
 ) -> Schedule:
-    """The schedule that a family's name, a file or a schedule stands for."""
+    """The schedule that a family's name, a file or a schedule stands for.
+
+    Without `ranks`, one rank runs the whole model if `one_rank` says so and the family has such a schedule. Otherwise
+    every layer is a stage, and the family determines how many of them a rank holds.
+
+    >>> find_schedule("1f1b", layers=4, ranks=None, microbatches=8).ranks
+    4
+    >>> find_schedule("1f1b", layers=4, ranks=None, microbatches=8, one_rank=lambda: True).ranks
+    1
+    """
     if not isinstance(source, str | Path | Schedule):
         raise StagelineError(
             f"schedule is a family such as '1f1b', a file, or a schedule from sl.schedule(…), got {shorten(source)}"
@@ -139,7 +164,9 @@ def find_schedule(
         raise ScheduleError(f"{family.name} needs microbatches=, the number of parts that a batch is split into")
     if ranks is not None:
         return schedule(str(source), ranks, microbatches, **options)
-    # Without ranks=, every layer is a stage, and the family determines how many of them a rank holds.
+    if one_rank():
+        with suppress(ScheduleError):
+            return schedule(str(source), 1, microbatches, **options)
     refused: list[ScheduleError] = []
     divisors = [count for count in range(layers, 0, -1) if layers % count == 0]
     for count in divisors:
