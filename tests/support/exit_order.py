@@ -1,4 +1,4 @@
-"""A script that shuts down several things at exit: in order, one of them with an error, and one that may hang."""
+"""A script that shuts down several things at exit: one of them with an error, and one that may hang."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def fails() -> None:
     raise RuntimeError("planted")
 
 
+if "hang" in sys.argv:
+    process_exit.shut_down_at_exit(lambda: time.sleep(1000))
 process_exit.shut_down_at_exit(lambda: os.write(1, b"first "))
 process_exit.shut_down_at_exit(fails)
 process_exit.shut_down_at_exit(lambda: os.write(1, b"second "))
-if "hang" in sys.argv:
-    process_exit.shut_down_at_exit(lambda: time.sleep(1000))
 if "fork" in sys.argv:
     child = os.fork()
     if child:

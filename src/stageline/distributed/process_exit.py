@@ -53,7 +53,7 @@ def close_at_exit(close: Callable[[], object]) -> None:
 
 
 def shut_down_at_exit(close: Callable[[], object]) -> None:
-    """Call a function before Python exits, in the order of these calls, unless the job lost a rank.
+    """Call a function before Python exits, the last one first, unless the job lost a rank.
 
     A forked child does not call it: connections and GPUs are its parent's.
     """
@@ -105,7 +105,7 @@ def _shut_down() -> None:
         return
 
     def run() -> None:
-        for function in functions:
+        for function in reversed(functions):
             with suppress(Exception):
                 function()
 
