@@ -21,36 +21,10 @@ import stageline as sl
 from stageline.cli.app import run
 from stageline.common.units import parse_size, round_up_size
 from stageline.model.partition.partition import even_sizes, partition
-from stageline.model.profile import Layer
 from stageline.planning.candidates import shape_of
 from stageline.planning.costs import Links, buffers_of, stage_costs
 from stageline.testing import run_ranks
-
-
-def layer(name: str, forward: float = 1.0, **more: Any) -> Layer:
-    known: dict[str, Any] = {
-        "kind": "Linear",
-        "backward_input": forward,
-        "backward_weight": forward,
-        "backward": 2 * forward,
-        "activation": 100,
-        "residue": 60,
-        "parameters": 40,
-        "tied": 0,
-        "message": 10,
-        "arriving": 0,
-        "leaving": 0,
-        "calls": 1,
-    }
-    return Layer(name=name, forward=forward, **(known | more))
-
-
-def profile_of(*layers: Layer) -> sl.Profile:
-    return sl.Profile(layers, "a machine", "cpu", "2.13.0", 1, 1)
-
-
-def even(units: int, **more: Any) -> sl.Profile:
-    return profile_of(*(layer(f"layers.{unit}", **more) for unit in range(units)))
+from support.profiles import even, layer, profile_of
 
 
 @st.composite
@@ -471,8 +445,8 @@ def test_a_unit_that_is_called_twice_is_planned_twice() -> None:
             self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in (*self.layers, self.layers[0]):
-                x = layer(x)
+            for linear in (*self.layers, self.layers[0]):
+                x = linear(x)
             return x
 
     plan = sl.plan(Twice(), torch.randn(2, 8), ranks=2, microbatches=2, schedule="1f1b", repeats=1)

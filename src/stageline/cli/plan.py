@@ -12,6 +12,7 @@ from typer import Option
 from stageline.cli.models import Length, ModelName, Repeats, Samples, Threads, load_with_inputs
 from stageline.cli.options import DrawingOptions, expand, output_option
 from stageline.cli.output import console, print_chart, print_json, progress
+from stageline.common.errors import StagelineError
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,13 @@ class SearchOptions:
         int | None,
         Option("-m", "--microbatches", metavar="N", help="Microbatches per step, each as large as the inputs."),
     ] = None
+    mesh: Annotated[
+        str | None,
+        Option(metavar="NAME=N,…", help="Sizes of a mesh, such as pp=4,dp_shard=2,tp=2; memory is a process's."),
+    ] = None
+    reshard_after_forward: Annotated[
+        str, Option(metavar="WHEN", help="When gathered shards are freed: default, always or never.")
+    ] = "default"
     memory: Annotated[
         str | None, Option(metavar="SIZE[,…]", help="Memory of a rank, such as 24GiB, or one per rank.")
     ] = None
@@ -53,8 +61,10 @@ class SearchOptions:
 @expand
 def command(
     model: ModelName,
-    ranks: Annotated[int, Option("-p", "--ranks", metavar="N", help="Number of ranks.")],
     search: SearchOptions,
+    ranks: Annotated[
+        int | None, Option("-p", "--ranks", metavar="N", help="Number of pipeline ranks; --mesh may state it instead.")
+    ] = None,
     threads: Threads = None,
     rows: Annotated[int, output_option(min=1, metavar="N", help="Number of alternatives to list.")] = 12,
     output: Annotated[
@@ -78,6 +88,7 @@ def command(
     from stageline.planning.plan import plan
 
     arguments = vars(search) | {"schedule": search.schedule.split(",") if "," in search.schedule else search.schedule}
+    arguments["mesh"] = None if search.mesh is None else _sizes_of(search.mesh)
     if search.recompute not in ("auto", "none", "stage"):
         arguments["recompute"] = tuple(search.recompute.split(","))
     with progress("profiling the model …") as update:
@@ -94,6 +105,21 @@ def command(
         print_chart(out, best.timeline, title=False)
         out.print()
     out.print(best.explain(rows), markup=False)
+
+
+def _sizes_of(mesh: str) -> dict[str, Any]:
+    """Return the sizes of a mesh by dimension.
+
+    >>> _sizes_of("pp=4,dp_shard=2")
+    {'pp': 4, 'dp_shard': 2}
+    """
+    sizes: dict[str, Any] = {}
+    for part in mesh.split(","):
+        name, equals, size = (text.strip() for text in part.partition("="))
+        if not equals or name in sizes:
+            raise StagelineError(f"--mesh names each dimension once with its size, as in pp=4,dp_shard=2; got {mesh!r}")
+        sizes[name] = int(size) if size.isdecimal() else size
+    return sizes
 
 
 def _subject(model: str, samples: int, length: int, threads: int | None, has_batch: bool) -> dict[str, Any]:

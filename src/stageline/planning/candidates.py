@@ -12,7 +12,7 @@ import numpy as np
 from stageline.common.errors import ScheduleError, StagelineError
 from stageline.model.partition.partition import even_sizes, partition, spans_of
 from stageline.model.profile import Profile
-from stageline.planning.costs import RankMemory, Recompute, parameter_bytes, rank_memory, stage_costs
+from stageline.planning.costs import RankMemory, Recompute, block_bytes, parameter_bytes, rank_memory, stage_costs
 from stageline.planning.request import By, PlanRequest
 from stageline.schedules.placement import Pattern, Placement
 from stageline.schedules.registry import families, schedule
@@ -256,11 +256,17 @@ class Evaluator:
         """Return the memory of every rank in a simulated step."""
         rows = timeline.schedule.placement.table.tolist()  # with two directions, two ranks hold every stage
         parameters = np.sum([self._parameters(candidate, row) for row in rows], axis=0)
-        return rank_memory(timeline, parameters, self._request.states)
+        blocks = np.max([self._blocks(candidate, row) for row in rows], axis=0)
+        return rank_memory(timeline, parameters, blocks, self._request.states)
 
     def _parameters(self, candidate: Candidate, rank_of: Sequence[int]) -> Floats:
         profile = self.profile(candidate.samples)
         return parameter_bytes(profile, candidate.counts, rank_of, candidate.shape.ranks)
+
+    def _blocks(self, candidate: Candidate, rank_of: Sequence[int]) -> Floats:
+        if not self._request.states.block_factor:
+            return np.zeros(candidate.shape.ranks)
+        return block_bytes(self.profile(candidate.samples), candidate.counts, rank_of, candidate.shape.ranks)
 
     def fits(self, memory: Sequence[RankMemory]) -> list[bool]:
         """Return for each rank whether it is within its cap."""
@@ -295,6 +301,7 @@ class Evaluator:
             return None
         rank_of = shape.rank_of
         fixed = self._parameters(candidate, rank_of) * sum(request.states.factors)
+        fixed += self._blocks(candidate, rank_of) * request.states.block_factor
         message = np.asarray(self.costs(candidate).message)
         for stage in range(shape.stages - 1):
             if rank_of[stage] != rank_of[stage + 1]:

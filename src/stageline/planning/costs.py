@@ -134,6 +134,8 @@ class RankMemory(NamedTuple):
     """What continuous steps keep to undo one: a copy of parameters, gradients and optimizer state."""
     graphs: float = 0.0
     """With CUDA graphs: the outputs of all actions, which stay where they are from step to step."""
+    gathered: float = 0.0
+    """With shards: the parameters that are gathered, and the gradients that are not reduced yet."""
 
     @property
     def total(self) -> float:
@@ -155,13 +157,33 @@ class StateBytes:
     """Whether steps are continuous, so that a snapshot of all of these is kept."""
     cuda_graphs: bool = False
     """Whether actions are captured as CUDA graphs, so that their outputs stay."""
+    shards: int = 1
+    """The processes that share parameters, gradients and optimizer state (FSDP2)."""
+    by_block: bool = False
+    """Whether shards are gathered, and gradients reduced, one block at a time and in every microbatch."""
 
     @property
-    def factors(self) -> tuple[float, float, float, float]:
-        """Bytes of parameter, gradient, optimizer state and snapshot, per byte of parameter."""
-        gradient = self.parameter if self.gradient is None else self.gradient
-        factors = (1.0, gradient / self.parameter, self.optimizer / self.parameter)
-        return *factors, sum(factors) if self.continuous else 0.0
+    def factors(self) -> tuple[float, float, float, float, float]:
+        """Bytes of parameter, gradient, optimizer state, snapshot and gathered state, per byte of parameter."""
+        gradient, optimizer = self._gradient / self.shards, self.optimizer / self.parameter / self.shards
+        parameter = 1.0 / self.shards
+        snapshot = parameter + gradient + optimizer if self.continuous else 0.0
+        return parameter, gradient, optimizer, snapshot, 0.0 if self.by_block else self._whole
+
+    @property
+    def block_factor(self) -> float:
+        """Bytes of gathered state per byte of the largest block's parameters, if blocks are gathered one at a time."""
+        return self._whole if self.by_block else 0.0
+
+    @property
+    def _gradient(self) -> float:
+        """Bytes of gradient per byte of parameter."""
+        return 1.0 if self.gradient is None else self.gradient / self.parameter
+
+    @property
+    def _whole(self) -> float:
+        """Bytes of whole parameters and gradients per byte of parameter, beside their shards."""
+        return 1.0 + self._gradient if self.shards > 1 else 0.0
 
 
 def parameter_bytes(profile: Profile, counts: Sequence[int], rank_of: Sequence[int], ranks: int) -> Floats:
@@ -180,6 +202,14 @@ def parameter_bytes(profile: Profile, counts: Sequence[int], rank_of: Sequence[i
                 seen.add((rank, layer.name))
                 bytes_of_rank[rank] += layer.parameters
     return bytes_of_rank
+
+
+def block_bytes(profile: Profile, counts: Sequence[int], rank_of: Sequence[int], ranks: int) -> Floats:
+    """Return the bytes of the parameters of every rank's largest unit."""
+    largest = np.zeros(ranks)
+    for (start, stop), rank in zip(spans_of(counts), rank_of, strict=True):
+        largest[rank] = max(largest[rank], *(float(layer.parameters) for layer in profile.layers[start:stop]))
+    return largest
 
 
 def buffers_of(timeline: Timeline) -> Floats:
@@ -227,15 +257,15 @@ def outputs_of(timeline: Timeline) -> Floats:
     return totals
 
 
-def rank_memory(timeline: Timeline, parameters: Floats, states: StateBytes) -> tuple[RankMemory, ...]:
-    """Return the peak memory of every rank in a simulated step."""
-    parameter, gradient, optimizer, snapshot = states.factors
+def rank_memory(timeline: Timeline, parameters: Floats, blocks: Floats, states: StateBytes) -> tuple[RankMemory, ...]:
+    """Return the peak memory of every rank in a simulated step; `blocks` are the parameters of its largest unit.
+
+    What a rank gathers for its stages is added up: the first forward of its last stage runs while all are in use.
+    """
+    parameter, gradient, optimizer, snapshot, gathered = (factor * parameters for factor in states.factors)
     outputs = outputs_of(timeline) if states.cuda_graphs else np.zeros(timeline.schedule.ranks)
-    return tuple(
-        RankMemory(
-            *map(float, (parameter * own, gradient * own, optimizer * own, peak, buffers, snapshot * own, fixed))
-        )
-        for own, peak, buffers, fixed in zip(
-            parameters, timeline.peak_memory, buffers_of(timeline), outputs, strict=True
-        )
-    )
+    parts = (
+        parameter, gradient, optimizer, timeline.peak_memory, buffers_of(timeline), snapshot, outputs,
+        gathered + states.block_factor * blocks,
+    )  # fmt: skip
+    return tuple(RankMemory(*map(float, rank)) for rank in zip(*parts, strict=True))

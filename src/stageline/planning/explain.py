@@ -11,6 +11,7 @@ from stageline.common.errors import NothingFits, StagelineError
 from stageline.common.units import format_seconds, format_size, format_table, round_up_size
 from stageline.planning.candidates import Trial
 from stageline.planning.costs import RankMemory, Recompute
+from stageline.planning.mesh import describe_mesh
 from stageline.planning.request import PlanRequest
 from stageline.planning.search import PlanSearch
 
@@ -61,6 +62,8 @@ def _figures(plan: Plan) -> Iterator[str]:
         f"memory      {format_size(totals[fullest])}{cap} on rank {fullest}, the fullest: "
         f"{describe_memory(plan.memory[fullest])}"
     )
+    if plan.mesh:
+        yield f"mesh        {describe_mesh(plan.mesh, plan.reshard_after_forward)}"
     counts = plan.layers_per_stage
     shown = " ".join(map(str, counts[:32]))
     yield f"cut         {shown if len(counts) <= 32 else f'{shown} … ({len(counts)} stages)'} units"
@@ -164,6 +167,10 @@ def _changes(search: PlanSearch, progress: Callable[[str], None]) -> Iterator[tu
         trial = best(replace(request, names=None))
         if trial is not None:
             yield {"schedule": "auto"}, trial
+    if request.states.shards > 1 and not request.states.by_block:
+        trial = best(replace(request, states=replace(request.states, by_block=True)))
+        if trial is not None:
+            yield {"reshard_after_forward": "always"}, trial
     (count, samples), *others = request.splits
     if not others and len(request.profiles.profiles) + samples > 2 and samples > 1 and request.schedule is None:
         for parts in (parts for parts in range(2, samples + 1) if samples % parts == 0):
@@ -177,7 +184,7 @@ def _changes(search: PlanSearch, progress: Callable[[str], None]) -> Iterator[tu
             if request.ranks < ranks <= most:
                 trial = best(replace(request, ranks=ranks, caps=(request.caps or (0.0,))[:1] * ranks))
                 if trial is not None:
-                    yield {"ranks": ranks}, trial
+                    yield {"mesh": {**request.mesh, "pp": ranks}} if request.mesh else {"ranks": ranks}, trial
                     break
     smallest = min(search.trials, key=lambda trial: trial.peak)
     yield {"memory": math.ceil(smallest.peak)}, smallest

@@ -12,6 +12,7 @@ from stageline.common.checked_json import NonNegative, PositiveInt, check_format
 from stageline.common.errors import JsonError, StagelineError
 from stageline.common.files import read_text, write_text
 from stageline.planning.costs import RankMemory
+from stageline.planning.mesh import read_mesh
 from stageline.planning.plan import Alternative, Plan
 from stageline.schedules.io import schedule_from, schedule_lines
 from stageline.schedules.verify import verify
@@ -41,6 +42,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "memory": [rank._asdict() for rank in plan.memory],
         "caps": None if plan.caps is None else list(plan.caps),
         "notes": list(plan.notes),
+        "mesh": dict(plan.mesh),
+        "reshard_after_forward": plan.reshard_after_forward,
         "costs": plan.costs.to_json(),
         "alternatives": [asdict(alternative) for alternative in plan.alternatives],
         "schedule": json.loads("".join(schedule_lines(plan.schedule))),
@@ -83,7 +86,7 @@ def parse_plan(text: str, source: str) -> Plan:
         verify(schedule)
         costs = Costs.from_json(field(data, "costs", dict))
         costs.check_lengths(schedule.stages, schedule.microbatches)
-        optional = {"caps": None, "bound": None, **data}
+        optional = {"caps": None, "bound": None, "mesh": {}, "reshard_after_forward": "default", **data}
         plan = Plan(
             schedule=schedule,
             layers_per_stage=field(data, "layers_per_stage", tuple[PositiveInt, ...]),
@@ -96,9 +99,13 @@ def parse_plan(text: str, source: str) -> Plan:
             samples=field(data, "samples", PositiveInt),
             names=field(data, "names", tuple[str, ...]),
             notes=field(data, "notes", tuple[str, ...]),
+            mesh=field(optional, "mesh", dict[str, PositiveInt]),
+            reshard_after_forward=field(optional, "reshard_after_forward", Literal["default", "always", "never"]),
         )
         if plan.recompute == ():
             raise JsonError('\'recompute\' must be "none", "stage" or a list of unit names, got an empty list')
+        if plan.mesh:
+            read_mesh(plan.mesh, schedule.ranks)
         _check_length("layers_per_stage", plan.layers_per_stage, schedule.stages, "stages")
         _check_length("memory", plan.memory, schedule.ranks, "ranks")
         if plan.names:

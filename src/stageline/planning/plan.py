@@ -17,6 +17,7 @@ from stageline.planning import request as arguments
 from stageline.planning.candidates import Trial
 from stageline.planning.costs import Links, RankMemory, Recompute
 from stageline.planning.explain import explain, nothing_fits
+from stageline.planning.mesh import RESHARD, divide_by_tp, read_mesh
 from stageline.planning.request import SYNTHESIZED, PlanRequest
 from stageline.planning.search import PlanSearch
 from stageline.schedules.registry import schedule as make_schedule
@@ -28,6 +29,8 @@ from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline, share_above
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from stageline.model.split import Staged
 
 
@@ -101,6 +104,10 @@ class Plan:
     """The names of the units."""
     notes: tuple[str, ...] = ()
     """Remarks on the search."""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """The dimensions of the mesh that the memory is for, as in {"pp": 4, "dp_shard": 2}; empty for a pipeline alone."""
+    reshard_after_forward: str = "default"
+    """When gathered parameters are freed, with a dimension dp_shard: "default", "always" or "never"."""
     timeline: Timeline = field(init=False)
     """The planned step."""
 
@@ -179,7 +186,9 @@ def plan(
     model: nn.Module | None = None,
     example: Any = None,
     *,
-    ranks: int,
+    ranks: int | None = None,
+    mesh: Mapping[str, int] | DeviceMesh | None = None,
+    reshard_after_forward: str = "default",
     batch: int | None = None,
     microbatches: int | None = None,
     memory: Size | Sequence[Size] | None = None,
@@ -225,6 +234,11 @@ def plan(
     seconds plus its bytes divided by `bandwidth`; both are one number, or one per pair of ranks. After the measurement,
     the search takes about `time_limit` seconds.
 
+    `ranks` is the number of pipeline ranks. With `mesh`, sizes of the dimensions pp, dp_replicate, dp_shard and tp, it
+    is that of pp, and memory is that of one process of the mesh: dp_shard and tp divide parameters, gradients and
+    optimizer state. dp_shard also gathers parameters, until a stage's last use in a step or, with
+    `reshard_after_forward` "always", one unit at a time. `batch` and `microbatches` are those of one pipeline.
+
     >>> import torch, stageline as sl
     >>> model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(12)))
     >>> best = sl.plan(model, torch.ones(4, 32), ranks=3, batch=16, schedule=["1f1b", "gpipe"], repeats=1)
@@ -234,7 +248,8 @@ def plan(
     Traceback (most recent call last):
     stageline.StagelineError: plan needs a model and an example, one microbatch to run it on, or profile=
     """
-    ranks = whole("plan", "ranks", ranks)
+    mesh, ranks = read_mesh(mesh, ranks)
+    reshard = arguments.one_of("reshard_after_forward", reshard_after_forward, RESHARD)
     progress = progress or (lambda text: None)
     several = batch is not None
     profiles = arguments.read_profiles(
@@ -243,13 +258,21 @@ def plan(
     if parameter_bytes is None:
         parameter_bytes = arguments.bytes_per_parameter(model)
     request = PlanRequest(
-        profiles,
+        divide_by_tp(profiles, mesh.get("tp", 1), model),
         ranks,
         arguments.read_splits(profiles, batch, microbatches),
         caps=arguments.read_caps(memory, ranks, model),
         states=arguments.read_states(
-            parameter_bytes, gradient_bytes_per_parameter, optimizer_bytes_per_parameter, interlock, cuda_graphs
+            parameter_bytes,
+            gradient_bytes_per_parameter,
+            optimizer_bytes_per_parameter,
+            interlock,
+            cuda_graphs,
+            mesh.get("dp_shard", 1),
+            reshard,
         ),
+        mesh=mesh,
+        reshard=reshard,
         links=Links(transfer, parse_size(bandwidth, "bandwidth") if isinstance(bandwidth, str) else bandwidth),
         recompute=arguments.read_recompute(recompute, profiles),
         names=arguments.read_families(schedule),
@@ -294,4 +317,6 @@ def find_plan(request: PlanRequest, progress: Callable[[str], None] = lambda tex
         samples=candidate.samples,
         names=request.profiles.names,
         notes=tuple(note for note in notes if note),
+        mesh=request.mesh,
+        reshard_after_forward=request.reshard,
     )

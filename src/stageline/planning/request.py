@@ -34,6 +34,10 @@ class PlanRequest:
     caps: tuple[float, ...] | None = None
     """The memory limit of every rank; None for no limit."""
     states: StateBytes = field(default_factory=StateBytes)
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """The dimensions of the mesh, if there is one."""
+    reshard: str = "default"
+    """When parameters that shards have gathered are freed."""
     links: Links = field(default_factory=Links)
     recompute: Recompute = "auto"
     """What is recomputed; "auto" to choose."""
@@ -140,8 +144,10 @@ def bytes_per_parameter(model: nn.Module | None) -> float:
     return sum(parameter.nbytes for parameter in parameters) / count if count else 4.0
 
 
-def read_states(parameter: Any, gradient: Any, optimizer: Any, interlock: Any, cuda_graphs: Any) -> StateBytes:
-    """Check the bytes per parameter."""
+def read_states(
+    parameter: Any, gradient: Any, optimizer: Any, interlock: Any, cuda_graphs: Any, shards: int = 1, reshard: Any = ""
+) -> StateBytes:
+    """Check the bytes per parameter; `shards` processes share them."""
     for name, value, minimum in (
         ("parameter_bytes", parameter, 0.1),
         ("gradient_bytes_per_parameter", 0.0 if gradient is None else gradient, 0.0),
@@ -156,7 +162,9 @@ def read_states(parameter: Any, gradient: Any, optimizer: Any, interlock: Any, c
     if not isinstance(cuda_graphs, bool):
         raise StagelineError(f"cuda_graphs is True or False, got {shorten(cuda_graphs)}")
     bytes_of_gradient = None if gradient is None else float(gradient)
-    return StateBytes(float(parameter), bytes_of_gradient, float(optimizer), interlock, cuda_graphs)
+    return StateBytes(
+        float(parameter), bytes_of_gradient, float(optimizer), interlock, cuda_graphs, shards, reshard == "always"
+    )
 
 
 def read_recompute(value: Any, profiles: SizedProfiles) -> Recompute:
