@@ -11,6 +11,7 @@ microbatches, "recompute" recomputes stages, and "zb-h1" splits the backward.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -61,6 +62,8 @@ def measure(pipe: sl.Pipeline, tokens: Tensor, repeats: int) -> tuple[float, flo
 
 
 def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    gc.collect()  # the model of the case before
+    before = torch.cuda.memory_allocated()
     model = build(options.blocks, options.width)
     tokens = torch.randint(0, VOCABULARY, (options.samples * MICROBATCHES, LENGTH), device=DEVICE)
     example = tokens[: options.samples]
@@ -70,19 +73,17 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
         parameter_bytes=BYTES, optimizer_bytes_per_parameter=2 * BYTES, time_limit=2.0, memory="130GiB", **own,
     )  # fmt: skip
     torch.cuda.empty_cache()
-    extra = torch.cuda.memory_allocated() - sum(p.nbytes for p in model.parameters()) - tokens.nbytes  # workspaces
     pipe = sl.Pipeline(
         plan.split(model), loss_fn=loss_fn, schedule=plan.schedule, recompute=plan.recompute, planned=plan
     )
     seconds, peak = measure(pipe, tokens, options.repeats)
+    peak -= before
     memory = plan.memory[0]
-    row = {
+    return {
         "case": name, "schedule": plan.schedule.name, "planned ms": 1e3 * plan.step_seconds, "ms": 1e3 * seconds,
         "time": seconds / plan.step_seconds, "planned bytes": memory.total, "bytes": peak,
-        "memory": peak / memory.total, "parts": memory._asdict(), "other bytes before": extra,
+        "memory": peak / memory.total, "parts": memory._asdict(),
     }  # fmt: skip
-    del pipe, model
-    return row
 
 
 def main() -> None:

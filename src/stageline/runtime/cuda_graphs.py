@@ -173,14 +173,17 @@ class ActionGraphs:
 
     def forward(
         self, stage: Stage, microbatch: int, step: int, leaves: Sequence[Leaf], tree: str, wants: Sequence[bool],
-        keywords: Any, shared: Pairs, loss: LossInputs | None,
+        keywords: Any, shared: Pairs, loss: LossInputs | None, keep_output: bool,
     ) -> ForwardResult:  # fmt: skip
-        """Run F; capture it in the third step, and replay it from then on."""
+        """Run F; capture it in the third step, and replay it from then on.
+
+        With a loss, a replay returns no output unless `keep_output`: logits are large.
+        """
         state = self.microbatches.setdefault((stage.index, microbatch), _Microbatch())
         target, target_tree = pytree.tree_flatten(() if loss is None else loss.target)
         tensors = _tensors([*leaves, *target])
-        form = (tree, target_tree, tuple(wants), shared, None if loss is None else loss[1:],
-                tuple(_form(leaf) for leaf in (*leaves, *target)))  # fmt: skip
+        constants = None if loss is None else (loss.weight, loss.scale, keep_output)
+        form = (tree, target_tree, tuple(wants), shared, constants, *map(_form, (*leaves, *target)))
 
         def run(tensors: Sequence[Tensor]) -> ForwardResult:
             new = iter(tensors)
@@ -206,7 +209,7 @@ class ActionGraphs:
             state.steps = -(10**9)
             return run(tensors)
         state.form, state.replays = form, True
-        state.actions["F"].result = self._settled(result)
+        state.actions["F"].result = self._settled(result, keep_output=keep_output or loss is None)
         return _copied(result)
 
     def backward(
@@ -266,11 +269,11 @@ class ActionGraphs:
         replay()
         return result
 
-    def _settled(self, result: ForwardResult) -> ForwardResult:
+    def _settled(self, result: ForwardResult, *, keep_output: bool) -> ForwardResult:
         """What F returns from now on: its outputs without the graph of the capture, whose memory is reused."""
         leaves = [
             leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-            for leaf in result.output.leaves
+            for leaf in (result.output.leaves if keep_output else ())
         ]
         self._own.update(leaf.data_ptr() for leaf in _tensors(leaves))
         return ForwardResult(result.output._replace(leaves=leaves), result.loss, result.metrics)

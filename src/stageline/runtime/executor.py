@@ -242,7 +242,7 @@ class Executor:
             progress.doing = task.label
             arrived = None if task.feeder is None else self._input(task, request, result)
             if clock is not None:
-                clock.start()
+                clock.start(after_message=task.source is not None)
             began = perf_counter()
             with self.compile_lock, mark(task.name):
                 message = self._compute(task, arrived, request, result)
@@ -349,7 +349,9 @@ class Executor:
             loss_inputs = LossInputs(target, weight, request.scale)
         inputs = (task.microbatch, request.step, leaves, tree, wants)
         if self.graphs is not None and request.training:
-            output, loss, metrics = self.graphs.forward(stage, *inputs, own_keywords, shared, loss_inputs)
+            output, loss, metrics = self.graphs.forward(
+                stage, *inputs, own_keywords, shared, loss_inputs, request.keep_outputs
+            )
         else:
             output, loss, metrics = run_forward(stage, *inputs, request.training, own_keywords, shared, loss_inputs)
         if task.stage < self._last_stage:

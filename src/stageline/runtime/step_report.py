@@ -39,9 +39,9 @@ class GpuClock:
         self._stream, self._base, self._moment, self._spare = stream, base, moment, spare
         self._known: list[tuple[float, float]] = []
 
-    def start(self) -> None:
-        """The next action of the program begins."""
-        self._starts.append(self._event())
+    def start(self, *, after_message: bool) -> None:
+        """The next action begins: after a message that it waited for, or when the action before it ended."""
+        self._starts.append(self._event() if after_message or not self._ends else self._ends[-1])
 
     def end(self) -> None:
         """The action has ended."""
@@ -56,7 +56,7 @@ class GpuClock:
     def read(self) -> tuple[Floats, Floats]:
         """Wait for the last event; return starts and ends in seconds, on the scale of `time.perf_counter`."""
         self.follow(len(self._ends))
-        self._spare += self._starts + self._ends
+        self._spare += dict.fromkeys([*self._starts, *self._ends])
         self._starts, self._ends = [], []
         starts, ends = np.array(self._known).reshape(-1, 2).T
         return starts, ends
