@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import stageline as sl
 from stageline.runtime.cuda_graphs import ActionGraphs
+from stageline.runtime.setup.options import PipelineOptions
 from stageline.testing import assert_same_bits
 from support.gradients import gradients
 from support.pipelines import Block, batch, blocks
@@ -150,6 +151,19 @@ def test_metrics_that_are_numbers_are_not_captured() -> None:
     with pytest.warns(UserWarning, match="metrics of loss_fn"):
         values = [pipe.step(x * step, y).metrics["mean"] for step in range(4)]
     assert len(set(values)) == 4
+
+
+def test_stages_on_the_host_say_that_nothing_is_captured() -> None:
+    pipe = sl.Pipeline(blocks(2), loss_fn=functional.mse_loss, ranks=2, microbatches=2, cuda_graphs=True)
+    with pytest.warns(UserWarning, match="cuda_graphs=True has no effect: no stage is on a GPU"):
+        pipe.step(*batch(8))
+
+
+def test_reduce_overhead_means_cuda_graphs() -> None:
+    options = PipelineOptions(functional.mse_loss, compile={"backend": "graphs", "mode": "reduce-overhead"})
+    assert options.cuda_graphs
+    assert options.compile == {"backend": "graphs"}
+    assert PipelineOptions(functional.mse_loss, compile={"mode": "reduce-overhead"}).compile is True
 
 
 def test_cuda_graphs_is_a_bool() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -117,6 +118,8 @@ class ExecutorCache:
         for executor in executors:
             executor.planned = self._planned
         devices = frozenset(executor.device for executor in executors if executor.device is not None)
+        if self._cuda_graphs and not devices:
+            warnings.warn("cuda_graphs=True has no effect: no stage is on a GPU", stacklevel=2)
         if any(executor.device is None for executor in executors):
             keep_memory()
         if self._stages.compiled and len(executors) > 1:
