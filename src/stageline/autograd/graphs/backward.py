@@ -90,13 +90,13 @@ class CompiledBackward:
         """Run the whole backward, or I alone if W was deferred."""
         node = current_node()
         deferred: Deferred | None = getattr(node, _DEFERRED, None)
-        given = [arguments[index] if argument else None for argument, index in self.halves.kept]
+        held = [arguments[index] if argument else None for argument, index in self.halves.kept]
         computed = self._run_inputs(arguments)
         arguments.clear()
         first = len(self.halves.input_outputs)
         kept = [
             value if argument else computed[first + index]
-            for value, (argument, index) in zip(given, self.halves.kept, strict=True)
+            for value, (argument, index) in zip(held, self.halves.kept, strict=True)
         ]
         gradients: list[Tensor | None] = [None] * self._outputs
         for output, gradient in zip(self.halves.input_outputs, computed, strict=False):
