@@ -134,6 +134,10 @@ DOCUMENTED = {
     "schedules.build": ["backward", "forward", "weave"],
     "train.config": ["Config"],
     "train.logs": ["Logs", "read_metrics"],
+    "train.checkpoint": ["Writer", "newest"],
+    "train.data": ["Items", "Loader", "Prefetch", "open_data"],
+    "train.options": ["Option", "options", "sections"],
+    "train.report": ["make_report"],
     "train.settings": ["FIXED", "FREE", "WARN", "differences"],
     "train.validate": ["validate"],
 }

@@ -14,6 +14,7 @@ MOVED = {
     "runtime.flight": "faults.flight_recorder",
     "schedules.build": "schedules.runs",
     "train.logs": "train.events",
+    "train.options": "train.config.io",
     "train.settings": "train.config.io",
     "train.validate": "train.config.rules",
 }
