@@ -1,8 +1,9 @@
-"""The layout of a job: ranks, replicas and batch sizes, and the place and device of this process."""
+"""The layout of a job: the sizes of its mesh and batches, and the place and device of this process."""
 
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from stageline.common.errors import StagelineError
 from stageline.distributed.bootstrap import check_environment
 from stageline.train.config.config import Config
-from stageline.train.config.ranks import choose_ranks, count_gpus
+from stageline.train.config.ranks import Degrees, count_gpus, find_degrees
 
 
 @dataclass(frozen=True)
@@ -55,30 +56,46 @@ class JobLayout:
         return f"{self.ranks} ranks{times} as {how} on {self.device.type}"
 
 
+ZERO_REPLICAS = "parallelism.data_parallel_replicate_degree is 0, which is deprecated; write -1 for the rest"
+
+
 def find_job_layout(config: Config) -> JobLayout:
     """Return the layout, from the process group or the environment of torchrun, and from the configuration."""
-    options, wanted = config.parallelism, config.parallelism.data_parallel_replicate_degree
+    if config.parallelism.data_parallel_replicate_degree == 0:
+        warnings.warn(ZERO_REPLICAS, DeprecationWarning, stacklevel=2)
     grouped = dist.is_available() and dist.is_initialized()
     processes = dist.get_world_size() if grouped else check_environment(os.environ)
-    ranks = choose_ranks(options, processes, count_gpus())
+    degrees = find_degrees(config.parallelism, processes, count_gpus())
+    ranks, replicas = degrees[:2]
     if processes == 1:
-        if wanted > 1:
+        refuse_unsupported(degrees)
+        if replicas > 1:
             raise StagelineError(
-                f"parallelism.data_parallel_replicate_degree is {wanted}, and replicas are processes: start them with "
-                f"torchrun --nproc-per-node {ranks * wanted} -m stageline train, or set it to 1"
+                f"parallelism.data_parallel_replicate_degree is {replicas}, and replicas are processes: start them "
+                f"with torchrun --nproc-per-node {ranks * replicas} -m stageline train, or set it to 1"
             )
         return JobLayout(ranks, 1, 1, 0, _device(0))
-    replicas = wanted or max(processes // ranks, 1)
-    if ranks * replicas != processes:
+    if degrees.processes != processes:
         raise StagelineError(
-            f"{ranks} ranks of a pipeline × {replicas} replicas need {ranks * replicas} processes, and {processes} "
-            f"were started; start {ranks * replicas}, or set parallelism.pipeline_parallel_degree and "
-            f"data_parallel_replicate_degree so that their product is {processes}"
+            f"parallelism.{degrees}, and {processes} processes were started; start {degrees.processes}, or set the "
+            f"degrees so that their product is {processes}"
         )
+    refuse_unsupported(degrees)
     rank = dist.get_rank() if grouped else int(os.environ["RANK"])
     return JobLayout(
         ranks, replicas, processes, rank, _device(int(os.environ.get("LOCAL_RANK", rank if grouped else 0)))
     )
+
+
+def refuse_unsupported(degrees: Degrees) -> None:
+    """Raise if a job has dimensions that it cannot run yet."""
+    kinds = {"data_parallel_shard_degree": "sharded data", "tensor_parallel_degree": "tensor"}
+    for name, kind in kinds.items():
+        if (degree := getattr(degrees, name)) > 1:
+            raise StagelineError(
+                f"parallelism.{name} is {degree}, and stageline train has no {kind} parallel yet; set it to 1, and use "
+                "more ranks or replicas"
+            )
 
 
 def note_on_gpus(config: Config, layout: JobLayout) -> str:

@@ -18,9 +18,9 @@ from stageline.model.split import split
 from stageline.train.checkpoint.reader import at_step
 from stageline.train.config.config import Config
 from stageline.train.config.io import raise_errors
-from stageline.train.config.ranks import ranks_of_job
+from stageline.train.config.ranks import count_gpus, find_degrees
 from stageline.train.config.rules import too_few_units
-from stageline.train.layout import JobLayout, find_job_layout
+from stageline.train.layout import JobLayout, find_job_layout, refuse_unsupported
 from stageline.train.run_folder import RunFolder
 from stageline.train.setup import Setup
 
@@ -49,8 +49,9 @@ def _layout(config: Config) -> JobLayout:
     """Return the layout of the running processes; a single one checks for all that will be started."""
     if check_environment(os.environ) > 1:
         return find_job_layout(config)
-    replicas = max(1, config.parallelism.data_parallel_replicate_degree)
-    return JobLayout(ranks_of_job(config.parallelism), replicas, 1, 0, torch.device("cpu"))
+    degrees = find_degrees(config.parallelism, 1, count_gpus())
+    refuse_unsupported(degrees)
+    return JobLayout(*degrees[:2], 1, 0, torch.device("cpu"))
 
 
 def _folder(setup: Setup) -> Iterator[str]:

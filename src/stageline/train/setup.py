@@ -37,7 +37,7 @@ from stageline.train.checkpoint import leave_mark, remove_mark, sees_mark
 from stageline.train.config.config import Config
 from stageline.train.config.rules import fixed_schedule
 from stageline.train.data import Data, Loader, Tokens, data_of, open_data
-from stageline.train.layout import BatchSizes, JobLayout, batch_sizes, note_on_gpus
+from stageline.train.layout import ZERO_REPLICAS, BatchSizes, JobLayout, batch_sizes, note_on_gpus
 from stageline.train.optimizers import warm_up_note
 from stageline.train.run_folder import CHOICE, PLAN, PROFILE, RunFolder
 from stageline.train.step import autocast, disable_broken_bfloat16
@@ -81,7 +81,8 @@ class Setup:
         self.open_data()
         self._claim_folder()  # communicates
         self._check_shared_folder()  # communicates
-        notes = (note_on_gpus(self.config, self.layout), precision_note, warm_up_note(self.config))
+        zero_replicas = "" if self.config.parallelism.data_parallel_replicate_degree else ZERO_REPLICAS
+        notes = (note_on_gpus(self.config, self.layout), zero_replicas, precision_note, warm_up_note(self.config))
         self.notes += [note for note in notes if note]
         self._choose_schedule()  # communicates
         self._build_pipeline()  # communicates

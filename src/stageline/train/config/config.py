@@ -22,6 +22,8 @@ from stageline.common.checked_json import NonNegative, Range
 Positive = Annotated[float, Range(above=0)]
 PositiveInt = Annotated[int, Range(1)]
 NonNegativeInt = Annotated[int, Range(0)]
+Degree = Annotated[int, Range(-1)]
+"""A number of processes in one dimension of the mesh; -1 is the rest: the processes that the others leave."""
 
 
 def _option(default: Any, help: str, **metadata: Any) -> Any:
@@ -144,14 +146,26 @@ class LRScheduler:
 class Parallelism:
     """How the model and the batch are distributed."""
 
-    pipeline_parallel_degree: NonNegativeInt = _option(
+    pipeline_parallel_degree: Degree = _option(
         0,
         "Ranks per pipeline. 0 chooses: as many as there are processes, or 4 where 4 divides them; in a single process "
-        "1 on a GPU, else 4 threads.",
+        "1 on a GPU, else 4 threads. -1 is the rest: the processes that the other degrees leave.",
     )
-    data_parallel_replicate_degree: NonNegativeInt = _option(
-        0,
-        "Replicas of the pipeline, each with its share of the batch; 0 uses all processes.",
+    data_parallel_replicate_degree: Degree = _option(
+        -1,
+        "Replicas of the pipeline, each with its share of the batch; -1 is the rest. Left unset, it is 1 if another "
+        "degree is -1. 0 also means the rest, and is deprecated.",
+    )
+    data_parallel_shard_degree: Degree = _option(
+        1,
+        "Processes that share the parameters, gradients and optimizer state of a stage (FSDP2), each with its own "
+        "samples; -1 is the rest.",
+    )
+    tensor_parallel_degree: Degree = _option(1, "Processes that share the work of each module; -1 is the rest.")
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = _option(
+        "default",
+        "When a sharded stage frees the parameters that it gathers: after its last use in a step (default), after each "
+        "block (always), or not at all (never).",
     )
     pipeline_parallel_schedule: str = _option(
         "auto", "Schedule family (see stageline families), or auto: the fastest according to the model's profile."

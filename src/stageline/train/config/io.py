@@ -208,6 +208,8 @@ WARN = frozenset(key for key, option in options().items() if option.resume == "w
 """Options that may differ in a resumed run, with a warning."""
 FREE = frozenset(options()) - FIXED - WARN
 """Options that may differ in a resumed run."""
+UNSET = -2
+"""Replicas that no file, flag or dict has set."""
 WIDTH = 100
 """Columns of the comments in a written TOML file."""
 
@@ -224,10 +226,26 @@ def read_config(path: str | Path | None = None, settings: Sequence[str] = ()) ->
 
 def read_with_errors(path: str | Path | None, settings: Sequence[str]) -> tuple[Config, list[str]]:
     """Read as much of a config as is valid; return it with all errors."""
-    config = Config()
+    config = _empty()
     errors = [] if path is None else _apply(config, *_load(Path(path)), source=f"{path}: ")
     errors += filter(None, (_apply_setting(config, setting) for setting in settings))
-    return config, errors
+    return _completed(config), errors
+
+
+def _empty() -> Config:
+    """Return the defaults, without a number of replicas."""
+    config = Config()
+    config.parallelism.data_parallel_replicate_degree = UNSET
+    return config
+
+
+def _completed(config: Config) -> Config:
+    """Set replicas that nobody set: they are the rest, unless another degree is."""
+    layout = config.parallelism
+    degrees = (layout.pipeline_parallel_degree, layout.data_parallel_shard_degree, layout.tensor_parallel_degree)
+    if layout.data_parallel_replicate_degree == UNSET:
+        layout.data_parallel_replicate_degree = 1 if -1 in degrees else -1
+    return config
 
 
 def raise_errors(errors: Sequence[str]) -> None:
@@ -365,9 +383,9 @@ def from_dict(data: Mapping[str, Any]) -> Config:
             f"Stageline {__version__} does not know {', '.join(unknown)}: a newer version wrote this config; use that "
             f"version, or remove {'it' if len(unknown) == 1 else 'them'}"
         )
-    config = Config()
+    config = _empty()
     raise_errors(_apply(config, data, [], source=""))
-    return config
+    return _completed(config)
 
 
 def differences(now: Config, before: Config, ignore: Iterable[str] = ()) -> list[str]:

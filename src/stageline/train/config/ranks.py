@@ -1,12 +1,14 @@
-"""The number of ranks of a job whose config leaves it open."""
+"""The degrees of a job: ranks, replicas, shards and tensor parallel, where the config leaves one open."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 from stageline.common.errors import StagelineError
 from stageline.schedules.io import read_schedule
@@ -14,6 +16,9 @@ from stageline.train.config.config import Parallelism
 
 DEFAULT_RANKS = 4
 """Ranks of a pipeline without GPUs, as threads of one process."""
+REST = -1
+"""The degree that takes the processes which the others leave."""
+REPLICAS = "data_parallel_replicate_degree"
 DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -42,6 +47,65 @@ def started_processes(environment: Mapping[str, str]) -> int:
     return max(1, int(text)) if text.isdigit() else 1
 
 
+class Degrees(NamedTuple):
+    """The sizes of a job's mesh; their product is the number of processes."""
+
+    pipeline_parallel_degree: int
+    data_parallel_replicate_degree: int
+    data_parallel_shard_degree: int
+    tensor_parallel_degree: int
+
+    @property
+    def processes(self) -> int:
+        """The number of processes that the job needs."""
+        return prod(self)
+
+    def __str__(self) -> str:
+        """
+        >>> print(Degrees(2, 1, 3, 1))
+        pipeline_parallel_degree 2 × data_parallel_replicate_degree 1 × data_parallel_shard_degree 3 = 6
+        """
+        sizes = [f"{name} {size}" for name, size in zip(self._fields, self, strict=True)]
+        shown = sizes[:2] + [text for text, size in zip(sizes[2:], self[2:], strict=True) if size > 1]
+        return f"{' × '.join(shown)} = {self.processes}"
+
+
+def degree_errors(options: Parallelism) -> Iterator[str]:
+    """Check the degrees as far as they do not depend on the number of processes."""
+    for name in Degrees._fields[2:]:
+        if getattr(options, name) == 0:
+            yield f"parallelism.{name} is 0; it must be at least 1, or -1 for the rest"
+    rests = [f"parallelism.{name}" for name in Degrees._fields if _given(options, name) == REST]
+    if len(rests) > 1:
+        yield f"{' and '.join(rests)} are both the rest (-1), and only one can be; set one of them to 1 or more"
+
+
+def _given(options: Parallelism, name: str) -> int:
+    """Return a degree of the config; 0 replicas are the rest."""
+    degree = int(getattr(options, name))
+    return REST if name == REPLICAS and degree == 0 else degree
+
+
+def find_degrees(options: Parallelism, processes: int, gpus: int) -> Degrees:
+    """Return the degrees of a job on this number of processes; if no rest fits, their product is another number.
+
+    >>> find_degrees(Parallelism(pipeline_parallel_degree=2), processes=6, gpus=0)
+    Degrees(pipeline_parallel_degree=2, data_parallel_replicate_degree=3, data_parallel_shard_degree=1,
+    tensor_parallel_degree=1)
+    """
+    for error in degree_errors(options):
+        raise StagelineError(error)
+    others = [_given(options, name) for name in Degrees._fields[1:]]
+    ranks = choose_ranks(options, processes, gpus)
+    rest = max(1, processes // (ranks * _known(others)))
+    return Degrees(ranks, *(rest if degree == REST else degree for degree in others))
+
+
+def _known(degrees: list[int]) -> int:
+    """Return the product of the degrees that are not the rest."""
+    return prod(degree for degree in degrees if degree != REST)
+
+
 def choose_ranks(options: Parallelism, processes: int, gpus: int) -> int:
     """Return the ranks of a pipeline: those of the config, or the best number for the processes and GPUs.
 
@@ -52,21 +116,22 @@ def choose_ranks(options: Parallelism, processes: int, gpus: int) -> int:
     >>> choose_ranks(Parallelism(pipeline_parallel_degree=2), processes=1, gpus=1)
     2
     """
-    if options.pipeline_parallel_degree:
-        return options.pipeline_parallel_degree
-    if options.pipeline_parallel_schedule_csv:
+    degree = options.pipeline_parallel_degree
+    if degree > 0:
+        return degree
+    if degree != REST and options.pipeline_parallel_schedule_csv:
         with suppress(StagelineError):  # the rules of the config report it
             return read_schedule(options.pipeline_parallel_schedule_csv).ranks
-    replicas = options.data_parallel_replicate_degree
-    if processes == 1 and replicas > 1:  # they are still to be started, one for each GPU
-        return max(1, gpus // replicas) if gpus else DEFAULT_RANKS
+    others = [_given(options, name) for name in Degrees._fields[1:]]
+    each = _known(others)
+    if processes == 1 and each > 1:  # they are still to be started, one for each GPU
+        return max(1, gpus // each) if gpus else DEFAULT_RANKS
     if processes == 1:
-        return 1 if gpus else DEFAULT_RANKS
-    if replicas:
-        return max(1, processes // replicas)
-    return processes if processes % DEFAULT_RANKS else DEFAULT_RANKS
+        return 1 if gpus or degree == REST else DEFAULT_RANKS
+    left = max(1, processes // each)
+    return left if REST not in others or degree == REST or left % DEFAULT_RANKS else DEFAULT_RANKS
 
 
 def ranks_of_job(options: Parallelism) -> int:
     """Return the ranks of a pipeline in the environment of this process."""
-    return options.pipeline_parallel_degree or choose_ranks(options, started_processes(os.environ), count_gpus())
+    return choose_ranks(options, started_processes(os.environ), count_gpus())

@@ -15,7 +15,7 @@ from stageline.schedules.registry import find_family, schedule
 from stageline.schedules.schedule import Schedule
 from stageline.train.config.config import Config, Parallelism
 from stageline.train.config.io import options, raise_errors, show, toml_value
-from stageline.train.config.ranks import ranks_of_job
+from stageline.train.config.ranks import degree_errors, ranks_of_job
 
 LOSSES = ("cross_entropy", "weighted_cross_entropy", "mse", "own")
 DATASETS = ("python", "text", "memmap", "dataset")
@@ -170,12 +170,24 @@ def _batch(config: Config) -> Iterator[str]:
             f"{local}; use {divisors(local, size)} for the microbatch, or {multiples(local, size)} for the local batch"
         )
     replicas, whole = config.parallelism.data_parallel_replicate_degree, config.training.global_batch_size
-    at_once = local * max(1, replicas)
+    shards = config.parallelism.data_parallel_shard_degree
+    at_once = local * max(1, replicas) * max(1, shards)
     if whole % at_once:
         times = f" × {replicas} replicas (parallelism.data_parallel_replicate_degree)" if replicas > 1 else ""
+        times += f" × {shards} shards (parallelism.data_parallel_shard_degree)" if shards > 1 else ""
         yield (
             f"training.global_batch_size is {whole}, which is not a multiple of training.local_batch_size "
             f"{local}{times}; use {multiples(whole, at_once)}, or 0 for one local batch per replica"
+        )
+
+
+def _degrees(config: Config) -> Iterator[str]:
+    yield from degree_errors(config.parallelism)
+    degree, heads = config.parallelism.tensor_parallel_degree, config.model.n_heads
+    if config.model.name == "gpt" and degree > 1 and heads % degree:
+        yield (
+            f"parallelism.tensor_parallel_degree is {degree}, which does not divide model.n_heads {heads}; use "
+            f"{divisors(heads, degree)} for the degree, or {multiples(heads, degree)} for model.n_heads"
         )
 
 
@@ -319,6 +331,7 @@ RULES: tuple[ConfigRule, ...] = (
     _patience,
     _loss,
     _batch,
+    _degrees,
     _continuous_steps,
     _learning_rate,
     _recompute,
@@ -338,7 +351,10 @@ def needs_no_preflight(config: Config) -> bool:
     new = not Path(config.job.dump_folder).exists() and not config.checkpoint.initial_load_path
     selects = config.activation_checkpoint.mode == "selective" or config.checkpoint.load_step >= 0
     validates = config.validation.patience or config.validation.dataset_path
-    return bool(built_in and plain and new and not selects and not validates and "WORLD_SIZE" not in os.environ)
+    parallelism = config.parallelism
+    pipelined = parallelism.data_parallel_shard_degree <= 1 and parallelism.tensor_parallel_degree <= 1
+    started = "WORLD_SIZE" in os.environ
+    return bool(built_in and plain and new and pipelined and not selects and not validates and not started)
 
 
 def multiples(value: int, of: int) -> str:

@@ -1,0 +1,187 @@
+"""The degrees of a job's mesh: torchtitan's names, one rest, and products that are not the number of processes."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import stageline as sl
+from stageline.cli.app import run
+from stageline.train.config.config import Config, Parallelism
+from stageline.train.config.ranks import find_degrees
+from stageline.train.config.rules import find_errors
+from stageline.train.layout import ZERO_REPLICAS, JobLayout, find_job_layout
+from stageline.train.preflight import preflight
+
+PIPELINE, REPLICAS, SHARDS, TENSOR = (
+    f"parallelism.{name}_degree"
+    for name in ("pipeline_parallel", "data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
+)
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def started(patch: pytest.MonkeyPatch, processes: int) -> None:
+    """The environment of the first of the processes that torchrun started."""
+    environment = {"WORLD_SIZE": processes, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": processes}
+    for name, value in {**environment, "MASTER_PORT": 29500, "MASTER_ADDR": "127.0.0.1"}.items():
+        patch.setenv(name, str(value))
+
+
+def test_the_defaults_are_a_pipeline_and_replicas() -> None:
+    options = Config().parallelism
+    assert options.data_parallel_replicate_degree == -1
+    assert (options.data_parallel_shard_degree, options.tensor_parallel_degree) == (1, 1)
+    assert options.fsdp_reshard_after_forward == "default"
+    assert Config.read(None) == Config() == Config.from_dict({})
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([], (4, 2, 1, 1)),
+        ([f"{PIPELINE}=2"], (2, 4, 1, 1)),
+        ([f"{PIPELINE}=2", f"{REPLICAS}=-1"], (2, 4, 1, 1)),
+        ([f"{PIPELINE}=2", f"{REPLICAS}=0"], (2, 4, 1, 1)),
+        ([f"{REPLICAS}=1"], (8, 1, 1, 1)),
+        ([f"{PIPELINE}=-1"], (8, 1, 1, 1)),
+        ([f"{PIPELINE}=-1", f"{REPLICAS}=2"], (4, 2, 1, 1)),
+        ([f"{PIPELINE}=-1", f"{SHARDS}=2", f"{TENSOR}=2"], (2, 1, 2, 2)),
+        ([f"{PIPELINE}=2", f"{SHARDS}=-1"], (2, 1, 4, 1)),
+        ([f"{PIPELINE}=2", f"{SHARDS}=2", f"{TENSOR}=-1"], (2, 1, 2, 2)),
+        ([f"{PIPELINE}=2", f"{SHARDS}=2"], (2, 2, 2, 1)),
+        ([f"{SHARDS}=-1"], (4, 1, 2, 1)),
+        ([f"{SHARDS}=2"], (4, 1, 2, 1)),
+        ([f"{SHARDS}=4"], (2, 1, 4, 1)),
+        ([f"{REPLICAS}=1", f"{SHARDS}=2", f"{TENSOR}=2"], (2, 1, 2, 2)),
+        ([f"{TENSOR}=8"], (1, 1, 1, 8)),
+    ],
+)  # fmt: skip
+def test_the_rest_of_eight_processes(settings: list[str], expected: tuple[int, ...]) -> None:
+    config = Config.read(None, "model.n_heads=8", *settings)
+    assert find_errors(config) == []
+    degrees = find_degrees(config.parallelism, 8, gpus=0)
+    assert tuple(degrees) == expected
+    assert degrees.processes == 8
+    again = Config.from_dict(config.to_dict())
+    assert again == config
+    assert find_degrees(again.parallelism, 8, gpus=0) == degrees
+
+
+def test_replicas_that_nobody_set_yield_to_another_rest() -> None:
+    assert Config.read(None, f"{SHARDS}=-1").parallelism.data_parallel_replicate_degree == 1
+    assert (
+        Config.from_dict({"parallelism": {"tensor_parallel_degree": -1}}).parallelism.data_parallel_replicate_degree
+        == 1
+    )
+    assert Config.read(None, f"{SHARDS}=2").parallelism.data_parallel_replicate_degree == -1
+
+
+@pytest.mark.parametrize("other", [PIPELINE, SHARDS, TENSOR])
+@pytest.mark.parametrize("replicas", [-1, 0])
+def test_two_rests_are_refused(other: str, replicas: int) -> None:
+    config = Config.read(None, f"{other}=-1", f"{REPLICAS}={replicas}")
+    (error,) = find_errors(config)
+    assert "are both the rest (-1), and only one can be" in error
+    assert {other, REPLICAS} <= set(error.split())
+    with pytest.raises(sl.StagelineError, match="both the rest"):
+        find_job_layout_quietly(config)
+
+
+def find_job_layout_quietly(config: Config) -> JobLayout:
+    """The layout of a job whose 0 replicas are not the point of the test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return find_job_layout(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([f"{TENSOR}=0"], f"{TENSOR} is 0; it must be at least 1, or -1 for the rest"),
+        ([f"{SHARDS}=0"], f"{SHARDS} is 0; it must be at least 1, or -1 for the rest"),
+        ([f"{TENSOR}=3"], "is 3, which does not divide model.n_heads 4; use 2 or 4 for the degree, or 3 or 6"),
+        (["training.global_batch_size=48", f"{SHARDS}=2"], f"16 × 2 shards ({SHARDS}); use 32 or 64"),
+    ],
+)  # fmt: skip
+def test_degrees_that_cannot_be_are_refused(settings: list[str], expected: str) -> None:
+    (error,) = find_errors(Config.read(None, *settings))
+    assert expected in error
+
+
+@pytest.mark.parametrize("setting", [f"{TENSOR}=-2", f"{REPLICAS}=-2", f"{SHARDS}=two", f"{PIPELINE}=1.5"])
+def test_values_that_are_no_degrees_are_refused(setting: str) -> None:
+    with pytest.raises(sl.StagelineError, match="must be an integer >= -1"):
+        Config.read(None, setting)
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    assert Config.read(None, "parallelism.fsdp_reshard_after_forward=always")
+    with pytest.raises(sl.StagelineError, match=r"must be one of default, always, never, got .*alway"):
+        Config.read(None, "parallelism.fsdp_reshard_after_forward=alway")
+
+
+def test_a_product_that_is_not_the_number_of_processes_is_refused_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started(monkeypatch, 6)
+    config = Config.read(None, f"{PIPELINE}=4", f"{REPLICAS}=2")
+    with pytest.raises(sl.StagelineError) as caught:
+        find_job_layout(config)
+    assert str(caught.value) == (
+        f"{PIPELINE} 4 × data_parallel_replicate_degree 2 = 8, and 6 processes were started; start 8, or set the "
+        "degrees so that their product is 6"
+    )
+    for settings, shown in (
+        ([f"{PIPELINE}=4"], "4 × data_parallel_replicate_degree 1 = 4"),  # no rest fits
+        (
+            [f"{PIPELINE}=2", f"{SHARDS}=2", f"{TENSOR}=2"],
+            "data_parallel_shard_degree 2 × tensor_parallel_degree 2 = 8",
+        ),
+        ([f"{PIPELINE}=-1", f"{REPLICAS}=4"], "pipeline_parallel_degree 1 × data_parallel_replicate_degree 4 = 4"),
+    ):
+        with pytest.raises(sl.StagelineError) as caught:
+            find_job_layout(Config.read(None, *settings))
+        assert shown in str(caught.value)
+        assert "and 6 processes were started" in str(caught.value)
+
+
+def test_zero_replicas_are_the_rest_and_deprecated(monkeypatch: pytest.MonkeyPatch) -> None:
+    started(monkeypatch, 6)
+    config = Config.read(None, f"{PIPELINE}=2", f"{REPLICAS}=0")
+    with pytest.warns(DeprecationWarning, match=ZERO_REPLICAS) as warned:
+        layout = find_job_layout(config)
+    assert len(warned) == 1
+    assert (layout.ranks, layout.replicas) == (2, 3)
+    assert find_job_layout(Config.read(None, f"{PIPELINE}=2", f"{REPLICAS}=-1")) == layout  # without a warning
+
+
+def test_one_process_is_all_the_rest() -> None:
+    assert find_job_layout(Config.read(None, f"{PIPELINE}=-1")).ranks == 1
+    assert find_job_layout(Config.read(None, f"{SHARDS}=-1")).ranks == 4  # threads
+    assert tuple(find_degrees(Parallelism(), 1, gpus=0)) == (4, 1, 1, 1)
+
+
+@pytest.mark.parametrize(("key", "kind"), [(SHARDS, "sharded data parallel"), (TENSOR, "tensor parallel")])
+def test_what_a_job_cannot_run_is_refused_by_name_at_its_start(
+    key: str, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Config.read(None, f"{key}=2", f"{PIPELINE}=2", f"{REPLICAS}=1")
+    assert find_errors(config) == []
+    expected = f"{key} is 2, and stageline train has no {kind} yet; set it to 1"
+    for start in (find_job_layout, preflight):
+        with pytest.raises(sl.StagelineError, match=expected):
+            start(config)
+    assert run(["train", "--check", f"--{key}", "2"]) != 0
+    assert expected in capsys.readouterr().err
+    started(monkeypatch, 4)
+    with pytest.raises(sl.StagelineError, match=expected):
+        find_job_layout(config)
+    assert find_job_layout(Config.read(None, f"{key}=1")).ranks == 4
