@@ -160,7 +160,7 @@ def test_an_unknown_policy_is_refused() -> None:
 
 def test_a_device_mesh_is_a_mesh() -> None:
     class Mesh:
-        mesh_dim_names, shape = ("tp", "pp"), (2, 2)
+        mesh_dim_names, shape = ("tp", "cp", "pp"), (2, 1, 2)  # a dimension without size is no obstacle
 
     assert plan(mesh=Mesh()).mesh == {"tp": 2, "pp": 2}
     Mesh.mesh_dim_names = None  # type: ignore[assignment]

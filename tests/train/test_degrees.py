@@ -136,21 +136,21 @@ def test_a_product_that_is_not_the_number_of_processes_is_refused_with_the_numbe
     with pytest.raises(sl.StagelineError) as caught:
         find_job_layout(config)
     assert str(caught.value) == (
-        f"{PIPELINE} 4 × data_parallel_replicate_degree 2 = 8, and 6 processes were started; start 8, or set the "
+        f"{PIPELINE} 4 × data_parallel_replicate_degree 2 need 8 processes, and 6 were started; start 8, or set the "
         "degrees so that their product is 6"
     )
     for settings, shown in (
-        ([f"{PIPELINE}=4"], "4 × data_parallel_replicate_degree 1 = 4"),  # no rest fits
+        ([f"{PIPELINE}=4"], "4 × data_parallel_replicate_degree 1 need 4 "),  # no rest fits
         (
             [f"{PIPELINE}=2", f"{SHARDS}=2", f"{TENSOR}=2"],
-            "data_parallel_shard_degree 2 × tensor_parallel_degree 2 = 8",
+            "data_parallel_shard_degree 2 × tensor_parallel_degree 2 need 8 ",
         ),
-        ([f"{PIPELINE}=-1", f"{REPLICAS}=4"], "pipeline_parallel_degree 1 × data_parallel_replicate_degree 4 = 4"),
+        ([f"{PIPELINE}=-1", f"{REPLICAS}=4"], "pipeline_parallel_degree 1 × data_parallel_replicate_degree 4 need 4 "),
     ):
         with pytest.raises(sl.StagelineError) as caught:
             find_job_layout(Config.read(None, *settings))
         assert shown in str(caught.value)
-        assert "and 6 processes were started" in str(caught.value)
+        assert "and 6 were started" in str(caught.value)
 
 
 def test_zero_replicas_are_the_rest_and_deprecated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,8 @@ def _sizes_of(mesh: Any) -> dict[Any, Any]:
             f"mesh= maps dimensions to their sizes, such as {{'pp': 4, 'dp_shard': 2}}, or is a DeviceMesh with "
             f"mesh_dim_names; got {shorten(mesh)}"
         )
-    return dict(zip(names, mesh.shape, strict=True))
+    sizes = zip(names, mesh.shape, strict=True)
+    return {name: size for name, size in sizes if size != 1 or name in (*DIMENSIONS, *ALIASES)}
 
 
 def describe_mesh(mesh: Mapping[str, int], reshard: str) -> str:

@@ -77,8 +77,8 @@ def find_job_layout(config: Config) -> JobLayout:
         return JobLayout(ranks, 1, 1, 0, _device(0))
     if degrees.processes != processes:
         raise StagelineError(
-            f"parallelism.{degrees}, and {processes} processes were started; start {degrees.processes}, or set the "
-            f"degrees so that their product is {processes}"
+            f"parallelism.{degrees} need {degrees.processes} processes, and {processes} were started; start "
+            f"{degrees.processes}, or set the degrees so that their product is {processes}"
         )
     refuse_unsupported(degrees)
     rank = dist.get_rank() if grouped else int(os.environ["RANK"])

@@ -67,7 +67,7 @@ def automatic(
     def choose() -> str:
         model = source if factory is None else build(factory, device=options.device, otherwise="construct")
         sharing = len(host.here)  # ranks that are threads of one process share its GPU
-        return to_text(_plan(model, ranks, microbatches, options, sharing, chunks))
+        return to_text(_plan(model, ranks, mesh, microbatches, options, sharing, chunks))
 
     plan = parse_plan(decide_together(host, choose), "the plan of rank 0")
     try:
@@ -107,7 +107,13 @@ def _factory_of(stages: Any) -> Callable[[], nn.Module] | None:
 
 
 def _plan(
-    model: nn.Module, ranks: int, microbatches: int | None, options: PipelineOptions, shared: int, chunks: Any
+    model: nn.Module,
+    ranks: int,
+    mesh: DeviceMesh | None,
+    microbatches: int | None,
+    options: PipelineOptions,
+    shared: int,
+    chunks: Any,
 ) -> Plan:
     from stageline.planning.plan import plan
     from stageline.planning.request import device_memory
@@ -122,6 +128,7 @@ def _plan(
         model,
         beside(model, first_samples(example, size)),
         ranks=ranks,
+        mesh=mesh,
         batch=whole if microbatches is None else None,
         microbatches=microbatches,
         memory=None if room is None else room / shared,

@@ -63,11 +63,10 @@ class Degrees(NamedTuple):
     def __str__(self) -> str:
         """
         >>> print(Degrees(2, 1, 3, 1))
-        pipeline_parallel_degree 2 × data_parallel_replicate_degree 1 × data_parallel_shard_degree 3 = 6
+        pipeline_parallel_degree 2 × data_parallel_replicate_degree 1 × data_parallel_shard_degree 3
         """
         sizes = [f"{name} {size}" for name, size in zip(self._fields, self, strict=True)]
-        shown = sizes[:2] + [text for text, size in zip(sizes[2:], self[2:], strict=True) if size > 1]
-        return f"{' × '.join(shown)} = {self.processes}"
+        return " × ".join(sizes[:2] + [text for text, size in zip(sizes[2:], self[2:], strict=True) if size > 1])
 
 
 def degree_errors(options: Parallelism) -> Iterator[str]:
