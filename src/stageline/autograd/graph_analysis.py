@@ -169,7 +169,7 @@ class _Analysis:
 
     def _applies(self, formula: Formula, number: int, edges: Sequence[int], leaves: Sequence[int]) -> bool:
         leads_to_complex = any(self.nodes[leaf].variable.is_complex() for leaf in leaves)  # type: ignore[attr-defined]
-        usual = not (leads_to_complex or input_metadata(self.nodes[number])[0].dtype.is_complex)
+        usual = formula.deferred or not (leads_to_complex or input_metadata(self.nodes[number])[0].dtype.is_complex)
         apart = formula.data == {0, 1} or formula.deferred or not formula.data & set(edges)
         return usual and apart and formula.fits(self.nodes[number])
 

@@ -264,6 +264,8 @@ class SplitBackward:
             wanted = [self._wanted(fork, index, plain[index]) for index in range(len(fork.edges))]
         left = []
         for index, gradient in enumerate(fork.formula.compute(note.saved, grad, wanted)):
+            if gradient is None:
+                continue
             if not plain[index]:
                 left.append((index, gradient))
                 continue

@@ -8,7 +8,7 @@ itself would call, so the bits are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +40,8 @@ class Formula(NamedTuple):
     """The names of the saved tensors that it reads."""
     take: Callable[[Node], Saved]
     """Returns what to keep of a node; called while I runs."""
-    compute: Callable[[Saved, Any, Sequence[WantedGradient]], list[Tensor]]
-    """Returns the requested gradients."""
+    compute: Callable[[Saved, Any, Sequence[WantedGradient]], Sequence[Tensor | None]]
+    """Returns the requested gradients; None for a parameter that gets none."""
     fits: Callable[[Node], bool] = lambda node: True
     """Whether the formula holds for this node."""
     deferred: bool = False
@@ -70,7 +70,7 @@ def _reduced(grad: Tensor, wanted: WantedGradient) -> Tensor:
     return total.t() if wanted.transposed else total
 
 
-def _selected(gradients: Sequence[Tensor] | Mapping[int, Tensor], wanted: Sequence[WantedGradient]) -> list[Tensor]:
+def _selected(gradients: Sequence[Tensor], wanted: Sequence[WantedGradient]) -> list[Tensor]:
     return [gradients[want.edge].t() if want.transposed else gradients[want.edge] for want in wanted]
 
 
@@ -159,9 +159,10 @@ FORMULAS: dict[str, Formula] = {
 """By the name of the node. For a node that is not listed, the graph is kept, and the node runs again in W."""
 
 
-def _compute_deferred(kept: Saved, grad: None, wanted: Sequence[WantedGradient]) -> list[Tensor]:
-    gradients = kept[0].gradients()
-    return _selected(gradients, wanted) if gradients else []
+def _compute_deferred(kept: Saved, grad: None, wanted: Sequence[WantedGradient]) -> list[Tensor | None]:
+    gradients: dict[int, Tensor] = kept[0].gradients()
+    ways = [(gradients.get(want.edge), want.transposed) for want in wanted]
+    return [gradient.t() if transposed and gradient is not None else gradient for gradient, transposed in ways]
 
 
 def formula_of(node: Node) -> Formula | None:

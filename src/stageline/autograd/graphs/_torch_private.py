@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition, get_default_op_list
@@ -24,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "OPERATORS",
+    "REQUESTS",
     "aot_module_simplified",
     "backward_metadata",
     "boxed",
@@ -38,6 +41,9 @@ __all__ = [
 
 OPERATORS = get_default_op_list()
 """Which operators are views, which are pointwise, and which are expensive."""
+
+REQUESTS = (RestartAnalysis, SkipFrame)
+"""Exceptions by which a backend asks Dynamo to do something, rather than reports a failure."""
 
 
 def backward_metadata() -> Any:
@@ -91,6 +97,8 @@ class _BoxedCode(CodeGen):
 
 def boxed(module: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     """Return a function that runs the nodes of a graph one by one, and takes its arguments in a list."""
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default  # some kernels return other strides than tracing assumes
     module.graph.set_codegen(_BoxedCode())
     module.recompile()
     forward = type(module).forward

@@ -8,6 +8,8 @@ The graphs run as they are, operator by operator ("graphs"), which gives the bit
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal
@@ -36,12 +38,12 @@ class GraphBackend:
     """
 
     def __init__(self, compiler: Compiler, report: Callable[[str], None] = lambda reason: None) -> None:
-        """`report` is called once with the place of each unit whose backward cannot be split, and why."""
+        """`report` is called once with the place of each unit that falls back, and why."""
         self.compiler = compiler
         self.units: list[Halves] = []
         """The halves of the units that were compiled so far."""
         self._report = report
-        self._refused: set[str] = set()
+        self._reported: set[str] = set()
 
     def __call__(
         self,
@@ -51,8 +53,30 @@ class GraphBackend:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compile what Dynamo captured."""
+        """Compile what Dynamo captured; if that fails, report it and return the captured module as it is."""
         unit = _Unit(self, _place_of(module), inputs)
+        compiled: Any = module
+        try:
+            with warnings.catch_warnings():  # of torch's own code, and of the failure that is reported here
+                warnings.simplefilter("ignore")
+                compiled = self._compiled(unit, module, inputs, mode, options)
+        except private.REQUESTS:
+            raise
+        except Exception as error:  # torch's compilers fail in any way
+            reason = f"{type(error).__name__}: {_first_line(error)}"
+            unit.reports = [f"{unit.place} is not compiled, and runs as it is: torch failed with {reason}"]
+        for report in unit.reports:
+            self._report_once(report)
+        return compiled
+
+    def _compiled(
+        self,
+        unit: _Unit,
+        module: GraphModule,
+        inputs: Sequence[Any],
+        mode: str | None,
+        options: Mapping[str, Any] | None,
+    ) -> Any:
         with private.eager_lowering():
             if self.compiler == "graphs":
                 return private.aot_module_simplified(
@@ -71,10 +95,9 @@ class GraphBackend:
         """Note the halves of a unit."""
         self.units.append(halves)
 
-    def refuse(self, text: str) -> None:
-        """Report, once, that a unit's backward stays whole."""
-        if text not in self._refused:
-            self._refused.add(text)
+    def _report_once(self, text: str) -> None:
+        if text not in self._reported:
+            self._reported.add(text)
             self._report(text)
 
 
@@ -83,6 +106,8 @@ class _Unit:
 
     def __init__(self, backend: GraphBackend, place: str, inputs: Sequence[Any]) -> None:
         self.backend, self.place, self.inputs = backend, place, len(inputs)
+        self.reports: list[str] = []
+        """What falls back, and why."""
         self.weights = {i for i, value in enumerate(inputs) if isinstance(value, nn.Parameter) and value.requires_grad}
         tensors = (int(isinstance(value, Tensor)) for value in inputs)
         self.edges = [count - 1 for count in accumulate(tensors)]
@@ -118,7 +143,7 @@ class _Unit:
 
     def _joined(self, halves: Halves, inputs: Run, weights: Run) -> CompiledBackward:
         self.backend.add(halves)
-        return CompiledBackward(halves, inputs, weights, self.inputs, self.edges)
+        return CompiledBackward(halves, inputs, weights, self.inputs, self.edges, self.weights)
 
     def _halves(self, graph: GraphModule) -> Halves | None:
         """Cut a backward, if all its outputs are gradients of what Dynamo passed to the unit."""
@@ -126,7 +151,7 @@ class _Unit:
         (output,) = graph.graph.find_nodes(op="output")
         reason = _obstacle(metadata, len(output.args[0]), self.inputs)
         if reason:
-            self.backend.refuse(f"the backward of {self.place} stays whole, and is computed in I: {reason}")
+            self.reports.append(f"the backward of {self.place} stays whole, and is computed in I: {reason}")
             return None
         metadata.bw_donated_idxs = []  # I must not overwrite what W reads
         return cut_backward(graph, self.weights, self.weights | set(metadata.static_input_indices or ()))
@@ -145,10 +170,14 @@ def _obstacle(metadata: Any, outputs: int, inputs: int) -> str:
     return ""
 
 
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), "").strip()
+
+
 def _place_of(module: GraphModule) -> str:
     """Where the code of a captured unit is, for messages."""
     for node in reversed(module.graph.nodes):
         frames = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")]
         if frames:
-            return frames[0]
+            return re.sub(r"torch_dynamo_resume_in_(\w+)_at_\d+", r"\1", frames[0])  # what follows a graph break
     return "a compiled unit"

@@ -6,7 +6,7 @@ autograd node before, it runs I alone, and leaves W and what W needs in a `Defer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -76,11 +76,22 @@ def defer(node: Any) -> Deferred:
 class CompiledBackward:
     """The backward of a compiled unit: a function from saved tensors and gradients of outputs to all gradients."""
 
-    def __init__(self, halves: Halves, inputs: Run, weights: Run, outputs: int, edges: Sequence[int]) -> None:
-        """`inputs` and `weights` run the halves; `edges` are the autograd edges that the outputs belong to."""
+    def __init__(
+        self,
+        halves: Halves,
+        inputs: Run,
+        weights: Run,
+        outputs: int,
+        edges: Sequence[int],
+        parameters: Collection[int] = (),
+    ) -> None:
+        """`inputs` and `weights` run the halves; `edges` are the autograd edges that the outputs belong to.
+
+        `parameters` are the outputs that belong to parameters, also to those that get no gradient.
+        """
         self.halves = halves
         self._weight_edges = [edges[index] for index in halves.weight_outputs]
-        self.edges = frozenset(self._weight_edges)
+        self.edges = frozenset([*self._weight_edges, *(edges[index] for index in parameters)])
         """The edges of the autograd node that lead to parameters."""
         self._run_inputs, self._run_weights, self._outputs = inputs, weights, outputs
         self.halved = self  # a wrapper takes over what is in __dict__

@@ -26,6 +26,8 @@ from stageline.autograd.graphs.backward import Halves
 
 aten = torch.ops.aten
 REDUCTIONS = frozenset([aten.sum, aten.mean, aten.amax, aten.amin, aten.var_mean, aten.var])
+INSEPARABLE = frozenset([aten.native_group_norm_backward.default])
+"""Operators that must compute the gradient of their input: without it, this one crashes on channels-last tensors."""
 
 
 def cut_backward(
@@ -130,7 +132,7 @@ def _separate_masked(graph: Graph, inner: Sequence[Node]) -> None:
 def _mask_argument(node: Node) -> int | None:
     """The position of `output_mask` among the arguments of a node, if it has that many."""
     schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None:
+    if node.op != "call_function" or schema is None or node.target in INSEPARABLE:
         return None
     for index, argument in enumerate(schema.arguments):
         if argument.name == "output_mask" and index < len(node.args) and isinstance(node.args[index], list | tuple):

@@ -1,0 +1,145 @@
+"""Compiled units that are hard to capture or to cut: they are right, and what falls back says so once."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import stageline as sl
+from stageline.autograd.graphs.backend import GraphBackend
+from stageline.testing import assert_same_bits, one_process_step
+from support.gradients import gradients
+from support.pipelines import batch
+
+pytestmark = pytest.mark.filterwarnings("ignore:::torch")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class TransposedNorm(nn.Module):
+    """The kernel of this norm's backward returns other strides than tracing assumes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(x + self.norm(self.inside(x).transpose(1, 2)).transpose(1, 2))
+
+
+class ChannelsLast(nn.Module):
+    """The kernel of this norm's backward crashes if the gradient of its input is not wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inside = nn.GroupNorm(2, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = x[..., None, :].transpose(1, 3).contiguous(memory_format=torch.channels_last)
+        return self.inside(x + self.norm(image).transpose(1, 3)[..., 0, :])  # type: ignore[no-any-return]
+
+
+class ComplexWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(x + (self.inside(x).to(torch.complex64) @ self.weight).abs())
+
+
+class UnusedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.unused(x)
+        return torch.as_tensor(x + self.inside(x))
+
+
+UNITS: list[Callable[[], nn.Module]] = [TransposedNorm, ChannelsLast, ComplexWeight, UnusedLayer]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_unusual_units_are_split_and_have_the_bits_of_autograd(unit: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(unit() for _ in range(4)))
+    plain = copy.deepcopy(model)
+    x, y = batch(8)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="zb-h1", ranks=2, microbatches=4, compile="graphs")
+    for _ in range(2):
+        stats = pipe.step(x, y)
+        one_process_step(plain, functional.mse_loss, x, y, 4)
+    assert_same_bits(gradients(model), gradients(plain))
+    assert_same_bits(dict(model.named_buffers()), dict(plain.named_buffers()))
+    assert stats.unsplit == 0
+
+
+class Refused(nn.Module):
+    """AOTAutograd cannot trace an operator whose result depends on data; Dynamo can capture it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(x + torch.ops.stageline_tests.turned(self.inside(x)))
+
+
+@torch.library.custom_op("stageline_tests::turned", mutates_args=())
+def turned(x: Tensor) -> Tensor:
+    return x.clone() if float(x.sum()) > 0 else -x
+
+
+@turned.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _gradient(context: Any, grad: Tensor) -> Tensor:
+    return grad if float(grad.sum()) > 0 else -grad
+
+
+turned.register_autograd(_gradient)
+
+
+def test_a_unit_that_cannot_be_compiled_says_so_once_and_runs_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Refused() for _ in range(4)))
+    plain = copy.deepcopy(model)
+    x, y = batch(4)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="zb-h1", ranks=2, microbatches=2, compile="graphs")
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        pipe.step(x, y)
+        one_process_step(plain, functional.mse_loss, x, y, 2)
+    assert_same_bits(gradients(model), gradients(plain))
+    (message,) = {str(warning.message) for warning in messages}
+    assert "test_unusual_units.py" in message
+    assert "is not compiled, and runs as it is: torch failed with DataDependentOutputException" in message
+    assert "_dynamo" not in capfd.readouterr().err
+
+
+def test_what_dynamo_asks_of_a_backend_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.exc import SkipFrame
+
+    def skip(*arguments: Any) -> Any:
+        raise SkipFrame("as a backend may")
+
+    monkeypatch.setattr(GraphBackend, "_compiled", skip)
+    with pytest.raises(SkipFrame):
+        GraphBackend("graphs", pytest.fail)(torch.fx.symbolic_trace(nn.Linear(2, 2)), [])
