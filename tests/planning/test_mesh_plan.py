@@ -14,6 +14,7 @@ import stageline as sl
 from stageline.cli.app import run
 from stageline.planning.batch_sizes import SizedProfiles
 from stageline.planning.mesh import divide_by_tp, split_bytes
+from stageline.testing import run_ranks
 from support.profiles import even, layer, profile_of
 
 REQUEST: dict[str, Any] = {"microbatches": 4, "schedule": "1f1b", "time_limit": 0.2}
@@ -216,6 +217,23 @@ def test_tied_parameters_are_divided_alike() -> None:
     divided = divide_by_tp(SizedProfiles.of({1: profile}), 4, None).largest
     assert [unit.parameters for unit in divided.layers] == [11, 10, 11]
     assert divided.parameters == 21
+
+
+def automatic(rank: int) -> tuple[dict[str, int], int]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    pipe = sl.Pipeline(
+        model, loss_fn=nn.functional.mse_loss, schedule="auto", example=torch.ones(4, 4), microbatches=2,
+        mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp")),
+    )  # fmt: skip
+    assert pipe.plan is not None
+    return dict(pipe.plan.mesh), pipe.plan.ranks
+
+
+def test_an_automatic_plan_is_one_for_the_mesh_of_the_pipeline() -> None:
+    assert run_ranks(automatic, 2) == [({"dp_replicate": 1, "pp": 2}, 2)] * 2
 
 
 def test_the_command_takes_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
