@@ -400,7 +400,7 @@ def test_a_mistake_in_one_replica_is_said_in_all_and_the_next_step_is_right() ->
     wanted = [
         r"the schedule has 2 ranks and 4 processes were started; start 2, or pass ranks=4, or replicas=2 \(2 × 2 = 4\)",
         r"3 replicas of 2 ranks are 6 processes, and 4 were started; start 6, or replicas=2",
-        r"a DeviceMesh with a dimension 'pp' .* got dimensions \('tp',\)",
+        r"the mesh has 1 ranks and 1 replicas; the schedule has 2 ranks and replicas=2 was passed: make them agree",
         r"the mesh has 2 ranks and 2 replicas; the schedule has 4 ranks: make them agree",
         r"rank 3 and rank 0 differ in bucket_mb and reduce_dtype",
         r"rank 3 \(replica 1\) and rank 1 \(replica 0\) hold different values of 6.up.bias, which both use: rank 3",

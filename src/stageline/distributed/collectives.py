@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -54,6 +54,7 @@ class ProcessCollectives:
         self.single_process = layout.ranks == 1
         across = self._transport.exchange(layout.replica_group(rank))
         self.replica_group = ReplicaGroup(self, across) if layout.replicas > 1 else None
+        """All rows; see `data_group` for those that get different samples."""
         self._layout_groups = self._groups.of_job() if layout.replicas == 1 else None
 
     @property
@@ -88,6 +89,15 @@ class ProcessCollectives:
         """The communicator of a replica group; None if it has none."""
         communicators = self._groups.communicators
         return None if communicators is None else communicators.of_replicas(processes)
+
+    def data_group(self, dimensions: Collection[str]) -> ReplicaGroup:
+        """The processes that differ from this one in these dimensions of the data alone."""
+        assert self.replica_group is not None
+        chosen = frozenset(dimensions)
+        if chosen not in self.layout_groups.data:
+            return self.replica_group
+        processes = self.layout.neighbours(self.process, chosen)
+        return ReplicaGroup(self, self._transport.exchange(processes), processes, self.layout_groups.data[chosen])
 
     def start(self, start: Callable[[], Any]) -> Callable[[], None]:
         """Start a collective; call the result to wait for it, unless a rank is lost."""
@@ -204,9 +214,10 @@ class ProcessCollectives:
             if odd is not None:
                 other = values.index(usual)
                 one, another = first_difference(*(self.broadcast_to_all(facts[name], rank) for rank in (odd, other)))
+                first, second = map(self.layout.place_name, (odd, other))
                 raise PipelineError(
-                    f"rank {odd} and rank {other} differ in {name}: rank {odd} has {one} and rank {other} has "
-                    f"{another}; pass the same on all ranks"
+                    f"{first} and {second} differ in {name}: {first} has {one} and {second} has {another}; pass the "
+                    "same on all ranks"
                 )
         self._layout_groups = self._groups.for_layout(self.layout)
 
@@ -271,11 +282,28 @@ class OnDevice:
 
 
 class ReplicaGroup:
-    """The processes that are the same rank of every replica, and so hold the same stages."""
+    """The processes that are the same rank of every row, and so hold the same stages; or some of them."""
 
-    def __init__(self, collectives: ProcessCollectives, exchange: RowExchange) -> None:
-        self._collectives, self._exchange = collectives, exchange
-        self._processes = collectives.layout.replica_group(collectives.here[0])
+    def __init__(
+        self,
+        collectives: ProcessCollectives,
+        exchange: RowExchange,
+        processes: Sequence[int] | None = None,
+        group: Any = None,
+    ) -> None:
+        """`processes` and their process group, if they are not those of all rows."""
+        self._collectives, self._exchange, self._own_group = collectives, exchange, group
+        self._processes = processes or collectives.layout.replica_group(collectives.here[0])
+
+    @property
+    def position(self) -> int:
+        """The place of this process in the group."""
+        return list(self._processes).index(self._collectives.process)
+
+    @property
+    def _group(self) -> Any:
+        own = self._own_group
+        return self._collectives.layout_groups.replica_group if own is None else own
 
     def all_gather(self, row: Floats) -> Floats:
         """The rows of this rank in all replicas, in their order."""
@@ -286,11 +314,10 @@ class ReplicaGroup:
 
         A tensor on a GPU needs NCCL: see `direct`.
         """
-        groups = self._collectives.layout_groups
-        communicator = self._communicator
+        group, communicator = self._group, self._communicator
         if communicator is not None and flat.is_cuda:
             return self._collectives.start(lambda: OnDevice(communicator.all_reduce(flat)))
-        return self._collectives.start(lambda: dist.all_reduce(flat, group=groups.replica_group, async_op=True))
+        return self._collectives.start(lambda: dist.all_reduce(flat, group=group, async_op=True))
 
     @property
     def direct(self) -> bool:
@@ -303,13 +330,11 @@ class ReplicaGroup:
 
     def broadcast_tensor(self, tensor: Tensor) -> None:
         """Copy the tensor of the first replica to all replicas, in place."""
-        group = self._collectives.layout_groups.replica_group
-        self._collectives.broadcast_tensor_in_group(tensor, self._processes[0], group)
+        self._collectives.broadcast_tensor_in_group(tensor, self._processes[0], self._group)
 
     def broadcast(self, text: str, replica: int) -> str:
         """The text of one replica, on all replicas."""
-        group = self._collectives.layout_groups.replica_group
-        return self._collectives.broadcast_in_group(text, self._processes[replica], group)
+        return self._collectives.broadcast_in_group(text, self._processes[replica], self._group)
 
 
 def first_difference(one: str, other: str) -> tuple[str, str]:

@@ -192,6 +192,8 @@ class JobFailures:
     def named(self, verdict: Verdict) -> Verdict:
         """The verdict with the replica of the rank that failed, if there are several."""
         several = self._layout.replicas > 1
+        if self._layout.in_mesh:
+            return replace(verdict, name=self._layout.name(verdict.culprit))
         return replace(verdict, replica=self._layout.place(verdict.culprit)[0]) if several else verdict
 
     def blamed(self, patience: float = BLAME) -> Verdict | None:

@@ -1,18 +1,22 @@
-"""Which process is which rank of which replica of a pipeline.
+"""Which process is which rank of which copy of a pipeline.
 
 4 processes, ranks=2, replicas=2            a DeviceMesh of the same
             rank 0   rank 1
 replica 0      0        1                   dp │ pp ──▶
 replica 1      2        3                      ▼
+
+In a larger mesh, every row of ranks is one copy of the pipeline, and the other dimensions number the rows: replicas
+(dp_replicate), processes that share the parameters of a replica (dp_shard), and those that share its layers (tp).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from stageline.common.errors import StagelineError, shorten
+from stageline.common.errors import StagelineError, nearest, shorten
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -21,12 +25,23 @@ if TYPE_CHECKING:
 
 RANKS = ("pp",)
 REPLICAS = ("dp", "dp_replicate")
+SHARDS = ("dp_shard",)
+TENSORS = ("tp",)
 """Names of the dimensions of a mesh."""
+KNOWN = (*RANKS, *REPLICAS, *SHARDS, *TENSORS)
+OTHERS = {
+    "cp": "context parallel is not supported: keep whole sequences on a rank, and use tp or more stages",
+    "ep": "expert parallel is not supported: keep all experts of a layer on a rank, and shard them with dp_shard",
+    "fsdp": "name it 'dp_shard'",
+    "ddp": "name it 'dp_replicate'",
+    "dp_cp": "context parallel is not supported",
+}
+"""What to do about dimensions that others use."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The processes of all replicas; by default those of a replica are consecutive.
+    """The processes of all rows; by default a row is a replica, and its processes are consecutive.
 
     >>> layout = Layout.even(ranks=2, replicas=3)
     >>> layout.rows
@@ -36,7 +51,13 @@ class Layout:
     """
 
     rows: tuple[tuple[int, ...], ...]
-    """For each replica, the process of each of its ranks."""
+    """For each row, the process of each of its ranks."""
+    shards: int = 1
+    """How many rows share the parameters of a replica: the size of dp_shard."""
+    tensors: int = 1
+    """How many rows share the layers of a replica, and so get the same samples: the size of tp."""
+    names: tuple[str, ...] = ()
+    """The dimensions of the mesh, in its order; empty without a mesh."""
 
     @classmethod
     def even(cls, ranks: int, replicas: int = 1) -> Layout:
@@ -45,41 +66,71 @@ class Layout:
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh, processes: int) -> Layout:
-        """The layout of a mesh with dimensions named "pp" and "dp", or either alone, in any order."""
-        names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
-        shape = dict(zip(names, getattr(mesh, "shape", ()), strict=False))
-        pp = next((name for name in names if name in RANKS), None)
-        dp = next((name for name in names if name in REPLICAS), None)
-        if pp is None and dp is None:
-            raise StagelineError(
-                f"mesh= is a DeviceMesh with a dimension 'pp' for ranks and 'dp' for replicas, or one of them; got "
-                f"{f'dimensions {names}' if names else shorten(mesh)}: name them with mesh_dim_names="
-            )
-        others = [name for name in names if name not in (pp, dp) and shape[name] != 1]
-        if others:
-            raise StagelineError(
-                f"the mesh has {shape}, but a pipeline has only ranks ('pp') and replicas ('dp'); create a mesh "
-                f"without {', '.join(map(repr, others))}"
-            )
-        order = [names.index(name) for name in (dp, pp) if name is not None]
+        """The layout of a mesh with dimensions named pp, dp_replicate (or dp), dp_shard and tp, in any order.
+
+        A dimension that is missing counts as 1.
+        """
+        shape = _shape_of(mesh)
+        names = tuple(shape)
+        kinds = [next((name for name in names if name in kind), None) for kind in (REPLICAS, SHARDS, TENSORS, RANKS)]
+        sizes = [1 if name is None else shape[name] for name in kinds]
+        order = [names.index(name) for name in kinds if name is not None]
         rest = [index for index in range(len(names)) if index not in order]
-        table = mesh.mesh.permute(*rest, *order).reshape(shape[dp] if dp else 1, shape[pp] if pp else 1).tolist()
+        table = mesh.mesh.permute(*rest, *order).reshape(-1, sizes[3]).tolist()
         members = sorted(process for row in table for process in row)
         if members != list(range(processes)):
+            sizes_text = " × ".join(f"{name} {size}" for name, size in shape.items())
             raise StagelineError(
-                f"the mesh holds the processes {members}, and {processes} were started: it must hold each of them once"
+                f"the mesh ({sizes_text}) holds the processes {shorten(members)}, and {processes} were started: it "
+                "must hold each of them once"
             )
-        return cls(tuple(tuple(map(int, row)) for row in table))
+        return cls(tuple(tuple(map(int, row)) for row in table), sizes[1], sizes[2], names)
 
     @property
     def replicas(self) -> int:
-        """The number of replicas."""
+        """The number of rows: copies of the pipeline that run at the same time."""
         return len(self.rows)
 
     @property
+    def data_rows(self) -> int:
+        """How many different samples there are: rows that differ only in tp get the same."""
+        return len(self.rows) // self.tensors
+
+    def data_row(self, row: int) -> int:
+        """The number of a row's samples."""
+        return row // self.tensors
+
+    @property
     def ranks(self) -> int:
-        """The number of ranks of each replica."""
+        """The number of ranks of each row."""
         return len(self.rows[0])
+
+    def coordinates(self, process: int) -> dict[str, int]:
+        """The place of a process in every dimension.
+
+        >>> Layout(((0, 1), (2, 3)), tensors=2, names=("tp", "pp")).coordinates(3)
+        {'dp_replicate': 0, 'dp_shard': 0, 'tp': 1, 'pp': 1}
+        """
+        row, rank = self.place(process)
+        replica, rest = divmod(row, self.shards * self.tensors)
+        return {"dp_replicate": replica, "dp_shard": rest // self.tensors, "tp": rest % self.tensors, "pp": rank}
+
+    def neighbours(self, process: int, dimensions: Collection[str]) -> tuple[int, ...]:
+        """The processes that differ from this one in these dimensions alone, itself included.
+
+        >>> Layout(((0, 1), (2, 3)), tensors=2, names=("tp", "pp")).neighbours(3, ["tp"])
+        (1, 3)
+        """
+        here = self.coordinates(process)
+        fixed = [name for name in here if name not in dimensions]
+        members = (other for row in self.rows for other in row)
+        return tuple(other for other in members if all(self.coordinates(other)[name] == here[name] for name in fixed))
+
+    @property
+    def data_dimensions(self) -> list[str]:
+        """The dimensions over which samples differ that have more than one place."""
+        replicates = self.data_rows // self.shards
+        return [name for name, size in (("dp_replicate", replicates), ("dp_shard", self.shards)) if size > 1]
 
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
@@ -90,7 +141,7 @@ class Layout:
         return self._places[process]
 
     def replica_group(self, rank: int) -> tuple[int, ...]:
-        """The processes that are this rank of each replica, and so hold the same stages."""
+        """The processes that are this rank of each row, and so hold the same stages, or parts of them."""
         return tuple(row[rank] for row in self.rows)
 
     def name(self, process: int) -> str:
@@ -98,16 +149,75 @@ class Layout:
 
         >>> Layout.even(ranks=2).name(1), Layout.even(ranks=2, replicas=2).name(3)
         ('rank 1', 'rank 3 (replica 1)')
+        >>> Layout(((0, 1), (2, 3)), shards=2, names=("pp", "dp_shard")).name(1)
+        'process 1 (pp 1, dp_shard 0)'
         """
+        if self.in_mesh:
+            return self.place_name(process)
         return f"rank {process}" + (f" (replica {self.place(process)[0]})" if self.replicas > 1 else "")
 
+    @property
+    def in_mesh(self) -> bool:
+        """Whether the mesh has more dimensions than ranks and replicas."""
+        return bool(self.names) and (self.shards > 1 or self.tensors > 1)
 
-def ranks_of(mesh: DeviceMesh) -> int | None:
-    """The number of ranks of a mesh; None if it has neither ranks nor replicas."""
+    def place_name(self, process: int) -> str:
+        """The name of a process by its place in the mesh; "rank 3" if there are only ranks and replicas."""
+        if not self.in_mesh:
+            return f"rank {process}"
+        place = self.coordinates(process)
+        known = {name: place["dp_replicate" if name == "dp" else name] for name in self.names if name in KNOWN}
+        return f"process {process} ({', '.join(f'{name} {at}' for name, at in known.items())})"
+
+
+def _shape_of(mesh: DeviceMesh) -> dict[str, int]:
+    """The sizes of a mesh's dimensions by name; refuses a mesh with others than a pipeline knows."""
     names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
-    if any(name in RANKS for name in names):
-        return int(mesh.shape[names.index(RANKS[0])])
-    return 1 if any(name in REPLICAS for name in names) else None
+    shape = dict(zip(names, getattr(mesh, "shape", ()), strict=False))
+    if not names:
+        raise StagelineError(
+            f"mesh= is a DeviceMesh whose dimensions are named {', '.join(KNOWN)}, in any order, and "
+            f"{shorten(mesh)} has no names: pass mesh_dim_names= to init_device_mesh"
+        )
+    unknown = [name for name in names if name not in KNOWN and shape[name] != 1]
+    if unknown:
+        hint = OTHERS.get(unknown[0], f"rename it{nearest(unknown[0], KNOWN)}, or create a mesh without it")
+        raise StagelineError(
+            f"the mesh has the dimension {unknown[0]!r} of size {shape[unknown[0]]}, and a pipeline knows "
+            f"{', '.join(KNOWN)}; {hint}"
+        )
+    if all(name in names for name in REPLICAS):
+        raise StagelineError("the mesh has both 'dp' and 'dp_replicate', which are the same dimension; keep one")
+    return shape
+
+
+def ranks_of(mesh: DeviceMesh) -> int:
+    """The number of ranks of a mesh; 1 if it has no dimension for them."""
+    return _shape_of(mesh).get("pp", 1)
+
+
+def inner_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """The mesh of the processes that hold the same stages: without "pp"; None if nothing is left."""
+    if mesh is None:
+        return None
+    shape = _shape_of(mesh)
+    names = tuple(name for name in shape if name not in RANKS)
+    if not names:
+        return None
+    return mesh if len(names) == len(shape) else mesh[names]
+
+
+def data_choices(layout: Layout) -> list[frozenset[str]]:
+    """The sets of dimensions over which gradients may have to be summed, other than all rows.
+
+    >>> data_choices(Layout.even(2, replicas=2))
+    []
+    >>> [sorted(choice) for choice in data_choices(Layout(((0,), (1,), (2,), (3,)), shards=2, tensors=2))]
+    [['dp_shard']]
+    """
+    names = layout.data_dimensions
+    choices = [frozenset([name]) for name in names] + ([frozenset(names)] if len(names) > 1 else [])
+    return [choice for choice in choices if layout.tensors > 1 or len(choice) < len(names)]
 
 
 def find_layout(ranks: int, replicas: int | None, mesh: DeviceMesh | None, processes: int) -> Layout:
@@ -123,9 +233,9 @@ def find_layout(ranks: int, replicas: int | None, mesh: DeviceMesh | None, proce
         raise StagelineError(f"replicas must be at least 1, got {shorten(replicas)}")
     if mesh is not None:
         layout = Layout.of_mesh(mesh, processes)
-        if layout.ranks != ranks or replicas not in (None, layout.replicas):
+        if layout.ranks != ranks or replicas not in (None, layout.data_rows):
             raise StagelineError(
-                f"the mesh has {layout.ranks} ranks and {layout.replicas} replicas; the schedule has {ranks} ranks"
+                f"the mesh has {layout.ranks} ranks and {layout.data_rows} replicas; the schedule has {ranks} ranks"
                 f"{'' if replicas is None else f' and replicas={replicas} was passed'}: make them agree"
             )
         return layout

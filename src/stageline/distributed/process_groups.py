@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from stageline.distributed._torch_private import default_store, known_groups
 from stageline.distributed.bootstrap import default_channel, has_own_gpu, own_host, start_together
 from stageline.distributed.communicators import Communicators, quiet_groups
-from stageline.distributed.layout import Layout
+from stageline.distributed.layout import Layout, data_choices
 from stageline.distributed.process_exit import destroy_at_exit, keep_groups, leave_stuck
 from stageline.transport.gpu import nccl
 from stageline.transport.tcp.links import Links
@@ -38,6 +38,8 @@ class LayoutGroups:
     replica_nccl: Any = None
     replica_group_nccl: Any = None
     """The same over NCCL, if every process has its own GPU: for a `DeviceMesh`; pipelines use communicators."""
+    data: dict[frozenset[str], Any] = field(default_factory=dict)
+    """In a larger mesh: the processes that differ in some of the dimensions of the data alone."""
 
 
 class Groups:
@@ -97,11 +99,13 @@ class Groups:
 
         with own_part_of_store(self._prefix):
             mine = make("gloo")
+            data = _make_data_groups(layout)
             with quiet_groups():
                 over_nccl = make("nccl") if self._own_gpus else []
             for group in over_nccl:
                 destroy_at_exit(group)
-        self._of_layout[layout] = LayoutGroups(*mine, *over_nccl)
+        nccl_groups = over_nccl or [None, None]
+        self._of_layout[layout] = LayoutGroups(mine[0], mine[1], nccl_groups[0], nccl_groups[1], data)
 
     def lost(self) -> str:
         """The message of a rank that cannot continue; empty while there is none."""
@@ -142,6 +146,18 @@ class Groups:
             if self._asking.is_alive():
                 leave_stuck(self._asking)
         return answer[0] if answer else ""
+
+
+def _make_data_groups(layout: Layout) -> dict[frozenset[str], Any]:
+    """A group for every choice of the dimensions of the data, unless it is the whole replica group."""
+    mine: dict[frozenset[str], Any] = {}
+    for dimensions in data_choices(layout):
+        members = {layout.neighbours(process, dimensions) for row in layout.rows for process in row}
+        for processes in sorted(members):
+            group = dist.new_group(processes, backend="gloo", group_desc="stageline data")
+            if dist.get_rank() in processes:
+                mine[dimensions] = group
+    return mine
 
 
 @contextmanager

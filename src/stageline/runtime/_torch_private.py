@@ -19,15 +19,18 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "buffer_named",
+    "called_as",
     "composable_wrappers",
     "emits_nvtx",
     "flatten_dense",
     "foreach_mul_",
     "foreach_norm",
+    "forget_unsharded_gradients",
     "has_accumulate_hooks",
     "has_gradient_hooks",
     "mark_stepped",
     "optimizer_hooks",
+    "parameters_of",
     "profiler_is_on",
     "profiles_this_thread",
     "pytree",
@@ -98,9 +101,39 @@ def buffer_named(module: nn.Module, name: str) -> Tensor | None:
     return module._buffers[name]
 
 
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters of this module itself, not of its submodules; they may be replaced."""
+    return module._parameters
+
+
 def optimizer_hooks(optimizer: Optimizer) -> list[Any]:
     """The functions that an optimizer calls before and after it steps."""
     return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+
+
+def called_as(module: nn.Module, function: Callable[[Any], Any], value: Any) -> Any:
+    """Call a module with another forward: its hooks run around `function`."""
+    module.__dict__["forward"] = function
+    try:
+        return module(value)
+    finally:
+        del module.__dict__["forward"]
+
+
+def forget_unsharded_gradients(module: Any) -> None:
+    """Drop the gradients that an FSDP2 module has accumulated and not reduced, and end its step."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    for group in groups:
+        for parameter in () if group is None else group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+        if group is not None:
+            group._training_state = type(group._training_state).IDLE
+    state._training_state = type(state._training_state).IDLE
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
 
 
 def mark_stepped(optimizer: Optimizer) -> None:

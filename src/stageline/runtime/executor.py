@@ -26,6 +26,7 @@ from stageline.runtime.cuda_graphs import ActionGraphs, CudaRecorder, LossInputs
 from stageline.runtime.guards.changed_outputs import OutputForms
 from stageline.runtime.guards.non_finite import FiniteWatch
 from stageline.runtime.out_of_memory import MemoryContext, out_of_memory
+from stageline.runtime.sharding import ShardedStage
 from stageline.runtime.stage import Stage
 from stageline.runtime.step_report import GpuClock, RankResult
 from stageline.schedules import action as kinds
@@ -134,6 +135,10 @@ class Executor:
         last = {task.stage: position for position, task in enumerate(self._tasks) if task.kind != kinds.F}
         self._complete = {position: stage for stage, position in last.items()}
         """After which of its tasks the gradients of which stage are complete."""
+        ends = {task.stage: position for position, task in enumerate(self._tasks) if task.kind in (kinds.B, kinds.I)}
+        self._last_backward = {position: stage for stage, position in ends.items()}
+        """Which of its tasks is the last that runs the backward of a sharded stage."""
+        self._sharded: dict[int, ShardedStage] = {}
         for number, stage in stages.items():
             stage.splits_backward = any(task.kind == kinds.I for task in self._tasks if task.stage == number)
         self._local: dict[tuple[Traffic, int, int], Message] = {}
@@ -232,6 +237,7 @@ class Executor:
         mark = self._mark = nullcontext if plain else range_marker(clock is not None)
         result = RankResult(self.rank, gpu_clock=clock)
         watch = result.watch = self._finite_watch(request)
+        sharded = bool(self._sharded)
         self._local.clear()
         self._parked.clear()
         if self.graphs is not None and request.training:
@@ -244,6 +250,8 @@ class Executor:
             if clock is not None:
                 clock.start(after_message=task.source is not None)
             began = perf_counter()
+            if sharded and request.training and position in self._last_backward:
+                self._sharded[task.stage].before_last_backward()
             with self.compile_lock, mark(task.name):
                 message = self._compute(task, arrived, request, result)
             ended = perf_counter()
@@ -254,11 +262,15 @@ class Executor:
             record.append((*task.label, request.step, began, ended))
             if message is not None:
                 self._pass_on(task, message)
+            if sharded and request.training and position in self._complete:
+                self._sharded[task.stage].complete()
             if watch is not None:  # another rank may wait for the message, and nobody for this
                 watch.action(task.kind, task.stage, task.microbatch, None if message is None else message.leaves)
             progress.done += 1
             if ready is not None and position in self._complete:
                 ready(self._complete[position])
+        for stage in self._sharded.values():
+            stage.end()
         progress.doing = "after its last action"
         if watch is not None:
             watch.end()
@@ -480,6 +492,12 @@ class Executor:
         self._parked.clear()
         for stage in self.stages.values():
             stage.forget()
+        for sharded in self._sharded.values():
+            sharded.forget()
+
+    def shard(self) -> None:
+        """Its stages are sharded: gather their parameters and reduce their gradients where the program says."""
+        self._sharded = {index: ShardedStage(stage.part) for index, stage in self.stages.items()}
 
 
 def device_of(parts: Iterable[nn.Module]) -> int | None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError, shorten
 from stageline.distributed.collectives import ReplicaGroup
+from stageline.tensors.sharded import local
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Bucket:
 
     @property
     def elements(self) -> int:
-        """The number of elements of all parameters."""
-        return sum(parameter.numel() for _, parameter in self.parameters)
+        """The number of elements of all parameters that are on this process."""
+        return sum(local(parameter).numel() for _, parameter in self.parameters)
 
     def empty(self) -> Tensor:
         """A flat tensor that stands for no gradients at all."""
@@ -49,28 +50,29 @@ class Bucket:
         offset, elements = 0, self.elements
         flat[elements:] = torch.tensor([float(parameter.grad is not None) for _, parameter in self.parameters])
         for name, parameter in self.parameters:
-            grad = parameter.grad
+            grad, own = parameter.grad, local(parameter)
             if grad is None:
-                flat[offset : offset + parameter.numel()].zero_()
+                flat[offset : offset + own.numel()].zero_()
             else:
                 if grad.layout != torch.strided:
                     raise StagelineError(
                         f"the gradient of {name} is {shorten(str(grad.layout))}, and only dense gradients are reduced "
                         "over replicas; use sparse=False"
                     )
-                flat[offset : offset + parameter.numel()].view(parameter.shape).copy_(grad.detach())
-            offset += parameter.numel()
+                flat[offset : offset + own.numel()].view(own.shape).copy_(local(grad).detach())
+            offset += own.numel()
         return flat
 
     def assign(self, flat: Tensor) -> None:
         """Copy the sum back into the gradients of the parameters."""
         counts, offset = flat[self.elements :].tolist(), 0
         for (_, parameter), count in zip(self.parameters, counts, strict=True):
+            own = local(parameter)
             if count:
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
-                parameter.grad.detach().copy_(flat[offset : offset + parameter.numel()].view(parameter.shape))
-            offset += parameter.numel()
+                local(parameter.grad).detach().copy_(flat[offset : offset + own.numel()].view(own.shape))
+            offset += own.numel()
 
 
 def buckets_of(
@@ -91,7 +93,7 @@ def buckets_of(
         if not parameter.requires_grad:
             continue
         added = dtype or torch.promote_types(parameter.dtype, torch.float32)
-        need = parameter.numel() * added.itemsize
+        need = local(parameter).numel() * added.itemsize
         if kept and (kind != (added, parameter.device) or need > room):
             assert kind is not None
             yield Bucket(stage, tuple(kept), kind[0])
@@ -147,7 +149,8 @@ class Reducer:
     @property
     def elements(self) -> int:
         """The number of elements of all gradients, which must be the same in all replicas."""
-        return sum(bucket.elements for bucket in (*self._buckets, *self._shared))
+        buckets = (*self._buckets, *self._shared)
+        return sum(parameter.numel() for bucket in buckets for _, parameter in bucket.parameters)
 
     def begin(self) -> None:
         """Start a step: no stage is ready."""
@@ -191,6 +194,38 @@ class Reducer:
                 if succeeded:
                     reduction.bucket.assign(flat)
         self._filled, self._begun = [], 0
+
+
+class Reducers:
+    """Several reducers, each over its own processes, as one."""
+
+    def __init__(self, reducers: Sequence[Reducer]) -> None:
+        self._reducers = list(reducers)
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of all gradients."""
+        return sum(reducer.elements for reducer in self._reducers)
+
+    def begin(self) -> None:
+        """Start a step."""
+        for reducer in self._reducers:
+            reducer.begin()
+
+    def ready(self, stage: int) -> None:
+        """The gradients of a stage are complete on this rank."""
+        for reducer in self._reducers:
+            reducer.ready(stage)
+
+    def finish(self, succeeded: bool = True) -> None:
+        """Wait for all buckets of stages."""
+        for reducer in self._reducers:
+            reducer.finish(succeeded)
+
+    def finish_shared(self) -> None:
+        """Reduce the parameters that several stages use."""
+        for reducer in self._reducers:
+            reducer.finish_shared()
 
 
 class _Reduction:

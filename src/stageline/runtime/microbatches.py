@@ -99,7 +99,8 @@ class BatchIntake:
             specs.refuse_unknown(batch.inputs, batch.keywords)
         if batch.keep:
             specs.refuse_merge()
-        valid = validate_batch(self._stage_count, batch.inputs, batch.targets, batch.keywords, not alone, specs)
+        compared = not alone or self._host.layout.tensors > 1
+        valid = validate_batch(self._stage_count, batch.inputs, batch.targets, batch.keywords, compared, specs)
         if alone and batch.inputs is None:
             raise StagelineError("the inputs are None; the first stage needs them")
         if alone and valid.samples is None:
@@ -135,7 +136,7 @@ class BatchIntake:
             columns = [] if host.single_process else batch.columns
             counts = comparison.agree_replicas(host, known, columns, self.readers, refused)
             compared = known[host.replica, :, : len(NAMES)]
-            return Agreement(counts[host.replica], sum(counts), lambda: compared)
+            return Agreement(counts[host.replica], sum(counts[:: host.layout.tensors]), lambda: compared)
         start = cache(lambda: host.all_gather_async(_complete(own)))
 
         def rows() -> Floats:

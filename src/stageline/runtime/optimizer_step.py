@@ -8,13 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from stageline.common.errors import StagelineError
 from stageline.distributed.rank_host import Floats
 from stageline.runtime._torch_private import foreach_mul_
 from stageline.runtime.step_report import scalars_to_row
+from stageline.tensors.sharded import is_sharded, local
 
 
 def norms_of(names: Sequence[str], own: Mapping[str, Tensor | None], norm_type: float = 2.0) -> Floats:
@@ -22,10 +26,33 @@ def norms_of(names: Sequence[str], own: Mapping[str, Tensor | None], norm_type: 
     gradients = {name: gradient for name, gradient in own.items() if gradient is not None}
     real = {name: gradient.abs() if gradient.is_complex() else gradient for name, gradient in gradients.items()}
     norms = {
-        name: torch.linalg.vector_norm(real[name], norm_type, dtype=norm_dtype([gradient]))
+        name: torch.linalg.vector_norm(local(real[name]), norm_type, dtype=norm_dtype([gradient]))
         for name, gradient in gradients.items()
     }
+    norms.update(_norms_of_shards({name: norms[name] for name in norms if is_sharded(real[name])}, real, norm_type))
     return scalars_to_row(names, norms)
+
+
+def _norms_of_shards(own: Mapping[str, Tensor], gradients: Mapping[str, Any], norm_type: float) -> dict[str, Tensor]:
+    """The norms of gradients that are cut, from those of this process's parts: each part counts once.
+
+    One sum for all that are cut alike. All processes that hold parts must call this together.
+    """
+    alike: dict[Any, list[str]] = {}
+    for name in own:
+        mesh, placements = gradients[name].device_mesh, gradients[name].placements
+        cut = tuple(index for index, placement in enumerate(placements) if not placement.is_replicate())
+        alike.setdefault((mesh, cut, own[name].dtype), []).append(name)
+    norms: dict[str, Tensor] = {}
+    for (mesh, cut, _), names in alike.items():
+        if cut and not norm_type > 0:
+            raise StagelineError(f"the norm of sharded gradients needs a norm_type above 0, got {norm_type}")
+        largest = math.isinf(norm_type)
+        values = torch.stack([own[name] if largest else own[name] ** norm_type for name in names])
+        for dimension in cut:
+            dist.all_reduce(values, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, mesh.get_group(dimension))
+        norms.update(zip(names, (values if largest else values ** (1 / norm_type)).unbind(), strict=True))
+    return norms
 
 
 def norm_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
@@ -97,7 +124,7 @@ class GradientRules:
 def scale_gradients(gradients: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply gradients by a factor, in place."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
+    for gradient in map(local, gradients):
         groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), members in groups.items():
         foreach_mul_(members, factor.to(device, dtype))

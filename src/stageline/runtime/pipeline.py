@@ -18,7 +18,7 @@ from stageline.autograd.recompute import Choice, Policy, mark, parse_recompute
 from stageline.common.errors import PipelineError, StagelineError, shorten
 from stageline.distributed.bootstrap import several_processes
 from stageline.distributed.collectives import ProcessCollectives
-from stageline.distributed.layout import mesh_of, ranks_of
+from stageline.distributed.layout import inner_mesh, mesh_of, ranks_of
 from stageline.distributed.process_host import find_host
 from stageline.distributed.rank_host import Floats, RankHost
 from stageline.model.split import Staged
@@ -37,6 +37,7 @@ from stageline.runtime.setup.automatic_plan import automatic
 from stageline.runtime.setup.handshake import common_seed, facts_of
 from stageline.runtime.setup.model_stages import ModelStages, named_tensors
 from stageline.runtime.setup.options import PipelineOptions, Reduction
+from stageline.runtime.setup.parallelize import find_parallelize
 from stageline.runtime.setup.stages import (
     check_options,
     count_layers,
@@ -53,6 +54,7 @@ from stageline.runtime.step import StepRunner
 from stageline.runtime.step_report import Evaluation, StepStats, joined
 from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import Certificate
+from stageline.tensors.sharded import part_like
 from stageline.timeline.costs import Costs
 from stageline.timeline.drift import Drift, Stragglers
 from stageline.timeline.timeline import Timeline
@@ -124,6 +126,7 @@ class Pipeline:
         targets_chunk_spec: Any = None,
         output_merge_spec: Any = None,
         stragglers: bool = True,
+        parallelize: Callable[[Any, Any], Any] | None = None,
         **options: Any,
     ) -> None:
         """Cut the model, join the other processes if there are any, and prepare for the first step.
@@ -152,7 +155,10 @@ class Pipeline:
         `ranks` is by default the number of processes, and 1 for a model on one GPU. With a named schedule, it is by
         default 1 for a model on one GPU, and otherwise follows from the layers, each of which is a stage.
         `replicas` trains that many copies of the pipeline, each on its own samples, in ranks × replicas processes;
-        `mesh` assigns the processes, by dimensions named "dp" and "pp". Gradients are added up over replicas in buckets
+        `mesh` assigns the processes, by dimensions named pp, dp_replicate (or dp), dp_shard and tp (see docs/mesh.md).
+        `parallelize` is a function of a stage and the mesh without pp, which cuts the stage's layers or shards its
+        parameters in place (torch's parallelize_module and fully_shard); by default, FSDP2 shards every layer over
+        dp_shard. Gradients are added up over replicas in buckets
         of `bucket_mb` MiB, in `reduce_dtype` (default: float32, or the dtype of the gradients if that is wider).
         `compile` is True, the name of a backend or the keywords of torch.compile, which compiles every layer, or every
         unit of a model; "graphs" runs captured graphs without a compiler (see docs/runtime.md). `cuda_graphs`
@@ -172,11 +178,11 @@ class Pipeline:
             compare_weights=compare_weights, recompute=recompute, recompute_policy=recompute_policy, seed=seed,
             deadline=deadline, example=example, device=device, compile=compile, cuda_graphs=cuda_graphs,
             bucket_mb=bucket_mb, reduce_dtype=reduce_dtype, replan=replan, replan_every=replan_every, planned=planned,
-            stragglers=stragglers,
+            stragglers=stragglers, parallelize=parallelize,
             chunk_specs=ChunkSpecs(args_chunk_spec, kwargs_chunk_spec, targets_chunk_spec, output_merge_spec),
         )  # fmt: skip
         source, recipe = described(stages)
-        ranks = ranks_of(mesh) if ranks is None and mesh is not None else ranks
+        ranks = ranks_of(mesh) if mesh is not None and ranks is None else ranks
         self._mesh = mesh
         self.plan: Plan | None = None
         """How it was planned, with `schedule="auto"`."""
@@ -212,22 +218,23 @@ class Pipeline:
         self.recomputed = mark(model, recompute, options.recompute)
         stages = ModelStages(source, model, schedule.stages, options.example)
         host = host or find_host(schedule.ranks, options.seconds, replicas, self._mesh)
-        stages.join(host, schedule.placement)
+        parallelize = find_parallelize(options, host.layout)
+        stages.join(host, schedule.placement, parallelized=parallelize is not None)
         host.check_same(
             {
                 **facts_of(model, schedule, options),
                 "recompute": "\n".join([f"stages {recompute.stages}", *self.recomputed]),
-                "replicas and mesh": repr(host.layout.rows),
+                "replicas and mesh": repr(host.layout),
             }
         )
         seed = common_seed(host, options.seed)
         before = named_tensors(model)
-        stages.build(recipe, seed, options.device)
+        stages.build(recipe, seed, options.device, parallelize, inner_mesh(self._mesh))
         stages.place(options.compile, split=schedule.splits_backward)
         if isinstance(host, ProcessCollectives):
             gpu = device_of(stages.local_parts())
             host.connect_gpus(schedule.channels, None if gpu is None else torch.device("cuda", gpu))
-        stage_options = StageOptions(options.loss_fn, replica_seed(seed, host.replica), recompute)
+        stage_options = StageOptions(options.loss_fn, replica_seed(seed, host.layout.data_row(host.replica)), recompute)
         penalties = len(list(model.named_parameters())) if options.penalty is not None else 0
         executors = ExecutorCache(
             host,
@@ -307,12 +314,12 @@ class Pipeline:
     @property
     def replicas(self) -> int:
         """How many copies of the pipeline train together, each on its own samples."""
-        return self.runner.host.layout.replicas
+        return self.runner.host.layout.data_rows
 
     @property
     def replica(self) -> int:
-        """The replica of this process."""
-        return self.runner.host.replica
+        """The replica of this process: the number of its share of the samples."""
+        return self.runner.host.layout.data_row(self.runner.host.replica)
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -368,8 +375,10 @@ class Pipeline:
         self.runner.refuse_in_run()
         check_state(state, set(self.model.state_dict()), set(self.state_dict()), strict)
         for part in self.runner.stages.local_parts():
-            names = part.state_dict().keys()
-            part.load_state_dict({name: state[name] for name in names if name in state}, strict=False)
+            own = part.state_dict()
+            part.load_state_dict(
+                {name: part_like(state[name], value) for name, value in own.items() if name in state}, strict=False
+            )
 
     def train(self, mode: bool = True) -> Pipeline:
         """Switch all modules to training or evaluation."""

@@ -117,6 +117,8 @@ class ExecutorCache:
         ]
         for executor in executors:
             executor.planned = self._planned
+            if self._stages.sharded:
+                executor.shard()
         devices = frozenset(executor.device for executor in executors if executor.device is not None)
         if self._cuda_graphs and not devices:
             warnings.warn("cuda_graphs=True has no effect: no stage is on a GPU", stacklevel=2)

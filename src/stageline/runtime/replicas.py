@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
 
 from stageline.common.errors import PipelineError
-from stageline.distributed.collectives import ReplicaGroup
+from stageline.distributed.collectives import ProcessCollectives, ReplicaGroup
 from stageline.distributed.rank_host import Floats, RankHost
 from stageline.runtime._torch_private import buffer_named
-from stageline.runtime.grad_reduce import Reducer
+from stageline.runtime.grad_reduce import Reducer, Reducers
 from stageline.runtime.setup.handshake import compare_weights
 from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.setup.options import PipelineOptions
@@ -23,6 +23,10 @@ from stageline.schedules import action as kinds
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.buffers import BufferCopies
 from stageline.tensors.random_numbers import seed_of
+from stageline.tensors.sharded import processes_of
+
+Stages: TypeAlias = dict[int, list[tuple[str, nn.Parameter]]]
+"""The parameters of each stage, by name."""
 
 
 def replica_seed(seed: int, replica: int) -> int:
@@ -55,7 +59,12 @@ class Replicas:
     """The part of this process in the work of all replicas."""
 
     def __init__(
-        self, host: RankHost, group: ReplicaGroup, schedule: Schedule, stages: ModelStages, options: PipelineOptions
+        self,
+        host: ProcessCollectives,
+        group: ReplicaGroup,
+        schedule: Schedule,
+        stages: ModelStages,
+        options: PipelineOptions,
     ) -> None:
         parts, placed = stages.parts, stages.placed
         self.host, self.group = host, group
@@ -66,10 +75,12 @@ class Replicas:
         self._bucket_mb, self._dtype = options.bucket_mb, options.reduce_dtype
         (rank,) = host.here
         order = finishing_order(schedule, rank)
-        self._stages = {
+        self._stages: Stages = {
             stage: [(name, value) for name, value in parts[stage].named_parameters() if value not in placed.uses]
             for stage in order
         }
+        self._data = group if not host.layout.in_mesh else host.data_group(host.layout.data_dimensions)
+        """The rows that get different samples."""
         users: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
         for parameter, uses in placed.uses.items():
             if any(use.own is not None for use in uses):
@@ -78,7 +89,7 @@ class Replicas:
         self._shared = list(users.values())
         self._parts = [parts[stage] for stage in order]
         self._owners = {module for part in self._parts for module in part.modules()}
-        self._reducer: tuple[Any, Reducer] | None = None
+        self._reducer: tuple[Any, Reducer | Reducers] | None = None
 
     def follow(self, schedule: Schedule) -> None:
         """Reduce in the order in which the stages of another schedule finish."""
@@ -91,19 +102,54 @@ class Replicas:
         for named in (*self._stages.values(), *self._shared):
             yield from named
 
-    def reducer(self) -> Reducer:
+    def reducer(self) -> Reducer | Reducers:
         """The reducer of a step; replaced when the set of trainable parameters changes."""
         key = tuple(parameter.requires_grad for _, parameter in self.parameters())
         if self._reducer is None or self._reducer[0] != key:
-            reducer = Reducer(self._stages, self._shared, self.group, bucket_mb=self._bucket_mb, dtype=self._dtype)
-            self._reducer = (key, reducer)
+            self._reducer = (key, self._make_reducer())
         return self._reducer[1]
 
+    def _make_reducer(self) -> Reducer | Reducers:
+        def make(group: ReplicaGroup, stages: Stages, shared: list[list[tuple[str, nn.Parameter]]]) -> Reducer:
+            return Reducer(stages, shared, group, bucket_mb=self._bucket_mb, dtype=self._dtype)
+
+        if not self.host.layout.in_mesh:
+            return make(self.group, self._stages, self._shared)
+
+        def only(named: list[tuple[str, nn.Parameter]], chosen: frozenset[str]) -> list[tuple[str, nn.Parameter]]:
+            return [(name, parameter) for name, parameter in named if self._summed_over(parameter) == chosen]
+
+        choices = {self._summed_over(parameter) for _, parameter in self.parameters()} - {frozenset()}
+        return Reducers(
+            [
+                make(
+                    self._group_of(chosen),
+                    {stage: only(named, chosen) for stage, named in self._stages.items()},
+                    [only(named, chosen) for named in self._shared],
+                )
+                for chosen in sorted(choices, key=sorted)
+            ]
+        )
+
+    def _summed_over(self, parameter: nn.Parameter) -> frozenset[str]:
+        """The dimensions over which a gradient is summed here: those over which FSDP does not."""
+        layout = self.host.layout
+        places = [layout.coordinates(process) for process in processes_of(parameter)]
+        return frozenset(name for name in layout.data_dimensions if len({place[name] for place in places}) < 2)
+
+    def _group_of(self, dimensions: frozenset[str]) -> ReplicaGroup:
+        return self.host.data_group(dimensions) if self.host.layout.in_mesh else self.group
+
     def start(self) -> None:
-        """Start a training step: gradients accumulated before it count once, in the first replica."""
+        """Start a training step: gradients accumulated before it count once, in the first process that sums them."""
         if self.host.replica and not self.pending:
             for _, parameter in self.parameters():
-                parameter.grad = None
+                if not self.host.layout.in_mesh or self._counts_elsewhere(parameter):
+                    parameter.grad = None
+
+    def _counts_elsewhere(self, parameter: nn.Parameter) -> bool:
+        place = self.host.layout.coordinates(self.host.process)
+        return any(place[name] for name in self._summed_over(parameter))
 
     def losses(
         self, outcome: Outcome, before: BufferCopies, good: bool
@@ -115,7 +161,8 @@ class Replicas:
         """
         sizes = (size for _, size in self._sizes(before))
         rows = self.group.all_gather(np.array([sum(outcome.losses), float(outcome.has_metrics), float(good), *sizes]))
-        return rows[:, 0].tolist(), bool(rows[:, 1].any()), rows[:, 3:], (rows[:, 2] > 0).tolist()
+        losses = rows[:: self.host.layout.tensors, 0]  # rows that differ only in tp have the same loss
+        return losses.tolist(), bool(rows[:, 1].any()), rows[:, 3:], (rows[:, 2] > 0).tolist()
 
     def _sizes(self, before: BufferCopies) -> Iterator[tuple[tuple[nn.Module, str], float]]:
         """The bytes of each buffer of this rank's stages, negative if it is unchanged.
@@ -129,7 +176,7 @@ class Replicas:
                 same = now is not None and now.shape == copy.shape and torch.equal(now, copy)
                 yield (owner, name), float(-1 - size if same else 1 + size)
 
-    def finish(self, reducer: Reducer | None, changed: Floats, before: BufferCopies) -> None:
+    def finish(self, reducer: Reducer | Reducers | None, changed: Floats, before: BufferCopies) -> None:
         """Make all replicas equal after all ranks have trained and shared parameters are summed in every replica."""
         if reducer is not None:
             if not self.overlap:
@@ -145,11 +192,12 @@ class Replicas:
                     )
                 buffer = buffer_named(owner, name)
                 if buffer is not None:
-                    self.group.broadcast_tensor(buffer.data)
+                    self._data.broadcast_tensor(buffer.data)
 
     def metrics(self, own: dict[str, float]) -> dict[str, float]:
         """Add the metrics of all replicas, in their order."""
-        text, replicas = json.dumps(own), range(self.host.layout.replicas)
+        layout = self.host.layout
+        text, replicas = json.dumps(own), range(0, layout.replicas, layout.tensors)
         return sum_metrics(json.loads(self.group.broadcast(text, replica)) for replica in replicas)
 
 
@@ -157,6 +205,7 @@ def join_replicas(host: RankHost, schedule: Schedule, stages: ModelStages, optio
     """Join this process to the other replicas, which must begin with the same weights; None if there is only one."""
     if host.replica_group is None:
         return None
+    assert isinstance(host, ProcessCollectives)
     if options.compare_weights:
         compare_weights(host, stages, schedule.placement)
     return Replicas(host, host.replica_group, schedule, stages, options)

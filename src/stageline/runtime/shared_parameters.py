@@ -22,6 +22,7 @@ from stageline.common.errors import StagelineError
 from stageline.runtime._torch_private import has_accumulate_hooks, has_gradient_hooks, share_gradient_hooks
 from stageline.runtime.guards.backward import wrapper_in
 from stageline.schedules.placement import Placement
+from stageline.tensors.sharded import is_sharded
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def place_stages(
 
 def refuse_wrapper(part: nn.Sequential) -> None:
     """Refuse a data-parallel wrapper in a stage that must be copied."""
-    name = wrapper_in(part)
+    name = wrapper_in(part) or ("parallelize" if any(map(is_sharded, part.parameters())) else "")
     if name:
         raise StagelineError(
             f"{name} is applied to a stage with {', '.join(key for key, _ in part.named_children())}, whose parameters "

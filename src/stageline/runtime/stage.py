@@ -21,13 +21,14 @@ from stageline.model.skips import SkipPart, carried
 from stageline.model.stage_module.shared_state import SharedStateWatch
 from stageline.model.stage_module.stage_module import StagePart
 from stageline.model.units import layers_of
-from stageline.runtime._torch_private import has_gradient_hooks, version_of
-from stageline.runtime.guards.backward import ActivationDropping, refuse_loss, wrapper_in
+from stageline.runtime._torch_private import called_as, has_gradient_hooks, version_of
+from stageline.runtime.guards.backward import ActivationDropping, is_fully_sharded, refuse_loss, wrapper_in
 from stageline.runtime.guards.foreign_reads import ForeignReads, LossReads
 from stageline.tensors.buffers import Buffers, Snapshot
 from stageline.tensors.copies import Joined, Pairs, Shared, cloned, detached
 from stageline.tensors.pytree import TENSOR, Leaf, flatten, unflatten
 from stageline.tensors.random_numbers import Generators, draws, generator_alone, random_numbers
+from stageline.tensors.sharded import is_sharded
 from stageline.tensors.thread_context import autocast_enabled, plain_precision
 
 Loss = Callable[[Any, Any], Any]
@@ -170,6 +171,7 @@ class Stage:
         if self._replay is not None:  # it watches each unit on its own
             self._replay.watch, self._replay.foreign = state_watch, foreign_reads
             self._state_watch = self._foreign_reads = None
+        self._through_part = self._replay is None and is_fully_sharded(part)
         self._buffers = Buffers(part)
         self._kept: dict[int, _Kept] = {}
         self._refreshed: tuple[int, bool] | None = None
@@ -230,7 +232,7 @@ class Stage:
         kept.hooks = engine.registered_hooks()
         if kept.hooks != self._hooks and not self._kept:
             self._hooks, self._accumulators_held = kept.hooks, engine.accumulators_held(self.part.parameters())
-            self._wrapped = bool(wrapper_in(self.part))
+            self._wrapped = bool(wrapper_in(self.part)) or any(map(is_sharded, self.part.parameters()))
         kept.direct = not self._accumulators_held and kept.hooks == self._hooks
 
     def _context(self, train: bool, name: str) -> AbstractContextManager[Any]:
@@ -302,6 +304,12 @@ class Stage:
         if self._replay is not None:
             mode = self.part.training
             self._replay.draw = lambda name, call: self._draw(name, mode, kept.step, microbatch, call)
+        if self._through_part:  # so that the hooks of FSDP2 on the stage itself run
+            run = partial(self._run_each_layer, kept, microbatch)
+            return called_as(self.part, run, value)
+        return self._run_each_layer(kept, microbatch, value)
+
+    def _run_each_layer(self, kept: _Kept, microbatch: int, value: Any) -> Any:
         watch = self._state_watch
         each_layer = watch is not None and watch.closely()
         first, arrived = self._layers[0][0] if self._layers else "", value

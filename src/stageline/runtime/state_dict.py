@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError, shorten
 from stageline.distributed.rank_host import RankHost
+from stageline.tensors.sharded import whole
 from stageline.transport.wire import DTYPES
 
 
@@ -59,7 +60,7 @@ def check_state(state: Any, known: set[str], own: set[str], strict: bool) -> Non
 
 
 def _copy(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True).contiguous() if isinstance(value, Tensor) else value
+    return whole(value.detach()).to("cpu", copy=True).contiguous() if isinstance(value, Tensor) else value
 
 
 def _describe(own: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, dict[str, Any]] | str:

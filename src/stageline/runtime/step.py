@@ -24,7 +24,7 @@ from stageline.runtime._torch_private import version_of
 from stageline.runtime.action_ranges import warn_about_threads
 from stageline.runtime.batches.input_gradients import exchange, give_gradients
 from stageline.runtime.executor import StepRequest
-from stageline.runtime.grad_reduce import Reducer
+from stageline.runtime.grad_reduce import Reducer, Reducers
 from stageline.runtime.guards.foreign_reads import NamedTensors, reaches
 from stageline.runtime.guards.non_finite import NotFinite, not_finite
 from stageline.runtime.microbatches import Agreement, Batch, BatchIntake, input_parts
@@ -257,7 +257,7 @@ class StepRunner:
         request: StepRequest | None,
         agreed: Agreement,
         batch: Batch,
-        reducer: Reducer | None,
+        reducer: Reducer | Reducers | None,
         buffers: BufferCopies,
     ) -> CompletedBatch:
         """Run the ranks of this process, and finish the step together with all others."""

@@ -129,6 +129,8 @@ class Verdict:
     """The ranks nearest to the culprit."""
     replica: int | None = None
     """The culprit's replica, if there are several."""
+    name: str = ""
+    """The culprit's name, if the job is a larger mesh."""
 
     @property
     def explained(self) -> bool:
@@ -142,6 +144,7 @@ class Verdict:
 
     def __str__(self) -> str:
         who = f"rank {self.culprit}" + ("" if self.replica is None else f" (replica {self.replica})")
+        who = self.name or who
         where = place_in_words(self.doing) if self.doing else ""
         while_where = where and f" while it was {where}"
         match self.kind:

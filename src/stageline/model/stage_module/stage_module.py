@@ -244,6 +244,25 @@ class StagePart(nn.Sequential):
         units = self.replay.modules
         return [(name, units[name].module) for name, _ in self.random_modules() if name in units]
 
+    def hide_other_units(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Hide the units of other stages: as None, or missing from a list or dict of modules.
+
+        Returns the dictionaries of children that were changed, each with a copy from before.
+        """
+        hidden: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        frames = [module for _, module in self._copies if "named_parameters" in module.__dict__]
+        for module in {id(module): module for module in (*frames, self)}.values():
+            children: dict[str, Any] = children_of(module)
+            others = [name for name, child in children.items() if isinstance(child, _ForeignUnitProxy)]
+            if others:
+                hidden.append((children, dict(children)))
+            for name in others:
+                if isinstance(module, nn.ModuleList | nn.ModuleDict):
+                    del children[name]
+                else:
+                    children[name] = None
+        return hidden
+
     def frame_modules(self) -> list[nn.Module]:
         """Return the modules of the whole model that are not inside of a unit."""
         inside = {id(module) for unit in self.replay.modules.values() for module in unit.module.modules()}

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stageline.common.errors import PipelineError
+from stageline.distributed.layout import Layout
 from stageline.distributed.rank_host import Floats, RankHost
 
 
@@ -44,10 +45,10 @@ SCALE, COUNT, MODE = 4, 5, 6
 MODES = {1.0: "model.eval()", 2.0: "model.train()"}
 
 
-def difference(rows: Floats, columns: Collection[int], names: Sequence[int] | None = None) -> str:
+def difference(rows: Floats, columns: Collection[int], names: Sequence[str] | None = None) -> str:
     """Say which ranks received different batches; empty if there is no difference.
 
-    `names` are the numbers of the ranks, if they are not 0, 1, 2, and so on.
+    `names` are those of the processes, if they are not rank 0, rank 1, and so on.
 
     >>> difference(np.array([[8.0, 5, 0, 0], [0, 0, 0, 0], [8, 6, 0, 0]]), [0, 1])
     'rank 2 received a different batch from rank 0: the inputs differ'
@@ -60,15 +61,15 @@ def difference(rows: Floats, columns: Collection[int], names: Sequence[int] | No
         }
         if len(first_rows) > 1:
             rows_apart = sorted(first_rows.values())[:2]
-            first, second = (rank if names is None else names[rank] for rank in rows_apart)
+            first, second = (f"rank {rank}" if names is None else names[rank] for rank in rows_apart)
             if column >= SCALE:
                 values = (float(rows[row, column]) for row in rows_apart)
                 one, two = (MODES[value] if column == MODE else repr(value) for value in values)
                 return (
-                    f"rank {second} and rank {first} differ in {NAMES[column]}: rank {second} has {two} and rank "
-                    f"{first} has {one}; pass the same on all ranks"
+                    f"{second} and {first} differ in {NAMES[column]}: {second} has {two} and {first} has {one}; pass "
+                    "the same on all ranks"
                 )
-            return f"rank {second} received a different batch from rank {first}: {NAMES[column]} differ"
+            return f"{second} received a different batch from {first}: {NAMES[column]} differ"
     return ""
 
 
@@ -76,7 +77,7 @@ def disagreement(
     rows: Floats,
     columns: Collection[int],
     needs: Mapping[int, Collection[int]],
-    names: Sequence[int] | None = None,
+    names: Sequence[str] | None = None,
 ) -> str:
     """Say what is wrong with the batches of the ranks: they differ, or a rank that reads them received none.
 
@@ -98,15 +99,12 @@ def disagreement(
             continue
         for rank in sorted(needs[column]):
             if not rows[rank, column]:
-                one, two = (int(row) if names is None else names[int(row)] for row in (holders[0], rank))
-                return (
-                    f"rank {one} received {NAMES[column]}, and rank {two}, which reads them, received None; pass "
-                    f"them to rank {two}"
-                )
+                one, two = (f"rank {int(row)}" if names is None else names[int(row)] for row in (holders[0], rank))
+                return f"{one} received {NAMES[column]}, and {two}, which reads them, received None; pass them to {two}"
     return ""
 
 
-# Replicas.
+# Replicas, and rows of a larger mesh.
 
 RUN, TARGETS, ELEMENTS, FAILED = range(len(NAMES), len(NAMES) + 4)
 """Columns of the row that a process of a replica sends, after the columns of its batch."""
@@ -120,7 +118,7 @@ def agree_replicas(
     needs: Mapping[int, Collection[int]],
     refused: Exception | None,
 ) -> list[int]:
-    """The samples of every replica, by the rows of all processes; if these do not agree, all raise the same error."""
+    """The samples of every row, by the numbers of all processes; if these do not agree, all raise the same error."""
     layout = host.layout
     if known[..., FAILED].any():
         replica, rank = np.argwhere(known[..., FAILED])[0]
@@ -128,9 +126,10 @@ def agree_replicas(
         reason = host.broadcast_to_all(f"{type(refused).__name__}: {refused}", culprit)
         raise refused or PipelineError(f"{layout.name(culprit)} cannot run this batch: {reason}")
     for replica, rows in enumerate(known):
-        apart = disagreement(rows, columns, needs, layout.rows[replica])
+        apart = disagreement(rows, columns, needs, [layout.place_name(process) for process in layout.rows[replica]])
         if apart:
-            raise PipelineError(f"replica {replica}: {apart}")
+            raise PipelineError(apart if layout.in_mesh else f"replica {replica}: {apart}")
+    refuse_different_samples(layout, known)
     for column, what in COMMON.items():
         flat = known[..., column].reshape(-1)
         if (flat != flat[0]).any():
@@ -145,3 +144,13 @@ def agree_replicas(
             f"{sizes[0, rank]:.0f} and {sizes[replica, rank]:.0f} elements; freeze the same in all (requires_grad)"
         )
     return [int(rows[:, 0].max()) for rows in known]
+
+
+def refuse_different_samples(layout: Layout, known: Floats) -> None:
+    """Refuse different batches of processes that differ only in pp or tp: all of them train on the same samples."""
+    for first in range(0, layout.replicas if layout.tensors > 1 else 0, layout.tensors):
+        rows = slice(first, first + layout.tensors)
+        names = [layout.name(process) for row in layout.rows[rows] for process in row]
+        apart = difference(known[rows].reshape(len(names), -1), range(len(NAMES)), names)
+        if apart:
+            raise PipelineError(f"{apart}, and processes that differ only in pp or tp take the same samples")

@@ -141,6 +141,8 @@ def why_not(runner: StepRunner, optimizer: Optimizer) -> str:
     model, replicas = runner.stages.model, runner.host.layout.replicas
     if replicas > 1:
         return f"the gradients of {replicas} replicas are summed when all ranks have finished a step"
+    if runner.stages.sharded:
+        return "parallelize changed the stages, and their parameters may be gathered and freed in every step"
     if scattered:
         name = next(name for name, parameter in model.named_parameters() if id(parameter) in scattered)
         return f"several ranks use the parameter {name}, so its gradient is complete only after the step"

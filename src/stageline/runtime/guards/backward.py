@@ -70,6 +70,12 @@ def _refuse_read(what: str, dropped: None) -> Tensor:
     )
 
 
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to this module itself."""
+    sharding: Any = sys.modules.get("torch.distributed.fsdp")
+    return sharding is not None and isinstance(module, sharding.FSDPModule)
+
+
 def wrapper_in(part: nn.Module) -> str:
     """The name of the first data-parallel wrapper (DDP, FSDP, `replicate`) in a stage; empty if there is none.
 

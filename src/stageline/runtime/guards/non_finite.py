@@ -19,6 +19,7 @@ from stageline.distributed.rank_host import Floats
 from stageline.faults.monitor.verdict import describe
 from stageline.runtime._torch_private import flatten_dense, foreach_norm, pytree, sparse_values
 from stageline.schedules.schedule import Schedule
+from stageline.tensors.sharded import local
 
 SMALL = 1 << 15
 """Gradients of a stage with up to this many elements are checked after every backward, others once per step."""
@@ -176,7 +177,7 @@ class FiniteWatch:
         return value is None
 
     def _check_parameters(self, event: Event) -> None:
-        grads = [parameter.grad for parameter in self._parameters[event.stage] if parameter.grad is not None]
+        grads = [local(parameter.grad) for parameter in self._parameters[event.stage] if parameter.grad is not None]
         if self._on_gpu:
             total = (
                 sum_of(flatten_dense(grads)) if grads and all(grad.layout is torch.strided for grad in grads) else None
@@ -193,7 +194,7 @@ class FiniteWatch:
     def end(self) -> None:
         """Check, at the end of the program, the gradients that were not checked after every action."""
         for stage, own in self._parameters.items():
-            grads = [parameter.grad for parameter in own if parameter.grad is not None]
+            grads = [local(parameter.grad) for parameter in own if parameter.grad is not None]
             if not grads or (stage in self._often and not self._on_gpu):
                 continue
             if self._on_gpu:
@@ -212,7 +213,7 @@ class FiniteWatch:
         finite_by_stage = torch.stack(list(flags.values())).tolist() if flags else []
         for stage, is_finite in zip(flags, finite_by_stage, strict=True):
             grads = () if is_finite else (parameter.grad for parameter in self._parameters[stage])
-            if any(kind_of(grad) is not None for grad in grads if grad is not None):
+            if any(kind_of(local(grad)) is not None for grad in grads if grad is not None):
                 self._bad.add(stage)
         return self._bad
 

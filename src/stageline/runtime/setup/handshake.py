@@ -18,12 +18,13 @@ from torch.nn.parameter import is_lazy
 
 from stageline._version import __version__
 from stageline.common.errors import PipelineError, StagelineError, shorten
-from stageline.distributed.rank_host import RankHost
+from stageline.distributed.rank_host import Floats, RankHost
 from stageline.runtime.microbatches import digest
 from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.setup.options import PipelineOptions
 from stageline.schedules.placement import Placement
 from stageline.schedules.schedule import Schedule
+from stageline.tensors.sharded import is_sharded, local
 
 
 def facts_of(model: nn.Module, schedule: Schedule, options: PipelineOptions) -> dict[str, str]:
@@ -60,6 +61,7 @@ def facts_of(model: nn.Module, schedule: Schedule, options: PipelineOptions) -> 
         "loss_reduction": options.loss_reduction,
         "loss_fn": function_fact(options.loss_fn),
         "penalty": function_fact(options.penalty),
+        "parallelize": function_fact(options.parallelize),
         "check_finite": str(options.check_finite),
         "compare_weights": str(options.compare_weights),
         "bucket_mb and reduce_dtype": f"{options.bucket_mb:g} {options.reduce_dtype}",
@@ -161,16 +163,16 @@ def compare_weights(host: RankHost, stages: ModelStages, placement: Placement) -
     if not held:
         return
     (rank,) = host.here
-    own = [float(digest(tensor)) if rank in ranks else 0.0 for tensor, ranks in held.values()]
-    known = host.all_gather(np.array(own))
+    own = [float(digest(local(tensor))) if rank in ranks else 0.0 for tensor, ranks in held.values()]
+    keys = [_shard_key(host, tensor) if rank in ranks else 0.0 for tensor, ranks in held.values()]
+    known, parts = np.split(host.all_gather(np.array([*own, *keys])), 2, axis=-1)
     for column, (name, (tensor, _)) in enumerate(held.items()):
         values = known[..., column]
-        holders = np.argwhere(values)
-        different = [place for place in holders.tolist() if values[tuple(place)] != values[tuple(holders[0])]]
-        if different:
+        pairs = _different_holders(values, parts[..., column])
+        if pairs:
             layout = host.layout
-            first, second = (layout.rows[replica][at] for replica, at in (holders[0].tolist(), different[0]))
-            mine = summarize(tensor) if values[host.replica, rank] else ""
+            first, second = (layout.rows[replica][at] for replica, at in pairs[0])
+            mine = summarize(local(tensor)) if values[host.replica, rank] else ""
             one, other = (host.broadcast_to_all(mine, process) for process in (first, second))
             raise PipelineError(
                 f"{layout.name(second)} and {layout.name(first)} hold different values of {name}, which both use: "
@@ -178,6 +180,35 @@ def compare_weights(host: RankHost, stages: ModelStages, placement: Placement) -
                 "weights (one torch.manual_seed before the model is built, or one checkpoint); compare_weights=False "
                 "skips this check"
             )
+
+
+def _shard_key(host: RankHost, tensor: Tensor) -> float:
+    """Which part of a tensor this process holds, as a number: processes with the same number hold the same part."""
+    if not is_sharded(tensor):
+        return 0.0
+    place = 0
+    for placement, size, at in zip(
+        tensor.placements, tensor.device_mesh.shape, tensor.device_mesh.get_coordinate(), strict=True
+    ):
+        place = place * size + (0 if placement.is_replicate() else at)
+    return float(place)
+
+
+def _different_holders(values: Floats, parts: Floats) -> list[tuple[list[int], list[int]]]:
+    """Pairs of places that hold the same part of a tensor with different values.
+
+    >>> _different_holders(np.array([[5.0, 0], [6, 0]]), np.zeros((2, 2)))
+    [([0, 0], [1, 0])]
+    >>> _different_holders(np.array([[5.0, 0], [6, 0]]), np.array([[0.0, 0], [1, 0]]))
+    []
+    """
+    first: dict[float, list[int]] = {}
+    pairs: list[tuple[list[int], list[int]]] = []
+    for place in np.argwhere(values).tolist():
+        known = first.setdefault(float(parts[tuple(place)]), place)
+        if values[tuple(place)] != values[tuple(known)]:
+            pairs.append((known, place))
+    return pairs
 
 
 def summarize(tensor: Tensor) -> str:

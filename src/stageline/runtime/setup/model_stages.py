@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,13 @@ from stageline.model.stage_module.shared_state import SharedState
 from stageline.model.stage_module.stage_module import StagePart
 from stageline.model.units import NoStack, layers_of
 from stageline.runtime.guards.foreign_reads import holders_of, readers
+from stageline.runtime.setup.parallelize import Parallelize, apply, materialise_sharded
 from stageline.runtime.setup.stages import beside, cut
 from stageline.runtime.shared_parameters import Placed, place_stages
 from stageline.schedules.placement import Placement
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def watched_layers(part: nn.Sequential) -> list[tuple[str, nn.Module]]:
@@ -40,6 +44,8 @@ class ModelStages:
     """The stages that can reach parameters of others through plain references."""
     placed: Placed
     """The modules of the ranks of this process."""
+    sharded: bool = False
+    """Whether `parallelize` was applied to the stages."""
     plain: bool
     """Whether every stage runs once, on its own module: no parameter has two uses."""
 
@@ -59,21 +65,45 @@ class ModelStages:
         self._defined: list[nn.Sequential] = []
         """The stages in the order of definition, if the first batch showed a different order."""
 
-    def join(self, host: RankHost, placement: Placement) -> None:
-        """Find the stages of this process. Processes must know immediately which parameters they own."""
+    def join(self, host: RankHost, placement: Placement, *, parallelized: bool = False) -> None:
+        """Find the stages of this process. Processes must know immediately which parameters they own.
+
+        `parallelized` says whether a function is applied to the stages, which must exist then.
+        """
         self.here, self._placement = host.here, placement
-        self.awaits_batch = self.awaits_batch and host.single_process
+        self.awaits_batch = self.awaits_batch and host.single_process and not parallelized
         if self._not_cut is not None and not self.awaits_batch:
             raise self._not_cut
 
-    def build(self, recipe: Description[Any] | None, seed: int, device: torch.device | str) -> None:
-        """Give memory and weights to the tensors of this process's stages, if the model was built without memory."""
+    def build(
+        self,
+        recipe: Description[Any] | None,
+        seed: int,
+        device: torch.device | str,
+        parallelize: Parallelize | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        """Give memory and weights to the tensors of this process's stages, if the model was built without memory.
+
+        `parallelize` is applied to them before that, so that a process allocates only its part of a sharded parameter.
+        """
+        self.sharded = parallelize is not None
         if recipe is not None:
             parts: list[nn.Module] = [part for stage, part in enumerate(self.parts) if self.holds(stage)]
-            local = {name for part in parts or [self.model] for name, _ in named_tensors(part)}
+            chosen = parts or [self.model]
+            if parallelize is not None:  # the parts hold buffers, so they are cut when these exist
+                local = {name for part in chosen for name, _ in part.named_buffers(remove_duplicate=False)}
+            else:
+                local = {name for part in chosen for name, _ in named_tensors(part)}
             recipe.materialise(local.__contains__, seed=seed, device=device)
             if self._not_cut is None:
                 _, self.parts = cut(self._cut, self.model, self._count, self._example)
+        if parallelize is not None:
+            own = [(stage, part) for stage, part in enumerate(self.parts) if self.holds(stage)]
+            apply(parallelize, own, self.model, mesh)
+            if recipe is not None:
+                for _, part in own:
+                    materialise_sharded(recipe, part, seed, device)
 
     def place(self, compile_: Compile, *, split: bool = False) -> None:
         """Compile the stages of this process, and give each of its ranks the modules of its stages.

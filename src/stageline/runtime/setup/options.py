@@ -50,6 +50,7 @@ class PipelineOptions:
     planned: Costs | Plan | None = None
     stragglers: bool = True
     chunk_specs: ChunkSpecs = field(default_factory=ChunkSpecs)
+    parallelize: Callable[[Any, Any], Any] | None = None
 
     def __post_init__(self) -> None:
         refuse_arrays(self.example, "the example")
@@ -74,6 +75,10 @@ class PipelineOptions:
         if isinstance(self.compile, Mapping) and self.compile.get("mode") == "reduce-overhead":
             self.cuda_graphs = True  # inductor's own graphs know nothing of the order of actions
             self.compile = {name: value for name, value in self.compile.items() if name != "mode"} or True
+        parallelize: Any = self.parallelize
+        if parallelize is not None and not callable(parallelize):
+            expected = "a function of a stage and a mesh that changes the stage in place"
+            raise StagelineError(f"parallelize is {expected}, got {shorten(parallelize)}")
         if not callable(self.loss_fn):
             raise StagelineError(f"loss_fn is a function of output and target, got {shorten(self.loss_fn)}")
         self.seconds = find_deadline(self.deadline)

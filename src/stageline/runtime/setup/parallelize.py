@@ -1,0 +1,166 @@
+"""The `parallelize` option: the user's own tensor parallelism and sharding, applied to the stages of this process."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import nn
+
+from stageline.common.errors import StagelineError, shorten
+from stageline.model.build.build import Description
+from stageline.model.stage_module.stage_module import StagePart
+from stageline.model.units import layers_of
+from stageline.runtime._torch_private import parameters_of
+from stageline.runtime.setup.options import PipelineOptions
+from stageline.tensors.sharded import is_sharded, part_like
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from stageline.distributed.layout import Layout
+
+Parallelize: TypeAlias = "Callable[[Any, Any], Any]"
+"""A function of a stage and of the mesh without "pp", which is None with "pp" alone."""
+
+
+def shard_blocks(part: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Apply FSDP2 to every layer or unit of a stage, over dp_shard: what a mesh with dp_shard does by default."""
+    from torch.distributed.fsdp import fully_shard
+
+    assert mesh is not None
+    assert isinstance(part, nn.Sequential)
+    names = [name for name, _ in part.own_units()] if isinstance(part, StagePart) else [n for n, _ in layers_of(part)]
+    for name in names:
+        module = part.get_submodule(name)
+        if any(True for _ in module.parameters()):
+            fully_shard(module, mesh=mesh["dp_shard"])
+
+
+def find_parallelize(options: PipelineOptions, layout: Layout) -> Parallelize | None:
+    """The function that is applied to every stage: the option, or the default of the mesh; None if there is nothing.
+
+    Refuses what does not go together with it yet.
+    """
+    function = options.parallelize
+    if function is None and layout.tensors > 1:
+        raise StagelineError(
+            f"the mesh has tp {layout.tensors}, and nothing says which layers are cut: pass parallelize=, a function "
+            "of a stage and the mesh that calls torch's parallelize_module"
+        )
+    if function is None and layout.shards > 1:
+        function = shard_blocks
+    if function is not None and layout.in_mesh:
+        refused = {
+            "penalty=": options.penalty is not None,
+            "cuda_graphs=True": options.cuda_graphs,
+            "compile=": options.compile is not False,
+        }
+        for name, passed in refused.items():
+            if passed:
+                raise StagelineError(
+                    f"{name} does not go together with stages whose parameters are sharded (dp_shard or tp in the "
+                    "mesh); leave it out, or use a mesh of pp and dp_replicate"
+                )
+    return function
+
+
+def apply(
+    function: Parallelize, stages: Sequence[tuple[int, nn.Module]], model: nn.Module, mesh: DeviceMesh | None
+) -> None:
+    """Call the function for every stage; its parameters must keep their names, and tied ones must stay tied."""
+    tied = _tied_names(model)
+    for stage, part in stages:
+        before = dict(part.named_parameters(remove_duplicate=False))
+        with _only_own_units(part):
+            answer = function(part, mesh)
+        if answer is not None and answer is not part:
+            other = f"another {type(answer).__name__}" if isinstance(answer, nn.Module) else shorten(answer)
+            raise StagelineError(
+                f"parallelize returned {other} for stage {stage}; change the part in place, and return it or None"
+            )
+        after = dict(part.named_parameters(remove_duplicate=False))
+        _refuse_new_names(stage, before, after)
+        for what, named in (("buffer", part.named_buffers()),):
+            for name, tensor in named:
+                if is_sharded(tensor):
+                    raise StagelineError(
+                        f"parallelize made the {what} {name} of stage {stage} a DTensor; keep buffers plain tensors"
+                    )
+    _refuse_untied(model, tied)
+
+
+def _refuse_new_names(stage: int, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:
+    gone, new = [name for name in before if name not in after], [name for name in after if name not in before]
+    if gone or new:
+        texts = [f"{names[0]} {what}" for names, what in ((gone, "is gone"), (new, "is new")) if names]
+        raise StagelineError(
+            f"parallelize changed the names of the parameters of stage {stage}: {' and '.join(texts)}; keep them, as "
+            "checkpoints and optimizers find parameters by name"
+        )
+    for name, parameter in after.items():
+        if tuple(parameter.shape) != tuple(before[name].shape):
+            raise StagelineError(
+                f"parallelize changed the shape of {name} from {tuple(before[name].shape)} to "
+                f"{tuple(parameter.shape)}; let parallelize_module or fully_shard cut it, which keep the whole shape"
+            )
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _refuse_untied(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
+    after = dict(model.named_parameters(remove_duplicate=False))
+    for first, *others in tied:
+        for name in others:
+            if after[name] is not after[first]:
+                raise StagelineError(
+                    f"{first} and {name} are one parameter, and sharding made them two; a weight that is tied across "
+                    "layers cannot be sharded: untie it, or leave its layers out of parallelize"
+                )
+
+
+@contextmanager
+def _only_own_units(part: nn.Module) -> Iterator[None]:
+    """Hide the units of other stages from a function: as None, or missing from a list or dict of modules."""
+    if not isinstance(part, StagePart):
+        yield
+        return
+    hidden = part.hide_other_units()
+    try:
+        yield
+    finally:
+        for children, entries in hidden:
+            own = dict(children)
+            children.clear()
+            children.update({name: own.get(name) or module for name, module in entries.items()})
+
+
+def materialise_sharded(recipe: Description[Any], part: nn.Module, seed: int, device: torch.device | str) -> None:
+    """Compute the parameters of a stage one by one, and keep this process's part of each."""
+    owners = {name: _owner(part, name) for name, _ in part.named_parameters(remove_duplicate=False)}
+    targets = {name: parameters_of(module)[own] for name, (module, own) in owners.items()}
+    for name, target in targets.items():
+        module, own = owners[name]
+        if target is None or not target.is_meta or target is not parameters_of(module)[own]:
+            continue
+        recipe.materialise({name}.__contains__, seed=seed, device=device)
+        full = parameters_of(module)[own]
+        assert full is not None
+        if is_sharded(target) and not is_sharded(full):
+            cut = nn.Parameter(part_like(full, target), requires_grad=target.requires_grad)
+            for other, (holder, key) in owners.items():
+                if targets[other] is target:
+                    parameters_of(holder)[key] = cut
+
+
+def _owner(part: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, own = name.rpartition(".")
+    return part.get_submodule(path), own
