@@ -3,5 +3,5 @@
 Nothing here runs stages or schedules; a stage and a microbatch are only numbers that an error names.
 
 Read in order: `pytree` (what stages pass to each other) and `copies` (of tensors, that a stage works on); then,
-independent of each other, `random_numbers`, `buffers`, `thread_context` and `host_memory`.
+independent of each other, `random_numbers`, `buffers`, `sharded` (DTensor), `thread_context` and `host_memory`.
 """
