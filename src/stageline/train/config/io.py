@@ -23,6 +23,7 @@ from stageline._version import __version__
 from stageline.common.checked_json import Range, convert, describe
 from stageline.common.errors import JsonError, StagelineError, nearest, shorten
 from stageline.train.config.config import Config
+from stageline.train.config.ranks import close_degrees, open_degrees
 
 
 @dataclass(frozen=True)
@@ -208,8 +209,6 @@ WARN = frozenset(key for key, option in options().items() if option.resume == "w
 """Options that may differ in a resumed run, with a warning."""
 FREE = frozenset(options()) - FIXED - WARN
 """Options that may differ in a resumed run."""
-UNSET = -2
-"""Replicas that no file, flag or dict has set."""
 WIDTH = 100
 """Columns of the comments in a written TOML file."""
 
@@ -226,26 +225,11 @@ def read_config(path: str | Path | None = None, settings: Sequence[str] = ()) ->
 
 def read_with_errors(path: str | Path | None, settings: Sequence[str]) -> tuple[Config, list[str]]:
     """Read as much of a config as is valid; return it with all errors."""
-    config = _empty()
+    config = Config(parallelism=open_degrees())
     errors = [] if path is None else _apply(config, *_load(Path(path)), source=f"{path}: ")
     errors += filter(None, (_apply_setting(config, setting) for setting in settings))
-    return _completed(config), errors
-
-
-def _empty() -> Config:
-    """Return the defaults, without a number of replicas."""
-    config = Config()
-    config.parallelism.data_parallel_replicate_degree = UNSET
-    return config
-
-
-def _completed(config: Config) -> Config:
-    """Set replicas that nobody set: they are the rest, unless another degree is."""
-    layout = config.parallelism
-    degrees = (layout.pipeline_parallel_degree, layout.data_parallel_shard_degree, layout.tensor_parallel_degree)
-    if layout.data_parallel_replicate_degree == UNSET:
-        layout.data_parallel_replicate_degree = 1 if -1 in degrees else -1
-    return config
+    close_degrees(config.parallelism)
+    return config, errors
 
 
 def raise_errors(errors: Sequence[str]) -> None:
@@ -383,9 +367,10 @@ def from_dict(data: Mapping[str, Any]) -> Config:
             f"Stageline {__version__} does not know {', '.join(unknown)}: a newer version wrote this config; use that "
             f"version, or remove {'it' if len(unknown) == 1 else 'them'}"
         )
-    config = _empty()
+    config = Config(parallelism=open_degrees())
     raise_errors(_apply(config, data, [], source=""))
-    return _completed(config)
+    close_degrees(config.parallelism)
+    return config
 
 
 def differences(now: Config, before: Config, ignore: Iterable[str] = ()) -> list[str]:

@@ -18,6 +18,8 @@ DEFAULT_RANKS = 4
 """Ranks of a pipeline without GPUs, as threads of one process."""
 REST = -1
 """The degree that takes the processes which the others leave."""
+UNSET = -2
+"""Replicas that no file, flag or dict has set."""
 REPLICAS = "data_parallel_replicate_degree"
 DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 
@@ -69,17 +71,29 @@ class Degrees(NamedTuple):
         return " × ".join(sizes[:2] + [text for text, size in zip(sizes[2:], self[2:], strict=True) if size > 1])
 
 
+def open_degrees() -> Parallelism:
+    """Return the defaults, with replicas that nobody has set."""
+    return Parallelism(data_parallel_replicate_degree=UNSET)
+
+
+def close_degrees(options: Parallelism) -> None:
+    """Make replicas that nobody has set the rest, or 1 if another degree is the rest."""
+    if options.data_parallel_replicate_degree == UNSET:
+        has_rest = any(getattr(options, name) == REST for name in Degrees._fields)
+        options.data_parallel_replicate_degree = 1 if has_rest else REST
+
+
 def degree_errors(options: Parallelism) -> Iterator[str]:
     """Check the degrees as far as they do not depend on the number of processes."""
     for name in Degrees._fields[2:]:
         if getattr(options, name) == 0:
             yield f"parallelism.{name} is 0; it must be at least 1, or -1 for the rest"
-    rests = [f"parallelism.{name}" for name in Degrees._fields if _given(options, name) == REST]
+    rests = [f"parallelism.{name}" for name in Degrees._fields if _degree(options, name) == REST]
     if len(rests) > 1:
         yield f"{' and '.join(rests)} are both the rest (-1), and only one can be; set one of them to 1 or more"
 
 
-def _given(options: Parallelism, name: str) -> int:
+def _degree(options: Parallelism, name: str) -> int:
     """Return a degree of the config; 0 replicas are the rest."""
     degree = int(getattr(options, name))
     return REST if name == REPLICAS and degree == 0 else degree
@@ -94,7 +108,7 @@ def find_degrees(options: Parallelism, processes: int, gpus: int) -> Degrees:
     """
     for error in degree_errors(options):
         raise StagelineError(error)
-    others = [_given(options, name) for name in Degrees._fields[1:]]
+    others = [_degree(options, name) for name in Degrees._fields[1:]]
     ranks = choose_ranks(options, processes, gpus)
     rest = max(1, processes // (ranks * _known(others)))
     return Degrees(ranks, *(rest if degree == REST else degree for degree in others))
@@ -121,13 +135,13 @@ def choose_ranks(options: Parallelism, processes: int, gpus: int) -> int:
     if degree != REST and options.pipeline_parallel_schedule_csv:
         with suppress(StagelineError):  # the rules of the config report it
             return read_schedule(options.pipeline_parallel_schedule_csv).ranks
-    others = [_given(options, name) for name in Degrees._fields[1:]]
-    each = _known(others)
-    if processes == 1 and each > 1:  # they are still to be started, one for each GPU
-        return max(1, gpus // each) if gpus else DEFAULT_RANKS
+    others = [_degree(options, name) for name in Degrees._fields[1:]]
+    pipelines = _known(others)
+    if processes == 1 and pipelines > 1:  # they are still to be started, one for each GPU
+        return max(1, gpus // pipelines) if gpus else DEFAULT_RANKS
     if processes == 1:
         return 1 if gpus or degree == REST else DEFAULT_RANKS
-    left = max(1, processes // each)
+    left = max(1, processes // pipelines)
     return left if REST not in others or degree == REST or left % DEFAULT_RANKS else DEFAULT_RANKS
 
 
