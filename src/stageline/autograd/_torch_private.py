@@ -21,6 +21,7 @@ __all__ = [
     "input_metadata",
     "prepend_hook",
     "pytree",
+    "raise_recompile_limit",
     "run_engine",
     "saved",
     "saved_hook",
@@ -56,6 +57,13 @@ input_metadata: Callable[[Any], Sequence[Any]] = attrgetter("_input_metadata")
 def hooks_registered() -> int:
     """How many hooks were registered in this process so far, on tensors, nodes and modules."""
     return RemovableHandle.next_id
+
+
+def raise_recompile_limit(limit: int) -> None:
+    """Let torch compile the code of a function at least so often for different arguments."""
+    import torch._dynamo  # takes a second
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
 
 
 def prepend_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:

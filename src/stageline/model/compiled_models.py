@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from stageline.autograd.graphs.options import allow_forms
 from stageline.model._torch_private import children_of
 
 _WRAPPED = "_orig_mod"
@@ -116,6 +117,7 @@ def compiled(modules: Iterable[nn.Module], options: Mapping[str, Any] | None) ->
     """Run modules compiled by torch.compile with these keyword arguments; None changes nothing."""
     chosen = [] if options is None else [module for module in modules if any(True for _ in module.parameters())]
     before = [(module, module.__dict__.get("_compiled_call_impl")) for module in chosen]
+    allow_forms(chosen)
     try:
         for module in chosen:
             module.compile(**(options or {}))

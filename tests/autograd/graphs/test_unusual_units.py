@@ -89,6 +89,46 @@ def test_unusual_units_are_split_and_have_the_bits_of_autograd(unit: Callable[[]
     assert stats.unsplit == 0
 
 
+class Indexed(nn.Module):
+    """Torch compiles the forward once for every index, and once for every width."""
+
+    def __init__(self, index: int, width: int) -> None:
+        super().__init__()
+        self.index, self.up, self.down = index, nn.Linear(8, width), nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(x + self.down(self.up(x).tanh()) / (self.index + 1))
+
+
+@pytest.mark.parametrize("widths", [[4] * 10, list(range(1, 11))], ids=["equal", "different"])
+def test_units_of_more_forms_than_torch_compiles_are_all_compiled(
+    widths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: list[Any] = []
+    monkeypatch.setattr(GraphBackend, "add", lambda backend, halves: graphs.append(halves))
+    model = nn.Sequential(*(Indexed(index, width) for index, width in enumerate(widths)))
+    options: Any = {"schedule": "zb-h1", "ranks": 1, "microbatches": 1, "compile": "graphs"}
+    with torch._dynamo.config.patch(recompile_limit=8):
+        sl.Pipeline(model, loss_fn=functional.mse_loss, **options).step(*batch(2))
+    assert len(graphs) == len(widths) - 1  # the first has no gradient of an input
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("no such backend", "Invalid backend: 'no such backend'"),
+        ({"fast": True}, "unexpected keyword argument 'fast'"),
+        ({"mode": "fast"}, "Unrecognized mode=fast"),
+        ({"options": {"fast": True}}, "Unexpected optimization option fast"),
+        ({"backend": "graphs", "fast": True}, "unexpected keyword argument 'fast'"),
+    ],
+)
+def test_what_torch_compile_does_not_take_is_refused_at_once(option: Any, reason: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(sl.StagelineError, match=f"is nothing that torch.compile takes: .*{reason}"):
+        sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="zb-h1", ranks=1, microbatches=1, compile=option)
+
+
 class Refused(nn.Module):
     """AOTAutograd cannot trace an operator whose result depends on data; Dynamo can capture it."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from stageline.autograd.graphs.options import Compile, compile_options
+from stageline.autograd.graphs.options import Compile, allow_forms, compile_options
 from stageline.distributed.rank_host import RankHost
 from stageline.model.build.build import Description
 from stageline.model.compiled_models import any_compiled
@@ -224,7 +224,8 @@ def compile_units(parts: Iterable[nn.Sequential], option: Compile, *, split: boo
     """
     options = compile_options(option, split=split)
     if options is not None:
-        for part in parts:
-            for _, module in watched_layers(part):
-                if any(True for _ in module.parameters()):
-                    module.compile(**options)
+        layers = (module for part in parts for _, module in watched_layers(part))
+        units = [module for module in layers if any(True for _ in module.parameters())]
+        allow_forms(units)
+        for unit in units:
+            unit.compile(**options)
