@@ -169,19 +169,55 @@ def test_one_process_is_all_the_rest() -> None:
     assert tuple(find_degrees(Parallelism(), 1, gpus=0)) == (4, 1, 1, 1)
 
 
-@pytest.mark.parametrize(("key", "kind"), [(SHARDS, "sharded data parallel"), (TENSOR, "tensor parallel")])
-def test_what_a_job_cannot_run_is_refused_by_name_at_its_start(
-    key: str, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_tensor_parallel_is_refused_by_name_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = Config.read(None, f"{key}=2", f"{PIPELINE}=2", f"{REPLICAS}=1")
+    config = Config.read(None, f"{TENSOR}=2", f"{PIPELINE}=2", f"{REPLICAS}=1")
     assert find_errors(config) == []
-    expected = f"{key} is 2, and stageline train has no {kind} yet; set it to 1"
+    expected = f"{TENSOR} is 2, and stageline train has no tensor parallel yet; set it to 1"
     for start in (find_job_layout, preflight):
         with pytest.raises(sl.StagelineError, match=expected):
             start(config)
-    assert run(["train", "--check", f"--{key}", "2"]) != 0
+    assert run(["train", "--check", f"--{TENSOR}", "2"]) != 0
     assert expected in capsys.readouterr().err
     started(monkeypatch, 4)
     with pytest.raises(sl.StagelineError, match=expected):
         find_job_layout(config)
-    assert find_job_layout(Config.read(None, f"{key}=1")).ranks == 4
+    assert find_job_layout(Config.read(None, f"{TENSOR}=1")).ranks == 4
+
+
+def test_shards_are_replicas_with_samples_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config.read(None, f"{PIPELINE}=2", f"{SHARDS}=2")
+    with pytest.raises(sl.StagelineError, match="shards are processes: start them with torchrun --nproc-per-node 4 "):
+        find_job_layout(config)
+    started(monkeypatch, 8)
+    layout = find_job_layout(config)
+    assert (layout.ranks, layout.replicas, layout.shards) == (2, 4, 2)
+    assert str(layout) == "2 ranks × 2 replicas × 2 shards as processes on cpu"
+    assert find_job_layout(Config.read(None, f"{PIPELINE}=2", f"{REPLICAS}=4")).mesh is None
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "compile.enable=true",
+        "compile.cuda_graphs=true",
+        "training.continuous_steps=true",
+        "model.tie_embeddings=true",
+        "optimizer.name=Muon",
+        "optimizer.name=Adafactor",
+        "parallelism.fsdp_reshard_after_forward=always",
+        "checkpoint.initial_load_path=weights",
+    ],
+)
+def test_what_sharded_stages_do_not_support_is_refused_by_name(setting: str) -> None:
+    (error,) = find_errors(Config.read(None, f"{SHARDS}=2", setting))
+    key, _, value = setting.partition("=")
+    assert f"{SHARDS} is 2, but {key} is {'set' if value == 'weights' else value}, which sharded stages" in error
+    assert find_errors(Config.read(None, setting)) == []
+
+
+def test_a_fused_sgd_is_refused_with_shards() -> None:
+    (error,) = find_errors(Config.read(None, f"{SHARDS}=2", "optimizer.name=SGD", "optimizer.implementation=fused"))
+    assert "optimizer.implementation is fused and optimizer.name is SGD" in error
+    assert find_errors(Config.read(None, f"{SHARDS}=2", "optimizer.name=SGD")) == []

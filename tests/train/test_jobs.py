@@ -227,3 +227,33 @@ def test_a_rank_that_waits_for_others_at_the_start_ends_by_sigterm(fork_server: 
     wait_until(child, lambda: (folder / "inside").exists())
     child.signal(signal.SIGTERM)
     assert child.wait(PATIENCE) == -signal.SIGTERM, log.read_text()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--training.global_batch_size=16 --parallelism.pipeline_parallel_schedule=zb-h1",
+        "--training.dtype=bfloat16 --activation_checkpoint.mode=full --optimizer.name=SGD --optimizer.lr=0.01",
+    ],
+    ids=["accumulation", "bfloat16"],
+)
+def test_shards_train_like_replicas_and_any_layout_resumes(fork_server: ForkServer, tokens: Path, more: str) -> None:
+    """Two shards of two ranks, stopped and resumed, against two replicas; then one process resumes what they saved."""
+    words = ["--training.local_batch_size=4", *more.split()]
+    sharded = [*words, "--parallelism.data_parallel_shard_degree=2"]
+    for run, options in (
+        ("replicas", words),
+        ("shards", [*sharded, "--training.time_limit=0.00001"]),
+        ("shards", sharded),
+    ):
+        assert exit_codes(start(fork_server, tokens, run, *options, processes=4)) == [0] * 4, log_of(tokens, run)
+    assert "2 ranks × 2 shards as processes" in log_of(tokens, "shards")
+    tolerance = 1e-4 if "float16" not in more else 2e-2
+    apart = [abs(losses(tokens, "shards")[step][0] - losses(tokens, "replicas")[step][0]) for step in range(1, 17)]
+    assert max(apart) < tolerance, apart
+    saved, expected = (weights(tokens, run, 16) for run in ("shards", "replicas"))
+    assert max(abs(a - b) for name in expected for a, b in zip(saved[name], expected[name], strict=True)) < tolerance
+    per_step = 16 if "global" in more else 8
+    alone = [*words, f"--training.local_batch_size={per_step}", "--training.steps=17"]
+    assert exit_codes(start(fork_server, tokens, "shards", *alone)) == [0], log_of(tokens, "shards")
+    assert len(losses(tokens, "shards")) == 17

@@ -22,6 +22,7 @@ from stageline.common.errors import CheckpointError, StagelineError, nearest
 from stageline.distributed.rank_host import Collectives, decide_together
 from stageline.model.build.weights import load_weights
 from stageline.runtime.pipeline import Pipeline
+from stageline.tensors.sharded import part_like, whole
 from stageline.train.checkpoint import Checkpoint, newest, open_checkpoint, published
 from stageline.train.checkpoint.manifest import MANIFEST
 from stageline.train.checkpoint.reader import at_step, inspect
@@ -76,10 +77,13 @@ def load_initial_weights(pipe: Pipeline, name: str, host: Collectives) -> None:
 
 
 def own_weights(pipe: Pipeline) -> dict[str, Tensor]:
-    """Return the parameters and buffers that this process saves: one process saves each, tied ones under one name."""
+    """Return the parameters and buffers that this process saves: one process saves each, tied ones under one name.
+
+    Processes that share parameters call this together: each is whole.
+    """
     duplicates = _duplicate_names(pipe)
     return {
-        name: value
+        name: whole(value)
         for name, value in pipe.state_dict().items()
         if isinstance(value, Tensor) and name not in duplicates and pipe.owns(name)
     }
@@ -87,7 +91,11 @@ def own_weights(pipe: Pipeline) -> dict[str, Tensor]:
 
 def own_optimizer_state(pipe: Pipeline, optimizer: Optimizer) -> State:
     """Return the optimizer state that this process saves."""
-    return {name: slots for name, slots in optimizer.state().items() if slots and pipe.owns(name)}
+    return {
+        name: {slot: whole(value) for slot, value in slots.items()}
+        for name, slots in optimizer.state().items()
+        if slots and pipe.owns(name)
+    }
 
 
 def _duplicate_names(pipe: Pipeline) -> set[str]:
@@ -123,7 +131,7 @@ def load_checkpoint(pipe: Pipeline, optimizer: Optimizer, checkpoint: Checkpoint
     values = checkpoint.read_model(list(tensors))
     with torch.no_grad():
         for name, tensor in tensors.items():
-            tensor.copy_(values[name])
+            tensor.copy_(part_like(values[name], tensor))
     saved = checkpoint.manifest.optimizer
     optimizer.load(checkpoint.read_optimizer([name for name in optimizer.parameters if name in saved]))
 
@@ -229,8 +237,13 @@ class JobCheckpoints:
 
     def save(self, step: int, state: Mapping[str, Any], *, background: bool) -> None:
         """Save a checkpoint; the replicas other than the first write nothing, and learn here of a failure."""
+        if self._layout.replica >= self._layout.shards:
+            self._on_all(lambda: None)
+            return
+        pipe = self._setup.pipe
+        tensors = own_weights(pipe), own_optimizer_state(pipe, self._optimizer)  # shards gather them together
         is_first = self._layout.replica == 0
-        self._on_all(partial(self._write, step, state, background=background) if is_first else lambda: None)
+        self._on_all(partial(self._write, step, *tensors, state, background=background) if is_first else lambda: None)
 
     def finish(self) -> None:
         """Wait for the last checkpoint; if it failed, raise on every process."""
@@ -261,15 +274,23 @@ class JobCheckpoints:
                 blocked=self._blocked_seconds,
             )
 
-    def _write(self, step: int, state: Mapping[str, Any], *, background: bool) -> None:
+    def _write(
+        self,
+        step: int,
+        weights: Mapping[str, Tensor],
+        optimizer_state: State,
+        state: Mapping[str, Any],
+        *,
+        background: bool,
+    ) -> None:
         self._writer.wait()
         self.report()
         started = time.perf_counter()
         layout = self._layout
         self._writer.save(
             step,
-            own_weights(self._setup.pipe),
-            own_optimizer_state(self._setup.pipe, self._optimizer),
+            weights,
+            optimizer_state,
             state,
             assets=self._setup.task.assets,
             attempt=f"{self._attempt}-{step}",

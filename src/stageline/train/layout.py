@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,10 @@ import torch.distributed as dist
 from stageline.common.errors import StagelineError
 from stageline.distributed.bootstrap import check_environment
 from stageline.train.config.config import Config
-from stageline.train.config.ranks import Degrees, count_gpus, find_degrees
+from stageline.train.config.ranks import REPLICAS, SHARDS, Degrees, count_gpus, find_degrees
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -22,10 +26,23 @@ class JobLayout:
     ranks: int
     """The ranks of a pipeline."""
     replicas: int
+    """The pipelines with samples of their own: replicas times shards."""
     processes: int
     rank: int
     """The number of this process."""
     device: torch.device
+    shards: int = 1
+    """The replicas that share parameters, gradients and optimizer state."""
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of a job with shards; None for ranks and replicas, whose groups the pipeline makes."""
+        if self.shards == 1:
+            return None
+        from torch.distributed.device_mesh import init_device_mesh
+
+        sizes = (self.replicas // self.shards, self.shards, self.ranks)
+        return init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "pp"))
 
     @property
     def replica(self) -> int:
@@ -52,7 +69,9 @@ class JobLayout:
         if self.ranks == self.processes == 1:
             return f"1 rank on {self.device}"
         how = "threads" if self.processes == 1 else "processes"
-        times = f" × {self.replicas} replicas" if self.replicas > 1 else ""
+        replicas = self.replicas // self.shards
+        times = f" × {replicas} replicas" if replicas > 1 else ""
+        times += f" × {self.shards} shards" if self.shards > 1 else ""
         return f"{self.ranks} ranks{times} as {how} on {self.device.type}"
 
 
@@ -66,36 +85,34 @@ def find_job_layout(config: Config) -> JobLayout:
     grouped = dist.is_available() and dist.is_initialized()
     processes = dist.get_world_size() if grouped else check_environment(os.environ)
     degrees = find_degrees(config.parallelism, processes, count_gpus())
-    ranks, replicas = degrees[:2]
+    ranks, replicas, shards, _ = degrees
     if processes == 1:
-        refuse_unsupported(degrees)
-        if replicas > 1:
-            raise StagelineError(
-                f"parallelism.data_parallel_replicate_degree is {replicas}, and replicas are processes: start them "
-                f"with torchrun --nproc-per-node {ranks * replicas} -m stageline train, or set it to 1"
-            )
+        refuse_tensor_parallel(degrees)
+        for name, degree, what in ((REPLICAS, replicas, "replicas"), (SHARDS, shards, "shards")):
+            if degree > 1:
+                raise StagelineError(
+                    f"parallelism.{name} is {degree}, and {what} are processes: start them with torchrun "
+                    f"--nproc-per-node {degrees.processes} -m stageline train, or set it to 1"
+                )
         return JobLayout(ranks, 1, 1, 0, _device(0))
     if degrees.processes != processes:
         raise StagelineError(
             f"parallelism.{degrees} need {degrees.processes} processes, and {processes} were started; start "
             f"{degrees.processes}, or set the degrees so that their product is {processes}"
         )
-    refuse_unsupported(degrees)
+    refuse_tensor_parallel(degrees)
     rank = dist.get_rank() if grouped else int(os.environ["RANK"])
-    return JobLayout(
-        ranks, replicas, processes, rank, _device(int(os.environ.get("LOCAL_RANK", rank if grouped else 0)))
-    )
+    device = _device(int(os.environ.get("LOCAL_RANK", rank if grouped else 0)))
+    return JobLayout(ranks, replicas * shards, processes, rank, device, shards)
 
 
-def refuse_unsupported(degrees: Degrees) -> None:
-    """Raise if a job has dimensions that it cannot run yet."""
-    kinds = {"data_parallel_shard_degree": "sharded data", "tensor_parallel_degree": "tensor"}
-    for name, kind in kinds.items():
-        if (degree := getattr(degrees, name)) > 1:
-            raise StagelineError(
-                f"parallelism.{name} is {degree}, and stageline train has no {kind} parallel yet; set it to 1, and use "
-                "more ranks or replicas"
-            )
+def refuse_tensor_parallel(degrees: Degrees) -> None:
+    """Raise if a job has tensor parallel, which it cannot run yet."""
+    if degrees.tensor_parallel_degree > 1:
+        raise StagelineError(
+            f"parallelism.tensor_parallel_degree is {degrees.tensor_parallel_degree}, and stageline train has no "
+            "tensor parallel yet; set it to 1, or use sl.Pipeline(mesh=…, parallelize=…) in Python"
+        )
 
 
 def note_on_gpus(config: Config, layout: JobLayout) -> str:

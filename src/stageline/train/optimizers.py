@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError
+from stageline.tensors.sharded import is_sharded, part_like
 from stageline.train.config.config import Config, LRScheduler
 from stageline.train.config.config import Optimizer as OptimizerConfig
 
@@ -74,7 +75,10 @@ class Optimizer:
             options |= {"betas": (config.beta1, config.beta2), "eps": config.eps}
         elif kind in ("SGD", "Muon"):
             options |= {"momentum": config.beta1}
-        if kind in _FUSED and config.implementation in ("auto", "fused"):
+        is_fused = config.implementation in ("auto", "fused")
+        if kind == "SGD" and config.implementation == "auto":  # torch cannot step parts of tensors with a fused SGD
+            is_fused = not any(map(is_sharded, parameters.values()))
+        if kind in _FUSED and is_fused:
             options["fused"] = True
         elif kind != "Muon":
             options["foreach"] = config.implementation != "for-loop"
@@ -135,7 +139,8 @@ class Optimizer:
             master = slots.pop("master", None)
             if name in self.masters:
                 with torch.no_grad():
-                    self.masters[name].copy_(self.parameters[name] if master is None else master)
+                    weights = self.parameters[name] if master is None else master
+                    self.masters[name].copy_(part_like(weights, self.masters[name]))
             owner = self._owner(parameter)
             owner.state.pop(parameter, None)
             if slots:
@@ -149,7 +154,7 @@ class Optimizer:
                 # Keep a step count on the device that torch's kernels expect; move the rest to the parameter's device.
                 is_fused = any(group.get("fused") for group in owner.param_groups)
                 owner.state[parameter] = {
-                    slot: value.clone() if slot == "step" and not is_fused else value.to(parameter.device, copy=True)
+                    slot: value.clone() if slot == "step" and not is_fused else _place(value, parameter)
                     for slot, value in slots.items()
                 }
 
@@ -161,6 +166,12 @@ class Optimizer:
             if any(parameter is member for group in optimizer.param_groups for member in group["params"]):
                 return optimizer
         raise AssertionError("every parameter is in a group")
+
+
+def _place(value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Copy a state to the device of its parameter, and cut it as the parameter is cut."""
+    copy = value.to(parameter.device, copy=True)
+    return part_like(copy, parameter) if copy.shape == parameter.shape else copy
 
 
 def outer_parameters(model: nn.Module) -> list[str]:

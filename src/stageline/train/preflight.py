@@ -20,7 +20,7 @@ from stageline.train.config.config import Config
 from stageline.train.config.io import raise_errors
 from stageline.train.config.ranks import count_gpus, find_degrees
 from stageline.train.config.rules import too_few_units
-from stageline.train.layout import JobLayout, find_job_layout, refuse_unsupported
+from stageline.train.layout import JobLayout, find_job_layout, refuse_tensor_parallel
 from stageline.train.run_folder import RunFolder
 from stageline.train.setup import Setup
 
@@ -50,8 +50,9 @@ def _layout(config: Config) -> JobLayout:
     if check_environment(os.environ) > 1:
         return find_job_layout(config)
     degrees = find_degrees(config.parallelism, 1, count_gpus())
-    refuse_unsupported(degrees)
-    return JobLayout(*degrees[:2], 1, 0, torch.device("cpu"))
+    refuse_tensor_parallel(degrees)
+    ranks, replicas, shards, _ = degrees
+    return JobLayout(ranks, replicas * shards, 1, 0, torch.device("cpu"), shards)
 
 
 def _folder(setup: Setup) -> Iterator[str]:

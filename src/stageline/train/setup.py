@@ -188,7 +188,9 @@ class Setup:
         choice = load_choice(path, request) if self.resumes else None
         if choice is None:
             measured, memory = self._profile()
-            choice, note = choose_schedule(measured, config, layout.ranks, self.batches.microbatches, memory)
+            choice, note = choose_schedule(
+                measured, config, layout.ranks, self.batches.microbatches, memory, layout.shards
+            )
             self.notes += [note] if note else []
             measured.write(path / PROFILE)
             save_choice(choice, path, request)
@@ -240,6 +242,7 @@ class Setup:
             deadline=config.comm.train_timeout_seconds,
             recompute=recompute[config.activation_checkpoint.mode],
             replicas=layout.replicas,
+            mesh=layout.mesh,
             bucket_mb=config.parallelism.bucket_mb,
             device=layout.device,
             compile=self._compile,
@@ -292,7 +295,7 @@ def load_choice(folder: Path, request: dict[str, Any]) -> Plan | None:
 
 
 def choose_schedule(
-    profile: Profile, config: Config, ranks: int, microbatches: int, memory: float | None = None
+    profile: Profile, config: Config, ranks: int, microbatches: int, memory: float | None = None, shards: int = 1
 ) -> tuple[Plan, str]:
     """Return the fastest schedule that the configuration allows, with its best split; and a note, or an empty string.
 
@@ -309,6 +312,7 @@ def choose_schedule(
     request: dict[str, Any] = {
         "profile": profile,
         "ranks": ranks,
+        "mesh": {"pp": ranks, "dp_shard": shards} if shards > 1 else None,
         "microbatches": microbatches,
         "schedule": "auto" if fixed is None else fixed,
         "chunks": options.pipeline_parallel_chunks or None if fixed is None else None,

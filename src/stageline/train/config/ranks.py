@@ -21,6 +21,7 @@ REST = -1
 UNSET = -2
 """Replicas that no file, flag or dict has set."""
 REPLICAS = "data_parallel_replicate_degree"
+SHARDS = "data_parallel_shard_degree"
 DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 
 

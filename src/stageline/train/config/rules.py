@@ -191,6 +191,28 @@ def _degrees(config: Config) -> Iterator[str]:
         )
 
 
+def _shards(config: Config) -> Iterator[str]:
+    obstacles = {
+        "compile.enable is true": config.compile.enable,
+        "compile.cuda_graphs is true": config.compile.cuda_graphs,
+        "training.continuous_steps is true": config.training.continuous_steps,
+        "model.tie_embeddings is true": config.model.name == "gpt" and config.model.tie_embeddings,
+        "optimizer.name is Muon": config.optimizer.name == "Muon",
+        "optimizer.name is Adafactor": config.optimizer.name == "Adafactor",
+        "optimizer.implementation is fused and optimizer.name is SGD": config.optimizer.name == "SGD"
+        and config.optimizer.implementation == "fused",
+        "parallelism.fsdp_reshard_after_forward is always": config.parallelism.fsdp_reshard_after_forward == "always",
+        "checkpoint.initial_load_path is set": config.checkpoint.initial_load_path,
+    }
+    degree = config.parallelism.data_parallel_shard_degree
+    for obstacle, is_present in obstacles.items():
+        if degree not in (0, 1) and is_present:
+            yield (
+                f"parallelism.data_parallel_shard_degree is {degree}, but {obstacle}, which sharded stages do not "
+                "support yet; change one of the two"
+            )
+
+
 def _continuous_steps(config: Config) -> Iterator[str]:
     training = config.training
     obstacles = {
@@ -332,6 +354,7 @@ RULES: tuple[ConfigRule, ...] = (
     _loss,
     _batch,
     _degrees,
+    _shards,
     _continuous_steps,
     _learning_rate,
     _recompute,
@@ -351,8 +374,7 @@ def needs_no_preflight(config: Config) -> bool:
     new = not Path(config.job.dump_folder).exists() and not config.checkpoint.initial_load_path
     selects = config.activation_checkpoint.mode == "selective" or config.checkpoint.load_step >= 0
     validates = config.validation.patience or config.validation.dataset_path
-    parallelism = config.parallelism
-    pipelined = parallelism.data_parallel_shard_degree <= 1 and parallelism.tensor_parallel_degree <= 1
+    pipelined = config.parallelism.tensor_parallel_degree <= 1
     started = "WORLD_SIZE" in os.environ
     return bool(built_in and plain and new and pipelined and not selects and not validates and not started)
 
