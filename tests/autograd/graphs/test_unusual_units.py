@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,11 +15,14 @@ from torch.nn import functional
 
 import stageline as sl
 from stageline.autograd.graphs.backend import GraphBackend
+from stageline.runtime.setup.model_stages import compile_units
 from stageline.testing import assert_same_bits, one_process_step
 from support.gradients import gradients
 from support.pipelines import batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:::torch")
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +75,28 @@ class UnusedLayer(nn.Module):
         return torch.as_tensor(x + self.inside(x))
 
 
-UNITS: list[Callable[[], nn.Module]] = [TransposedNorm, ChannelsLast, ComplexWeight, UnusedLayer]
+class NoGradientOfData(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad * 2, torch.ones(8)
+
+
+class ConstantGradient(nn.Module):
+    """The gradient of its weight needs nothing of I."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return NoGradientOfData.apply(x, self.weight) + 0  # type: ignore[no-any-return, no-untyped-call]
+
+
+UNITS: list[Callable[[], nn.Module]] = [TransposedNorm, ChannelsLast, ComplexWeight, UnusedLayer, ConstantGradient]
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -82,11 +107,39 @@ def test_unusual_units_are_split_and_have_the_bits_of_autograd(unit: Callable[[]
     x, y = batch(8)
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="zb-h1", ranks=2, microbatches=4, compile="graphs")
     for _ in range(2):
+        pipe.zero_grad()
+        plain.zero_grad()
         stats = pipe.step(x, y)
         one_process_step(plain, functional.mse_loss, x, y, 4)
     assert_same_bits(gradients(model), gradients(plain))
     assert_same_bits(dict(model.named_buffers()), dict(plain.named_buffers()))
     assert stats.unsplit == 0
+
+
+class OwnStrides(nn.Module):
+    """Inductor's forward saves the values between these convolutions with other strides than were traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(4, 4, 3, padding=1)
+        self.second = nn.Conv2d(4, 4, 3, padding=1, groups=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(x + self.second(self.first(x).relu()).tanh())
+
+
+@needs_compiler
+@pytest.mark.timeout(300)
+def test_halves_take_the_strides_of_a_forward_of_inductor() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(OwnStrides(), OwnStrides())
+    plain = copy.deepcopy(model)
+    compile_units([plain], True, split=True)
+    x, y = torch.randn(2, 4, 6, 6), torch.randn(2, 4, 6, 6)
+    pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="zb-h1", ranks=1, microbatches=2, compile=True)
+    pipe.step(x, y)
+    one_process_step(plain, functional.mse_loss, x, y, 2)
+    assert_same_bits(gradients(model), gradients(plain))
 
 
 class Indexed(nn.Module):

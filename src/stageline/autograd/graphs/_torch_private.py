@@ -34,6 +34,7 @@ __all__ = [
     "eager_lowering",
     "inductor",
     "mode_options",
+    "restride",
     "size_hint",
     "tensors_in",
     "without_disk_cache",
@@ -65,6 +66,12 @@ def inductor() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module("torch._inductor.compile_fx")
+
+
+def restride(graph: GraphModule, examples: Sequence[Any]) -> None:
+    """Give the values of a graph the strides that follow from its arguments: a compiled forward chooses its own."""
+    inductor().view_to_reshape(graph)
+    inductor().fake_tensor_prop(graph, examples)
 
 
 def without_disk_cache() -> Any:

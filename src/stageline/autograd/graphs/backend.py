@@ -123,7 +123,10 @@ class _Unit:
     def compile_inner(self, graph: GraphModule, examples: Sequence[Any], **options: Any) -> Any:
         """Compile a forward or a backward with inductor."""
         compile_inner = private.inductor().compile_fx_inner
-        halves = self._halves(graph) if options.get("is_backward") else None
+        halves = None
+        if options.get("is_backward"):
+            private.restride(graph, examples)
+            halves = self._halves(graph)
         if halves is None:
             return compile_inner(graph, examples, **options)
         options["static_input_idxs"] = ()

@@ -7,7 +7,7 @@ autograd node before, it runs I alone, and leaves W and what W needs in a `Defer
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -49,12 +49,13 @@ class Deferred:
     """The second half of the backward of one autograd node: filled when I runs, used when W runs."""
 
     backward: CompiledBackward
-    kept: list[Any] = field(default_factory=list)
+    kept: list[Any] | None = None
+    """What W needs; None if I did not run the node."""
 
     def gradients(self) -> dict[int, Tensor]:
         """Run W; return the gradients by the edge of the autograd node."""
-        kept, self.kept = self.kept, []
-        return self.backward.weight_gradients(kept) if kept else {}
+        kept, self.kept = self.kept, None
+        return {} if kept is None else self.backward.weight_gradients(kept)
 
 
 def compiled_backward(node: Any) -> CompiledBackward | None:

@@ -54,7 +54,9 @@ def compile_options(option: Compile, *, split: bool) -> dict[str, Any] | None:
 
 def _check(option: Compile, options: Mapping[str, Any]) -> None:
     try:
-        torch.compile(lambda: None, **options)  # checks its arguments at once, and compiles nothing before a call
+        with warnings.catch_warnings():  # of imports of torch's own code
+            warnings.simplefilter("ignore")
+            torch.compile(lambda: None, **options)  # checks its arguments at once, and compiles nothing before a call
     except Exception as error:  # TypeError, RuntimeError or an exception of torch's compiler
         reason = next(iter(str(error).splitlines()), "")
         raise StagelineError(f"compile={shorten(option)} is nothing that torch.compile takes: {reason}") from error
