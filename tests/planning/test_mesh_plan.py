@@ -14,6 +14,7 @@ import stageline as sl
 from stageline.cli.app import run
 from stageline.planning.batch_sizes import SizedProfiles
 from stageline.planning.mesh import divide_by_tp, split_bytes
+from stageline.tensors.sharded import local
 from stageline.testing import run_ranks
 from support.profiles import even, layer, profile_of
 
@@ -219,21 +220,26 @@ def test_tied_parameters_are_divided_alike() -> None:
     assert divided.parameters == 21
 
 
-def automatic(rank: int) -> tuple[dict[str, int], int]:
+def automatic(rank: int) -> tuple[sl.Plan, int, int]:
+    """The plan of a pipeline, its rank, and the bytes of parameters that this process holds."""
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     pipe = sl.Pipeline(
         model, loss_fn=nn.functional.mse_loss, schedule="auto", example=torch.ones(4, 4), microbatches=2,
-        mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp")),
+        mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "pp")),
     )  # fmt: skip
     assert pipe.plan is not None
-    return dict(pipe.plan.mesh), pipe.plan.ranks
+    held = sum(local(parameter).nbytes for parameter in pipe.parameters())
+    return pipe.plan, rank % 2, held
 
 
-def test_an_automatic_plan_is_one_for_the_mesh_of_the_pipeline() -> None:
-    assert run_ranks(automatic, 2) == [({"dp_replicate": 1, "pp": 2}, 2)] * 2
+def test_a_process_of_a_mesh_holds_the_parameters_that_its_automatic_plan_counts() -> None:
+    for best, rank, held in run_ranks(automatic, 4):
+        assert (best.mesh, best.ranks) == ({"dp_shard": 2, "pp": 2}, 2)
+        assert held == best.memory[rank].parameters
+        assert best.memory[rank].gathered == 4 * held
 
 
 def test_the_command_takes_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
