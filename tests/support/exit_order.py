@@ -8,20 +8,24 @@ import time
 
 from stageline.distributed import process_exit
 
-process_exit.SHUTDOWN = 0.5
-
 
 def fails() -> None:
     raise RuntimeError("planted")
 
 
-if "hang" in sys.argv:
-    process_exit.shut_down_at_exit(lambda: time.sleep(1000))
-process_exit.shut_down_at_exit(lambda: os.write(1, b"first "))
-process_exit.shut_down_at_exit(fails)
-process_exit.shut_down_at_exit(lambda: os.write(1, b"second "))
-if "fork" in sys.argv:
-    child = os.fork()
-    if child:
-        os.waitpid(child, 0)
-sys.exit(3)
+def main() -> None:
+    process_exit.SHUTDOWN = 0.5
+    if "hang" in sys.argv:
+        process_exit.shut_down_at_exit(lambda: time.sleep(1000))
+    process_exit.shut_down_at_exit(lambda: os.write(1, b"first "))
+    process_exit.shut_down_at_exit(fails)
+    process_exit.shut_down_at_exit(lambda: os.write(1, b"second "))
+    if "fork" in sys.argv:
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+    sys.exit(3)
+
+
+if __name__ == "__main__":
+    main()
