@@ -106,7 +106,7 @@ def test_unusual_units_are_split_and_have_the_bits_of_autograd(unit: Callable[[]
     plain = copy.deepcopy(model)
     x, y = batch(8)
     pipe = sl.Pipeline(model, loss_fn=functional.mse_loss, schedule="zb-h1", ranks=2, microbatches=4, compile="graphs")
-    for _ in range(2):
+    for _ in range(3):  # what is compiled in the second step is not split there
         pipe.zero_grad()
         plain.zero_grad()
         stats = pipe.step(x, y)
