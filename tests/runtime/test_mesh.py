@@ -1,10 +1,8 @@
-"""A pipeline as one row of a larger mesh: tensor parallel, FSDP2 and replicas, against the plain loop in float64."""
+"""A pipeline as one row of a larger mesh: tensor parallel, against the plain loop in float64."""
 
 from __future__ import annotations
 
 import re
-import warnings
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,64 +10,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import stageline as sl
 from stageline.distributed.layout import Layout
 from stageline.testing import run_ranks
 from support.meshes import (
+    CASES,
     MeshBlock,
     assert_close,
     both,
     compare,
     data,
-    loss_fn,
+    error_of,
+    linear_pairs,
+    mesh_of,
     own_forward,
+    pipeline,
+    quiet,
+    same_bits,
+    sequence_parallel,
     sequential,
     sharded,
     tensor_parallel,
     whole_of,
 )
-
-CASES: list[tuple[str, int, dict[str, Any]]] = [
-    ("1f1b", 4, {}),
-    ("interleaved", 4, {"chunks": 2}),
-    ("zb-h1", 4, {}),
-    ("zb-v", 4, {}),
-    ("zb-v", 1, {}),
-]
-"""Schedules, one of them with fewer microbatches than ranks."""
-
-
-def mesh_of(shape: tuple[int, ...], *names: str) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-def quiet() -> None:
-    """torch warns of what a test does on purpose, such as several collectives for one tensor."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-
-
-def error_of(call: Any) -> str:
-    try:
-        call()
-    except sl.StagelineError as error:
-        return str(error)
-    return ""
-
-
-def pipeline(model: Any, mesh: DeviceMesh, fn: Any = None, **options: Any) -> sl.Pipeline:
-    options = {"loss_fn": loss_fn, "microbatches": 2, **options}
-    return sl.Pipeline(model, mesh=mesh, parallelize=fn, **options)
-
-
-def same_bits(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    weights = all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
-    return weights and one["losses"] == other["losses"] and one["norms"] == other["norms"]
-
-
-# Tensor parallel.
 
 
 def replaced(part: nn.Module, mesh: Any) -> nn.Module:
@@ -113,6 +77,12 @@ def on_tensors(rank: int) -> dict[str, Any]:
         compare(sl.build(make, seed=3), mesh, on_meta, "zb-h1", 4, source=make, seed=3)
     assert seen
     assert all(seen)
+    # Between layers and between stages, every process has its part of the sequence; and stages of linear layers alone.
+    for schedule in ("1f1b", "zb-h1"):
+        compare(own_forward(), mesh, sequence_parallel, schedule, 4, max_norm=0.5)
+        compare(linear_pairs(), mesh, tensor_parallel, schedule, 4, max_norm=0.5)
+    split = pipeline(sequential(), mesh, tensor_parallel, schedule="zb-h1")
+    assert split.step(*data(0)).unsplit == 0  # the backward of a layer that is cut runs in two halves
     # A state of the whole model goes into the parts, and what is not cut is the same on all.
     pipe = pipeline(sequential(), mesh, tensor_parallel)
     state = {name: value + 1 for name, value in sequential().state_dict().items()}
@@ -185,99 +155,6 @@ def test_tensor_parallel_rows_train_as_the_plain_loop_and_mistakes_are_named() -
         assert list(errors) == list(known)
         for what, pattern in known.items():
             assert re.search(pattern, errors[what]), (what, errors[what])
-
-
-# FSDP2.
-
-
-class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the gathers and reductions that this process starts."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for kind in ("_allgather_base_", "_reduce_scatter_base_"):
-            self.counts[kind.strip("_")] += kind in str(func)
-        return func(*args, **(kwargs or {}))
-
-
-def on_shards(rank: int) -> dict[str, str]:
-    quiet()
-    mesh = mesh_of((2, 2), "pp", "dp_shard")
-    for model in (sequential(), own_forward()):
-        for schedule, microbatches, options in CASES:
-            first = compare(model, mesh, sharded, schedule, microbatches, max_norm=0.5, **options)
-    assert same_bits(first, compare(own_forward(), mesh, sharded, "zb-v", 1, max_norm=0.5))
-    for model in (sequential(), own_forward()):  # every block, without a function
-        compare(model, mesh, None, "zb-h1", 4, max_norm=0.5)
-    for make in (sequential, own_forward):
-        compare(sl.build(make, seed=3), mesh, sharded, "zb-v", 4, source=make, seed=3)
-    compare(sequential(), mesh_of((4,), "dp_shard"), sharded, "1f1b", 4, max_norm=0.5)
-    compare(sequential(), mesh, sharded, "1f1b", 4, recompute="stage")
-    # A step gathers every part once and reduces it once, whatever the number of microbatches.
-    for schedule in ("1f1b", "zb-h1"):
-        pipe = pipeline(sequential(), mesh, None, schedule=schedule, microbatches=6)
-        parts: Any = pipe.runner.stages.local_parts()
-        groups = sum(any(True for _ in layer.parameters()) for part in parts for layer in part)
-        for _ in range(2):
-            with Collectives() as collectives:
-                pipe.step(*data(pipe.replica))
-            assert collectives.counts == {"allgather_base": groups, "reduce_scatter_base": groups}, collectives.counts
-        with Collectives() as collectives:
-            pipe.evaluate(*data(pipe.replica))
-        assert collectives.counts == {"allgather_base": groups, "reduce_scatter_base": 0}
-    # Between steps, only parts are in memory, also after an evaluation.
-    assert all(hasattr(parameter, "full_tensor") for parameter in pipe.parameters())
-    # Gradients accumulate over steps.
-    pipe = pipeline(sequential(), mesh, sharded)
-    pipe.step(*data(pipe.replica))
-    once = {name: whole_of(grad).clone() for name, grad in pipe.named_gradients()}
-    pipe.step(*data(pipe.replica))
-    for name, grad in pipe.named_gradients():
-        assert_close(whole_of(grad), 2 * once[name], name)
-    tied = sequential()
-    tied[5].weight = tied[0].weight
-    return {"tied": error_of(lambda: pipeline(tied, mesh)), "name": pipe.runner.host.layout.name(3)}
-
-
-def test_sharded_rows_train_as_the_plain_loop() -> None:
-    for errors in run_ranks(on_shards, 4, timeout=120):
-        assert "is applied to a stage" in errors["tied"] or "sharding made them two" in errors["tied"]
-        assert errors["name"] == "process 3 (pp 1, dp_shard 1)"
-
-
-# All of them.
-
-
-def hybrid(part: nn.Module, mesh: DeviceMesh | None) -> None:
-    """Shard over dp_shard, and let FSDP2 itself reduce over dp_replicate, for some of the blocks."""
-    from torch.distributed.fsdp import fully_shard
-
-    assert mesh is not None
-    blocks = [module for module in part.modules() if isinstance(module, MeshBlock)]
-    for block in blocks[1:]:
-        fully_shard(block, mesh=mesh["dp_replicate", "dp_shard"])
-
-
-def on_eight(rank: int) -> dict[str, Any]:
-    quiet()
-    mesh = mesh_of((2, 2, 2), "pp", "dp_shard", "tp")
-    compare(sequential(), mesh, both, "zb-v", 4, max_norm=0.5)
-    compare(own_forward(), mesh, both, "1f1b", 4)
-    compare(sl.build(own_forward, seed=3), mesh, both, "zb-h1", 1, source=own_forward, seed=3)
-    name = pipeline(sequential(), mesh, both).runner.host.layout.name(5)
-    replicated = mesh_of((2, 2, 2), "dp_replicate", "pp", "dp_shard")
-    for fn in (sharded, hybrid):
-        compare(sequential(), replicated, fn, "zb-h1", 4, max_norm=0.5)
-    compare(sequential(), mesh_of((2, 2, 2), "tp", "dp", "pp"), tensor_parallel, "1f1b", 4, max_norm=0.5)
-    return {"name": name}
-
-
-def test_two_by_two_by_two() -> None:
-    for result in run_ranks(on_eight, 8, timeout=150):
-        assert result["name"] == "process 5 (pp 1, dp_shard 0, tp 1)"
 
 
 def test_a_layout_knows_its_neighbours() -> None:

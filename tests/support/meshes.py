@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 import stageline as sl
@@ -56,6 +58,13 @@ def sequential() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.Linear(WIDTH, VOCABULARY)).double()
 
 
+def linear_pairs() -> nn.Sequential:
+    """Layers whose inputs and outputs are those of linear layers that are cut."""
+    torch.manual_seed(0)
+    pairs = [nn.Sequential(OrderedDict(up=nn.Linear(WIDTH, 16), down=nn.Linear(16, WIDTH))) for _ in range(4)]
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *pairs, nn.Linear(WIDTH, VOCABULARY)).double()
+
+
 def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -63,8 +72,8 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
 def data(share: int, samples: int = 6) -> tuple[Tensor, Tensor]:
     """The samples of one data coordinate."""
     generator = torch.Generator().manual_seed(100 + share)
-    tokens = torch.randint(VOCABULARY, (samples, 5), generator=generator)
-    return tokens, torch.randint(VOCABULARY, (samples, 5), generator=generator)
+    tokens = torch.randint(VOCABULARY, (samples, 6), generator=generator)
+    return tokens, torch.randint(VOCABULARY, (samples, 6), generator=generator)
 
 
 def tensor_parallel(part: nn.Module, mesh: DeviceMesh | None) -> None:
@@ -73,8 +82,32 @@ def tensor_parallel(part: nn.Module, mesh: DeviceMesh | None) -> None:
 
     assert mesh is not None
     for module in part.modules():
-        if isinstance(module, MeshBlock):
+        if hasattr(module, "up"):
             parallelize_module(module, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def sequence_parallel(part: Any, mesh: DeviceMesh | None) -> None:
+    """Cut everything: between the layers, and between stages, every process has its part of the sequence."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    assert mesh is not None
+    ends: dict[str, Any] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for name, style in ends.items():
+        if getattr(part, name) is not None:
+            parallelize_module(getattr(part, name), mesh["tp"], style)
+    for block in part.layers:
+        up, down = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
+        parallelize_module(block, mesh["tp"], {"norm": SequenceParallel(), "up": up, "down": down})
 
 
 def sharded(part: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
@@ -173,3 +206,41 @@ def compare(
     for name, weight in mine["weights"].items():
         assert_close(weight, expected["weights"][name], f"{what}: {name}")
     return mine
+
+
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    ("1f1b", 4, {}),
+    ("interleaved", 4, {"chunks": 2}),
+    ("zb-h1", 4, {}),
+    ("zb-v", 4, {}),
+    ("zb-v", 1, {}),
+]
+"""Schedules, one of them with fewer microbatches than ranks."""
+
+
+def mesh_of(shape: tuple[int, ...], *names: str) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def quiet() -> None:
+    """torch warns of what a test does on purpose, such as several collectives for one tensor."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+
+
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except sl.StagelineError as error:
+        return str(error)
+    return ""
+
+
+def pipeline(model: Any, mesh: DeviceMesh, fn: Any = None, **options: Any) -> sl.Pipeline:
+    options = {"loss_fn": loss_fn, "microbatches": 2, **options}
+    return sl.Pipeline(model, mesh=mesh, parallelize=fn, **options)
+
+
+def same_bits(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    weights = all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
+    return weights and one["losses"] == other["losses"] and one["norms"] == other["norms"]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stageline.common.errors import PipelineError, TransportError, shorten
+from stageline.distributed._torch_private import set_group_timeout
 from stageline.distributed.bootstrap import start_together
 from stageline.distributed.failures import JobFailures
 from stageline.distributed.layout import Layout
@@ -89,6 +90,15 @@ class ProcessCollectives:
         """The communicator of a replica group; None if it has none."""
         communicators = self._groups.communicators
         return None if communicators is None else communicators.of_replicas(processes)
+
+    def limit_collectives(self, groups: Iterable[Any]) -> None:
+        """Let no process wait in these groups, which layers use themselves, for longer than the deadline.
+
+        One that failed never joins the others there, and they would wait for half an hour. NCCL has its own limit.
+        """
+        for group in groups:
+            if dist.get_backend(group) == "gloo":
+                set_group_timeout(datetime.timedelta(seconds=self.deadline), group)
 
     def data_group(self, dimensions: Collection[str]) -> ReplicaGroup:
         """The processes that differ from this one in these dimensions of the data alone."""

@@ -33,6 +33,7 @@ from stageline.schedules import action as kinds
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.copies import cloned, data_of, detached, is_plain_tensor, noted, read_pairs, sharing
 from stageline.tensors.pytree import TENSOR, Leaf, flatten, refuse_layout, unflatten
+from stageline.tensors.sharded import arrived as arrived_tensor
 from stageline.transport.protocol import Header, Message, Traffic, Transport, kinds_of
 
 if TYPE_CHECKING:
@@ -338,6 +339,8 @@ class Executor:
             gradients, changed = run(task.microbatch, grads, changed)
         else:
             gradients, changed = self.graphs.backward(task.label[0], run, stage, task.microbatch, grads, changed)
+        if self._sharded:
+            gradients = [None if gradient is None else arrived_tensor(gradient) for gradient in gradients]
         if task.stage > 0:
             return self._message(task, request, gradients, "", changed=changed)
         if request.inputs_require_grad:

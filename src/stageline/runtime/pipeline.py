@@ -37,7 +37,7 @@ from stageline.runtime.setup.automatic_plan import automatic
 from stageline.runtime.setup.handshake import common_seed, facts_of
 from stageline.runtime.setup.model_stages import ModelStages, named_tensors
 from stageline.runtime.setup.options import PipelineOptions, Reduction
-from stageline.runtime.setup.parallelize import find_parallelize
+from stageline.runtime.setup.parallelize import find_parallelize, groups_of
 from stageline.runtime.setup.stages import (
     check_options,
     count_layers,
@@ -232,6 +232,8 @@ class Pipeline:
         stages.build(recipe, seed, options.device, parallelize, inner_mesh(self._mesh))
         stages.place(options.compile, split=schedule.splits_backward)
         if isinstance(host, ProcessCollectives):
+            if parallelize is not None:
+                host.limit_collectives(groups_of(stages.local_parts(), inner_mesh(self._mesh)))
             gpu = device_of(stages.local_parts())
             host.connect_gpus(schedule.channels, None if gpu is None else torch.device("cuda", gpu))
         stage_options = StageOptions(options.loss_fn, replica_seed(seed, host.layout.data_row(host.replica)), recompute)

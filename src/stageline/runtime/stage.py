@@ -28,7 +28,6 @@ from stageline.tensors.buffers import Buffers, Snapshot
 from stageline.tensors.copies import Joined, Pairs, Shared, cloned, detached
 from stageline.tensors.pytree import TENSOR, Leaf, flatten, unflatten
 from stageline.tensors.random_numbers import Generators, draws, generator_alone, random_numbers
-from stageline.tensors.sharded import is_sharded
 from stageline.tensors.thread_context import autocast_enabled, plain_precision
 
 Loss = Callable[[Any, Any], Any]
@@ -232,7 +231,7 @@ class Stage:
         kept.hooks = engine.registered_hooks()
         if kept.hooks != self._hooks and not self._kept:
             self._hooks, self._accumulators_held = kept.hooks, engine.accumulators_held(self.part.parameters())
-            self._wrapped = bool(wrapper_in(self.part)) or any(map(is_sharded, self.part.parameters()))
+            self._wrapped = bool(wrapper_in(self.part))
         kept.direct = not self._accumulators_held and kept.hooks == self._hooks
 
     def _context(self, train: bool, name: str) -> AbstractContextManager[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -15,6 +16,7 @@ __all__ = [
     "any_autocast_enabled",
     "buffers_of",
     "children_of",
+    "is_on_its_way",
     "is_traceable_wrapper_subclass",
     "pytree",
     "register_namedtuple",
@@ -40,6 +42,12 @@ without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on in this thread, for any type of device."""
+
+
+def is_on_its_way(tensor: Tensor) -> bool:
+    """Whether a tensor is the result of a collective that may not have ended."""
+    module: Any = sys.modules.get("torch.distributed._functional_collectives")
+    return module is not None and isinstance(tensor, module.AsyncCollectiveTensor)
 
 
 def saved_tensors_hooks() -> tuple[Any, ...] | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError, shorten
 from stageline.tensors._torch_private import is_traceable_wrapper_subclass, pytree, register_namedtuple
+from stageline.tensors.sharded import arrived
 
 Leaf: TypeAlias = Tensor | int | float | str | bool | None
 """What a message may hold; trees are flattened before they are sent."""
@@ -29,12 +30,14 @@ _learning = Lock()
 def flatten(tree: Any, where: str) -> tuple[list[Leaf], str]:
     """Split a tree into its leaves and a text of its structure; refuse a leaf that no message can hold."""
     if isinstance(tree, Tensor):
+        tree = arrived(tree)
         _refuse_odd(tree, where)
         return [tree], TENSOR
     leaves, spec = pytree.tree_flatten(tree)
-    for leaf in leaves:
+    for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            _refuse_odd(leaf, where)
+            leaves[index] = arrived(leaf)
+            _refuse_odd(leaves[index], where)
     try:
         if all(map(_can_pass, leaves)):
             return leaves, _text_of(spec)

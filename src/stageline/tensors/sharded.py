@@ -8,6 +8,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from stageline.tensors._torch_private import is_on_its_way
+
 
 def is_sharded(value: object) -> TypeGuard[Any]:
     """Whether a value is a DTensor. One that was never imported made none, and importing it is slow.
@@ -49,6 +51,30 @@ def part_like(full: Tensor, target: Tensor) -> Tensor:
     full = full.detach().to(target.device_mesh.device_type)
     cut = distribute_tensor(full, target.device_mesh, list(target.placements), src_data_rank=None)
     return torch.as_tensor(cut.contiguous())
+
+
+class _Arrived(torch.autograd.Function):
+    """Waits for the result of a collective."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Tensor:
+        return torch.as_tensor(tensor.trigger_wait().detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """A plain tensor in place of one that a collective still computes; any other as it is.
+
+    >>> arrived(torch.ones(1))
+    tensor([1.])
+    """
+    if type(tensor) is Tensor or not is_on_its_way(tensor):
+        return tensor
+    call: Any = _Arrived.apply
+    return torch.as_tensor(call(tensor))
 
 
 def settle_gradient(parameter: nn.Parameter) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -141,6 +141,15 @@ def _only_own_units(part: nn.Module) -> Iterator[None]:
             own = dict(children)
             children.clear()
             children.update({name: own.get(name) or module for name, module in entries.items()})
+
+
+def groups_of(parts: Iterable[nn.Module], mesh: DeviceMesh | None) -> list[Any]:
+    """The process groups that layers may use themselves: those of the mesh, and of the parameters."""
+    meshes = [] if mesh is None else [mesh]
+    sharded = (parameter for part in parts for parameter in part.parameters() if is_sharded(parameter))
+    meshes += [parameter.device_mesh for parameter in sharded]
+    groups = {id(group): group for inner in meshes for group in inner.get_all_groups()}
+    return list(groups.values())
 
 
 def materialise_sharded(recipe: Description[Any], part: nn.Module, seed: int, device: torch.device | str) -> None:

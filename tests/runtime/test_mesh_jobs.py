@@ -1,0 +1,88 @@
+"""Meshes of three dimensions, and processes that fail in a mesh."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import stageline as sl
+from stageline.testing import ForkServer, run_ranks
+from support.meshes import (
+    MeshBlock,
+    both,
+    compare,
+    mesh_of,
+    own_forward,
+    pipeline,
+    quiet,
+    sequential,
+    sharded,
+    tensor_parallel,
+)
+from support.ports import free_port
+
+
+def hybrid(part: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Shard over dp_shard, and let FSDP2 itself reduce over dp_replicate, for some of the blocks."""
+    from torch.distributed.fsdp import fully_shard
+
+    assert mesh is not None
+    blocks = [module for module in part.modules() if isinstance(module, MeshBlock)]
+    for block in blocks[1:]:
+        fully_shard(block, mesh=mesh["dp_replicate", "dp_shard"])
+
+
+def on_eight(rank: int) -> dict[str, Any]:
+    quiet()
+    mesh = mesh_of((2, 2, 2), "pp", "dp_shard", "tp")
+    compare(sequential(), mesh, both, "zb-v", 4, max_norm=0.5)
+    compare(own_forward(), mesh, both, "1f1b", 4)
+    compare(sl.build(own_forward, seed=3), mesh, both, "zb-h1", 1, source=own_forward, seed=3)
+    name = pipeline(sequential(), mesh, both).runner.host.layout.name(5)
+    replicated = mesh_of((2, 2, 2), "dp_replicate", "pp", "dp_shard")
+    for fn in (sharded, hybrid):
+        compare(sequential(), replicated, fn, "zb-h1", 4, max_norm=0.5)
+    compare(sequential(), mesh_of((2, 2, 2), "tp", "dp", "pp"), tensor_parallel, "1f1b", 4, max_norm=0.5)
+    return {"name": name}
+
+
+def test_two_by_two_by_two() -> None:
+    for result in run_ranks(on_eight, 8, timeout=150):
+        assert result["name"] == "process 5 (pp 1, dp_shard 0, tp 1)"
+
+
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_a_process_that_fails_is_named_by_its_place(how: str, tmp_path: Path) -> None:
+    """Also where another one waits for it in a collective of FSDP2."""
+    common = {
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    script = Path(__file__).parents[1] / "support" / "mesh_rank.py"
+    with ForkServer() as server:
+        processes = []
+        for rank in range(4):
+            environment = {**common, "RANK": str(rank), "STAGELINE_FLIGHT_DIR": str(tmp_path / "flights")}
+            log = tmp_path / f"log-{rank}"
+            processes.append(server.start(script, "main", [rank, str(tmp_path), how], log=log, environment=environment))
+        try:
+            for rank, process in enumerate(processes[:3]):
+                assert process.wait(60) == 0, (tmp_path / f"log-{rank}").read_text()
+        finally:
+            for process in processes:
+                process.signal(signal.SIGKILL)
+                process.wait(60)
+    for rank in range(3):
+        after, _, text = (tmp_path / f"said-{rank}").read_text().partition(" ")
+        if how == "kill":
+            assert text.startswith("process 3 (pp 1, dp_shard 1) died (its process exited without"), text
+            assert float(after) < 2
+        else:
+            assert text.startswith("process 3 (pp 1, dp_shard 1) failed in F of stage 1, microbatch 3: Arith"), text

@@ -1,0 +1,149 @@
+"""A pipeline whose stages FSDP2 shards, against the plain loop in float64."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import stageline as sl
+from stageline.testing import run_ranks
+from support.meshes import (
+    CASES,
+    assert_close,
+    compare,
+    data,
+    error_of,
+    loss_fn,
+    mesh_of,
+    own_forward,
+    pipeline,
+    quiet,
+    same_bits,
+    sequential,
+    sharded,
+    whole_of,
+)
+
+
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the gathers and reductions that this process starts."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for kind in ("_allgather_base_", "_reduce_scatter_base_"):
+            self.counts[kind.strip("_")] += kind in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def frozen() -> nn.Sequential:
+    model = sequential()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("up" in name or name.startswith("5"))
+    return model
+
+
+def counts_tokens(mesh: DeviceMesh) -> None:
+    """A loss per token, with different numbers of them in the replicas."""
+
+    def summed(output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+
+    model = sequential()
+    pipe = pipeline(sequential(), mesh, sharded, loss_fn=summed, loss_reduction="count")
+    shares = [data(share, 6 + share) for share in range(pipe.replicas)]
+    count = float(sum(target.numel() for _, target in shares))
+    stats = pipe.step(*shares[pipe.replica], count=count)
+    loss = sum((summed(model(inputs), target) for inputs, target in shares), torch.zeros(())) / count
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert stats.loss == pytest.approx(loss.item(), rel=1e-12)
+    expected: dict[str, Any] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, grad in pipe.named_gradients():
+        assert_close(whole_of(grad), expected[name], name)
+
+
+def mixes_precision(mesh: DeviceMesh) -> None:
+    """FSDP2's own mixed precision: bfloat16 in the layers, and sums in float32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def fn(part: Any, inner: Any) -> None:
+        for layer in part:
+            fully_shard(layer, mesh=inner["dp_shard"], mp_policy=policy)
+
+    half = sequential().bfloat16()
+    pipe = pipeline(sequential().bfloat16().float(), mesh, fn, microbatches=3)
+    loss = pipe.step(*data(pipe.replica)).loss
+    total, sums = 0.0, dict[str, Tensor]()
+    for share in range(2):
+        for x, y in zip(*(part.tensor_split(3) for part in data(share)), strict=True):
+            half.zero_grad()
+            part = loss_fn(half(x), y) * (len(x) / 12)
+            part.backward()  # type: ignore[no-untyped-call]
+            total += part.item()
+            for name, parameter in half.named_parameters():
+                assert parameter.grad is not None
+                sums[name] = sums.get(name, torch.zeros(())) + parameter.grad.float()
+    assert loss == pytest.approx(total, rel=1e-5)
+    for name, grad in pipe.named_gradients():
+        mine = whole_of(grad)
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, sums[name], rtol=1e-4, atol=1e-6)
+
+
+def on_shards(rank: int) -> dict[str, str]:
+    quiet()
+    mesh = mesh_of((2, 2), "pp", "dp_shard")
+    for model in (sequential(), own_forward()):
+        for schedule, microbatches, options in CASES:
+            first = compare(model, mesh, sharded, schedule, microbatches, max_norm=0.5, **options)
+    assert same_bits(first, compare(own_forward(), mesh, sharded, "zb-v", 1, max_norm=0.5))
+    for model in (sequential(), own_forward()):  # every block, without a function
+        compare(model, mesh, None, "zb-h1", 4, max_norm=0.5)
+    for make in (sequential, own_forward):
+        compare(sl.build(make, seed=3), mesh, sharded, "zb-v", 4, source=make, seed=3)
+    compare(sequential(), mesh_of((4,), "dp_shard"), sharded, "1f1b", 4, max_norm=0.5)
+    compare(sequential(), mesh, sharded, "1f1b", 4, recompute="stage")
+    compare(frozen(), mesh, sharded, "zb-v", 4, max_norm=0.5)
+    counts_tokens(mesh)
+    mixes_precision(mesh)
+    # A step gathers every part once and reduces it once, whatever the number of microbatches.
+    for schedule in ("1f1b", "zb-h1"):
+        pipe = pipeline(sequential(), mesh, None, schedule=schedule, microbatches=6)
+        parts: Any = pipe.runner.stages.local_parts()
+        groups = sum(any(True for _ in layer.parameters()) for part in parts for layer in part)
+        for _ in range(2):
+            with Collectives() as collectives:
+                pipe.step(*data(pipe.replica))
+            assert collectives.counts == {"allgather_base": groups, "reduce_scatter_base": groups}, collectives.counts
+        with Collectives() as collectives:
+            pipe.evaluate(*data(pipe.replica))
+        assert collectives.counts == {"allgather_base": groups, "reduce_scatter_base": 0}
+    # Between steps, only parts are in memory, also after an evaluation.
+    assert all(hasattr(parameter, "full_tensor") for parameter in pipe.parameters())
+    # Gradients accumulate over steps.
+    pipe = pipeline(sequential(), mesh, sharded)
+    pipe.step(*data(pipe.replica))
+    once = {name: whole_of(grad).clone() for name, grad in pipe.named_gradients()}
+    pipe.step(*data(pipe.replica))
+    for name, grad in pipe.named_gradients():
+        assert_close(whole_of(grad), 2 * once[name], name)
+    tied = sequential()
+    tied[5].weight = tied[0].weight
+    return {"tied": error_of(lambda: pipeline(tied, mesh)), "name": pipe.runner.host.layout.name(3)}
+
+
+def test_sharded_rows_train_as_the_plain_loop() -> None:
+    for errors in run_ranks(on_shards, 4, timeout=120):
+        assert "is applied to a stage" in errors["tied"] or "sharding made them two" in errors["tied"]
+        assert errors["name"] == "process 3 (pp 1, dp_shard 1)"

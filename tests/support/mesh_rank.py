@@ -1,0 +1,59 @@
+"""One process of a mesh of stages and shards of which one process is killed, or fails, in its second step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import stageline as sl
+from support.meshes import data, loss_fn, sequential, sharded
+
+
+class Killer(nn.Module):
+    """Ends one process in its second step."""
+
+    def __init__(self, layer: nn.Module, folder: Path, rank: int, how: str) -> None:
+        super().__init__()
+        self.layer, self.calls = layer, 0
+        self.rank, self.how, self.file = rank, how, str(folder / "killed")
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        if self.calls == (8 if self.how == "raise" else 6) and self.rank == 3:
+            Path(self.file).write_text(str(time.time()))
+            if self.how == "raise":
+                raise ArithmeticError("planted")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.layer(x)
+
+
+def main(rank: int, folder: str, how: str = "kill") -> None:
+    """Train until the job ends, and write what it ended with, and how many seconds after the kill."""
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
+    model = sequential()
+    model[5] = Killer(model[5], Path(folder), rank, how)
+    pipe = sl.Pipeline(
+        model,
+        loss_fn=loss_fn,
+        schedule="1f1b",
+        microbatches=4,
+        mesh=mesh,
+        parallelize=sharded,
+        deadline=3.0 if how == "raise" else 60.0,
+    )
+    try:
+        for _ in range(3):
+            pipe.step(*data(pipe.replica))
+    except sl.StagelineError as error:
+        after = time.time() - float((Path(folder) / "killed").read_text())
+        (Path(folder) / f"said-{rank}").write_text(f"{after:.2f} {error}")
