@@ -77,8 +77,9 @@ def assert_same_steps(first: sl.Pipeline, second: sl.Pipeline, steps: int = 5, s
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("family", ["1f1b", "zb-h1", "zb-v", "interleaved-zb"])
-@pytest.mark.parametrize("compile_", [False, "graphs"])
+@pytest.mark.parametrize(
+    ("family", "compile_"), [("1f1b", False), ("zb-h1", "graphs"), ("zb-v", False), ("interleaved-zb", False)]
+)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_every_action_is_captured_once_and_replayed(family: str, compile_: bool | str) -> None:
     first, second = pair(blocks(4), schedule=family, compile=compile_)

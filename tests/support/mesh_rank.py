@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import stageline as sl
-from support.meshes import data, loss_fn, sequential, sharded
+
+torch.set_num_threads(1)  # threads that run before processes fork would be missing in them
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a fork server does not know where tests are
+from support.meshes import data, loss_fn, sequential, sharded  # noqa: E402
 
 
 class Killer(nn.Module):
