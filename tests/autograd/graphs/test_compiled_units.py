@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,13 +26,6 @@ from support.pipelines import Block, batch, blocks, tied_model
 
 pytestmark = [pytest.mark.filterwarnings("ignore:::torch"), pytest.mark.filterwarnings("ignore:The .grad attribute")]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 class Attention(nn.Module):

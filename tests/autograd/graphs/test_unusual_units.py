@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,13 +23,6 @@ from support.pipelines import batch
 pytestmark = pytest.mark.filterwarnings("ignore:::torch")
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 class TransposedNorm(nn.Module):
