@@ -463,27 +463,6 @@ def test_a_compiled_region_comes_with_the_inputs_or_on_the_first_stage_with_the_
     assert split.unsplit == (0 if first else sum(parameter.numel() for parameter in inside.parameters()))
 
 
-def test_a_python_function_that_ends_the_first_stage_lives_until_w() -> None:
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-            ctx.save_for_backward(x, weight)
-            return x * weight
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            x, weight = ctx.saved_tensors
-            return grad * weight, (grad * x).sum(0)
-
-    weight, x = nn.Parameter(torch.randn(4)), torch.randn(3, 4)
-    apply: Any = Scale.apply
-    split = SplitBackward([apply(x, weight)], [torch.ones(3, 4)], [])  # nothing else holds the output
-    split.input_gradients()
-    gc.collect()
-    split.weight_gradients()
-    assert_same_bits({"weight": weight.grad}, {"weight": x.sum(0)})
-
-
 def test_mixed_precision_is_split() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8))

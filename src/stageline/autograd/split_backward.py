@@ -103,7 +103,7 @@ class SplitBackward:
     _rest: bool = False
     """Whether there are such outputs."""
     _owners: list[GradientEdge] = field(default_factory=list)
-    """Keep nodes of Python functions alive that W runs: such a node is not kept alive by its Python object."""
+    """Keep nodes of Python functions alive that W runs: in torch 2.11, the Python object of such a node does not."""
 
     def _find_plan(self) -> GraphPlan:
         roots = [(engine.node_of(output), output.output_nr) for output in self.outputs]
