@@ -2,6 +2,7 @@
 # make train CONFIG=job.toml ARGS='--training.steps 100'    the same with your own config and flags
 # make install  create .venv with everything for development
 # make test     install, then run every check: lint, format, types, tests, doctests
+# make test-mesh    every layout of a mesh (FSDP2, tensor parallel, replicas) with every schedule
 # make format   fix and format with ruff
 # make bench    run the benchmarks; each prints ratios against a peer in the same run
 
@@ -14,7 +15,7 @@ CONFIG ?=
 ARGS ?=
 JOBS ?= 2
 
-.PHONY: install train test lint types unit format bench clean
+.PHONY: install train test lint types unit test-mesh format bench clean
 
 install: $(STAMP)
 
@@ -38,6 +39,9 @@ types: install
 
 unit: install
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+
+test-mesh: install
+	$(BIN)/python -m pytest -q -m mesh_matrix tests
 
 format: install
 	$(BIN)/ruff check --fix .
