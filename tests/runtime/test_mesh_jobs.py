@@ -16,13 +16,16 @@ from support.meshes import (
     MeshBlock,
     both,
     compare,
+    error_of,
     mesh_of,
     own_forward,
     pipeline,
     quiet,
+    same_bits,
     sequential,
     sharded,
     tensor_parallel,
+    train,
 )
 from support.ports import free_port
 
@@ -37,6 +40,15 @@ def hybrid(part: nn.Module, mesh: DeviceMesh | None) -> None:
         fully_shard(block, mesh=mesh["dp_replicate", "dp_shard"])
 
 
+def shards_optimizer(mesh: DeviceMesh, fn: Any) -> None:
+    """Replicas that divide the optimizer's state have the bits of those that do not."""
+    results = [
+        train(pipeline(sequential(), mesh, fn, schedule="zb-h1", shard_optimizer=shard), max_norm=0.5)
+        for shard in (False, True)
+    ]
+    assert same_bits(*results)
+
+
 def on_eight(rank: int) -> dict[str, Any]:
     quiet()
     mesh = mesh_of((2, 2, 2), "pp", "dp_shard", "tp")
@@ -47,13 +59,17 @@ def on_eight(rank: int) -> dict[str, Any]:
     replicated = mesh_of((2, 2, 2), "dp_replicate", "pp", "dp_shard")
     for fn in (sharded, hybrid):
         compare(sequential(), replicated, fn, "zb-h1", 4, max_norm=0.5)
-    compare(sequential(), mesh_of((2, 2, 2), "tp", "dp", "pp"), tensor_parallel, "1f1b", 4, max_norm=0.5)
-    return {"name": name}
+    shards_optimizer(replicated, sharded)
+    tensors = mesh_of((2, 2, 2), "tp", "dp", "pp")
+    compare(sequential(), tensors, tensor_parallel, "1f1b", 4, max_norm=0.5)
+    shards_optimizer(tensors, tensor_parallel)
+    return {"name": name, "hybrid": error_of(lambda: pipeline(sequential(), replicated, hybrid, shard_optimizer=True))}
 
 
 def test_two_by_two_by_two() -> None:
     for result in run_ranks(on_eight, 8, timeout=150):
         assert result["name"] == "process 5 (pp 1, dp_shard 0, tp 1)"
+        assert "FSDP2 itself reduces the gradient of" in result["hybrid"]
 
 
 @pytest.mark.parametrize("how", ["kill", "raise"])

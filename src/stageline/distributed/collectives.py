@@ -338,6 +338,23 @@ class ReplicaGroup:
     def _communicator(self) -> Communicator | None:
         return self._collectives.replica_communicator(self._processes)
 
+    def broadcast_async(self, flat: Tensor, position: int) -> Callable[[], None]:
+        """Start copying a contiguous tensor of one replica to all, in place; call the result to wait for it."""
+        group, communicator, process = self._group, self._communicator, self._processes[position]
+        if communicator is not None and flat.is_cuda:
+            return self._collectives.start(lambda: OnDevice(communicator.broadcast(flat, position)))
+        sent = flat.cpu()
+        # As bytes: gloo does not support all dtypes.
+        whole = sent.view(torch.uint8)
+        wait = self._collectives.start(lambda: dist.broadcast(whole, src=process, group=group, async_op=True))
+
+        def received() -> None:
+            wait()
+            if sent is not flat:
+                flat.copy_(sent)
+
+        return received
+
     def broadcast_tensor(self, tensor: Tensor) -> None:
         """Copy the tensor of the first replica to all replicas, in place."""
         self._collectives.broadcast_tensor_in_group(tensor, self._processes[0], self._group)

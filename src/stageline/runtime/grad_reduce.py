@@ -63,12 +63,14 @@ class Bucket:
             offset += own.numel()
         return flat
 
-    def assign(self, flat: Tensor) -> None:
-        """Copy the sum back into the gradients of the parameters."""
+    def assign(self, flat: Tensor, keeps: Callable[[nn.Parameter], bool] = lambda parameter: True) -> None:
+        """Copy the sum back into the gradients of the parameters that this process keeps, and drop the others."""
         counts, offset = flat[self.elements :].tolist(), 0
         for (_, parameter), count in zip(self.parameters, counts, strict=True):
             own = local(parameter)
-            if count:
+            if not keeps(parameter):
+                parameter.grad = None
+            elif count:
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
                 local(parameter.grad).detach().copy_(flat[offset : offset + own.numel()].view(own.shape))
@@ -132,16 +134,17 @@ class Reducer:
         *,
         bucket_mb: float = 25.0,
         dtype: torch.dtype | None = None,
+        keeps: Callable[[nn.Parameter], bool] = lambda parameter: True,
     ) -> None:
         """`stages` holds the parameters that a single stage uses, in the order in which stages finish.
 
         `shared` holds parameters that several stages use, grouped by their users: they reduce them in the same buckets
-        and so get the same bits.
+        and so get the same bits. `keeps` says for which parameters this process keeps the sum.
         """
         size = bucket_mb * 2**20
         self._buckets = [bucket for stage, named in stages.items() for bucket in buckets_of(stage, named, size, dtype)]
         self._shared = [bucket for named in shared for bucket in buckets_of(None, named, size, dtype)]
-        self._group = group
+        self._group, self._keeps = group, keeps
         self._ready: set[int | None] = set()
         self._filled: list[_Reduction] = []
         self._begun = 0
@@ -192,7 +195,7 @@ class Reducer:
             for reduction in self._filled:
                 flat = reduction.wait()
                 if succeeded:
-                    reduction.bucket.assign(flat)
+                    reduction.bucket.assign(flat, self._keeps)
         self._filled, self._begun = [], 0
 
 

@@ -28,6 +28,7 @@ from stageline.runtime.continuous.run import ContinuousRun, Rates
 from stageline.runtime.executor import device_of
 from stageline.runtime.guards.foreign_reads import NamedTensors, listed
 from stageline.runtime.microbatches import Batch
+from stageline.runtime.optimizer_shards import OptimizerShards
 from stageline.runtime.optimizer_step import GradientRules, norm_dtype, norms_of, scale_gradients, total_norm
 from stageline.runtime.penalty import Penalty
 from stageline.runtime.rank_executors import ExecutorCache
@@ -127,6 +128,7 @@ class Pipeline:
         output_merge_spec: Any = None,
         stragglers: bool = True,
         parallelize: Callable[[Any, Any], Any] | None = None,
+        shard_optimizer: bool = False,
         **options: Any,
     ) -> None:
         """Cut the model, join the other processes if there are any, and prepare for the first step.
@@ -160,6 +162,8 @@ class Pipeline:
         parameters in place (torch's parallelize_module and fully_shard); by default, FSDP2 shards every layer over
         dp_shard. Gradients are added up over replicas in buckets
         of `bucket_mb` MiB, in `reduce_dtype` (default: float32, or the dtype of the gradients if that is wider).
+        With `shard_optimizer`, each replica keeps the optimizer state of a part of the parameters, and steps them for
+        all (ZeRO-1), with the same results.
         `compile` is True, the name of a backend or the keywords of torch.compile, which compiles every layer, or every
         unit of a model; "graphs" runs captured graphs without a compiler (see docs/runtime.md). `cuda_graphs`
         captures the actions of stages on GPUs in the third step and replays them from then on.
@@ -178,7 +182,7 @@ class Pipeline:
             compare_weights=compare_weights, recompute=recompute, recompute_policy=recompute_policy, seed=seed,
             deadline=deadline, example=example, device=device, compile=compile, cuda_graphs=cuda_graphs,
             bucket_mb=bucket_mb, reduce_dtype=reduce_dtype, replan=replan, replan_every=replan_every, planned=planned,
-            stragglers=stragglers, parallelize=parallelize,
+            stragglers=stragglers, parallelize=parallelize, shard_optimizer=shard_optimizer,
             chunk_specs=ChunkSpecs(args_chunk_spec, kwargs_chunk_spec, targets_chunk_spec, output_merge_spec),
         )  # fmt: skip
         source, recipe = described(stages)
@@ -348,7 +352,11 @@ class Pipeline:
     # The methods of a model.
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this process's stages, each once; gradients add into their `.grad`."""
+        """The parameters of this process's stages, each once; gradients add into their `.grad`.
+
+        With `shard_optimizer` they are the same in every replica, but a step leaves gradients only on those that this
+        replica `updates`. An optimizer skips the others, and keeps no state for them.
+        """
         own = (parameter for _, parameter in self.named_parameters())
         return own if self.runner.host.single_process else watched(own)
 
@@ -369,6 +377,8 @@ class Pipeline:
 
         With `gather=True`, which all processes must call together, each returns that of the whole model, on the CPU.
         """
+        if gather:
+            self.broadcast_parameters()
         own = self.runner.stages.state_dict()
         return gather_state(self.runner.host, self.ranks, own, list(self.model.state_dict())) if gather else own
 
@@ -423,9 +433,8 @@ class Pipeline:
     def _norms(self, norm_type: float, gradients: Mapping[str, Tensor] | None = None) -> Floats:
         known = dict(self.named_gradients()) if gradients is None else gradients
         own = {name: known[name] for name, _ in self.named_parameters() if self.owns(name) and name in known}
-        return self.runner.host.all_reduce(
-            norms_of([name for name, _ in self.model.named_parameters()], own, norm_type)
-        )
+        norms = norms_of([name for name, _ in self.model.named_parameters()], own, norm_type)
+        return self.runner.host.all_reduce(norms if self._shards is None else self._shards.sum_norms(norms))
 
     def _refuse_norm(self, norms: Floats, total: Tensor) -> None:
         """Raise an error that names the parameters whose gradients are not finite, and their stages."""
@@ -445,6 +454,27 @@ class Pipeline:
     def owns(self, name: str) -> bool:
         """Whether this process counts and saves a parameter or buffer; in a replica, one process does."""
         return self.runner.stages.owns(name)
+
+    @property
+    def _shards(self) -> OptimizerShards | None:
+        return None if self.runner.replicas is None else self.runner.replicas.shards
+
+    def updates(self, name: str) -> bool:
+        """Whether the optimizer of this process updates a parameter of its stages.
+
+        With `shard_optimizer` one replica does, without it all do.
+        """
+        if self._shards is None:
+            return any(name == own for own, _ in self.named_parameters())
+        return any(name == own and self._shards.keeps(parameter) for own, parameter in self.named_parameters())
+
+    def broadcast_parameters(self) -> None:
+        """With `shard_optimizer`: copy every parameter from the replica that updates it to the others.
+
+        torch's optimizers do this at the end of `step`. Call it after an update by other means, in all processes.
+        """
+        if self._shards is not None:
+            self._shards.broadcast()
 
     # Steps.
 

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from stageline.common.errors import PipelineError
+from stageline.common.errors import PipelineError, StagelineError
 from stageline.distributed.collectives import ProcessCollectives, ReplicaGroup
 from stageline.distributed.rank_host import Floats, RankHost
 from stageline.runtime._torch_private import buffer_named
 from stageline.runtime.grad_reduce import Reducer, Reducers
+from stageline.runtime.optimizer_shards import OptimizerShards
 from stageline.runtime.setup.handshake import compare_weights
 from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.setup.options import PipelineOptions
@@ -90,6 +91,22 @@ class Replicas:
         self._parts = [parts[stage] for stage in order]
         self._owners = {module for part in self._parts for module in part.modules()}
         self._reducer: tuple[Any, Reducer | Reducers] | None = None
+        self.shards = self._make_shards() if options.shard_optimizer else None
+        """Which replica steps which parameters; None if every replica steps all."""
+
+    def _make_shards(self) -> OptimizerShards | None:
+        layout = self.host.layout
+        replicas = layout.data_rows // layout.shards
+        if replicas == 1:
+            return None
+        for name, parameter in self.parameters():
+            if "dp_replicate" not in self._summed_over(parameter):
+                raise StagelineError(
+                    f"shard_optimizer=True, and FSDP2 itself reduces the gradient of {name} over dp_replicate, so that "
+                    "every replica has it; pass fully_shard the mesh of dp_shard alone, or leave shard_optimizer out"
+                )
+        group = self._group_of(frozenset(["dp_replicate"]))
+        return OptimizerShards((parameter for _, parameter in self.parameters()), group, replicas, self._bucket_mb)
 
     def follow(self, schedule: Schedule) -> None:
         """Reduce in the order in which the stages of another schedule finish."""
@@ -111,7 +128,8 @@ class Replicas:
 
     def _make_reducer(self) -> Reducer | Reducers:
         def make(group: ReplicaGroup, stages: Stages, shared: list[list[tuple[str, nn.Parameter]]]) -> Reducer:
-            return Reducer(stages, shared, group, bucket_mb=self._bucket_mb, dtype=self._dtype)
+            keeps = (lambda parameter: True) if self.shards is None else self.shards.keeps
+            return Reducer(stages, shared, group, bucket_mb=self._bucket_mb, dtype=self._dtype, keeps=keeps)
 
         if not self.host.layout.in_mesh:
             return make(self.group, self._stages, self._shared)
@@ -142,6 +160,8 @@ class Replicas:
 
     def start(self) -> None:
         """Start a training step: gradients accumulated before it count once, in the first process that sums them."""
+        if self.shards is not None and not self.pending:
+            self.shards.return_gradients()
         if self.host.replica and not self.pending:
             for _, parameter in self.parameters():
                 if not self.host.layout.in_mesh or self._counts_elsewhere(parameter):
@@ -183,6 +203,8 @@ class Replicas:
                 reducer.begin()
                 reducer.finish()
             reducer.finish_shared()
+            if self.shards is not None:
+                self.shards.reduced()
         self.pending = reducer is None
         for number, ((owner, name), _) in enumerate(self._sizes(before)):
             if (changed[:, number] > 0).any():

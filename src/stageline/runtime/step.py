@@ -28,6 +28,7 @@ from stageline.runtime.grad_reduce import Reducer, Reducers
 from stageline.runtime.guards.foreign_reads import NamedTensors, reaches
 from stageline.runtime.guards.non_finite import NotFinite, not_finite
 from stageline.runtime.microbatches import Agreement, Batch, BatchIntake, input_parts
+from stageline.runtime.optimizer_shards import spread_not_finite
 from stageline.runtime.penalty import add_gradients, penalty_not_finite, terms_of, values_of
 from stageline.runtime.rank_executors import ExecutorCache, ExecutorSet
 from stageline.runtime.replan import LOOK_EVERY, StepWatch
@@ -208,6 +209,8 @@ class StepRunner:
     def _run_stages(self, batch: Batch) -> CompletedBatch:
         host, replicas = self.host, self.replicas
         host.begin()
+        if replicas is not None and replicas.shards is not None:
+            replicas.shards.broadcast()  # where an optimizer that is not torch's stepped
         if self._compares:
             self.compare_weights()
         buffers = all_buffers(self.stages.model) if batch.training else []
@@ -313,7 +316,9 @@ class StepRunner:
             if replicas is not None:
                 replicas.finish(reducer, changed, buffers)
             if penalties and (batch.sync or host.replica == 0):  # it counts once in the sum over replicas
-                add_gradients(penalties, batch.scale)
+                add_gradients(self._kept(penalties) if batch.sync else penalties, batch.scale)
+            if replicas is not None and replicas.shards is not None and batch.sync and batch.scale > 1.0:
+                spread_not_finite(host, (parameter.grad for _, parameter in self.stages.named_parameters()))
             if request.inputs_require_grad or len(self.batches.first_ranks) > 1:
                 self._give_input_gradients(request, results)
         metrics = self._metrics(metrics_of(results, request.weights)) if has_metrics else {}
@@ -340,6 +345,14 @@ class StepRunner:
         if executors.devices and not training:  # the GPU may be behind, and nobody asks for its times
             return np.concatenate([row, np.zeros(3 * layout.actions + 1)])
         return np.concatenate([row, layout.times(results, self.host.clocks), [1.0]])
+
+    def _kept(self, penalties: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The penalties of the parameters whose gradients this replica keeps."""
+        shards = None if self.replicas is None else self.replicas.shards
+        if shards is None:
+            return penalties
+        kept = {name for name, parameter in self.stages.named_parameters() if shards.keeps(parameter)}
+        return {name: term for name, term in penalties.items() if name in kept}
 
     @cached_property
     def penalty_reads(self) -> NamedTensors | None:

@@ -64,6 +64,7 @@ def facts_of(model: nn.Module, schedule: Schedule, options: PipelineOptions) -> 
         "parallelize": function_fact(options.parallelize),
         "check_finite": str(options.check_finite),
         "compare_weights": str(options.compare_weights),
+        "shard_optimizer": str(options.shard_optimizer),
         "bucket_mb and reduce_dtype": f"{options.bucket_mb:g} {options.reduce_dtype}",
         "the chunk specs": str(options.chunk_specs),
         "replan, replan_every and planned": f"{options.replan} {options.replan_every} {options.planned}",

@@ -51,6 +51,7 @@ class PipelineOptions:
     stragglers: bool = True
     chunk_specs: ChunkSpecs = field(default_factory=ChunkSpecs)
     parallelize: Callable[[Any, Any], Any] | None = None
+    shard_optimizer: bool = False
 
     def __post_init__(self) -> None:
         refuse_arrays(self.example, "the example")
@@ -70,8 +71,9 @@ class PipelineOptions:
             raise StagelineError(f"replan is 'off', 'warn' or 'auto', got {shorten(self.replan)}{meant}")
         if not isinstance(every, int) or isinstance(every, bool) or every < 2:
             raise StagelineError(f"replan_every is a number of steps from 2 on, got {shorten(every)}")
-        if not isinstance(self.cuda_graphs, bool):
-            raise StagelineError(f"cuda_graphs is True or False, got {shorten(self.cuda_graphs)}")
+        for name, value in (("cuda_graphs", self.cuda_graphs), ("shard_optimizer", self.shard_optimizer)):
+            if not isinstance(value, bool):
+                raise StagelineError(f"{name} is True or False, got {shorten(value)}")
         if isinstance(self.compile, Mapping) and self.compile.get("mode") == "reduce-overhead":
             self.cuda_graphs = True  # inductor's own graphs know nothing of the order of actions
             self.compile = {name: value for name, value in self.compile.items() if name != "mode"} or True

@@ -49,6 +49,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "ncclGroupEnd": (),
     "ncclSend": (ctypes.c_void_p, _SIZE, _INT, _INT, _HANDLE, _STREAM),
     "ncclRecv": (ctypes.c_void_p, _SIZE, _INT, _INT, _HANDLE, _STREAM),
+    "ncclBroadcast": (ctypes.c_void_p, ctypes.c_void_p, _SIZE, _INT, _INT, _HANDLE, _STREAM),
     "ncclAllReduce": (ctypes.c_void_p, ctypes.c_void_p, _SIZE, _INT, _INT, _HANDLE, _STREAM),
 }
 
@@ -145,6 +146,13 @@ class Communicator:
         kind, at = _TYPES[tensor.dtype], tensor.data_ptr()
         with self._after_compute_stream():
             self._run("ncclAllReduce", at, at, tensor.numel(), kind, _SUM, stream=self._stream)
+        return Sent(self._stream)
+
+    def broadcast(self, tensor: Tensor, member: int) -> Sent:
+        """Copy a contiguous tensor of one member to all, in place, beside the compute stream."""
+        at = tensor.data_ptr()
+        with self._after_compute_stream():
+            self._run("ncclBroadcast", at, at, tensor.nbytes, _BYTE, member, stream=self._stream)
         return Sent(self._stream)
 
     def _after_compute_stream(self) -> Any:
