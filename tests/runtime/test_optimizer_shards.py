@@ -183,7 +183,8 @@ def scales(rank: int) -> None:
         stepper.zero_grad()
         assert any(not torch.equal(value, before[name]) for name, value in pipe.named_parameters())
     hot = [parameter for name, parameter in pipe.named_parameters() if pipe.updates(name)]
-    handle = hot[0].register_hook(lambda grad: grad * float("inf")) if rank == 2 else None
+    first: Any = hot[0]
+    handle = first.register_hook(lambda grad: grad * float("inf")) if rank == 2 else None
     pipe.step(*batch(pipe.replica, 3), scale=scaler.get_scale())
     before = snapshot(pipe)
     scaler.unscale_(stepper)

@@ -44,14 +44,16 @@ class OptimizerShards:
     """Which replica steps each parameter of this process, and the exchange of weights after a step of the optimizer."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], group: ReplicaGroup, replicas: int, bucket_mb: float
+        self, named: Iterable[tuple[str, nn.Parameter]], group: ReplicaGroup, replicas: int, bucket_mb: float
     ) -> None:
-        """`group` has this process's place in each of the `replicas`, in their order."""
+        """`named` are the parameters of this process, and `group` its counterparts in each of the `replicas`."""
         # Those that are trained first, so that they are balanced among themselves.
-        order = sorted(dict.fromkeys(parameters), key=lambda parameter: not parameter.requires_grad)
-        owners = balance([local(parameter).nbytes for parameter in order], replicas)
-        self._owners = dict(zip(order, owners, strict=True))
+        order = sorted(named, key=lambda item: not item[1].requires_grad)
+        owners = balance([local(parameter).nbytes for _, parameter in order], replicas)
+        self._owners = {parameter: replica for (_, parameter), replica in zip(order, owners, strict=True)}
         self._group, self._replicas, self._bucket = group, replicas, bucket_mb * 2**20
+        self.names = frozenset(name for name, parameter in order if self.keeps(parameter))
+        """The parameters that this replica steps."""
         self._due: set[nn.Parameter] = set()
         """The parameters that an optimizer may have changed since they were last broadcast."""
         after_step = weakref.WeakMethod(self._after_step)

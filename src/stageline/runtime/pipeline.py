@@ -460,13 +460,8 @@ class Pipeline:
         return None if self.runner.replicas is None else self.runner.replicas.shards
 
     def updates(self, name: str) -> bool:
-        """Whether the optimizer of this process updates a parameter of its stages.
-
-        With `shard_optimizer` one replica does, without it all do.
-        """
-        if self._shards is None:
-            return any(name == own for own, _ in self.named_parameters())
-        return any(name == own and self._shards.keeps(parameter) for own, parameter in self.named_parameters())
+        """Whether this replica updates a parameter of its stages: with `shard_optimizer` one replica does, else all."""
+        return self._shards is None or name in self._shards.names
 
     def broadcast_parameters(self) -> None:
         """With `shard_optimizer`: copy every parameter from the replica that updates it to the others.

@@ -91,22 +91,23 @@ class Replicas:
         self._parts = [parts[stage] for stage in order]
         self._owners = {module for part in self._parts for module in part.modules()}
         self._reducer: tuple[Any, Reducer | Reducers] | None = None
-        self.shards = self._make_shards() if options.shard_optimizer else None
+        self.shards = self._make_shards(stages) if options.shard_optimizer else None
         """Which replica steps which parameters; None if every replica steps all."""
 
-    def _make_shards(self) -> OptimizerShards | None:
+    def _make_shards(self, stages: ModelStages) -> OptimizerShards | None:
         layout = self.host.layout
         replicas = layout.data_rows // layout.shards
         if replicas == 1:
             return None
-        for name, parameter in self.parameters():
+        named = list(stages.named_parameters())
+        for name, parameter in named:
             if "dp_replicate" not in self._summed_over(parameter):
                 raise StagelineError(
                     f"shard_optimizer=True, and FSDP2 itself reduces the gradient of {name} over dp_replicate, so that "
                     "every replica has it; pass fully_shard the mesh of dp_shard alone, or leave shard_optimizer out"
                 )
         group = self._group_of(frozenset(["dp_replicate"]))
-        return OptimizerShards((parameter for _, parameter in self.parameters()), group, replicas, self._bucket_mb)
+        return OptimizerShards(named, group, replicas, self._bucket_mb)
 
     def follow(self, schedule: Schedule) -> None:
         """Reduce in the order in which the stages of another schedule finish."""

@@ -351,8 +351,7 @@ class StepRunner:
         shards = None if self.replicas is None else self.replicas.shards
         if shards is None:
             return penalties
-        kept = {name for name, parameter in self.stages.named_parameters() if shards.keeps(parameter)}
-        return {name: term for name, term in penalties.items() if name in kept}
+        return {name: term for name, term in penalties.items() if name in shards.names}
 
     @cached_property
     def penalty_reads(self) -> NamedTensors | None:
