@@ -22,7 +22,7 @@ import stageline as sl
 from stageline.common import trust
 from stageline.common.errors import TrustError
 from stageline.common.trust import SecretFile, Sharing, proof, read_secret
-from stageline.distributed.bootstrap import _channel
+from stageline.distributed.bootstrap import _channels
 from stageline.testing import assert_same_bits, one_process_step, run_ranks
 
 
@@ -118,7 +118,7 @@ def train_beside_a_stranger(rank: int) -> int:
     one_process_step(plain, nn.functional.mse_loss, x, y, microbatches=2)
     pipe = sl.Pipeline(model, loss_fn=nn.functional.mse_loss, schedule="1f1b", microbatches=2)
     store = dist.distributed_c10d._get_default_store()
-    (watch,) = _channel
+    (watch,) = _channels.values()
     part = f"stageline/{watch.name}/1/stageline/links/0/1"
     keys = {"token": f"{part}/token", "0": f"{part}/0", "1": f"{part}/1", "": f"{watch.name}/stageline/control/0/2"}
     assert store.check(list(keys.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -16,6 +17,7 @@ from stageline.distributed.layout import Layout
 from stageline.testing import run_ranks
 from support.meshes import (
     CASES,
+    STEPS,
     MeshBlock,
     assert_close,
     both,
@@ -26,6 +28,7 @@ from support.meshes import (
     mesh_of,
     own_forward,
     pipeline,
+    plain_loop,
     quiet,
     same_bits,
     sequence_parallel,
@@ -51,6 +54,45 @@ def halved(part: nn.Module, mesh: Any) -> None:
     for block in part.modules():
         if isinstance(block, MeshBlock):
             block.up = nn.Linear(8, 8)
+
+
+def only_on(applies: bool, part: nn.Module, mesh: Any) -> None:
+    if applies:
+        tensor_parallel(part, mesh)
+
+
+def fail_on(fails: bool, part: nn.Module) -> None:
+    if fails:
+        raise sl.StagelineError("planted")
+
+
+def columns(column: DeviceMesh, rank: int) -> None:
+    """Every column of a mesh is a pipeline of its own, with its own weights, samples and number of steps."""
+    share = rank % 2
+    model = sequential()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(share / 8)
+    if share:
+        pipeline(copy.deepcopy(model), column).step(*data(share))
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)  # so processes differ in the number of their groups
+    pipe = pipeline(copy.deepcopy(model), column, schedule="zb-h1", microbatches=4)
+    assert (pipe.ranks, pipe.replicas, pipe.replica) == (2, 1, 0)
+    assert [pipe.runner.host.layout.name(at) for at in range(2)] == [
+        f"process {share} (pp 0)",
+        f"process {share + 2} (pp 1)",
+    ]
+    optimizer, losses, norms = torch.optim.AdamW(pipe.parameters(), lr=1e-2), [], []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(pipe.step(*data(share)).loss)
+        norms.append(pipe.clip_grad_norm_(0.5).item())
+        optimizer.step()
+    expected = plain_loop(model, [data(share)], 4, max_norm=0.5)
+    assert same_bits({"losses": losses, "norms": norms, "weights": pipe.state_dict(gather=True)}, expected)
+    text = error_of(lambda: pipe.step(*data(rank)))
+    assert "differ" in text, text
 
 
 def on_tensors(rank: int) -> dict[str, Any]:
@@ -117,10 +159,14 @@ def on_tensors(rank: int) -> dict[str, Any]:
         "unnamed": error_of(lambda: pipeline(sequential(), init_device_mesh("cpu", (2, 2)), tensor_parallel)),
         "unknown": error_of(lambda: pipeline(sequential(), mesh_of((2, 2), "pp", "shards"), sharded)),
         "context": error_of(lambda: pipeline(sequential(), mesh_of((2, 2), "pp", "cp"), sharded)),
-        "part": error_of(lambda: pipeline(sequential(), mesh["pp"], None)),
+        "too small": error_of(lambda: pipeline(sequential(), mesh_of((2,), "pp"), None)),
         "twice": error_of(lambda: pipeline(sequential(), mesh_of((2, 2), "dp", "dp_replicate"), None)),
         "parallelize": error_of(lambda: pipeline(sequential(), mesh, tensor_parallel if rank else both)),
+        "mesh": error_of(lambda: pipeline(sequential(), mesh if rank else turned, tensor_parallel)),
+        "one uncut": error_of(lambda: pipeline(sequential, mesh, lambda part, inner: only_on(rank != 1, part, inner))),
+        "one fails": error_of(lambda: pipeline(sequential(), mesh, lambda part, inner: fail_on(rank == 2, part))),
     }
+    columns(mesh_of((2, 2), "pp", "dp")["pp"], rank)
     still = pipeline(sequential(), mesh, tensor_parallel)
     still.step(*data(0))
     assert repr(still.mesh) == repr(mesh)
@@ -147,9 +193,15 @@ def test_tensor_parallel_rows_train_as_the_plain_loop_and_mistakes_are_named() -
         "unknown": r"the mesh has the dimension 'shards' of size 2, and a pipeline knows pp, dp, dp_replicate, "
         r"dp_shard, tp; rename it \(did you mean 'dp_shard'\?\), or create a mesh without it",
         "context": r"the mesh has the dimension 'cp' of size 2, .*; context parallel is not supported",
-        "part": r"the mesh \(pp 2\) holds the processes \[\d, \d\], and 4 were started: it must hold each of them once",
+        "too small": r"the mesh \(pp 2\) holds the processes \[0, 1\], and 4 were started: it must hold each of them "
+        r"once, or be a part of a mesh that does, such as world\[\"pp\"\]",
         "twice": r"the mesh has both 'dp' and 'dp_replicate', which are the same dimension; keep one",
         "parallelize": r"process 0 \(pp 0, tp 0\) and process 1 \(pp 0, tp 1\) differ in parallelize: .*",
+        "mesh": r"process 0 \(.*\) and process 1 \(.*\) differ in replicas and mesh: process 0 .* has .*Layout.*",
+        "one uncut": r"process 1 \(pp 0, tp 1\) and process 0 \(pp 0, tp 0\) hold the same stages, and parallelize did "
+        r"not cut them in the same way: process 1 .* has '1.up.weight is whole.*' and process 0 .* has '1.up.weight is "
+        r"cut by \(Shard\(dim=0\),\) over tp 2.*'; do the same on all processes",
+        "one fails": r"^(process 2 \(pp 1, tp 0\) refused its stages: )?planted$",
     }
     for errors in results:
         assert list(errors) == list(known)

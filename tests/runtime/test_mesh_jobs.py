@@ -63,6 +63,8 @@ def on_eight(rank: int) -> dict[str, Any]:
     tensors = mesh_of((2, 2, 2), "tp", "dp", "pp")
     compare(sequential(), tensors, tensor_parallel, "1f1b", 4, max_norm=0.5)
     shards_optimizer(tensors, tensor_parallel)
+    # Both halves of the job are meshes of their own; the name of the dimension that parts them is the user's.
+    compare(sequential(), mesh_of((2, 2, 2), "pp", "half", "dp_shard")["pp", "dp_shard"], sharded, "zb-h1", 4)
     return {"name": name, "hybrid": error_of(lambda: pipeline(sequential(), replicated, hybrid, shard_optimizer=True))}
 
 
@@ -72,9 +74,9 @@ def test_two_by_two_by_two() -> None:
         assert "FSDP2 itself reduces the gradient of" in result["hybrid"]
 
 
-@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize("how", ["kill", "raise", "column"])
 def test_a_process_that_fails_is_named_by_its_place(how: str, tmp_path: Path) -> None:
-    """Also where another one waits for it in a collective of FSDP2."""
+    """Also where another one waits for it in a collective of FSDP2; and other columns of the mesh go on."""
     common = {
         "WORLD_SIZE": "4",
         "MASTER_ADDR": "127.0.0.1",
@@ -100,5 +102,10 @@ def test_a_process_that_fails_is_named_by_its_place(how: str, tmp_path: Path) ->
         if how == "kill":
             assert text.startswith("process 3 (pp 1, dp_shard 1) died (its process exited without"), text
             assert float(after) < 2
+        elif how == "column" and rank != 1:
+            assert text == "6 steps"
+        elif how == "column":
+            assert text.startswith("process 3 (pp 1) died (its process exited without"), text
+            assert "process 1 (pp 0): process 3 (pp 1) died" in (tmp_path / f"log-{rank}").read_text()
         else:
             assert text.startswith("process 3 (pp 1, dp_shard 1) failed in F of stage 1, microbatch 3: Arith"), text

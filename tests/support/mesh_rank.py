@@ -32,7 +32,7 @@ class Killer(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         self.calls += 1
-        if self.calls == (8 if self.how == "raise" else 6) and self.rank == 3:
+        if self.calls == (8 if self.how in ("raise", "column") else 6) and self.rank == 3:
             Path(self.file).write_text(str(time.time()))
             if self.how == "raise":
                 raise ArithmeticError("planted")
@@ -41,10 +41,14 @@ class Killer(nn.Module):
 
 
 def main(rank: int, folder: str, how: str = "kill") -> None:
-    """Train until the job ends, and write what it ended with, and how many seconds after the kill."""
+    """Train until the job ends, and write what it ended with, and how many seconds after the kill.
+
+    With "column", every column of the mesh is a pipeline of its own.
+    """
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
+    mesh = mesh["pp"] if how == "column" else mesh
     model = sequential()
     model[5] = Killer(model[5], Path(folder), rank, how)
     pipe = sl.Pipeline(
@@ -53,12 +57,17 @@ def main(rank: int, folder: str, how: str = "kill") -> None:
         schedule="1f1b",
         microbatches=4,
         mesh=mesh,
-        parallelize=sharded,
+        parallelize=None if how == "column" else sharded,
         deadline=3.0 if how == "raise" else 60.0,
     )
     try:
         for _ in range(3):
             pipe.step(*data(pipe.replica))
+        if how == "column" and rank % 2 == 0:  # the other column has lost its process before these steps
+            while not (Path(folder) / "said-1").exists():
+                time.sleep(0.02)
+            losses = [pipe.step(*data(0)).loss for _ in range(3)]
+            (Path(folder) / f"said-{rank}").write_text(f"{losses[-1]} {pipe.steps} steps")
     except sl.StagelineError as error:
         after = time.time() - float((Path(folder) / "killed").read_text())
         (Path(folder) / f"said-{rank}").write_text(f"{after:.2f} {error}")

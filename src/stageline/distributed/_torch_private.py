@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-__all__ = ["TCPStore", "default_store", "known_groups", "set_group_timeout"]
+__all__ = ["TCPStore", "default_store", "known_groups", "new_group_of", "root_of", "set_group_timeout"]
 
 
 def default_store() -> Any:
@@ -19,6 +20,27 @@ def default_store() -> Any:
 def known_groups() -> dict[Any, Any]:
     """The backend and the store of every process group, which torch looks up when it makes a new one."""
     return dist.distributed_c10d._world.pg_map
+
+
+def root_of(mesh: Any) -> Any:
+    """The mesh that a mesh was cut out of; a whole mesh is its own."""
+    return mesh._get_root_mesh()
+
+
+def new_group_of(processes: Sequence[int], backend: str, name: str, store: Any) -> Any:
+    """A process group that its members alone make.
+
+    `new_group` with use_local_synchronization names a group by how many groups the process is in, which may not be the
+    same number on all members.
+    """
+    c10d: Any = dist.distributed_c10d
+    ranks = sorted(processes)
+    timeout = c10d._get_default_timeout(c10d.Backend(backend))
+    group, _ = c10d._new_process_group_helper(
+        len(ranks), ranks.index(dist.get_rank()), ranks, c10d.Backend(backend), store, name, timeout=timeout
+    )
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
 
 
 def set_group_timeout(timeout: timedelta, group: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 import secrets
 import socket
@@ -80,8 +81,11 @@ class Meeting:
 class JobChannel:
     """The control channel of one rendezvous, and the name under which its ranks use the store."""
 
-    def __init__(self, store: Any, rank: int, ranks: int, deadline: float) -> None:
-        """Open the channel; rank 0 starts the failure monitor, and puts its address into the store."""
+    def __init__(self, store: Any, rank: int, ranks: int, deadline: float, host: str = "", job: int = 0) -> None:
+        """Open the channel; rank 0 starts the failure monitor, and puts its address into the store.
+
+        For a part of a job, `host` is where its monitor listens, and `job` is the number of all processes.
+        """
         try:
             meeting = Meeting(store, rank, ranks)
         except Exception as error:
@@ -90,8 +94,8 @@ class JobChannel:
         self.group: Callable[[], Any] = lambda: None
         """The default group of this rendezvous, while it exists."""
         self._prefixes = 0
-        share = share_by_store(PrefixStore(self.name, store), rank, str(ranks), ranks)
-        self.control = control = MonitorClient.start(rank, ranks, share, deadline)
+        share = share_by_store(PrefixStore(self.name, store), rank, str(ranks), job or ranks)
+        self.control = control = MonitorClient.start(rank, ranks, share, deadline, host=host)
         end = time.monotonic() + 2 * deadline + 10
         if rank == 0:
             meeting.answer(lambda: control.verdict() is not None or time.monotonic() > end)
@@ -102,26 +106,48 @@ class JobChannel:
         return f"stageline/{self.name}/{self._prefixes}"
 
 
-_channel: list[JobChannel] = []
-"""The last one of this process."""
+_channels: dict[tuple[int, ...], JobChannel] = {}
+"""The last one of the job, under no processes, and those of its parts that this process belongs to."""
 
 
 def open_channel(store: Any, rank: int, ranks: int, deadline: float) -> JobChannel:
-    """Open the control channel of a new rendezvous, and close that of an earlier one."""
-    while _channel:
-        _channel.pop().control.close()
-    _channel.append(JobChannel(store, rank, ranks, deadline))
-    return _channel[0]
+    """Open the control channel of a new rendezvous, and close those of an earlier one."""
+    while _channels:
+        _channels.popitem()[1].control.close()
+    return _channels.setdefault((), JobChannel(store, rank, ranks, deadline))
 
 
 def default_channel(deadline: float) -> JobChannel:
     """The control channel of the current default group."""
     default = dist.group.WORLD
     assert default is not None
-    if not _channel or _channel[0].group() is not default:
+    if () not in _channels or _channels[()].group() is not default:
+        parts = {members: channel for members, channel in _channels.items() if channel.group() is default}
+        for members in parts:
+            del _channels[members]
         store = default_store()
         open_channel(store, dist.get_rank(), dist.get_world_size(), deadline).group = weakref.ref(default)
-    return _channel[0]
+        _channels.update(parts)
+    return _channels[()]
+
+
+def part_channel(members: tuple[int, ...], deadline: float) -> JobChannel:
+    """The control channel of some processes of the current default group, which have a failure monitor of their own."""
+    default = dist.group.WORLD
+    assert default is not None
+    known = _channels.get(members)
+    if known is None or known.group() is not default:
+        if known is not None:
+            known.control.close()
+        text = ",".join(map(str, members))
+        store = PrefixStore(
+            f"stageline/part/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}", default_store()
+        )
+        rank, host = members.index(dist.get_rank()), own_host(os.environ, "")
+        channel = JobChannel(store, rank, len(members), deadline, host, dist.get_world_size())
+        channel.group = weakref.ref(default)
+        _channels[members] = channel
+    return _channels[members]
 
 
 def lost_rank() -> str:
@@ -130,8 +156,8 @@ def lost_rank() -> str:
     >>> lost_rank()
     ''
     """
-    verdict = _channel[0].control.final if _channel else None
-    return "" if verdict is None else str(verdict)
+    verdicts = (channel.control.final for channel in _channels.values())
+    return next((str(verdict) for verdict in verdicts if verdict is not None), "")
 
 
 def own_host(environment: Mapping[str, str], reached: str) -> str:
@@ -258,6 +284,7 @@ def start_together(control: MonitorClient, start: Callable[[], object]) -> None:
 
 
 def _not_started(control: MonitorClient, verdict: Verdict) -> PipelineError:
+    verdict = control.named(verdict)
     error = PipelineError(f"{verdict}; start the job again with all ranks")
     with suppress(OSError):
         flight = FlightRecorder(control.rank, control.ranks, control.job)

@@ -39,7 +39,7 @@ class ProcessCollectives:
     def __init__(self, deadline: float, layout: Layout) -> None:
         """Make the groups, all processes together, or use those of an earlier pipeline."""
         self.deadline, self.layout = deadline, layout
-        self._groups = own_groups(deadline)
+        self._groups = own_groups(deadline, layout)
         self._control = self._groups.monitor
         self._control.set_deadline(deadline)
         communicators = self._groups.communicators
@@ -57,6 +57,11 @@ class ProcessCollectives:
         self.replica_group = ReplicaGroup(self, across) if layout.replicas > 1 else None
         """All rows; see `data_group` for those that get different samples."""
         self._layout_groups = self._groups.of_job() if layout.replicas == 1 else None
+
+    @property
+    def name(self) -> str:
+        """The name of this process in an error."""
+        return self.layout.place_name(self.process)
 
     @property
     def layout_groups(self) -> LayoutGroups:
@@ -116,7 +121,7 @@ class ProcessCollectives:
         try:
             work = start()
         except RuntimeError as error:
-            raise self._failures.lose(f"rank {self.process} lost another rank: {error}") from error
+            raise self._failures.lose(f"{self.name} lost another rank: {error}") from error
         pending = self._groups.pending
         pending.add(work)
 
@@ -146,7 +151,7 @@ class ProcessCollectives:
         try:
             work.wait()  # done just now, or for the reason why it failed
         except RuntimeError as error:
-            raise self._failures.lose(f"rank {self.process} lost another rank: {error}") from error
+            raise self._failures.lose(f"{self.name} lost another rank: {error}") from error
 
     def _check_on_others(self, began: float) -> float:
         """Raise if a rank is lost, or if the deadline has passed since `began` and no other rank is working."""
@@ -159,7 +164,7 @@ class ProcessCollectives:
             others = (rank for rank in range(self._control.ranks) if rank != self.process)
             if self._control.lost is not None or not any(map(self._control.busy, others)):
                 raise self._failures.lose(
-                    f"rank {self.process} waited {self.deadline:g} s for all ranks to reach the same point, "
+                    f"{self.name} waited {self.deadline:g} s for all ranks to reach the same point, "
                     "and none of them is working"
                 )
             return time.monotonic()
@@ -185,7 +190,7 @@ class ProcessCollectives:
         try:
             return call(check)
         except TransportError as error:
-            raise self._failures.lose(f"rank {self.process} lost another rank: {error}") from error
+            raise self._failures.lose(f"{self.name} lost another rank: {error}") from error
         finally:
             self._control.waits = before
 
@@ -268,7 +273,8 @@ class ProcessCollectives:
         # As bytes: gloo does not support all dtypes.
         whole = sent.reshape(-1).view(torch.uint8)
         if len(whole):
-            self.start(lambda: dist.broadcast(whole, src=process, group=group, async_op=True))()
+            source = self.layout.in_job(process)
+            self.start(lambda: dist.broadcast(whole, src=source, group=group, async_op=True))()
         if process != self.process:
             with torch.no_grad():
                 tensor.copy_(sent)

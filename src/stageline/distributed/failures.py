@@ -175,6 +175,7 @@ class JobFailures:
     def __init__(self, groups: Groups, layout: Layout, transport: ProcessTransport) -> None:
         self.control = groups.monitor
         self.flight = FlightRecorder(transport.rank, transport.ranks, self.control.job)
+        self._name = layout.place_name
         self.running: RankRunner | None = None
         """What runs the current step on this rank."""
         self.lost = ""
@@ -184,6 +185,8 @@ class JobFailures:
         self.control.on_verdict(self.hear)
         self.control.on_end(self._last_words)
         self.reference = JobFailures.latest = weakref.ref(self)
+        if layout.in_mesh or layout.members:
+            self.control.name_of = layout.name
 
     def _last_words(self, verdict: Verdict | None) -> None:
         if JobFailures.latest() is self:
@@ -192,7 +195,7 @@ class JobFailures:
     def named(self, verdict: Verdict) -> Verdict:
         """The verdict with the replica of the rank that failed, if there are several."""
         several = self._layout.replicas > 1
-        if self._layout.in_mesh:
+        if self._layout.in_mesh or self._layout.members:
             return replace(verdict, name=self._layout.name(verdict.culprit))
         return replace(verdict, replica=self._layout.place(verdict.culprit)[0]) if several else verdict
 
@@ -206,7 +209,9 @@ class JobFailures:
         verdict = self.named(verdict)
         if verdict.final or verdict.round == self.control.round:
             if self.running is not None:
-                self.running.stopped = PeerFailed(f"rank {self.control.rank} stopped: {verdict}", verdict.culprit)
+                self.running.stopped = PeerFailed(
+                    f"{self._name(self.control.rank)} stopped: {verdict}", verdict.culprit
+                )
             self._transport.interrupt(verdict.culprit, str(verdict), final=verdict.final)
         if verdict.final:
             self._groups.abort()
@@ -221,7 +226,7 @@ class JobFailures:
         self.lost = str(verdict)
         error = PipelineError(f"{verdict}; {GRADIENTS.split(':')[0]}; this job cannot continue: restart it")
         if verdict.traceback:
-            error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
+            error.add_note(f"on {self._name(verdict.culprit)}:\n{verdict.traceback}")
         note_record(error, [self.record(verdict)])
         self.leave()
         return error
@@ -242,7 +247,7 @@ class JobFailures:
             "all of them are alive, create a new Pipeline in each"
         )
         if verdict is not None and verdict.traceback and verdict.culprit != self.control.rank:
-            error.add_note(f"on rank {verdict.culprit}:\n{verdict.traceback}")
+            error.add_note(f"on {self._name(verdict.culprit)}:\n{verdict.traceback}")
         note_record(error, [self.record(verdict)])
         return error
 

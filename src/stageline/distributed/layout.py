@@ -7,6 +7,9 @@ replica 1      2        3                      ▼
 
 In a larger mesh, every row of ranks is one copy of the pipeline, and the other dimensions number the rows: replicas
 (dp_replicate), processes that share the parameters of a replica (dp_shard), and those that share its layers (tp).
+
+A part of a mesh, such as one column of it, is a pipeline of its own. Its processes are numbered from 0 here and in all
+that they send each other; `members` has their numbers in the job, which errors name.
 """
 
 from __future__ import annotations
@@ -58,6 +61,8 @@ class Layout:
     """How many rows share the layers of a replica, and so get the same samples: the size of tp."""
     names: tuple[str, ...] = ()
     """The dimensions of the mesh, in its order; empty without a mesh."""
+    members: tuple[int, ...] = ()
+    """The numbers of the processes in the job, if the mesh is a part of it; empty if it holds all of them."""
 
     @classmethod
     def even(cls, ranks: int, replicas: int = 1) -> Layout:
@@ -68,7 +73,8 @@ class Layout:
     def of_mesh(cls, mesh: DeviceMesh, processes: int) -> Layout:
         """The layout of a mesh with dimensions named pp, dp_replicate (or dp), dp_shard and tp, in any order.
 
-        A dimension that is missing counts as 1.
+        A dimension that is missing counts as 1. A mesh that holds only some of the processes is a part of one that
+        holds all of them.
         """
         shape = _shape_of(mesh)
         names = tuple(shape)
@@ -78,13 +84,25 @@ class Layout:
         rest = [index for index in range(len(names)) if index not in order]
         table = mesh.mesh.permute(*rest, *order).reshape(-1, sizes[3]).tolist()
         members = sorted(process for row in table for process in row)
-        if members != list(range(processes)):
-            sizes_text = " × ".join(f"{name} {size}" for name, size in shape.items())
-            raise StagelineError(
-                f"the mesh ({sizes_text}) holds the processes {shorten(members)}, and {processes} were started: it "
-                "must hold each of them once"
-            )
-        return cls(tuple(tuple(map(int, row)) for row in table), sizes[1], sizes[2], names)
+        if len(members) != processes:
+            _refuse_part(mesh, shape, members, processes)
+        numbers = {process: number for number, process in enumerate(members)}
+        rows = tuple(tuple(numbers[process] for process in row) for row in table)
+        return cls(rows, sizes[1], sizes[2], names, () if len(members) == processes else tuple(members))
+
+    def in_job(self, process: int) -> int:
+        """The number of a process in the job.
+
+        >>> Layout(((0, 1),), names=("pp",), members=(1, 3)).in_job(1)
+        3
+        """
+        return self.members[process] if self.members else process
+
+    def in_layout(self, process: int) -> int | None:
+        """The number here of a process of the job; None if it is not a part of this layout."""
+        if not self.members:
+            return process
+        return self.members.index(process) if process in self.members else None
 
     @property
     def replicas(self) -> int:
@@ -151,8 +169,10 @@ class Layout:
         ('rank 1', 'rank 3 (replica 1)')
         >>> Layout(((0, 1), (2, 3)), shards=2, names=("pp", "dp_shard")).name(1)
         'process 1 (pp 1, dp_shard 0)'
+        >>> Layout(((0, 1),), names=("pp",), members=(1, 3)).name(1)
+        'process 3 (pp 1)'
         """
-        if self.in_mesh:
+        if self.in_mesh or self.members:
             return self.place_name(process)
         return f"rank {process}" + (f" (replica {self.place(process)[0]})" if self.replicas > 1 else "")
 
@@ -163,11 +183,11 @@ class Layout:
 
     def place_name(self, process: int) -> str:
         """The name of a process by its place in the mesh; "rank 3" if there are only ranks and replicas."""
-        if not self.in_mesh:
+        if not (self.in_mesh or self.members):
             return f"rank {process}"
         place = self.coordinates(process)
         known = {name: place["dp_replicate" if name == "dp" else name] for name in self.names if name in KNOWN}
-        return f"process {process} ({', '.join(f'{name} {at}' for name, at in known.items())})"
+        return f"process {self.in_job(process)} ({', '.join(f'{name} {at}' for name, at in known.items())})"
 
 
 def _shape_of(mesh: DeviceMesh) -> dict[str, int]:
@@ -189,6 +209,23 @@ def _shape_of(mesh: DeviceMesh) -> dict[str, int]:
     if all(name in names for name in REPLICAS):
         raise StagelineError("the mesh has both 'dp' and 'dp_replicate', which are the same dimension; keep one")
     return shape
+
+
+def _refuse_part(mesh: DeviceMesh, shape: dict[str, int], members: list[int], processes: int) -> None:
+    """Refuse a mesh of some processes unless it is a part of one of all, and has a place for this process."""
+    from stageline.distributed._torch_private import root_of
+
+    sizes_text = " × ".join(f"{name} {size}" for name, size in shape.items())
+    if root_of(mesh).size() != processes:
+        raise StagelineError(
+            f"the mesh ({sizes_text}) holds the processes {shorten(members)}, and {processes} were started: it must "
+            'hold each of them once, or be a part of a mesh that does, such as world["pp"]'
+        )
+    if mesh.get_coordinate() is None:
+        raise StagelineError(
+            f"this process has no place in the mesh ({sizes_text}), which holds the processes {shorten(members)}: "
+            'pass the part that holds it, such as world["pp"] of the whole mesh'
+        )
 
 
 def ranks_of(mesh: DeviceMesh) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from stageline.distributed._torch_private import default_store, known_groups
-from stageline.distributed.bootstrap import default_channel, has_own_gpu, own_host, start_together
+from stageline.distributed._torch_private import default_store, known_groups, new_group_of
+from stageline.distributed.bootstrap import default_channel, has_own_gpu, own_host, part_channel, start_together
 from stageline.distributed.communicators import Communicators, quiet_groups
 from stageline.distributed.layout import Layout, data_choices
 from stageline.distributed.process_exit import destroy_at_exit, keep_groups, leave_stuck
@@ -43,29 +43,46 @@ class LayoutGroups:
 
 
 class Groups:
-    """The connections and groups of all pipelines over one default group; made by all processes together."""
+    """The connections and groups of all pipelines over one default group, or over some of its processes.
 
-    def __init__(self, deadline: float) -> None:
-        channel = default_channel(deadline)
+    Those processes make them together.
+    """
+
+    def __init__(self, deadline: float, layout: Layout) -> None:
+        self._members = layout.members
+        channel = part_channel(self._members, deadline) if self._members else default_channel(deadline)
         self.monitor = channel.control
+        if layout.members:  # before the first pipeline has a name for every rank
+            self.monitor.name_of = layout.name
         self._prefix = channel.next_prefix()
         self._key = f"{self._prefix}/lost"
         self.pending: set[Any] = set()
         """Collectives that have started and not ended."""
         self._asking: threading.Thread | None = None
-        self._pipelines = 0
+        self._pipelines = self._part_groups = 0
         self._of_layout: dict[Layout, LayoutGroups] = {}
         start_together(self.monitor, self._make)
 
     def _make(self) -> None:
         with own_part_of_store(self._prefix):
-            self.links = Links.join(own_host(os.environ, self.monitor.host))
-            self.control = dist.new_group(backend="gloo", group_desc="stageline control")
+            self.links = Links.join(own_host(os.environ, self.monitor.host), self._members)
+            self.control = self._new_group(range(self.links.ranks), "gloo", "control")
             own_gpu = has_own_gpu(os.environ)
             able = torch.tensor([int(own_gpu), int(own_gpu and nccl.library() is not None)])
             dist.all_reduce(able, dist.ReduceOp.MIN, group=self.control)
             self._own_gpus = bool(able[0])
             self.communicators = Communicators(self._prefix) if able[1] else None
+
+    def _new_group(self, processes: Sequence[int], backend: str, what: str) -> Any:
+        """A process group; all processes of these groups call this. None on a process outside of it."""
+        if not self._members:
+            return dist.new_group(processes, backend=backend, group_desc=f"stageline {what}")
+        self._part_groups += 1
+        name = f"{self._prefix}/{what}/{self._part_groups}"
+        store = known_groups()[dist.group.WORLD][1]
+        if self.links.rank not in processes:
+            return None
+        return new_group_of([self._members[process] for process in processes], backend, name, store)
 
     def count(self) -> int:
         """The number of the next pipeline; all processes make them in the same order."""
@@ -86,26 +103,35 @@ class Groups:
         if layout.replicas == 1:
             self._of_layout[layout] = self.of_job()
             return
-        replica, rank = layout.place(dist.get_rank())
+        replica, rank = layout.place(self.links.rank)
         replica_groups = [layout.replica_group(rank) for rank in range(layout.ranks)]
 
         def make(backend: str) -> list[Any]:
             """A group for every replica and every rank: all processes make all of them, in the same order."""
-            rows = [dist.new_group(row, backend=backend, group_desc="stageline replica") for row in layout.rows]
-            across = [
-                dist.new_group(ranks, backend=backend, group_desc="stageline replica group") for ranks in replica_groups
-            ]
+            rows = [self._new_group(row, backend, "replica") for row in layout.rows]
+            across = [self._new_group(ranks, backend, "replica group") for ranks in replica_groups]
             return [rows[replica], across[rank]]
 
         with own_part_of_store(self._prefix):
             mine = make("gloo")
-            data = _make_data_groups(layout)
-            with quiet_groups():
-                over_nccl = make("nccl") if self._own_gpus else []
+            data = self._make_data_groups(layout)
+            with quiet_groups():  # a part of a mesh has its own
+                over_nccl = make("nccl") if self._own_gpus and not self._members else []
             for group in over_nccl:
                 destroy_at_exit(group)
         nccl_groups = over_nccl or [None, None]
         self._of_layout[layout] = LayoutGroups(mine[0], mine[1], nccl_groups[0], nccl_groups[1], data)
+
+    def _make_data_groups(self, layout: Layout) -> dict[frozenset[str], Any]:
+        """A group for every choice of the dimensions of the data, unless it is the whole replica group."""
+        mine: dict[frozenset[str], Any] = {}
+        for dimensions in data_choices(layout):
+            members = {layout.neighbours(process, dimensions) for row in layout.rows for process in row}
+            for processes in sorted(members):
+                group = self._new_group(processes, "gloo", f"data {'-'.join(sorted(dimensions))}")
+                if self.links.rank in processes:
+                    mine[dimensions] = group
+        return mine
 
     def lost(self) -> str:
         """The message of a rank that cannot continue; empty while there is none."""
@@ -115,8 +141,9 @@ class Groups:
         """Tell the others, which may be waiting, unless a rank already has; the next pipeline makes new connections."""
         self.abort()
         self.keep()
-        for default in [default for default, groups in _groups.items() if groups is self]:
-            del _groups[default]
+        for known in _groups.values():
+            if known.get(self._members) is self:
+                del known[self._members]
         if not self.lost():
             self._ask(lambda store: str(store.set(self._key, text)))
 
@@ -148,18 +175,6 @@ class Groups:
         return answer[0] if answer else ""
 
 
-def _make_data_groups(layout: Layout) -> dict[frozenset[str], Any]:
-    """A group for every choice of the dimensions of the data, unless it is the whole replica group."""
-    mine: dict[frozenset[str], Any] = {}
-    for dimensions in data_choices(layout):
-        members = {layout.neighbours(process, dimensions) for row in layout.rows for process in row}
-        for processes in sorted(members):
-            group = dist.new_group(processes, backend="gloo", group_desc="stageline data")
-            if dist.get_rank() in processes:
-                mine[dimensions] = group
-    return mine
-
-
 @contextmanager
 def own_part_of_store(prefix: str) -> Iterator[None]:
     """Let new groups use a fresh prefix of the store.
@@ -178,13 +193,17 @@ def own_part_of_store(prefix: str) -> Iterator[None]:
             known[default] = (backend, store)
 
 
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Groups] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Groups]] = weakref.WeakKeyDictionary()
 
 
-def own_groups(deadline: float) -> Groups:
-    """The groups over the current default group. Pipelines share them, as they never run at the same time."""
+def own_groups(deadline: float, layout: Layout) -> Groups:
+    """The groups over the current default group, or over the layout's part of it.
+
+    Pipelines share them, as they never run at the same time.
+    """
     default = dist.group.WORLD
     assert default is not None
-    if default not in _groups:
-        _groups[default] = Groups(deadline)
-    return _groups[default]
+    known = _groups.setdefault(default, {})
+    if layout.members not in known:
+        known[layout.members] = Groups(deadline, layout)
+    return known[layout.members]

@@ -233,7 +233,7 @@ class ProcessHost(ProcessCollectives):
         if "step" in first:
             error, verdict = self._blame_change(error, verdict, int(first["step"]), first["kinds"], left)
         if verdict.traceback and origin != self.process:
-            error.add_note(f"on rank {origin}:\n{verdict.traceback}")
+            error.add_note(f"on {self.layout.place_name(origin)}:\n{verdict.traceback}")
         if self.layout.ranks > 1:
             note_missing_value(error, verdict)
         note_record(error, [self._failures.record(verdict)])

@@ -35,7 +35,7 @@ from stageline.runtime.rank_executors import ExecutorCache
 from stageline.runtime.replan import Replan, Replanned, StepWatch, watch_for
 from stageline.runtime.replicas import join_replicas, replica_seed
 from stageline.runtime.setup.automatic_plan import automatic
-from stageline.runtime.setup.handshake import common_seed, facts_of
+from stageline.runtime.setup.handshake import agree_on_shards, common_seed, facts_of
 from stageline.runtime.setup.model_stages import ModelStages, named_tensors
 from stageline.runtime.setup.options import PipelineOptions, Reduction
 from stageline.runtime.setup.parallelize import find_parallelize, groups_of
@@ -233,11 +233,15 @@ class Pipeline:
         )
         seed = common_seed(host, options.seed)
         before = named_tensors(model)
-        stages.build(recipe, seed, options.device, parallelize, inner_mesh(self._mesh))
+        inner = inner_mesh(self._mesh)
+        if parallelize is not None and isinstance(host, ProcessCollectives):
+            host.limit_collectives(groups_of([], inner))  # the function may broadcast weights
+        with agree_on_shards(host, stages, parallelize is not None):
+            stages.build(recipe, seed, options.device, parallelize, inner)
         stages.place(options.compile, split=schedule.splits_backward)
         if isinstance(host, ProcessCollectives):
             if parallelize is not None:
-                host.limit_collectives(groups_of(stages.local_parts(), inner_mesh(self._mesh)))
+                host.limit_collectives(groups_of(stages.local_parts(), inner))
             gpu = device_of(stages.local_parts())
             host.connect_gpus(schedule.channels, None if gpu is None else torch.device("cuda", gpu))
         stage_options = StageOptions(options.loss_fn, replica_seed(seed, host.layout.data_row(host.replica)), recompute)

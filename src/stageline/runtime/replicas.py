@@ -153,7 +153,8 @@ class Replicas:
     def _summed_over(self, parameter: nn.Parameter) -> frozenset[str]:
         """The dimensions over which a gradient is summed here: those over which FSDP does not."""
         layout = self.host.layout
-        places = [layout.coordinates(process) for process in processes_of(parameter)]
+        numbers = map(layout.in_layout, processes_of(parameter))
+        places = [layout.coordinates(number) for number in numbers if number is not None]
         return frozenset(name for name in layout.data_dimensions if len({place[name] for place in places}) < 2)
 
     def _group_of(self, dimensions: frozenset[str]) -> ReplicaGroup:

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -79,6 +80,8 @@ class MonitorClient:
         """The failure that ended the job; None while it runs."""
         self.lost: str | None = None
         """Why there is no control channel, if there is none; training continues without it."""
+        self.name_of: Callable[[int], str] = lambda rank: ""
+        """The name of a rank in a mesh; empty if it is plain "rank 3"."""
         self.job = "alone"
         self.where = f"pid {os.getpid()} on {socket.gethostname()[:200]}"
         self._tell = tell
@@ -109,6 +112,7 @@ class MonitorClient:
         *,
         tell: Callable[[str], None] = write_stderr,
         patience: float = float("inf"),
+        host: str = "",
     ) -> MonitorClient:
         """Open the channel: rank 0 starts the monitor, and `share` passes its address to all ranks.
 
@@ -116,7 +120,8 @@ class MonitorClient:
         0's text. If it depends on rank 0 alone, as a store does and a collective does not, then `everyone` names a
         rank that does not start within `start_deadline`. If no channel can be opened, training continues without one,
         and `lost` says why. A rank that does not return from its step within `patience` seconds after another was lost
-        is ended: it hangs in a collective, which nothing can interrupt.
+        is ended: it hangs in a collective, which nothing can interrupt. `host` is where the monitor listens; by
+        default as `control_host` says.
         """
         if not 0 <= rank < ranks:
             raise ControlError(f"rank must be from 0 to {ranks - 1}, got {rank}")
@@ -125,7 +130,8 @@ class MonitorClient:
         text, why = "", "rank 0 could not start the failure monitor"
         if rank == 0:
             try:
-                text = str(start_monitor(ranks, deadline, deadline if start_deadline is None else start_deadline))
+                starting = deadline if start_deadline is None else start_deadline
+                text = str(start_monitor(ranks, deadline, starting, host))
             except ControlError as error:
                 why = str(error)
         try:
@@ -317,6 +323,10 @@ class MonitorClient:
                 if self._wakeup.read_sigterm():
                     self._end_by_sigterm(selector)
 
+    def named(self, verdict: Verdict) -> Verdict:
+        """The verdict with the name of the rank in a mesh."""
+        return replace(verdict, name=verdict.name or self.name_of(verdict.culprit))
+
     def beat(self) -> None:
         """Send a heartbeat now."""
         self._send({"beat": self.round, "doing": describe(self.doing), "waits": self.waits, "done": self.done})
@@ -352,10 +362,13 @@ class MonitorClient:
         if new is not None:
             self._spread(new)
 
+    def _name(self, rank: int) -> str:
+        return self.name_of(rank) or f"rank {rank}"
+
     def _spread(self, verdict: Verdict) -> None:
         if verdict.final:
             # Before anything else: a launcher may end this process in the next tenth of a second.
-            self._tell(f"rank {self.rank}: {verdict}")
+            self._tell(f"{self._name(self.rank)}: {self.named(verdict)}")
         for callback in list(self._on_verdict):
             self._call(callback, verdict)
 
@@ -363,7 +376,7 @@ class MonitorClient:
         try:
             callback(verdict)
         except Exception as error:
-            self._tell(f"rank {self.rank}: a callback of the control channel failed: {Failure.of(error).text}")
+            self._tell(f"{self._name(self.rank)}: a callback of the control channel failed: {Failure.of(error).text}")
 
     def _end_by_sigterm(self, selector: selectors.BaseSelector) -> None:
         """Wait briefly for a verdict, report it, and end by the signal."""
@@ -381,10 +394,10 @@ class MonitorClient:
                 if not answered and self.rank in self._answers:
                     answered, end = True, time.monotonic() + HOLD
             verdict = self._verdict
-            blame = "no other rank is known to have failed" if verdict is None else str(verdict)
+            blame = "no other rank is known to have failed" if verdict is None else str(self.named(verdict))
             if verdict is not None and verdict.final:
-                blame = f"rank {verdict.culprit} is to blame"  # the verdict was written when it arrived
-            self._tell(f"rank {self.rank}: ended by SIGTERM in {describe(self.doing)}; {blame}")
+                blame = f"{self._name(verdict.culprit)} is to blame"  # the verdict was written when it arrived
+            self._tell(f"{self._name(self.rank)}: ended by SIGTERM in {describe(self.doing)}; {blame}")
             for callback in list(self._on_end):
                 self._call(callback, verdict)
         self._send({"bye": BY_SIGNAL, "clean": False})
@@ -393,8 +406,8 @@ class MonitorClient:
     def _give_up(self) -> None:
         """End the process: the job is lost, and the main thread hangs where nothing can interrupt it."""
         self._tell(
-            f"rank {self.rank}: did not return from {describe(self.doing)} within {self.patience:g} s after the "
-            f"failure of rank {self.final.culprit if self.final else '?'}; this process is ended"
+            f"{self._name(self.rank)}: did not return from {describe(self.doing)} within {self.patience:g} s after the "
+            f"failure of {self._name(self.final.culprit) if self.final else 'another'}; this process is ended"
         )
         for callback in list(self._on_end):
             self._call(callback, self.final)
@@ -416,8 +429,8 @@ class MonitorClient:
             self.lost = why
             self._changed.notify_all()
         self._tell(
-            f"rank {self.rank}: warning: no control channel: {why}; training continues, but a rank that fails shows "
-            "only as a transport error of its neighbours"
+            f"{self._name(self.rank)}: warning: no control channel: {why}; training continues, but a rank that fails "
+            "shows only as a transport error of its neighbours"
         )
 
     def _close_at_exit(self) -> None:

@@ -111,9 +111,9 @@ def control_host(ranks: int = 1) -> str:
     return host
 
 
-def start_monitor(ranks: int, deadline: float, start_deadline: float) -> Address:
-    """Start the monitor process; it ends by itself when the ranks are gone."""
-    host, token = control_host(ranks), secrets.token_hex(32)
+def start_monitor(ranks: int, deadline: float, start_deadline: float, host: str = "") -> Address:
+    """Start the monitor process; it ends by itself when the ranks are gone. `host` is where it listens."""
+    host, token = host or control_host(ranks), secrets.token_hex(32)
     # Through stdin: everyone on the machine can read the arguments of a process.
     options = {"ranks": ranks, "deadline": deadline, "start_deadline": start_deadline, "host": host, "token": token}
     try:

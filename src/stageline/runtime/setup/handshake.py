@@ -6,7 +6,8 @@ import functools
 import hashlib
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import starmap
 from types import CodeType
 from typing import Any
@@ -18,13 +19,14 @@ from torch.nn.parameter import is_lazy
 
 from stageline._version import __version__
 from stageline.common.errors import PipelineError, StagelineError, shorten
+from stageline.distributed.collectives import ProcessCollectives, first_difference
 from stageline.distributed.rank_host import Floats, RankHost
 from stageline.runtime.microbatches import digest
 from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.setup.options import PipelineOptions
 from stageline.schedules.placement import Placement
 from stageline.schedules.schedule import Schedule
-from stageline.tensors.sharded import is_sharded, local
+from stageline.tensors.sharded import is_sharded, local, processes_of
 
 
 def facts_of(model: nn.Module, schedule: Schedule, options: PipelineOptions) -> dict[str, str]:
@@ -126,6 +128,59 @@ def _code(code: CodeType) -> tuple[Any, ...]:
 def _plain(value: Any) -> str:
     """A value as text that is the same on all ranks: only the class of one that is not plain."""
     return repr(value) if value is None or isinstance(value, int | float | str | bool) else type(value).__name__
+
+
+@contextmanager
+def agree_on_shards(host: RankHost, stages: ModelStages, parallelized: bool) -> Iterator[None]:
+    """Raise the same error on all processes if `parallelize` failed on one, or cut a stage differently on two."""
+    if not parallelized or not isinstance(host, ProcessCollectives):
+        yield
+        return
+    failure: Exception | None = None
+    layout, own = host.layout, list[str]()
+    try:
+        yield
+        own = _shards_of(host, stages)
+    except Exception as error:
+        failure = error
+    known = host.all_gather(np.array([float(failure is not None), float(digest(own))]))
+    failed = np.argwhere(known[..., 0])
+    if len(failed):
+        process = layout.rows[failed[0][0]][failed[0][1]]
+        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        text = host.broadcast_to_all(text.removeprefix("StagelineError: "), process)
+        raise failure or PipelineError(f"{layout.place_name(process)} refused its stages: {text}")
+    for rank in range(layout.ranks):
+        values = known[:, rank, 1].tolist()
+        odd = next((row for row, value in enumerate(values) if value != values[0]), None)
+        if odd is not None:
+            processes = layout.rows[odd][rank], layout.rows[0][rank]
+            one, other = first_difference(*(host.broadcast_to_all("\n".join(own), process) for process in processes))
+            first, second = map(layout.place_name, processes)
+            raise PipelineError(
+                f"{first} and {second} hold the same stages, and parallelize did not cut them in the same way: {first} "
+                f"has {one} and {second} has {other}; do the same on all processes"
+            )
+
+
+def _shards_of(host: ProcessCollectives, stages: ModelStages) -> list[str]:
+    """How the parameters of this process are cut, as text."""
+    lines = []
+    for part in (part for stage, part in enumerate(stages.parts) if stages.holds(stage)):
+        for name, parameter in part.named_parameters():
+            outside = [process for process in processes_of(parameter) if host.layout.in_layout(process) is None]
+            if outside:
+                raise StagelineError(
+                    f"parallelize cut {name} over process {outside[0]}, which is not in the mesh of this pipeline; "
+                    "pass a mesh that holds it"
+                )
+            cut = "is whole"
+            if is_sharded(parameter):
+                mesh = parameter.device_mesh
+                sizes = zip(mesh.mesh_dim_names or ("?",) * mesh.ndim, mesh.shape, strict=True)
+                cut = f"is cut by {parameter.placements} over {', '.join(f'{name} {size}' for name, size in sizes)}"
+            lines.append(f"{name} {cut}, {parameter.dtype}, requires_grad={parameter.requires_grad}")
+    return lines
 
 
 def common_seed(host: RankHost, seed: int | None) -> int:

@@ -89,14 +89,22 @@ class Links:
         _open.add(self)
 
     @classmethod
-    def join(cls, host: str = "127.0.0.1") -> Links:
-        """Listen, and exchange addresses through the store of the default group; all its processes call this."""
+    def join(cls, host: str = "127.0.0.1", members: Sequence[int] = ()) -> Links:
+        """Listen, and exchange addresses through the store of the default group; all its processes call this.
+
+        Or only some of them, its `members`, which are then ranks from 0 on, and have a part of the store to themselves.
+        """
         store, rank, ranks = default_store(), dist.get_rank(), dist.get_world_size()
+        one = one_machine(ranks)
+        if members:
+            rank, ranks = members.index(rank), len(members)
         links = cls(rank, ranks, host)
         default = dist.group.WORLD
-        _joined[default] = _joined.get(default, 0) + 1
-        key = f"stageline/links/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_joined[default]}"
-        share = Sharing(store, f"{key}/token", rank, here=one_machine(ranks))
+        if not members:
+            _joined[default] = _joined.get(default, 0) + 1
+        number = "part" if members else _joined[default]
+        key = f"stageline/links/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{number}"
+        share = Sharing(store, f"{key}/token", rank, here=one)
         try:
             token = share(secrets.token_hex(32))
             # A rank publishes its address once it has the secret, so when all have, the file can go.
