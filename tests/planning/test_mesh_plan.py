@@ -41,6 +41,15 @@ def test_shards_and_tensor_parallel_divide_parameters_gradients_and_optimizer_st
     assert mesh.schedule == alone.schedule
 
 
+def test_replicas_may_divide_the_optimizer_state() -> None:
+    mesh = {"pp": 2, "dp_replicate": 4, "dp_shard": 2}
+    whole, part = plan(mesh=mesh).memory[0], plan(mesh=mesh, shard_optimizer=True).memory[0]
+    assert part == whole._replace(optimizer=whole.optimizer / 4)
+    assert plan(ranks=2, shard_optimizer=True).memory == plan(ranks=2).memory
+    with pytest.raises(sl.StagelineError, match="shard_optimizer is True or False, got 2"):
+        plan(ranks=2, shard_optimizer=2)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_is_gathered_depends_on_when_it_is_freed(tp: int) -> None:
     """A stage has two units of 40 bytes; gradients are as large, and whole until they are reduced."""

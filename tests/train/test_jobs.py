@@ -150,11 +150,15 @@ def test_ranks_without_a_shared_folder_are_found(fork_server: ForkServer, tokens
 
 
 def test_replicas_of_a_pipeline_train_go_on_and_load_elsewhere(fork_server: ForkServer, tokens: Path) -> None:
-    """2 × 2 processes with a split backward: the same bits in every run of that layout, and nearly so in others."""
+    """2 × 2 processes with a split backward: the same bits in every run of that layout, and nearly so in others.
+
+    Replicas that divide the optimizer state have the same bits, and the others read their checkpoints.
+    """
+    divided = "--parallelism.shard_optimizer=true"
     spread = ["--training.local_batch_size=4", "--training.global_batch_size=16", "--model.dropout=0",
               "--parallelism.pipeline_parallel_schedule=zb-h1", "--validation.fraction=0.045"]  # fmt: skip
     assert exit_codes(start(fork_server, tokens, "whole", *spread, processes=4)) == [0] * 4, log_of(tokens, "whole")
-    children = start(fork_server, tokens, "parts", *spread, processes=4)
+    children = start(fork_server, tokens, "parts", *spread, divided, processes=4)
     wait_for(tokens, "parts", 13)
     for child in children:
         child.signal(signal.SIGKILL)
@@ -163,7 +167,7 @@ def test_replicas_of_a_pipeline_train_go_on_and_load_elsewhere(fork_server: Fork
     assert losses(tokens, "parts") == losses(tokens, "whole")
     assert weights(tokens, "parts", 16) == weights(tokens, "whole", 16)
     assert (
-        exit_codes(start(fork_server, tokens, "other", *spread, "--training.time_limit=0.00001", processes=4))
+        exit_codes(start(fork_server, tokens, "other", *spread, divided, "--training.time_limit=0.00001", processes=4))
         == [0] * 4
     )
     alone = [*spread, "--training.local_batch_size=16", "--parallelism.pipeline_parallel_degree=3"]
@@ -242,7 +246,7 @@ def test_shards_train_like_replicas_and_any_layout_resumes(fork_server: ForkServ
     words = ["--training.local_batch_size=4", *more.split()]
     sharded = [*words, "--parallelism.data_parallel_shard_degree=2"]
     for run, options in (
-        ("replicas", words),
+        ("replicas", [*words, "--parallelism.shard_optimizer=true"]),
         ("shards", [*sharded, "--training.time_limit=0.00001"]),
         ("shards", sharded),
     ):

@@ -33,6 +33,9 @@ class SearchOptions:
     reshard_after_forward: Annotated[
         str, Option(metavar="WHEN", help="When gathered shards are freed: default, always or never.")
     ] = "default"
+    shard_optimizer: Annotated[
+        bool, Option("--shard-optimizer", help="Let the mesh's dp_replicate divide the optimizer state (ZeRO-1).")
+    ] = False
     memory: Annotated[
         str | None, Option(metavar="SIZE[,…]", help="Memory of a rank, such as 24GiB, or one per rank.")
     ] = None

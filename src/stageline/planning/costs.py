@@ -161,11 +161,14 @@ class StateBytes:
     """The processes that share parameters, gradients and optimizer state (FSDP2)."""
     by_block: bool = False
     """Whether shards are gathered, and gradients reduced, one block at a time and in every microbatch."""
+    optimizer_replicas: int = 1
+    """The replicas that divide the optimizer state (ZeRO-1)."""
 
     @property
     def factors(self) -> tuple[float, float, float, float, float]:
         """Bytes of parameter, gradient, optimizer state, snapshot and gathered state, per byte of parameter."""
-        gradient, optimizer = self._gradient / self.shards, self.optimizer / self.parameter / self.shards
+        gradient = self._gradient / self.shards
+        optimizer = self.optimizer / self.parameter / self.shards / self.optimizer_replicas
         parameter = 1.0 / self.shards
         snapshot = parameter + gradient + optimizer if self.continuous else 0.0
         return parameter, gradient, optimizer, snapshot, 0.0 if self.by_block else self._whole

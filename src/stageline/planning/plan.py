@@ -11,6 +11,7 @@ from torch import nn
 
 from stageline.autograd.graphs.options import Compile
 from stageline.common.checked_json import NonNegative, PositiveInt
+from stageline.common.errors import StagelineError, shorten
 from stageline.common.units import Size, parse_size
 from stageline.model.profile import Profile
 from stageline.planning import request as arguments
@@ -189,6 +190,7 @@ def plan(
     ranks: int | None = None,
     mesh: Mapping[str, int] | DeviceMesh | None = None,
     reshard_after_forward: str = "default",
+    shard_optimizer: bool = False,
     batch: int | None = None,
     microbatches: int | None = None,
     memory: Size | Sequence[Size] | None = None,
@@ -237,7 +239,8 @@ def plan(
     `ranks` is the number of pipeline ranks. With `mesh`, sizes of the dimensions pp, dp_replicate, dp_shard and tp, it
     is that of pp, and memory is that of one process of the mesh: dp_shard and tp divide parameters, gradients and
     optimizer state. dp_shard also gathers parameters, until a stage's last use in a step or, with
-    `reshard_after_forward` "always", one unit at a time. `batch` and `microbatches` are those of one pipeline.
+    `reshard_after_forward` "always", one unit at a time. With `shard_optimizer`, dp_replicate divides the optimizer
+    state, too. `batch` and `microbatches` are those of one pipeline.
 
     >>> import torch, stageline as sl
     >>> model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(12)))
@@ -250,6 +253,8 @@ def plan(
     """
     mesh, ranks = read_mesh(mesh, ranks)
     reshard = arguments.one_of("reshard_after_forward", reshard_after_forward, RESHARD)
+    if not isinstance(shard_optimizer, bool):
+        raise StagelineError(f"shard_optimizer is True or False, got {shorten(shard_optimizer)}")
     progress = progress or (lambda text: None)
     several = batch is not None
     profiles = arguments.read_profiles(
@@ -270,6 +275,7 @@ def plan(
             cuda_graphs,
             mesh.get("dp_shard", 1),
             reshard,
+            mesh.get("dp_replicate", 1) if shard_optimizer else 1,
         ),
         mesh=mesh,
         reshard=reshard,

@@ -145,9 +145,16 @@ def bytes_per_parameter(model: nn.Module | None) -> float:
 
 
 def read_states(
-    parameter: Any, gradient: Any, optimizer: Any, interlock: Any, cuda_graphs: Any, shards: int = 1, reshard: Any = ""
+    parameter: Any,
+    gradient: Any,
+    optimizer: Any,
+    interlock: Any,
+    cuda_graphs: Any,
+    shards: int = 1,
+    reshard: Any = "",
+    optimizer_replicas: int = 1,
 ) -> StateBytes:
-    """Check the bytes per parameter; `shards` processes share them."""
+    """Check the bytes per parameter; `shards` processes share them, and replicas may share those of the optimizer."""
     for name, value, minimum in (
         ("parameter_bytes", parameter, 0.1),
         ("gradient_bytes_per_parameter", 0.0 if gradient is None else gradient, 0.0),
@@ -163,7 +170,14 @@ def read_states(
         raise StagelineError(f"cuda_graphs is True or False, got {shorten(cuda_graphs)}")
     bytes_of_gradient = None if gradient is None else float(gradient)
     return StateBytes(
-        float(parameter), bytes_of_gradient, float(optimizer), interlock, cuda_graphs, shards, reshard == "always"
+        float(parameter),
+        bytes_of_gradient,
+        float(optimizer),
+        interlock,
+        cuda_graphs,
+        shards,
+        reshard == "always",
+        optimizer_replicas,
     )
 
 

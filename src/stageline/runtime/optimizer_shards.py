@@ -70,8 +70,12 @@ class OptimizerShards:
         return self._owners.get(parameter, self._group.position) == self._group.position
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        if self._due:
-            self.broadcast({parameter for group in optimizer.param_groups for parameter in group["params"]})
+        stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if self._due and not stepped.isdisjoint(self._owners):
+            # The optimizer of a replica may have only the parameters that it updates.
+            known = self._group.all_gather(np.array([float(parameter in stepped) for parameter in self._owners]))
+            owners = enumerate(self._owners.items())
+            self.broadcast({parameter for number, (parameter, replica) in owners if known[replica, number]})
 
     def reduced(self) -> None:
         """Gradients are summed: an optimizer may step now."""

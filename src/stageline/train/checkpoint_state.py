@@ -94,7 +94,7 @@ def own_optimizer_state(pipe: Pipeline, optimizer: Optimizer) -> State:
     return {
         name: {slot: whole(value) for slot, value in slots.items()}
         for name, slots in optimizer.state().items()
-        if slots and pipe.owns(name)
+        if slots and pipe.owns(name) and pipe.updates(name)
     }
 
 
@@ -133,7 +133,8 @@ def load_checkpoint(pipe: Pipeline, optimizer: Optimizer, checkpoint: Checkpoint
         for name, tensor in tensors.items():
             tensor.copy_(part_like(values[name], tensor))
     saved = checkpoint.manifest.optimizer
-    optimizer.load(checkpoint.read_optimizer([name for name in optimizer.parameters if name in saved]))
+    updated = [name for name in optimizer.parameters if name in saved and pipe.updates(name)]
+    optimizer.load(checkpoint.read_optimizer(updated))
 
 
 @dataclass
@@ -218,8 +219,12 @@ class JobCheckpoints:
         self._setup, self._optimizer, self._logs = setup, optimizer, logs
         self._host, self._layout = setup.host, layout
         self._attempt = decide_together(setup.host, lambda: uuid.uuid4().hex)
-        # Every rank of the first replica writes its own tensors; ranks that are threads share a writer.
+        # Every rank of the first replica writes its own tensors, and with shard_optimizer, those of all replicas do;
+        # ranks that are threads share a writer.
+        self._writes = config.parallelism.shard_optimizer or layout.replica < layout.shards
         number, count = (layout.rank % layout.ranks, layout.ranks) if layout.processes > 1 else (0, 1)
+        if config.parallelism.shard_optimizer:
+            number, count = number + layout.replica // layout.shards * count, layout.replicas // layout.shards * count
         self._writer = Writer(
             setup.folder.path / config.checkpoint.folder,
             number,
@@ -236,13 +241,14 @@ class JobCheckpoints:
         self._writer.__exit__(kind, error, at)
 
     def save(self, step: int, state: Mapping[str, Any], *, background: bool) -> None:
-        """Save a checkpoint; the replicas other than the first write nothing, and learn here of a failure."""
-        if self._layout.replica >= self._layout.shards:
+        """Save a checkpoint; processes that write nothing learn here of a failure."""
+        if not self._writes:
             self._on_all(lambda: None)
             return
-        pipe = self._setup.pipe
-        tensors = own_weights(pipe), own_optimizer_state(pipe, self._optimizer)  # shards gather them together
-        is_first = self._layout.replica == 0
+        pipe, layout = self._setup.pipe, self._layout
+        weights = own_weights(pipe) if layout.replica < layout.shards else {}  # shards gather them together
+        tensors = weights, own_optimizer_state(pipe, self._optimizer)
+        is_first = layout.replica % layout.shards == 0
         self._on_all(partial(self._write, step, *tensors, state, background=background) if is_first else lambda: None)
 
     def finish(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -39,14 +39,24 @@ class Optimizer:
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         *,
         outer: Iterable[str] = (),
+        updates: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        """`outer` names the parameters of embedding and head, which Muon leaves to AdamW."""
+        """`outer` names the parameters of embedding and head, which Muon leaves to AdamW.
+
+        `updates` says which parameters get gradients here: the state of the others, with their master weights, is in
+        other replicas.
+        """
         self.config = config
-        self.parameters = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
+        half = (torch.bfloat16, torch.float16)
+        self.parameters = {
+            name: parameter
+            for name, parameter in named_parameters
+            if parameter.requires_grad and (updates(name) or parameter.dtype not in half)
+        }
         self.masters: dict[str, nn.Parameter] = {
             name: nn.Parameter(parameter.detach().float())
             for name, parameter in self.parameters.items()
-            if parameter.dtype in (torch.bfloat16, torch.float16)
+            if parameter.dtype in half
         }
         trained = self._trained()
         inner = {name for name, parameter in trained.items() if parameter.dim() == 2 and name not in set(outer)}

@@ -189,12 +189,26 @@ class Setup:
         if choice is None:
             measured, memory = self._profile()
             choice, note = choose_schedule(
-                measured, config, layout.ranks, self.batches.microbatches, memory, layout.shards
+                measured,
+                config,
+                layout.ranks,
+                self.batches.microbatches,
+                memory,
+                self._plan_mesh,
             )
             self.notes += [note] if note else []
             measured.write(path / PROFILE)
             save_choice(choice, path, request)
         return choice
+
+    @property
+    def _plan_mesh(self) -> dict[str, int] | None:
+        """The mesh that a plan counts; None if no dimension divides the memory of a rank."""
+        layout, shards_optimizer = self.layout, self.config.parallelism.shard_optimizer
+        if layout.shards == 1 and not shards_optimizer:
+            return None
+        replicas = {"dp_replicate": layout.replicas // layout.shards} if shards_optimizer else {}
+        return {"pp": layout.ranks, **replicas, "dp_shard": layout.shards}
 
     def _profile(self) -> tuple[Profile, float | None]:
         """Measure the units of the model, in call order, on a microbatch; return the memory of a rank, too."""
@@ -244,6 +258,7 @@ class Setup:
             replicas=layout.replicas,
             mesh=layout.mesh,
             bucket_mb=config.parallelism.bucket_mb,
+            shard_optimizer=config.parallelism.shard_optimizer,
             device=layout.device,
             compile=self._compile,
             cuda_graphs=config.compile.cuda_graphs,
@@ -295,7 +310,12 @@ def load_choice(folder: Path, request: dict[str, Any]) -> Plan | None:
 
 
 def choose_schedule(
-    profile: Profile, config: Config, ranks: int, microbatches: int, memory: float | None = None, shards: int = 1
+    profile: Profile,
+    config: Config,
+    ranks: int,
+    microbatches: int,
+    memory: float | None = None,
+    mesh: Mapping[str, int] | None = None,
 ) -> tuple[Plan, str]:
     """Return the fastest schedule that the configuration allows, with its best split; and a note, or an empty string.
 
@@ -312,7 +332,8 @@ def choose_schedule(
     request: dict[str, Any] = {
         "profile": profile,
         "ranks": ranks,
-        "mesh": {"pp": ranks, "dp_shard": shards} if shards > 1 else None,
+        "mesh": mesh,
+        "shard_optimizer": options.shard_optimizer,
         "microbatches": microbatches,
         "schedule": "auto" if fixed is None else fixed,
         "chunks": options.pipeline_parallel_chunks or None if fixed is None else None,

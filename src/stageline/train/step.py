@@ -83,6 +83,7 @@ class TrainingStep:
         self.scale.update(not decision.skipped)
         self.optimizer.set_rate(rate)
         step_optimizer(decision, gradients.values(), self.optimizer.step)
+        self.pipe.broadcast_parameters()  # master weights are copied after torch's optimizers have stepped
         self.optimizer.zero_grad()
         return StepResult(loss, norm.item(), decision.skipped, scale, stats)
 

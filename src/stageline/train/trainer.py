@@ -151,7 +151,10 @@ class Trainer:
             load_initial_weights(self.pipe, config.checkpoint.initial_load_path, self.host)
         self.scale = LossScale(config.training.mixed_precision_param == "float16")
         self.optimizer = Optimizer(
-            config.optimizer, self.pipe.named_parameters(), outer=outer_parameters(self.pipe.model)
+            config.optimizer,
+            self.pipe.named_parameters(),
+            outer=outer_parameters(self.pipe.model),
+            updates=self.pipe.updates,
         )
         self.training_step = TrainingStep(
             self.pipe,

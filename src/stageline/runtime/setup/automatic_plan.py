@@ -67,7 +67,9 @@ def automatic(
     def choose() -> str:
         model = source if factory is None else build(factory, device=options.device, otherwise="construct")
         sharing = len(host.here)  # ranks that are threads of one process share its GPU
-        return to_text(_plan(model, ranks, mesh, microbatches, options, sharing, chunks))
+        sizes = {"pp": ranks, "dp_replicate": host.layout.replicas}
+        counted = sizes if mesh is None and options.shard_optimizer else mesh
+        return to_text(_plan(model, ranks, counted, microbatches, options, sharing, chunks))
 
     plan = parse_plan(decide_together(host, choose), "the plan of rank 0")
     try:
@@ -109,7 +111,7 @@ def _factory_of(stages: Any) -> Callable[[], nn.Module] | None:
 def _plan(
     model: nn.Module,
     ranks: int,
-    mesh: DeviceMesh | None,
+    mesh: DeviceMesh | dict[str, int] | None,
     microbatches: int | None,
     options: PipelineOptions,
     shared: int,
@@ -135,6 +137,7 @@ def _plan(
         recompute=_units(model, options.recompute),
         compile=options.compile,
         cuda_graphs=options.cuda_graphs,
+        shard_optimizer=options.shard_optimizer,
         chunks=chunks,
         time_limit=TIME_LIMIT,
     )

@@ -162,6 +162,9 @@ class Parallelism:
         "samples; -1 is the rest.",
     )
     tensor_parallel_degree: Degree = _option(1, "Processes that share the work of each module; -1 is the rest.")
+    shard_optimizer: bool = _option(
+        False, "Divide the optimizer state among the replicas (ZeRO-1), with the same results and less memory."
+    )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = _option(
         "default",
         "When a sharded stage frees the parameters that it gathers: after its last use in a step (default), after each "
