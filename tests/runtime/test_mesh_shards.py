@@ -101,6 +101,38 @@ def mixes_precision(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(mine, sums[name], rtol=1e-4, atol=1e-6)
 
 
+def follows_the_schedule(mesh: DeviceMesh) -> None:
+    """A step gathers and reduces every part as often as the schedule says, and its backward is split."""
+    rank = mesh.get_local_rank("pp")
+    for schedule, how, gathers in (("1f1b", "default", 1), ("zb-h1", "never", 1), ("zb-h1", "always", 12)):
+        pipe = pipeline(sequential(), mesh, None, schedule=schedule, microbatches=6, reshard_after_forward=how)
+        parts: Any = pipe.runner.stages.local_parts()
+        groups = sum(any(True for _ in layer.parameters()) for part in parts for layer in part)
+        sharding = pipe.schedule.sharding
+        assert sharding is not None
+        assert (sharding.count("UNSHARD", rank), sharding.count("REDUCE_GRAD", rank)) == (gathers, 1)
+        assert "sharding" in pipe.certificate.rules
+        for _ in range(2):
+            with Collectives() as collectives:
+                stats = pipe.step(*data(pipe.replica))
+            expected = {"allgather_base": gathers * groups, "reduce_scatter_base": groups}
+            assert collectives.counts == expected, collectives.counts
+        assert stats.unsplit == 0
+        with Collectives() as collectives:
+            pipe.evaluate(*data(pipe.replica))
+        once = groups if how != "always" else 6 * groups
+        assert collectives.counts == {"allgather_base": once, "reduce_scatter_base": 0}
+        # The measured step has the times of all shard actions.
+        timeline = stats.measured()
+        assert timeline.schedule.sharding == sharding
+        timed = list(timeline.shard_actions())
+        assert len(timed) == len(sharding)
+        assert all(timeline.first_start <= action.start <= action.end <= timeline.last_end for action in timed)
+        first = next(action for action in timed if action.rank == 1)
+        assert first.action.kind == "UNSHARD"
+        assert first.end <= next(timeline.actions(rank=1)).start
+
+
 def on_shards(rank: int) -> dict[str, str]:
     quiet()
     mesh = mesh_of((2, 2), "pp", "dp_shard")
@@ -108,6 +140,8 @@ def on_shards(rank: int) -> dict[str, str]:
         for schedule, microbatches, options in CASES:
             first = compare(model, mesh, sharded, schedule, microbatches, max_norm=0.5, **options)
     assert same_bits(first, compare(own_forward(), mesh, sharded, "zb-v", 1, max_norm=0.5))
+    for schedule in ("1f1b", "zb-v"):  # gathered for every action
+        compare(own_forward(), mesh, sharded, schedule, 4, max_norm=0.5, reshard_after_forward="always")
     for model in (sequential(), own_forward()):  # every block, without a function
         compare(model, mesh, None, "zb-h1", 4, max_norm=0.5)
     for make in (sequential, own_forward):
@@ -117,18 +151,10 @@ def on_shards(rank: int) -> dict[str, str]:
     compare(frozen(), mesh, sharded, "zb-v", 4, max_norm=0.5)
     counts_tokens(mesh)
     mixes_precision(mesh)
-    # A step gathers every part once and reduces it once, whatever the number of microbatches.
-    for schedule in ("1f1b", "zb-h1"):
-        pipe = pipeline(sequential(), mesh, None, schedule=schedule, microbatches=6)
-        parts: Any = pipe.runner.stages.local_parts()
-        groups = sum(any(True for _ in layer.parameters()) for part in parts for layer in part)
-        for _ in range(2):
-            with Collectives() as collectives:
-                pipe.step(*data(pipe.replica))
-            assert collectives.counts == {"allgather_base": groups, "reduce_scatter_base": groups}, collectives.counts
-        with Collectives() as collectives:
-            pipe.evaluate(*data(pipe.replica))
-        assert collectives.counts == {"allgather_base": groups, "reduce_scatter_base": 0}
+    follows_the_schedule(mesh)
+    pipe = pipeline(sequential(), mesh)
+    pipe.step(*data(pipe.replica))
+    pipe.evaluate(*data(pipe.replica))
     # Between steps, only parts are in memory, also after an evaluation.
     assert all(hasattr(parameter, "full_tensor") for parameter in pipe.parameters())
     # Gradients accumulate over steps.

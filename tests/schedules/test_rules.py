@@ -39,7 +39,7 @@ def place(error: sl.ScheduleError) -> tuple[str, int | None, int | None]:
 
 def test_a_good_schedule_passes_every_rule() -> None:
     expected = ("placement", "known", "owner", "overlap", "complete", "progress", "channels")
-    assert sl.verify(scheduled(GOOD)).rules == expected == tuple(RULES)
+    assert sl.verify(scheduled(GOOD)).rules == expected == tuple(rule for rule in RULES if rule != "sharding")
 
 
 # ---- placement ----
@@ -296,7 +296,7 @@ def test_channels_between_stages_of_one_rank_there_is_none() -> None:
 def test_the_certificate_prints_and_goes_into_json() -> None:
     certificate = sl.verify(scheduled(GOOD))
     data = json.loads(json.dumps(certificate.to_json()))
-    assert data["rules"] == list(RULES)
+    assert data["rules"] == [rule for rule in RULES if rule != "sharding"]
     assert data["look_ahead"] == certificate.look_ahead
     assert data["channels"] == [
         {"source": 1, "target": 0, "traffic": "backward", "messages": ["1B0", "1B1"]},

@@ -27,6 +27,7 @@ __all__ = [
     "saved_hook",
     "saved_names",
     "sequence_number",
+    "storage_id",
     "tensor_hooks",
     "version_of",
     "without_torch_function",
@@ -95,6 +96,14 @@ def saved_names(node: Any) -> list[str]:
 def saved_hook(node: Any, name: str) -> Any:
     """The hook that unpacks a tensor that a node saved; None if autograd itself holds the tensor."""
     return getattr(node, _RAW + name).unpack_hook
+
+
+def storage_id(tensor: Tensor) -> int | None:
+    """An identifier of the tensor's memory, which stays the same when the memory is freed; None if it has none."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 _RAW = "_raw_saved_"

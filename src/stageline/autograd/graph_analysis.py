@@ -10,7 +10,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from stageline.autograd._torch_private import input_metadata, saved_names, sequence_number
-from stageline.autograd.graph_plan import CHECKPOINT, Edge, Fork, GraphPlan, hooked_by
+from stageline.autograd.graph_plan import CHECKPOINT, Edge, Fork, FreedMemory, GraphPlan, hooked_by
 from stageline.autograd.weight_gradients import Formula, WantedGradient, formula_of
 
 VIEWS = frozenset(
@@ -20,9 +20,12 @@ VIEWS = frozenset(
 
 
 def make_plan(
-    roots: Sequence[tuple[Node, int]], ends: Sequence[Node], at_once: bool = False
+    roots: Sequence[tuple[Node, int]], ends: Sequence[Node], at_once: bool = False, freed: FreedMemory | None = None
 ) -> tuple[GraphPlan, list[Node]]:
-    """Walk a graph and decide how to split its backward; `at_once` says that I computes all gradients."""
+    """Walk a graph and decide how to split its backward; `at_once` says that I computes all gradients.
+
+    No node that reads `freed` memory runs in W.
+    """
     numbers: dict[Node, int] = {}
     nodes: list[Node] = []
 
@@ -47,15 +50,15 @@ def make_plan(
     parameters = {number: leaf for number, leaf in variables if isinstance(leaf, nn.Parameter)}
     plan = GraphPlan([(type(node), node.name()) for node in nodes], children, starts, inputs, leaves, parameters)
     plan.at_once = at_once
-    _Analysis(plan, nodes).decide()
+    _Analysis(plan, nodes, freed).decide()
     return plan, nodes
 
 
 class _Analysis:
     """Which nodes lead to ends and which to parameters, and what follows from it."""
 
-    def __init__(self, plan: GraphPlan, nodes: Sequence[Node]) -> None:
-        self.plan, self.nodes = plan, nodes
+    def __init__(self, plan: GraphPlan, nodes: Sequence[Node], freed: FreedMemory | None) -> None:
+        self.plan, self.nodes, self.freed = plan, nodes, freed
         self.names = [node.name() for node in nodes]
         self.formulas = [formula_of(node) for node in nodes]
         self.order = list(_children_first(plan))
@@ -84,7 +87,7 @@ class _Analysis:
         plan.rest = [index for index, (number, _) in enumerate(plan.roots) if not self.leads_on[number]]
         self._find_forks()
         if self.outside & set(plan.together):
-            if plan.ends:  # then W runs all of it
+            if plan.ends and self.freed is None:  # then W runs all of it
                 plan.ends, plan.forks, plan.together, plan.onward = [], [], [], []
                 plan.rest = list(range(len(plan.roots)))
             else:
@@ -197,6 +200,7 @@ class _Analysis:
             by_hand = all(fork.formula is not None and self._directly(fork, leaf) for fork in forks)
             if (len(forks) > 1 and not by_hand) or (leaf in outside and not (by_hand and len(forks) == 1)):
                 together.add(leaf)
+        together |= self._reads_freed_memory(candidates)
         before = -1
         while len(together) != before:  # I computes everything behind an edge, or W does
             before = len(together)
@@ -226,6 +230,19 @@ class _Analysis:
                 plan.forks.append(
                     Fork(fork.node, leaves, fork.formula, edges, children, targets, transposed, alone, wanted)
                 )
+
+    def _reads_freed_memory(self, candidates: Sequence[Fork]) -> set[int]:
+        """The parameters behind nodes that W would run, and that read memory which is freed by then."""
+        if self.freed is None:
+            return set()
+        again = {fork.node for fork in candidates if fork.formula is None}
+        aside = {number for number in self.order if not self.leads_on[number] and number not in self.plan.leaves}
+        entries = self.stops if self.plan.ends else set()
+        reading = {number for number in again | aside | entries if self.freed.read_by(self.nodes[number])}
+        behind: set[int] = set()
+        for number in reading:
+            behind |= self._all_below(number) if number in entries else self.behind[number]
+        return behind & set(self.plan.leaves)
 
     def _directly(self, fork: Fork, leaf: int) -> bool:
         """Whether a fork leads to a leaf by one edge, and through a transposition at most."""

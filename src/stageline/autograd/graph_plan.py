@@ -21,8 +21,45 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from stageline.autograd._torch_private import saved_hook, saved_names
+from stageline.autograd._torch_private import saved_hook, saved_names, storage_id
 from stageline.autograd.weight_gradients import Formula, WantedGradient
+from stageline.tensors.sharded import local
+
+
+class FreedMemory:
+    """Memory that is freed between I and W, as that of gathered parameters: W must not read it.
+
+    What I keeps for W of such memory is copied, once a step.
+    """
+
+    def __init__(self, storages: frozenset[int]) -> None:
+        """`storages` are the identifiers of the memory."""
+        self._storages = storages
+        self._copies: dict[Any, Tensor] = {}
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value is a tensor in this memory."""
+        return isinstance(value, Tensor) and storage_id(local(value)) in self._storages
+
+    def read_by(self, node: Any) -> bool:
+        """Whether a node may read this memory when it runs: what hooks hold could be anything."""
+        names = saved_names(node)
+        if any(saved_hook(node, name) is not None for name in names) or "saved_tensors" in dir(node):
+            return True
+        return any(self.holds(value) for name in names for value in (getattr(node, f"_saved_{name}"),))
+
+    def kept(self, value: Any) -> Any:
+        """A value that I keeps for W: a copy if it lies in this memory."""
+        if not self.holds(value):
+            return value
+        key = (storage_id(local(value)), value.storage_offset(), value.shape, value.stride(), value.dtype)
+        if key not in self._copies:
+            self._copies[key] = value.detach().clone()
+        return self._copies[key]
+
+    def forget(self) -> None:
+        """Drop the copies: the parameters are about to change."""
+        self._copies.clear()
 
 
 class Fork(NamedTuple):

@@ -31,7 +31,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from stageline.autograd import engine
 from stageline.autograd._torch_private import add_tensors, has_hooks, input_metadata, sequence_number, tensor_hooks
 from stageline.autograd.graph_analysis import make_plan
-from stageline.autograd.graph_plan import Fork, GraphPlan
+from stageline.autograd.graph_plan import Fork, FreedMemory, GraphPlan
 from stageline.autograd.graphs.backward import Deferred
 from stageline.autograd.weight_gradients import WantedGradient
 
@@ -91,6 +91,8 @@ class SplitBackward:
     """Whether the graph may have hooks; then I computes all gradients, and W only hands them out."""
     whole: bool = False
     """Whether hooks expect gradients to be added as they come; then I is the whole backward."""
+    freed: FreedMemory | None = None
+    """Memory that W must not read."""
     unsplit: int = 0
     """How many elements of parameters got their gradient from I."""
     total: int = 0
@@ -115,7 +117,8 @@ class SplitBackward:
                 self._nodes = nodes
                 self.plans.insert(0, self.plans.pop(place))
                 return plan
-        plan, self._nodes = make_plan(roots, [engine.node_of(tensor) for tensor in self.inputs], self.hooked)
+        ends = [engine.node_of(tensor) for tensor in self.inputs]
+        plan, self._nodes = make_plan(roots, ends, self.hooked, self.freed)
         plan.dtypes = dtypes
         self.plans.insert(0, plan)
         del self.plans[PLANS:]
@@ -176,8 +179,18 @@ class SplitBackward:
 
     def _done(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """Free what only I needed."""
+        if self.freed is not None:
+            self._keep_apart(self.freed)
         self.outputs = self.grads = self.inputs = ()
         return gradients
+
+    def _keep_apart(self, freed: FreedMemory) -> None:
+        """Copy what is kept for W and lies in memory that is freed before."""
+        for note in self._notes:
+            note.saved = tuple(map(freed.kept, note.saved))
+            for value in note.saved:
+                if isinstance(value, Deferred) and value.kept is not None:
+                    value.kept = list(map(freed.kept, value.kept))
 
     def _leaf(self, number: int) -> Tensor:
         node: Any = self._nodes[number]

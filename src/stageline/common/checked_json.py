@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints, overload
@@ -266,15 +266,13 @@ def number_or_none(value: object) -> float | None:
         return math.inf if value > 0 else -math.inf
 
 
-def json_lines(
-    data: Mapping[str, Any], long_fields: Sequence[str], default: Callable[[Any], Any] | None = None
-) -> Iterator[str]:
-    """Yield JSON with one line per field, and one line per element of the long fields; `default` as in `json.dumps`."""
+def json_lines(data: Mapping[str, Any], long_fields: Sequence[str]) -> Iterator[str]:
+    """Yield JSON with one line per field, and one line per element of the long fields, which may be iterators."""
     for index, (key, value) in enumerate(data.items()):
         yield ("{" if index == 0 else ",") + f"\n  {json.dumps(key)}: "
         if key in long_fields and value:
             for position, element in enumerate(value):
-                yield ("[" if position == 0 else ",") + "\n    " + json.dumps(element, default=default)
+                yield ("[" if position == 0 else ",") + "\n    " + json.dumps(element)
             yield "\n  ]"
         else:
             yield json.dumps(value)

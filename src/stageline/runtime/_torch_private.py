@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -17,7 +17,10 @@ from torch.autograd import profiler as _profiler
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from stageline.tensors.sharded import local
+
 __all__ = [
+    "ShardGroups",
     "buffer_named",
     "called_as",
     "composable_wrappers",
@@ -25,7 +28,6 @@ __all__ = [
     "flatten_dense",
     "foreach_mul_",
     "foreach_norm",
-    "forget_unsharded_gradients",
     "has_accumulate_hooks",
     "has_gradient_hooks",
     "mark_stepped",
@@ -120,20 +122,142 @@ def called_as(module: nn.Module, function: Callable[[Any], Any], value: Any) -> 
         del module.__dict__["forward"]
 
 
-def forget_unsharded_gradients(module: Any) -> None:
-    """Drop the gradients that an FSDP2 module has accumulated and not reduced, and end its step."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    for group in groups:
-        for parameter in () if group is None else group.fsdp_params:
+class ShardGroups:
+    """The groups of parameters that FSDP2 gathers and reduces together, of all its modules in a stage.
+
+    FSDP2's own hooks would gather, reduce and free when modules run. While `managed` is set, they only convert inputs
+    and outputs to the dtypes of the module's mixed precision.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        sharding: Any = sys.modules.get("torch.distributed.fsdp")
+        kinds: Any = () if sharding is None else sharding.FSDPModule
+        states = [module._get_fsdp_state() for module in part.modules() if isinstance(module, kinds)]
+        self._states: list[Any] = list(dict.fromkeys(states))
+        self.managed = False
+        for state in self._states:
+            _take_over_hooks(state, self)
+
+    @cached_property
+    def _groups(self) -> list[Any]:
+        """With torch 2.13, a module may have several groups; earlier, it has one or none."""
+        for state in self._states:
+            state._lazy_init()
+        groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in self._states]
+        return [group for of_state in groups for group in of_state if group is not None]
+
+    @cached_property
+    def _parameters(self) -> list[Any]:
+        return [parameter for group in self._groups for parameter in group.fsdp_params]
+
+    def __bool__(self) -> bool:
+        return bool(self._states)
+
+    def sum_gradients(self) -> None:
+        """Let gradients be summed, not averaged."""
+        for state in self._states:
+            for module in state._modules:
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+    def gather(self) -> None:
+        """Start to gather all parameters."""
+        for group in self._groups:
+            group.unshard(async_op=True)
+
+    def wait(self) -> None:
+        """Wait for the parameters."""
+        for group in self._groups:
+            group.wait_for_unshard()
+
+    def free(self) -> None:
+        """Free the gathered parameters."""
+        for group in self._groups:
+            group.reshard()
+
+    def storages(self) -> frozenset[int]:
+        """The memory of the gathered parameters, which is the same in every step."""
+        tensors = [local(parameter._unsharded_param) for parameter in self._parameters]
+        tensors += [inner for parameter in self._parameters for inner in parameter._unsharded_inner_tensors]
+        return frozenset(number for tensor in tensors if (number := storage_id(tensor)) is not None)
+
+    def add_up(self) -> None:
+        """Add the gradients of a microbatch to those before it, in the dtype in which they are reduced."""
+        for parameter in self._parameters:
+            dtype, gathered = parameter.reduce_dtype, parameter._unsharded_param
+            if dtype is None or gathered.grad is None or gathered.grad.dtype == dtype:
+                continue
+            if parameter.unsharded_accumulated_grad is None:
+                parameter.unsharded_accumulated_grad = gathered.grad.to(dtype)
+            else:
+                parameter.unsharded_accumulated_grad += gathered.grad
+            gathered.grad = None
+
+    def reduce(self) -> Any:
+        """Start to reduce the gradients; return the stream in which that ends, or None."""
+        stream = None
+        for group in reversed(self._groups):
+            group.reduce_grads = group.all_reduce_grads = True
+            group.reshard_after_backward = False
+            group.post_backward()
+            group._training_state = type(group._training_state).IDLE
+            context = group.comm_ctx
+            stream = context.all_reduce_stream if group._is_hsdp else context.reduce_scatter_stream
+        return stream
+
+    def finish(self) -> None:
+        """Let the current stream wait for the reduced gradients."""
+        for group in self._groups:
+            group.finalize_backward()
+            for name, empty in (("reduce_scatter_states", []), ("reduce_scatter_state", None)):
+                if hasattr(group.comm_ctx, name):
+                    setattr(group.comm_ctx, name, empty)
+
+    def forget(self) -> None:
+        """Drop gradients that were accumulated and not reduced, and what is gathered."""
+        for parameter in self._parameters:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
-        if group is not None:
+        for group in self._groups:
+            group._all_gather_result = None  # nobody may be left who takes part in it
+        self.finish()
+        for group in self._groups:
             group._training_state = type(group._training_state).IDLE
-    state._training_state = type(state._training_state).IDLE
-    state._state_ctx.iter_forward_root = None
-    state._state_ctx.post_backward_final_callback_queued = False
+        self.free()
+
+
+def _take_over_hooks(state: Any, groups: ShardGroups) -> None:
+    """Let the hooks of a module run only while `groups` does not do their work; the last caller counts."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    def cast(dtype: torch.dtype | None, values: Any) -> Any:
+        def convert(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        return values if dtype is None else _apply_to_tensors(convert, values)
+
+    def before(original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not state._stageline_groups.managed:
+            return original(module, args, kwargs)
+        dtype = state._mp_policy.param_dtype if state._mp_policy.cast_forward_inputs else None
+        return cast(dtype, args), cast(dtype, kwargs)
+
+    def after(original: Any, module: nn.Module, args: Any, output: Any) -> Any:
+        if not state._stageline_groups.managed:
+            return original(module, args, output)
+        return cast(state._mp_policy.output_dtype, output)
+
+    known = hasattr(state, "_stageline_groups")
+    state._stageline_groups = groups
+    if known:
+        return
+    handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
+    keys = {single.id for handle in handles for single in getattr(handle, "handles", (handle,))}
+    for module in state._modules:
+        for hooks, hook in ((module._forward_pre_hooks, before), (module._forward_hooks, after)):
+            for key in keys & set(hooks):
+                hooks[key] = partial(hook, hooks[key])
 
 
 def mark_stepped(optimizer: Optimizer) -> None:

@@ -28,8 +28,9 @@ from stageline.runtime.guards.non_finite import FiniteWatch
 from stageline.runtime.out_of_memory import MemoryContext, out_of_memory
 from stageline.runtime.sharding import ShardedStage
 from stageline.runtime.stage import Stage
-from stageline.runtime.step_report import GpuClock, RankResult
+from stageline.runtime.step_report import GpuClock, RankResult, ShardClock
 from stageline.schedules import action as kinds
+from stageline.schedules.action import ShardAction
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.copies import cloned, data_of, detached, is_plain_tensor, noted, read_pairs, sharing
 from stageline.tensors.pytree import TENSOR, Leaf, flatten, refuse_layout, unflatten
@@ -136,10 +137,14 @@ class Executor:
         last = {task.stage: position for position, task in enumerate(self._tasks) if task.kind != kinds.F}
         self._complete = {position: stage for stage, position in last.items()}
         """After which of its tasks the gradients of which stage are complete."""
-        ends = {task.stage: position for position, task in enumerate(self._tasks) if task.kind in (kinds.B, kinds.I)}
-        self._last_backward = {position: stage for stage, position in ends.items()}
-        """Which of its tasks is the last that runs the backward of a sharded stage."""
-        self._sharded: dict[int, ShardedStage] = {}
+        self._shards: dict[int, ShardedStage] = {}
+        """Its stages that are sharded."""
+        self._shard_actions: dict[int, list[tuple[int, ShardAction]]] = {}
+        """The shard actions before each task, with their numbers in the schedule."""
+        self._reduced: set[int] = set()
+        """The stages whose gradients a shard action reduces."""
+        self._gathers: dict[int, int] = {}
+        """By stage, the number of the gather that runs."""
         for number, stage in stages.items():
             stage.splits_backward = any(task.kind == kinds.I for task in self._tasks if task.stage == number)
         self._local: dict[tuple[Traffic, int, int], Message] = {}
@@ -236,23 +241,26 @@ class Executor:
         self.step = request.step
         plain = clock is None and not profiler_is_on()
         mark = self._mark = nullcontext if plain else range_marker(clock is not None)
-        result = RankResult(self.rank, gpu_clock=clock)
+        result = RankResult(self.rank, gpu_clock=clock, shard_clock=ShardClock(clock))
         watch = result.watch = self._finite_watch(request)
-        sharded = bool(self._sharded)
         self._local.clear()
         self._parked.clear()
         if self.graphs is not None and request.training:
             self.graphs.begin()
+        for shards in self._shards.values():
+            shards.begin()
         for position, task in enumerate(self._tasks):
             if self.stopped is not None:
                 raise self.stopped
+            if position in self._shard_actions:
+                self._run_shard_actions(position, result, ready)
             progress.doing = task.label
             arrived = None if task.feeder is None else self._input(task, request, result)
             if clock is not None:
                 clock.start(after_message=task.source is not None)
+            if task.stage in self._shards and task.kind != kinds.W:
+                self._wait_for_shards(task.stage, result)
             began = perf_counter()
-            if sharded and request.training and position in self._last_backward:
-                self._sharded[task.stage].before_last_backward()
             with self.compile_lock, mark(task.name):
                 message = self._compute(task, arrived, request, result)
             ended = perf_counter()
@@ -263,19 +271,51 @@ class Executor:
             record.append((*task.label, request.step, began, ended))
             if message is not None:
                 self._pass_on(task, message)
-            if sharded and request.training and position in self._complete:
-                self._sharded[task.stage].complete()
+            if task.stage in self._shards and task.kind != kinds.F:
+                self._shards[task.stage].add_up()
+                if position in self._complete:
+                    self._shards[task.stage].settle()
             if watch is not None:  # another rank may wait for the message, and nobody for this
                 watch.action(task.kind, task.stage, task.microbatch, None if message is None else message.leaves)
             progress.done += 1
-            if ready is not None and position in self._complete:
-                ready(self._complete[position])
-        for stage in self._sharded.values():
-            stage.end()
+            if ready is not None and position in self._complete and task.stage not in self._reduced:
+                ready(task.stage)
+        self._run_shard_actions(len(self._tasks), result, ready)
+        for shards in self._shards.values():
+            shards.finish()
+            shards.end()
         progress.doing = "after its last action"
         if watch is not None:
             watch.end()
         return result
+
+    # Shards.
+
+    def _run_shard_actions(self, position: int, result: RankResult, ready: Callable[[int], None] | None) -> None:
+        """Gather, free and reduce what the program says before a task."""
+        for number, action in self._shard_actions.get(position, ()):
+            shards, clock = self._shards[action.stage], result.shard_clock
+            self.progress.doing = f"{action.kind} of stage {action.stage}"
+            stream = None
+            clock.start(number)
+            with self._mark(f"{action.kind} s{action.stage}"):
+                if action.kind == "UNSHARD":
+                    shards.gather()
+                    self._gathers[action.stage] = number  # it ends when an action waits for it
+                    continue
+                if action.kind == "RESHARD":
+                    shards.free()
+                else:
+                    stream = shards.reduce()
+            clock.end(number, stream)
+            if action.kind == "REDUCE_GRAD" and ready is not None:
+                shards.finish()
+                ready(action.stage)
+
+    def _wait_for_shards(self, stage: int, result: RankResult) -> None:
+        """Wait for the parameters of a stage, if they are still being gathered."""
+        if self._shards[stage].wait():
+            result.shard_clock.end(self._gathers.pop(stage))
 
     def _finite_watch(self, request: StepRequest) -> FiniteWatch | None:
         if not (request.training and request.check_finite):
@@ -339,7 +379,7 @@ class Executor:
             gradients, changed = run(task.microbatch, grads, changed)
         else:
             gradients, changed = self.graphs.backward(task.label[0], run, stage, task.microbatch, grads, changed)
-        if self._sharded:
+        if self._shards:
             gradients = [None if gradient is None else arrived_tensor(gradient) for gradient in gradients]
         if task.stage > 0:
             return self._message(task, request, gradients, "", changed=changed)
@@ -495,12 +535,20 @@ class Executor:
         self._parked.clear()
         for stage in self.stages.values():
             stage.forget()
-        for sharded in self._sharded.values():
-            sharded.forget()
+        for shards in self._shards.values():
+            shards.forget()
 
     def shard(self) -> None:
         """Its stages are sharded: gather their parameters and reduce their gradients where the program says."""
-        self._sharded = {index: ShardedStage(stage.part) for index, stage in self.stages.items()}
+        for index, stage in self.stages.items():
+            self._shards[index] = stage.shards = stage.shards or ShardedStage(stage.part)
+        sharding = self.schedule.sharding
+        for number in () if sharding is None else sharding.of_rank(self.rank):
+            assert sharding is not None
+            position, action = int(sharding.places[number]) - self._first, sharding.action(number)
+            self._shard_actions.setdefault(position, []).append((number, action))
+            if action.kind == "REDUCE_GRAD":
+                self._reduced.add(action.stage)
 
 
 def device_of(parts: Iterable[nn.Module]) -> int | None:

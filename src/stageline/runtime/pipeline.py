@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -49,11 +49,13 @@ from stageline.runtime.setup.stages import (
     refuse_second,
     whole_model,
 )
+from stageline.runtime.sharding import lower, sharded_stages
 from stageline.runtime.stage import StageOptions
 from stageline.runtime.state_dict import check_state, gather_state, watched
 from stageline.runtime.step import StepRunner
 from stageline.runtime.step_report import Evaluation, StepStats, joined
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.sharding import ReshardAfterForward
 from stageline.schedules.verify import Certificate
 from stageline.tensors.sharded import part_like
 from stageline.timeline.costs import Costs
@@ -129,6 +131,7 @@ class Pipeline:
         stragglers: bool = True,
         parallelize: Callable[[Any, Any], Any] | None = None,
         shard_optimizer: bool = False,
+        reshard_after_forward: ReshardAfterForward = "default",
         **options: Any,
     ) -> None:
         """Cut the model, join the other processes if there are any, and prepare for the first step.
@@ -160,7 +163,8 @@ class Pipeline:
         `mesh` assigns the processes, by dimensions named pp, dp_replicate (or dp), dp_shard and tp (see docs/mesh.md).
         `parallelize` is a function of a stage and the mesh without pp, which cuts the stage's layers or shards its
         parameters in place (torch's parallelize_module and fully_shard); by default, FSDP2 shards every layer over
-        dp_shard. Gradients are added up over replicas in buckets
+        dp_shard. `reshard_after_forward` says when their gathered parameters are freed: after the last use in a step
+        ("default", "never"), or after every action ("always"). Gradients are added up over replicas in buckets
         of `bucket_mb` MiB, in `reduce_dtype` (default: float32, or the dtype of the gradients if that is wider).
         With `shard_optimizer`, each replica keeps the optimizer state of a part of the parameters, and steps them for
         all (ZeRO-1), with the same results.
@@ -183,6 +187,7 @@ class Pipeline:
             deadline=deadline, example=example, device=device, compile=compile, cuda_graphs=cuda_graphs,
             bucket_mb=bucket_mb, reduce_dtype=reduce_dtype, replan=replan, replan_every=replan_every, planned=planned,
             stragglers=stragglers, parallelize=parallelize, shard_optimizer=shard_optimizer,
+            reshard_after_forward=reshard_after_forward,
             chunk_specs=ChunkSpecs(args_chunk_spec, kwargs_chunk_spec, targets_chunk_spec, output_merge_spec),
         )  # fmt: skip
         source, recipe = described(stages)
@@ -244,6 +249,8 @@ class Pipeline:
                 host.limit_collectives(groups_of(stages.local_parts(), inner))
             gpu = device_of(stages.local_parts())
             host.connect_gpus(schedule.channels, None if gpu is None else torch.device("cuda", gpu))
+        sharded = () if parallelize is None else sharded_stages(host, stages.own_parts(), schedule.stages)
+        lowered = partial(lower, stages=sharded, reshard_after_forward=options.reshard_after_forward)
         stage_options = StageOptions(options.loss_fn, replica_seed(seed, host.layout.data_row(host.replica)), recompute)
         penalties = len(list(model.named_parameters())) if options.penalty is not None else 0
         executors = ExecutorCache(
@@ -254,11 +261,12 @@ class Pipeline:
             penalties,
             planned=self.plan if options.planned is None else options.planned,
             cuda_graphs=options.cuda_graphs,
+            lowered=lowered,
         )
         joined_replicas = join_replicas(host, schedule, stages, options)
         looks = options.stragglers and schedule.training and 0 in host.here
         watch = StepWatch(Stragglers(schedule) if looks else None, plan_watch)
-        return StepRunner(options, schedule, host, stages, executors, joined_replicas, watch)
+        return StepRunner(options, lowered(schedule), host, stages, executors, joined_replicas, watch)
 
     # What it is made of.
 

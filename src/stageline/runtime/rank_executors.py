@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -64,8 +64,13 @@ class ExecutorCache:
         penalties: int,
         planned: Plan | Costs | None = None,
         cuda_graphs: bool = False,
+        lowered: Callable[[Schedule], Schedule] = lambda schedule: schedule,
     ) -> None:
-        """`watched` are the tensors that loss_fn may not read, except those of the last stage."""
+        """`watched` are the tensors that loss_fn may not read, except those of the last stage.
+
+        `lowered` adds the shard actions to a schedule.
+        """
+        self._lowered = lowered
         self._cuda_graphs = cuda_graphs
         self._host, self._stages, self._options, self._planned = host, stages, options, planned
         self._watched, self._penalties = watched, penalties
@@ -99,7 +104,7 @@ class ExecutorCache:
                 executor.deadline = seconds
 
     def _make(self, schedule: Schedule, stages: Mapping[int, Mapping[int, Stage]]) -> ExecutorSet:
-        host = self._host
+        host, schedule = self._host, self._lowered(schedule)
         executors = [
             Executor(
                 schedule,

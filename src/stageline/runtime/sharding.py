@@ -1,65 +1,117 @@
-"""Sharded stages: when FSDP2 gathers their parameters, and when it reduces their gradients.
+"""Sharded stages: what the executor does for the shard actions of its program.
 
-A step gathers the parameters of a stage once, before its first forward, and keeps them until its last backward. That
-backward reduces the gradients of all microbatches, and frees the parameters:
-
-    F0 F1 B0 F2 B1 B2     gathered before F0, reduced and freed in B2
-
-FSDP2's own hooks do the work; here is when they do it. All processes that share a stage run the same program, so they
-gather and reduce in the same order.
+FSDP2 cuts the parameters and moves them; the schedule says when (see `schedules.sharding`). While an executor runs, its
+own hooks only convert dtypes. Between I and W, the parameters of a stage may be freed: what I keeps of them for W, such
+as the weight of a norm, is copied once a step.
 """
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import numpy as np
 from torch import nn
 
-from stageline.runtime._torch_private import forget_unsharded_gradients
+from stageline.autograd.graph_plan import FreedMemory
+from stageline.common.errors import StagelineError
+from stageline.distributed.rank_host import RankHost
+from stageline.runtime._torch_private import ShardGroups
+from stageline.runtime.guards.backward import is_fully_sharded
+from stageline.schedules.schedule import Schedule
+from stageline.schedules.sharding import ReshardAfterForward, lower_sharding
 from stageline.tensors.sharded import is_sharded, settle_gradient
 
 
 class ShardedStage:
-    """The FSDP2 modules and the sharded parameters of one stage."""
+    """The shards of one stage: of FSDP2, or of tensor parallel alone, whose parameters are never gathered."""
 
     def __init__(self, part: nn.Module) -> None:
-        sharding: Any = sys.modules.get("torch.distributed.fsdp")
-        self._modules: list[Any] = []
-        if sharding is not None:
-            self._modules = [module for module in part.modules() if isinstance(module, sharding.FSDPModule)]
+        self._groups = ShardGroups(part)
         self._sharded = [parameter for parameter in part.parameters() if is_sharded(parameter)]
-        for module in self._modules:
-            # The weights of the losses already divide by the samples of all processes.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_reshard_after_forward(False, recurse=False)
-        self._set_last(False)
+        # The weights of the losses already divide by the samples of all processes.
+        self._groups.sum_gradients()
+        self._pending = False
+        self.memory: FreedMemory | None = None
+        """The memory of the gathered parameters; known once they were gathered."""
 
-    def _set_last(self, last: bool) -> None:
-        for module in self._modules:
-            module.set_is_last_backward(last)
-            module.set_requires_gradient_sync(last, recurse=False)
-            module.set_reshard_after_backward(last, recurse=False)
+    def begin(self) -> None:
+        """The program begins: from now on, FSDP2's hooks leave its work to the shard actions."""
+        self._groups.managed = True
 
-    def before_last_backward(self) -> None:
-        """The next backward is the last one of this step: it reduces the gradients and frees the parameters."""
-        self._set_last(True)
+    def gather(self) -> None:
+        """UNSHARD: start to gather the parameters."""
+        self._groups.gather()
+        self._pending = True
 
-    def complete(self) -> None:
-        """The gradients of the stage are complete."""
-        self._set_last(False)
+    def wait(self) -> bool:
+        """Wait for the parameters before an action that needs them; return whether they were awaited."""
+        if not self._pending:
+            return False
+        self._pending = False
+        self._groups.wait()
+        if self.memory is None:
+            self.memory = FreedMemory(self._groups.storages())
+        return True
+
+    def free(self) -> None:
+        """RESHARD: free the gathered parameters."""
+        self._groups.free()
+
+    def add_up(self) -> None:
+        """A microbatch has added its gradients."""
+        self._groups.add_up()
+
+    def reduce(self) -> Any:
+        """REDUCE_GRAD: start to reduce the gradients; return the stream in which that ends, or None."""
+        if self.memory is not None:
+            self.memory.forget()
+        return self._groups.reduce()
+
+    def settle(self) -> None:
+        """The gradients are complete: bring those of tensor parallel into the form of their parameters."""
         for parameter in self._sharded:
             settle_gradient(parameter)
 
+    def finish(self) -> None:
+        """The reduced gradients are about to be used."""
+        self._groups.finish()
+
     def end(self) -> None:
-        """The program has ended: free what is still gathered, as after an evaluation."""
-        for module in self._modules:
-            module.reshard()
+        """The program has ended, and FSDP2's hooks work again."""
+        self._groups.managed = False
 
     def forget(self) -> None:
         """Drop what a failed step left: gathered parameters, and gradients that are not reduced."""
-        for module in self._modules:
-            forget_unsharded_gradients(module)
-        self._set_last(False)
+        if self._pending or self.memory is not None:
+            self._groups.forget()
+            self._pending = False
+        if self.memory is not None:
+            self.memory.forget()
         self.end()
+
+
+def sharded_stages(host: RankHost, parts: Mapping[int, nn.Module], stages: int) -> tuple[int, ...]:
+    """The stages that FSDP2 shards, of all processes; `parts` are those of this process."""
+    own = np.zeros(stages)
+    for stage, part in parts.items():
+        own[stage] = float(is_sharded_by_fsdp(part))
+    return tuple(np.flatnonzero(host.all_gather(own).reshape(-1, stages).any(axis=0)).tolist())
+
+
+def is_sharded_by_fsdp(part: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to a module of a stage that has parameters."""
+    modules: Any = [module for module in part.modules() if is_fully_sharded(module)]
+    return any(True for module in modules for _ in module.parameters())
+
+
+def lower(schedule: Schedule, stages: Collection[int], reshard_after_forward: ReshardAfterForward) -> Schedule:
+    """The schedule with shard actions for these stages: its own, if it has some and nothing else was chosen."""
+    if schedule.sharding is None or not stages or reshard_after_forward != "default":
+        return lower_sharding(schedule, stages, reshard_after_forward=reshard_after_forward)
+    if set(schedule.sharding.stages) != set(stages):
+        raise StagelineError(
+            f"the schedule {schedule.name} has shard actions for the stages {list(schedule.sharding.stages)}, and "
+            f"{sorted(stages)} are sharded; leave them out, or use schedules.sharding.lower_sharding for these stages"
+        )
+    return schedule

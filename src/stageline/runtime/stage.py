@@ -24,6 +24,7 @@ from stageline.model.units import layers_of
 from stageline.runtime._torch_private import called_as, has_gradient_hooks, version_of
 from stageline.runtime.guards.backward import ActivationDropping, is_fully_sharded, refuse_loss, wrapper_in
 from stageline.runtime.guards.foreign_reads import ForeignReads, LossReads
+from stageline.runtime.sharding import ShardedStage
 from stageline.tensors.buffers import Buffers, Snapshot
 from stageline.tensors.copies import Joined, Pairs, Shared, cloned, detached
 from stageline.tensors.pytree import TENSOR, Leaf, flatten, unflatten
@@ -148,6 +149,8 @@ class Stage:
         self.options = options
         self.splits_backward = True
         """Whether its schedule has I and W; if not, hooks need not be counted."""
+        self.shards: ShardedStage | None = None
+        """Its shards, if the executor gathers its parameters and reduces its gradients."""
         self._layers = layers_of(part)
         self._signatures = {name: ForwardSignature.of(layer) for name, layer in self._layers}
         drawing = part.random_modules() if isinstance(part, StagePart) else self._layers
@@ -231,7 +234,7 @@ class Stage:
         kept.hooks = engine.registered_hooks()
         if kept.hooks != self._hooks and not self._kept:
             self._hooks, self._accumulators_held = kept.hooks, engine.accumulators_held(self.part.parameters())
-            self._wrapped = bool(wrapper_in(self.part))
+            self._wrapped = bool(wrapper_in(self.part, shards=self.shards is None))
         kept.direct = not self._accumulators_held and kept.hooks == self._hooks
 
     def _context(self, train: bool, name: str) -> AbstractContextManager[Any]:
@@ -440,7 +443,8 @@ class Stage:
         versions = engine.watch_hooks(inputs)
         trained = [leaf for leaf in inputs if leaf.requires_grad]
         hooked = self._wrapped or engine.registered_hooks() != kept.hooks
-        kept.split = SplitBackward(roots, root_grads, trained, self._plans, kept.direct, hooked, self._wrapped)
+        freed = None if self.shards is None else self.shards.memory
+        kept.split = SplitBackward(roots, root_grads, trained, self._plans, kept.direct, hooked, self._wrapped, freed)
         kept.inputs, kept.outputs, kept.loss, kept.target, kept.keywords = [], [], None, None, {}
         kept.draws_again = self._draws_again(roots, kept.step)
         with self._generator_if(kept.draws_again), _without_autocast():

@@ -114,7 +114,7 @@ class StepRunner:
             executors,
             done.request,
             measured,
-            lambda: lengths_of(layout.times(results, None) if times is None else times),
+            lambda: lengths_of(executors.schedule, layout.times(results, None) if times is None else times),
             lengths_are_known=times is not None or self.host.single_process,
         )
         return StepStats(

@@ -19,7 +19,7 @@ from stageline.runtime.batches.chunk_specs import merge
 from stageline.runtime.guards.non_finite import WIDTH, Event, FiniteWatch, read_events, write_events
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.pytree import join_batch
-from stageline.timeline.timeline import Timeline, Transfers
+from stageline.timeline.timeline import ShardTimes, Timeline, Transfers
 from stageline.transport.clock_alignment import Alignment
 
 TEXT, BYTES = 255, 6
@@ -41,16 +41,17 @@ class GpuClock:
 
     def start(self, *, after_message: bool) -> None:
         """The next action begins: after a message that it waited for, or when the action before it ended."""
-        self._starts.append(self._event() if after_message or not self._ends else self._ends[-1])
+        self._starts.append(self.event() if after_message or not self._ends else self._ends[-1])
 
     def end(self) -> None:
         """The action has ended."""
-        self._ends.append(self._event())
+        self._ends.append(self.event())
 
-    def _event(self) -> Any:
+    def event(self, stream: Any = None) -> Any:
+        """An event in the rank's stream, or in another."""
         new_event: Any = torch.cuda.Event
         event = self._spare.pop() if self._spare else new_event(enable_timing=True)
-        event.record(self._stream)
+        event.record(self._stream if stream is None else stream)
         return event
 
     def read(self) -> tuple[Floats, Floats]:
@@ -68,8 +69,39 @@ class GpuClock:
             self._ends[position].synchronize()
             self._known.append((self._read(self._starts[position]), self._read(self._ends[position])))
 
+    def moment(self, event: Any) -> float:
+        """Wait for an event; return its time in seconds, on the scale of `time.perf_counter`."""
+        event.synchronize()
+        return self._read(event)
+
     def _read(self, event: Any) -> float:
         return self._moment + float(self._base.elapsed_time(event)) / 1e3
+
+
+class ShardClock:
+    """When each shard action of a rank began and ended, by `time.perf_counter`; on a GPU, by events in its stream."""
+
+    def __init__(self, gpu: GpuClock | None = None) -> None:
+        self._gpu = gpu
+        self.starts: dict[int, Any] = {}
+        self.ends: dict[int, Any] = {}
+
+    def start(self, number: int) -> None:
+        """A shard action begins."""
+        self.starts[number] = time.perf_counter() if self._gpu is None else self._gpu.event()
+
+    def end(self, number: int, stream: Any = None) -> None:
+        """It has ended, or will when the work of a stream is done; a gather ends when its parameters are used."""
+        self.ends[number] = time.perf_counter() if self._gpu is None else self._gpu.event(stream)
+
+    def read(self) -> tuple[dict[int, float], dict[int, float]]:
+        """The times in seconds, on the scale of `time.perf_counter`; waits for a GPU."""
+        if self._gpu is None:
+            return self.starts, self.ends
+        moment = self._gpu.moment
+        both = ({number: moment(event) for number, event in times.items()} for times in (self.starts, self.ends))
+        starts, ends = both
+        return starts, ends
 
 
 @dataclass
@@ -82,6 +114,7 @@ class RankResult:
     """When each action of the rank began and ended, by `time.perf_counter` of the host."""
     gpu_clock: GpuClock | None = None
     """The same by the clock of the rank's GPU, which runs behind its host; None without a GPU."""
+    shard_clock: ShardClock = field(default_factory=ShardClock)
     arrived: dict[int, float] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -132,9 +165,10 @@ class StepRecordLayout:
     def __init__(self, schedule: Schedule, *, penalties: int = 0, with_times: bool = False) -> None:
         self.microbatches, self.ranks, self.actions = schedule.microbatches, schedule.ranks, schedule.num_actions
         self.bounds: list[int] = schedule.bounds.tolist()
+        self._shard_actions = 0 if schedule.sharding is None else len(schedule.sharding)
         self.with_times = with_times
         self._ends = np.cumsum([self.microbatches, 3, schedule.stages, 2 * WIDTH * self.ranks, penalties]).tolist()
-        self.size: int = self._ends[-1] + (3 * self.actions + 1 if with_times else 0)
+        self.size: int = self._ends[-1] + (3 * (self.actions + self._shard_actions) + 1 if with_times else 0)
 
     def write(self, results: Sequence[RankResult]) -> Floats:
         """The numbers of the ranks of this process, without penalties and times."""
@@ -169,9 +203,9 @@ class StepRecordLayout:
         )
 
     def times(self, results: Sequence[RankResult], clocks: Alignment | None) -> Floats:
-        """Start, end and arrival of every action of the ranks of this process, on the clock of the first rank; 0 for
-        those of others."""
-        times = np.zeros((3, self.actions))
+        """Start, end and arrival of every action of the ranks of this process, on the clock of the first rank, and then
+        start and end of their shard actions; 0 for those of others."""
+        times = np.zeros((3, self.actions + self._shard_actions))
         for result in results:
             own = slice(self.bounds[result.rank], self.bounds[result.rank + 1])
             offset = 0.0 if clocks is None else clocks.offsets[result.rank]
@@ -179,6 +213,9 @@ class StepRecordLayout:
             times[0, own], times[1, own] = start + offset, end + offset
             if result.arrived:
                 times[2, list(result.arrived)] = np.array(list(result.arrived.values())) + offset
+            for row, shard_times in enumerate(result.shard_clock.read()):
+                for number, moment in shard_times.items():
+                    times[row, self.actions + number] = moment + offset
         return times.reshape(-1)
 
 
@@ -319,10 +356,10 @@ def joined(results: Sequence[RankResult], spec: Any = None) -> Any:
     return merge([outputs[microbatch] for microbatch in sorted(outputs)], spec, join_batch) if outputs else None
 
 
-def lengths_of(times: Floats) -> Floats:
+def lengths_of(schedule: Schedule, times: Floats) -> Floats:
     """The length of every action, by the times of all of them."""
-    start, end, _ = times.reshape(3, -1)
-    return end - start
+    start, end, _ = times.reshape(3, -1)[:, : schedule.num_actions]
+    return np.asarray(end - start)
 
 
 class Measured:
@@ -344,8 +381,9 @@ class Measured:
 
 
 def timeline_of(schedule: Schedule, times: Floats, uncertainty: float | None) -> Timeline:
-    """A measured timeline from starts, ends and arrivals, and the uncertainty of the clocks."""
-    start, end, came = times - times[0].min()
+    """A measured timeline from starts, ends and arrivals of actions and shard actions; and the clocks' uncertainty."""
+    times = times - times[0].min()
+    (start, end, came), shards = times[:, : schedule.num_actions], times[:2, schedule.num_actions :]
     pairs = schedule.pairs  # a pair is one entry: both halves have the same times
     start[pairs + 1] = start[pairs] = np.minimum(start[pairs], start[pairs + 1])
     end[pairs] = end[pairs + 1] = np.maximum(end[pairs], end[pairs + 1])
@@ -354,7 +392,10 @@ def timeline_of(schedule: Schedule, times: Floats, uncertainty: float | None) ->
     sent = end[graph.source[receivers]]
     arrived = np.maximum(np.minimum(came[receivers], start[receivers]), sent)
     moved = Transfers(receivers, sent, arrived)
-    return Timeline(schedule=schedule, start=start, end=end, transfers=moved, uncertainty=uncertainty)
+    shard_times = None if schedule.sharding is None else ShardTimes(shards[0], np.maximum(shards[1], shards[0]))
+    return Timeline(
+        schedule=schedule, start=start, end=end, transfers=moved, uncertainty=uncertainty, shards=shard_times
+    )
 
 
 @dataclass(frozen=True)

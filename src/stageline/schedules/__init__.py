@@ -4,5 +4,5 @@ A schedule is data: this package makes, transforms, verifies, reads and writes i
 `timeline`), and never imports torch.
 
 Read in order: `action`, `placement`, `schedule`, then `runs` and one file of `families/`, `registry`, `dependencies`,
-`channels`, `rules`, `verify` and `io`.
+`channels`, `sharding`, `rules`, `verify` and `io`.
 """

@@ -1,4 +1,5 @@
-"""Actions: a forward, a backward, one half of a split backward, or an overlapped pair of a forward and a backward."""
+"""Actions: a forward, a backward, one half of a split backward, or an overlapped pair of a forward and a backward; and
+what a rank does with the shards of a stage."""
 
 from __future__ import annotations
 
@@ -57,6 +58,42 @@ class Overlap(NamedTuple):
 
 Entry: TypeAlias = Action | Overlap
 """One entry of a rank's program."""
+
+ShardKind: TypeAlias = Literal["UNSHARD", "RESHARD", "REDUCE_GRAD"]
+
+SHARD_KINDS: tuple[ShardKind, ...] = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+"""UNSHARD gathers the parameters of a stage, RESHARD frees them, REDUCE_GRAD reduces its gradients; torch's names."""
+
+UNSHARD, RESHARD, REDUCE_GRAD = range(3)
+"""The same as the numbers in arrays."""
+
+_SHARD_ACTION = re.compile(r"([0-9]{1,12})(UNSHARD|RESHARD|REDUCE_GRAD)")
+
+
+class ShardAction(NamedTuple):
+    """What a rank does with the shards of one of its stages, between two entries.
+
+    >>> str(ShardAction("UNSHARD", 2))
+    '2UNSHARD'
+    """
+
+    kind: ShardKind
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}"
+
+
+def parse_shard_action(text: str) -> ShardAction | None:
+    """Parse the text form of a shard action; None for any other text.
+
+    >>> parse_shard_action("2UNSHARD"), parse_shard_action("2F5")
+    (ShardAction(kind='UNSHARD', stage=2), None)
+    """
+    match = _SHARD_ACTION.fullmatch(text)
+    if match is None or int(match[1]) > LARGEST_INDEX:
+        return None
+    return ShardAction(cast(ShardKind, match[2]), int(match[1]))
 
 
 def parse_entry(text: str) -> Entry:

@@ -14,11 +14,12 @@ import numpy as np
 from stageline.common.checked_json import Range, check_format, field, json_lines, parse_json
 from stageline.common.errors import JsonError, ScheduleError, StagelineError
 from stageline.common.files import read_text, write_text
+from stageline.schedules.action import parse_shard_action
 from stageline.schedules.placement import Placement
-from stageline.schedules.schedule import Program, Schedule
+from stageline.schedules.schedule import Schedule
 
 _COMMUNICATION = re.compile(r"[0-9]{0,12}(?:SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]{0,12}")
-"""Actions of torch that compute nothing: messages between stages, and collectives of sharded data parallelism."""
+"""Actions of torch that compute nothing: messages between stages, and those of sharding that name no stage."""
 FORMAT = "stageline-schedule"
 VERSION = 1
 
@@ -41,7 +42,7 @@ def write_schedule(schedule: Schedule, path: str | Path) -> None:
                 raise ScheduleError(
                     f"rank {rank} runs nothing, which torch's CSV cannot express; write .json instead", rule="format"
                 )
-        text = (",".join(map(str, program)) + "\n" for program in schedule.programs)
+        text = (",".join(map(str, schedule.lowered_program(rank))) + "\n" for rank in range(schedule.ranks))
     else:
         raise ScheduleError(f"unknown format of {target.name!r}: the name must end in .json or .csv", rule="format")
     write_text(target, text, format_error)
@@ -50,8 +51,8 @@ def write_schedule(schedule: Schedule, path: str | Path) -> None:
 def read_schedule(path: str | Path) -> Schedule:
     """Read a schedule from JSON or from torch's CSV, depending on the file name.
 
-    Communication in a CSV (torch's `compute_comms`) is ignored, as it follows from the computation. The schedule is not
-    checked; use `stageline.verify`.
+    Messages in a CSV (torch's `compute_comms`) are ignored, as they follow from the computation; shard actions are
+    kept. The schedule is not checked; use `stageline.verify`.
     """
     source = Path(path)
     ending = source.suffix.lower()
@@ -86,13 +87,9 @@ def schedule_lines(schedule: Schedule) -> Iterator[str]:
         "microbatches": schedule.microbatches,
         "placement": placement.table.tolist(),
         "direction": None if placement.directions == 1 else placement.direction.tolist(),
-        "programs": schedule.programs,
+        "programs": ([str(entry) for entry in schedule.lowered_program(rank)] for rank in range(schedule.ranks)),
     }
-    return json_lines(data, ("programs",), _texts)
-
-
-def _texts(program: Program) -> list[str]:
-    return [str(entry) for entry in program]
+    return json_lines(data, ("programs",))
 
 
 def format_error(message: str) -> ScheduleError:
@@ -106,23 +103,27 @@ def _from_csv(text: str, name: str) -> Schedule:
         rows = list(csv.reader(text.splitlines(), strict=True))
     except csv.Error as error:
         raise ScheduleError(f"not a CSV file: {error}", rule="format") from None
-    programs = [[entry for cell in row if (entry := _computation(cell.strip()))] for row in rows]
+    programs = [[entry for cell in row if (entry := _without_messages(cell.strip()))] for row in rows]
+    if "REDUCE_GRAD" not in text:  # early versions of torch reduce in the last backward, and do not say so
+        programs = [[entry for entry in program if parse_shard_action(entry) is None] for program in programs]
     while programs and not programs[-1]:
         programs.pop()
     return Schedule.from_programs(programs, name=name if name.isprintable() else "custom")
 
 
-def _computation(cell: str) -> str:
-    """Return what a cell of torch's CSV computes; empty for communication.
+def _without_messages(cell: str) -> str:
+    """Return what a cell of torch's CSV computes, gathers, frees or reduces; empty for messages.
 
-    >>> [_computation(cell) for cell in ("0F1", "0SEND_F1", "1UNSHARD", "", "(0F4;3B1)OVERLAP_F_B")]
-    ['0F1', '', '', '', '(0F4;3B1)OVERLAP_F_B']
+    >>> [_without_messages(cell) for cell in ("0F1", "0SEND_F1", "1UNSHARD", "", "(0F4;3B1)OVERLAP_F_B")]
+    ['0F1', '', '1UNSHARD', '', '(0F4;3B1)OVERLAP_F_B']
     """
     if cell.startswith("(") and cell.endswith(")OVERLAP_F_B"):
         inside = cell[1 : -len(")OVERLAP_F_B")].split(";")
         parts = [part.strip() for part in inside if not _COMMUNICATION.fullmatch(part.strip())]
         # If one half of a pair is communication, only the other half is left.
         return cell if len(parts) == len(inside) else ";".join(parts)
+    if parse_shard_action(cell) is not None:
+        return cell
     return "" if _COMMUNICATION.fullmatch(cell) else cell
 
 

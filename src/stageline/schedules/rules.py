@@ -17,6 +17,7 @@ from stageline.schedules.action import KINDS, Kind
 from stageline.schedules.channels import check_channels
 from stageline.schedules.dependencies import Ints
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.sharding import Sharding
 
 ScheduleRule: TypeAlias = Callable[[Schedule], None]
 
@@ -135,6 +136,75 @@ def check_progress(schedule: Schedule) -> None:
         _report_cycle(schedule)
 
 
+def check_sharding(schedule: Schedule) -> None:
+    """Every F, B and I of a sharded stage runs while its parameters are gathered; every gather is used and freed; its
+    gradients are reduced once, after the last of its backwards. All processes of a stage run this one program."""
+    if schedule.sharding is None:
+        return
+    for rank in range(schedule.ranks):
+        _check_rank_sharding(schedule, schedule.sharding, rank)
+
+
+def _check_rank_sharding(schedule: Schedule, sharding: Sharding, rank: int) -> None:
+    part = slice(int(schedule.bounds[rank]), int(schedule.bounds[rank + 1]))
+    kind, stage_of = schedule.action_kinds[part].tolist(), schedule.stage_ids[part].tolist()
+    own = sharding.of_rank(rank)
+    sharded = {int(sharding.stage_ids[index]) for index in own}
+    sharded |= set(sharding.stages) & set(stage_of)
+    last = {stage: at for at, stage in enumerate(stage_of) if kind[at] != kinds.F}
+    gathered: dict[int, bool] = {}
+    """The stages that are gathered, and whether that was used."""
+    reduced: set[int] = set()
+
+    def fail(index: int, problem: str) -> NoReturn:
+        at = int(sharding.places[index])
+        where = f"before {schedule.action(at)}" if at < part.stop else "after the last action"
+        message = f"rank {rank}, {where}: {sharding.action(index)} {problem}"
+        raise ScheduleError(message, rule="sharding", rank=rank)
+
+    def run_until(place: int, since: int) -> None:
+        for at in range(since, place):
+            stage = stage_of[at]
+            if stage in sharded and kind[at] != kinds.W:
+                if stage not in gathered:
+                    _fail(schedule, part.start + at, "sharding", f"needs the parameters of stage {stage} gathered")
+                gathered[stage] = True
+
+    done = 0
+    for index in own:
+        place, stage = int(sharding.places[index]) - part.start, int(sharding.stage_ids[index])
+        if not done <= place <= part.stop - part.start:
+            fail(index, "is out of order")
+        if 0 < place < len(kind) and schedule.pair_starts[part.start + place - 1]:
+            fail(index, "stands inside an overlapped pair")
+        run_until(place, done)
+        done = place
+        match int(sharding.kinds[index]):
+            case kinds.UNSHARD:
+                if stage not in stage_of:
+                    fail(index, f"gathers a stage that rank {rank} does not run")
+                if stage in gathered:
+                    fail(index, "gathers parameters that are gathered already")
+                gathered[stage] = False
+            case kinds.RESHARD:
+                if stage not in gathered:
+                    fail(index, "frees parameters that are not gathered")
+                if not gathered.pop(stage):
+                    fail(index, "frees parameters that no action has used since they were gathered")
+            case _:
+                if stage in reduced:
+                    fail(index, "reduces the gradients a second time; each must be reduced exactly once")
+                if stage not in last or place <= last[stage]:
+                    then = f", {schedule.action(part.start + last[stage])}" if stage in last else ""
+                    fail(index, f"reduces gradients before the last action that adds to them{then}")
+                reduced.add(stage)
+    run_until(len(kind), done)
+    for stage in gathered:
+        raise ScheduleError(f"rank {rank}: never frees the parameters of stage {stage}", rule="sharding", rank=rank)
+    for stage in sorted(sharded & set(last) - reduced):
+        raise ScheduleError(f"rank {rank}: never reduces the gradients of stage {stage}", rule="sharding", rank=rank)
+
+
 RULES: dict[str, ScheduleRule] = {
     "placement": check_placement,
     "known": check_known,
@@ -142,6 +212,7 @@ RULES: dict[str, ScheduleRule] = {
     "overlap": check_overlap,
     "complete": check_complete,
     "progress": check_progress,
+    "sharding": check_sharding,
     "channels": check_channels,
 }
 """All rules by name, in the order in which they are checked; `docs/verify.md` describes each."""

@@ -13,9 +13,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stageline.common.errors import ScheduleError, shorten
-from stageline.schedules.action import KINDS, LARGEST_INDEX, OUTPUT_STEP, Action, Entry, F, Overlap, W, parse_entry
+from stageline.schedules.action import (
+    KINDS,
+    LARGEST_INDEX,
+    OUTPUT_STEP,
+    SHARD_KINDS,
+    Action,
+    Entry,
+    F,
+    Overlap,
+    ShardAction,
+    W,
+    parse_entry,
+    parse_shard_action,
+)
 from stageline.schedules.placement import Placement
 from stageline.schedules.runs import PAIRED, ActionRun
+from stageline.schedules.sharding import Sharding
 
 if TYPE_CHECKING:
     from stageline.schedules.channels import Channels
@@ -103,6 +117,8 @@ class Schedule:
     """False for inference: every stage runs only F."""
     name: str = "custom"
     options: Mapping[str, Any] = field(default_factory=dict)
+    sharding: Sharding | None = None
+    """When ranks gather parameters, free them and reduce gradients; None if no stage is sharded."""
 
     @classmethod
     def from_runs(
@@ -125,7 +141,7 @@ class Schedule:
     @classmethod
     def from_programs(
         cls,
-        programs: Sequence[Sequence[Entry | str]],
+        programs: Sequence[Sequence[Entry | ShardAction | str]],
         *,
         placement: Placement | None = None,
         microbatches: int | None = None,
@@ -133,7 +149,7 @@ class Schedule:
         name: str = "custom",
         options: Mapping[str, Any] | None = None,
     ) -> Schedule:
-        """Create a schedule from one list of actions (or their text forms) per rank.
+        """Create a schedule from one list of actions (or their text forms) per rank, shard actions included.
 
         Without a placement, each stage belongs to the rank that runs most of its actions. The schedule is not checked;
         use `stageline.verify`.
@@ -148,14 +164,20 @@ class Schedule:
             raise ScheduleError("a schedule needs at least one rank, got none")
         if not name.isprintable():
             raise ScheduleError(f"the name of a schedule must be printable, got {shorten(name)}", rule="format")
-        runs = [_encode(program, rank) for rank, program in enumerate(programs)]
+        encoded = [_encode(program, rank) for rank, program in enumerate(programs)]
+        runs = [run for run, _ in encoded]
         if sum(map(len, runs)) == 0:
             raise ScheduleError("a schedule needs at least one action, got none", rule="complete")
         if placement is None:
             placement = infer_placement(runs, microbatches)
         if training is None:
             training = any(bool((run[:, 0] % PAIRED).any()) for run in runs)
-        return cls.from_runs(runs, placement, training=training, name=name, options=options)
+        schedule = cls.from_runs(runs, placement, training=training, name=name, options=options)
+        if not any(shards for _, shards in encoded):
+            return schedule
+        starts = schedule.bounds.tolist()
+        rows = [[(starts[rank] + at, *row) for at, *row in shards] for rank, (_, shards) in enumerate(encoded)]
+        return replace(schedule, sharding=Sharding.of(rows))
 
     @property
     def ranks(self) -> int:
@@ -252,6 +274,21 @@ class Schedule:
             programs.append(Program(self.kinds[part], self.stage_ids[part], self.microbatch_ids[part], heads))
         return tuple(programs)
 
+    def lowered_program(self, rank: int) -> list[Entry | ShardAction]:
+        """Return the entries of a rank with the shard actions between them."""
+        program = self.programs[rank]
+        if self.sharding is None:
+            return list(program)
+        first = int(self.bounds[rank])
+        heads = range(len(program)) if program.heads is None else program.heads.tolist()
+        between: dict[int, list[ShardAction]] = {}
+        for index in self.sharding.of_rank(rank):
+            between.setdefault(int(self.sharding.places[index]) - first, []).append(self.sharding.action(index))
+        lowered: list[Entry | ShardAction] = []
+        for head, entry in zip(heads, program, strict=True):
+            lowered += [*between.get(head, ()), entry]
+        return lowered + between.get(int(self.bounds[rank + 1]) - first, [])
+
     @cached_property
     def keys(self) -> NDArray[np.integer[Any]]:
         """For each action, a number that identifies its stage and microbatch: stage × microbatches + microbatch."""
@@ -286,7 +323,7 @@ class Schedule:
         write_schedule(self, path)
 
     def __eq__(self, other: object) -> bool:
-        # Names and options do not count.
+        # Names, options and sharding do not count.
         if not isinstance(other, Schedule):
             return NotImplemented
         mine, yours = self.placement, other.placement
@@ -309,17 +346,20 @@ class Schedule:
         )
 
 
-def _encode(program: Sequence[Entry | str], rank: int) -> ActionRun:
-    """Convert a list of entries to a run; errors name the position."""
+def _encode(program: Sequence[Entry | ShardAction | str], rank: int) -> tuple[ActionRun, list[tuple[int, int, int]]]:
+    """Convert a list of entries to a run, and shard actions to (place, kind, stage); errors name the position."""
     if not isinstance(program, Iterable) or isinstance(program, str):
         raise ScheduleError(
             f"rank {rank}: expected a list of actions, got {shorten(program)}", rule="format", rank=rank
         )
     rows: list[tuple[int, int, int]] = []
+    shards: list[tuple[int, int, int]] = []
     for position, item in enumerate(program):
         try:
-            entry = parse_entry(item) if isinstance(item, str) else item
-            if isinstance(entry, Overlap):
+            entry = (parse_shard_action(item) or parse_entry(item)) if isinstance(item, str) else item
+            if isinstance(entry, ShardAction):
+                shards.append((len(rows), SHARD_KINDS.index(entry.kind), entry.stage))
+            elif isinstance(entry, Overlap):
                 rows.append(_row(entry.forward, PAIRED))
                 rows.append(_row(entry.backward))
             else:
@@ -328,7 +368,7 @@ def _encode(program: Sequence[Entry | str], rank: int) -> ActionRun:
             raise ScheduleError(
                 f"rank {rank}, position {position}: {error}", rule=error.rule, rank=rank, position=position
             ) from None
-    return np.array(rows, dtype=np.int32).reshape(-1, 3)
+    return np.array(rows, dtype=np.int32).reshape(-1, 3), shards
 
 
 def _row(action: Action, flag: int = 0) -> tuple[int, int, int]:
@@ -346,7 +386,10 @@ def _row(action: Action, flag: int = 0) -> tuple[int, int, int]:
 
 
 def only_microbatches(schedule: Schedule, count: int) -> Schedule:
-    """Return the same order for the first `count` microbatches, for a batch with fewer samples than microbatches."""
+    """Return the same order for the first `count` microbatches, for a batch with fewer samples than microbatches.
+
+    Sharding is left out: its places depend on the actions.
+    """
     if count == schedule.microbatches:
         return schedule
     direction = schedule.placement.direction[:count]
@@ -366,7 +409,9 @@ def _select(schedule: Schedule, selected: NDArray[np.bool_]) -> Schedule:
     kinds = schedule.action_kinds + np.uint8(PAIRED) * pairs
     bounds = np.append(0, np.cumsum(selected))[schedule.bounds]
     stages, microbatches = schedule.stage_ids[selected], schedule.microbatch_ids[selected]
-    return replace(schedule, kinds=kinds[selected], stage_ids=stages, microbatch_ids=microbatches, bounds=bounds)
+    return replace(
+        schedule, kinds=kinds[selected], stage_ids=stages, microbatch_ids=microbatches, bounds=bounds, sharding=None
+    )
 
 
 def infer_placement(runs: Sequence[ActionRun], microbatches: int | None = None) -> Placement:

@@ -13,6 +13,7 @@ from stageline.schedules import action as kinds
 from stageline.schedules.channels import Channel, Channels, least_look_ahead
 from stageline.schedules.rules import RULES
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.sharding import most_gathered
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +30,8 @@ class Certificate:
 
     schedule: Schedule
     rules: tuple[str, ...]
-    """The rules it passed; "channels" is optional, and missing if messages are reordered."""
+    """The rules it passed; "channels" is optional, and missing if messages are reordered. "sharding" is missing if no
+    stage is sharded."""
     channels: Channels
     """The order of the messages on each channel."""
     look_ahead: int
@@ -47,6 +49,8 @@ class Certificate:
     in_order: bool
     """Whether the gradients of every stage are computed and accumulated in microbatch order: the stage is on one rank,
     its B and I together run in that order, and so do its B and W together."""
+    peak_gathered: tuple[int, ...] = ()
+    """For each rank, the maximum number of stages whose parameters are gathered; empty if no stage is sharded."""
 
     @property
     def in_channel_order(self) -> bool:
@@ -72,6 +76,7 @@ class Certificate:
             "peak_activations": list(self.peak_activations),
             "peak_residues": list(self.peak_residues),
             "peak_held": list(self.peak_held),
+            **({"peak_gathered": list(self.peak_gathered)} if self.peak_gathered else {}),
             "in_order": self.in_order,
             "in_channel_order": self.in_channel_order,
             "channels": [
@@ -101,6 +106,7 @@ class Certificate:
             f"  receive buffers   {_per_rank(self.receive_buffers)}",
             f"  peak activations  {_per_rank(self.peak_activations)}",
             f"  peak residues     {_per_rank(self.peak_residues)} (between I and W)",
+            *([f"  gathered stages   {_per_rank(self.peak_gathered)}"] if self.peak_gathered else []),
             f"  in order          {'yes' if self.in_order else 'no'} "
             "(gradients of every stage added in the order of the microbatches)",
         ]
@@ -130,12 +136,14 @@ def verify(schedule: Schedule) -> Certificate:
     """
     ensure_progress(schedule)
     channels = schedule.channels
+    skipped = {"channels"} if channels.reordered.any() else set()
+    skipped |= {"sharding"} if schedule.sharding is None else set()
     look_ahead = least_look_ahead(schedule)
     activations, residues, held = _peaks(schedule)
     buffers = np.bincount(channels.targets(), weights=channels.buffers(look_ahead), minlength=schedule.ranks)
     return Certificate(
         schedule=schedule,
-        rules=tuple(name for name in RULES if name != "channels" or not channels.reordered.any()),
+        rules=tuple(name for name in RULES if name not in skipped),
         channels=channels,
         look_ahead=look_ahead,
         receive_buffers=tuple(int(count) for count in buffers),
@@ -143,6 +151,7 @@ def verify(schedule: Schedule) -> Certificate:
         peak_residues=residues,
         peak_held=held,
         in_order=_in_order(schedule),
+        peak_gathered=() if schedule.sharding is None else most_gathered(schedule.sharding),
     )
 
 

@@ -19,6 +19,9 @@ Floats: TypeAlias = NDArray[np.float64]
 PerStage: TypeAlias = float | Sequence[float]
 PerPair: TypeAlias = float | Sequence[Sequence[float]]
 
+SHARD_COSTS = ("gather", "reduce", "gathered", "unreduced")
+"""The costs of sharded stages."""
+
 LARGEST_COST = 1e100
 """Maximum of a single cost; sums of larger ones could overflow."""
 LARGEST_SUM = 1e200
@@ -59,6 +62,14 @@ class Costs:
     """Saved-for-W memory, held from the end of I to the end of W; with recompute it may exceed the activation."""
     transient: PerStage | Mapping[str, PerStage] = 0.0
     """Memory that an action needs only while it runs; or one per kind of action."""
+    gather: PerStage = 0.0
+    """Time of UNSHARD: gathering the parameters of a sharded stage, beside compute."""
+    reduce: PerStage = 0.0
+    """Time of REDUCE_GRAD: reducing the gradients of a sharded stage, beside compute."""
+    gathered: PerStage = 0.0
+    """Memory of the gathered parameters of a sharded stage, held from UNSHARD to RESHARD."""
+    unreduced: PerStage = 0.0
+    """Memory of the gradients of a sharded stage before they are reduced, held from its first B or W to REDUCE_GRAD."""
     scale: Sequence[float] | None = None
     """One factor per microbatch for times, memory and bytes, for microbatches of different lengths."""
 
@@ -109,7 +120,7 @@ class Costs:
         self.times(stages)
         self.transients(stages)
         self.scales(microbatches)
-        for name in ("overlap", "message", "activation", "residue"):
+        for name in ("overlap", "message", "activation", "residue", *SHARD_COSTS):
             if getattr(self, name) is not None:
                 per_stage(name, getattr(self, name), stages)
 
@@ -156,7 +167,7 @@ class Costs:
                 return [float(part) / parts for part in value for _ in range(parts)]
             return value / parts
 
-        divided = ("forward", "backward", "overlap", "activation", "residue", "transient")
+        divided = ("forward", "backward", "overlap", "activation", "residue", "transient", *SHARD_COSTS)
         changed = {name: cut(getattr(self, name)) for name in divided if getattr(self, name) is not None}
         for name in ("backward_input", "backward_weight"):
             time = getattr(self, name)
@@ -167,9 +178,9 @@ class Costs:
         return replace(self, **changed)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data, without options that are None."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: _plain(value) for name, value in values.items() if value is not None}
+        """Return plain data, without options that are None and costs of shards that are 0."""
+        values = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None and (name, value) not in _NO_SHARDS}
 
     @classmethod
     def from_json(cls, data: object) -> Costs:
@@ -196,6 +207,9 @@ class Costs:
             return cls.from_json(parse_json(text))
         except (CostError, JsonError) as error:
             raise CostError(f"{path}: {error}") from None
+
+
+_NO_SHARDS = [(name, 0.0) for name in SHARD_COSTS]
 
 
 def _rest(name: str, whole: Floats, other: Floats) -> Floats:

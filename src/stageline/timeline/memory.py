@@ -1,7 +1,8 @@
 """The memory of every rank over a step.
 
 F allocates the activation at its start. B frees it at its end; I frees all but the residue, which W frees. In
-inference, F frees the activation itself. The transient memory of an action is held while it runs.
+inference, F frees the activation itself. The transient memory of an action is held while it runs. A sharded stage holds
+its gathered parameters from UNSHARD to RESHARD, and its gradients from its first B or W to REDUCE_GRAD.
 """
 
 from __future__ import annotations
@@ -33,7 +34,43 @@ def _levels(schedule: Schedule, costs: Costs, part: slice) -> tuple[Floats, Floa
     both = during[head] + transient[head + 1]
     during[head] = during[head + 1] = both
     after[head] = both
+    if schedule.sharding is not None:
+        here, then = shard_levels(schedule, costs, part)
+        return during + here, after + then
     return during, after
+
+
+def shard_levels(schedule: Schedule, costs: Costs, part: slice) -> tuple[Floats, Floats]:
+    """Return what sharded stages of one rank hold during and after each of its actions: gathered parameters, and
+    gradients that are not reduced."""
+    count = part.stop - part.start
+    during, after = np.zeros(count + 1), np.zeros(count + 1)
+    sharding = schedule.sharding
+    if sharding is None or not count:
+        return during[:-1], after[1:]
+    gathered = per_stage("gathered", costs.gathered, schedule.stages)
+    unreduced = per_stage("unreduced", costs.unreduced, schedule.stages)
+    kind, stage_of = schedule.action_kinds[part], schedule.stage_ids[part]
+    adds = (kind == kinds.B) | (kind == kinds.W)
+    # At each place: first the shard actions in their order, then the first B or W of a stage.
+    changes: list[list[float]] = [[] for _ in range(count + 1)]
+    rank = int(np.searchsorted(schedule.bounds, part.start, side="right")) - 1
+    for index in sharding.of_rank(rank):
+        at, stage, action = int(sharding.places[index]) - part.start, sharding.stage_ids[index], sharding.kinds[index]
+        if action == kinds.REDUCE_GRAD:
+            changes[at].append(-float(unreduced[stage]))
+        else:
+            changes[at].append(float(gathered[stage]) * (1 if action == kinds.UNSHARD else -1))
+    level, first = 0.0, {stage: np.flatnonzero(adds & (stage_of == stage)) for stage in sharding.stages}
+    starts = {int(where[0]): stage for stage, where in first.items() if len(where)}
+    for at, steps in enumerate(changes):
+        levels = np.cumsum([level, *steps])
+        after[at], level = float(levels[1:].max(initial=levels[-1])), float(levels[-1])
+        level += float(unreduced[starts[at]]) if at in starts else 0.0
+        during[at] = level
+    head = np.flatnonzero(schedule.pair_starts[part])
+    during[head] = after[head + 1] = during[head + 1]  # of a pair, as of its second action
+    return np.maximum(during[:-1], 0.0), np.maximum(after[1:], 0.0)
 
 
 def peaks_of(schedule: Schedule, costs: Costs) -> tuple[float, ...]:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 from stageline.common.errors import CostError, shorten
+from stageline.schedules.action import REDUCE_GRAD, RESHARD, UNSHARD, W
 from stageline.schedules.dependencies import Graph
 from stageline.schedules.schedule import Schedule
+from stageline.schedules.sharding import Sharding
 from stageline.schedules.verify import ensure_progress
 from stageline.timeline.costs import Costs, Floats, per_stage
-from stageline.timeline.timeline import Timeline, Transfers
+from stageline.timeline.timeline import ShardTimes, Timeline, Transfers
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Compute the start and end of every action and transfer.
 
     An action starts when its rank is free and its input has arrived. The actions of an overlapped pair start when both
-    are ready, and end together. Transfers run in parallel with compute and do not slow each other down.
+    are ready, and end together. Transfers run in parallel with compute and do not slow each other down. So do gathers
+    and reductions of shards; those of one rank run one after the other.
 
     >>> import stageline as sl
     >>> s = sl.schedule("1f1b", ranks=4, microbatches=8)
@@ -31,10 +34,14 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs.check_lengths(schedule.stages, schedule.microbatches)
     graph = schedule.graph
     hop = hop_times(schedule, costs)
-    start, end = _run(graph, durations(schedule, costs), hop)
+    shards = None
+    if schedule.sharding is None:
+        start, end = _run(graph, durations(schedule, costs), hop)
+    else:
+        start, end, shards = _run_sharded(schedule, schedule.sharding, costs, hop)
     sent = end[graph.source[graph.receivers]]
     transfers = Transfers(graph.receivers, sent, sent + hop[graph.receivers])
-    return Timeline(schedule=schedule, start=start, end=end, transfers=transfers, costs=costs)
+    return Timeline(schedule=schedule, start=start, end=end, transfers=transfers, costs=costs, shards=shards)
 
 
 def durations(schedule: Schedule, costs: Costs) -> Floats:
@@ -84,3 +91,60 @@ def _run(graph: Graph, duration: Floats, hop: Floats) -> tuple[Floats, Floats]:
     for source, wait in inputs:
         np.maximum(start, end[source] + wait, out=start)
     return graph.by_action(start), graph.by_action(end)
+
+
+def _run_sharded(
+    schedule: Schedule, sharding: Sharding, costs: Costs, hop: Floats
+) -> tuple[Floats, Floats, ShardTimes]:
+    """Go through the waves as `_run` does, with the shard actions between the entries.
+
+    A gather or reduction starts when the entry before it has ended, and the one before it on its rank. An entry that
+    needs parameters waits for their gather.
+    """
+    graph = schedule.graph
+    length = {UNSHARD: per_stage("gather", costs.gather, schedule.stages)}
+    length[REDUCE_GRAD] = per_stage("reduce", costs.reduce, schedule.stages)
+    inputs = list(zip(graph.sources, graph.by_place(hop), strict=True))
+    taken = np.maximum.reduce(graph.by_place(durations(schedule, costs)))
+    needs = [part.tolist() for part in graph.by_place(np.where(schedule.action_kinds == W, 0, schedule.stage_ids + 1))]
+    places = _shard_places(schedule, sharding)
+    end, start = np.zeros(graph.places), np.zeros(graph.places)
+    shard_start, shard_end = np.zeros(len(sharding)), np.zeros(len(sharding))
+    queue = np.zeros(schedule.ranks)
+    ready = np.zeros((schedule.ranks, schedule.stages + 1))  # column 0: nothing needed
+
+    def run_shards(place: int, rank: int, now: float) -> None:
+        for index in places.get(place, ()):
+            kind, stage = int(sharding.kinds[index]), int(sharding.stage_ids[index])
+            shard_start[index] = shard_end[index] = now
+            if kind != RESHARD:
+                shard_start[index] = max(now, queue[rank])
+                queue[rank] = shard_end[index] = shard_start[index] + length[kind][stage]
+            if kind == UNSHARD:
+                ready[rank, stage + 1] = shard_end[index]
+
+    rank_of = np.repeat(np.arange(schedule.ranks), np.diff(graph.fences)).tolist()
+    for wave in graph.waves:
+        for place in wave.tolist():
+            rank, now = rank_of[place], float(end[place - 1])
+            run_shards(place, rank, now)
+            for source, wait in inputs:
+                now = max(now, float(end[source[place]] + wait[place]))
+            start[place] = max(now, *(float(ready[rank, stages[place]]) for stages in needs))
+            end[place] = start[place] + taken[place]
+    for rank, fence in enumerate(graph.fences[1:].tolist()):
+        run_shards(fence, rank, float(end[fence - 1]))
+    return graph.by_action(start), graph.by_action(end), ShardTimes(shard_start, shard_end)
+
+
+def _shard_places(schedule: Schedule, sharding: Sharding) -> dict[int, list[int]]:
+    """Return the shard actions before each place of the walk; those after a rank's last entry are at its fence."""
+    graph, places = schedule.graph, dict[int, list[int]]()
+    fences = graph.fences.tolist()
+    for rank in range(schedule.ranks):
+        for index in sharding.of_rank(rank):
+            at = int(sharding.places[index])
+            last = at == schedule.bounds[rank + 1]
+            place = fences[rank + 1] if last else int(graph.place(np.array([at]))[0])
+            places.setdefault(place, []).append(index)
+    return places

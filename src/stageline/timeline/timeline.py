@@ -8,8 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from stageline.common.errors import ScheduleError
-from stageline.schedules.action import Action
+from stageline.schedules.action import Action, ShardAction
 from stageline.schedules.dependencies import Ints
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import Costs, Floats
@@ -24,6 +26,23 @@ class Transfers:
     receivers: Ints
     sent: Floats
     arrived: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class ShardTimes:
+    """When every shard action of the schedule began and ended; a gather ends when its parameters can be used."""
+
+    start: Floats
+    end: Floats
+
+
+class TimedShardAction(NamedTuple):
+    """A shard action with its rank and its times."""
+
+    rank: int
+    action: ShardAction
+    start: float
+    end: float
 
 
 class TimedAction(NamedTuple):
@@ -73,6 +92,8 @@ class Timeline:
     uncertainty: float | None = 0.0
     """How far the clocks of different ranks may disagree, in the unit of the times: 0 if there is one clock or the step
     was simulated; None if the clocks were not aligned, so that only times of one rank can be compared."""
+    shards: ShardTimes | None = None
+    """The times of shard actions, which run beside the actions; None if no stage is sharded."""
 
     @property
     def is_aligned(self) -> bool:
@@ -89,8 +110,13 @@ class Timeline:
 
     @property
     def first_start(self) -> float:
-        """The start of the first action."""
-        return float(self.start.min())
+        """The start of the first action, or of the first gather."""
+        return float(self.start.min() if self.shards is None else min(self.start.min(), self.shards.start.min()))
+
+    @property
+    def last_end(self) -> float:
+        """The end of the last action, or of the last reduction."""
+        return float(self.end.max() if self.shards is None else max(self.end.max(), self.shards.end.max()))
 
     @property
     def makespan(self) -> float:
@@ -99,7 +125,7 @@ class Timeline:
         Raises `ScheduleError` if the clocks of the ranks were not aligned.
         """
         self.require_one_clock("makespan")
-        return float(self.end.max()) - self.first_start
+        return self.last_end - self.first_start
 
     @property
     def span(self) -> float:
@@ -107,8 +133,16 @@ class Timeline:
 
         This is the cost of a step if the next one may start on a rank before the last rank has finished.
         """
-        parts = [part for part in self.schedule.slices() if part.stop > part.start]
-        return max(float(self.end[part].max() - self.start[part].min()) for part in parts)
+        spans = []
+        for rank, part in enumerate(self.schedule.slices()):
+            starts, ends = self.start[part], self.end[part]
+            if self.shards is not None and self.schedule.sharding is not None:
+                own = self.schedule.sharding.of_rank(rank)
+                starts = np.append(starts, self.shards.start[own.start : own.stop])
+                ends = np.append(ends, self.shards.end[own.start : own.stop])
+            if len(starts):
+                spans.append(float(ends.max() - starts.min()))
+        return max(spans)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
@@ -164,6 +198,16 @@ class Timeline:
                 action = self.schedule.action(index)
                 yield TimedAction(owner, action, float(self.start[index]), float(self.end[index]))
 
+    def shard_actions(self, rank: int | None = None) -> Iterator[TimedShardAction]:
+        """Yield the shard actions of one rank, or of all ranks, with their times."""
+        sharding, shards = self.schedule.sharding, self.shards
+        if sharding is None or shards is None:
+            return
+        for owner in range(self.schedule.ranks) if rank is None else (rank,):
+            for index in sharding.of_rank(owner):
+                times = float(shards.start[index]), float(shards.end[index])
+                yield TimedShardAction(owner, sharding.action(index), *times)
+
     def messages(self) -> Iterator[TimedTransfer]:
         """Yield the transfers with their times."""
         graph, schedule, moved = self.schedule.graph, self.schedule, self.transfers
@@ -204,7 +248,12 @@ class Timeline:
             }
             for moved in self.messages()
         ]
-        return {**self.figures(), "actions": actions, "transfers": transfers}
+        shards = [
+            {"rank": timed.rank, "action": str(timed.action), "start": timed.start, "end": timed.end}
+            for timed in self.shard_actions()
+        ]
+        beside = {"shards": shards} if shards else {}
+        return {**self.figures(), "actions": actions, "transfers": transfers, **beside}
 
     def figures(self) -> dict[str, Any]:
         """Return the figures, as plain data."""

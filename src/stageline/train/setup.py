@@ -266,6 +266,7 @@ class Setup:
             replan_every=config.parallelism.replan_freq,
             stragglers=config.parallelism.stragglers,
             planned=choice,
+            reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
         )
 
     def _split_model(self) -> Staged:

@@ -298,7 +298,7 @@ class RunSteps:
             executors,
             request,
             measured,
-            lambda: lengths_of(times()),
+            lambda: lengths_of(executors.schedule, times()),
             lengths_are_known=runner.host.single_process or executors.record_layout.with_times,
         )
         outcome = decided.totals.outcome

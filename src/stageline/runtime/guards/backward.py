@@ -76,18 +76,20 @@ def is_fully_sharded(module: nn.Module) -> bool:
     return sharding is not None and isinstance(module, sharding.FSDPModule)
 
 
-def wrapper_in(part: nn.Module) -> str:
+def wrapper_in(part: nn.Module, *, shards: bool = True) -> str:
     """The name of the first data-parallel wrapper (DDP, FSDP, `replicate`) in a stage; empty if there is none.
 
     Wrappers gather, reduce and free gradients in hooks that run when a backward has added them to the parameters. A
     split backward would run these hooks before the gradients exist, so such a stage runs the whole backward in I.
+    `shards` says whether FSDP2 counts: not where the executor does its work (see `runtime.sharding`).
     """
     kinds: dict[Any, str] = {DistributedDataParallel: "DistributedDataParallel"}
     # A module that was never imported wraps nothing, and importing it is slow.
     sharding: Any = sys.modules.get("torch.distributed.fsdp")
     if sharding is not None:
         kinds[sharding.FullyShardedDataParallel] = "FullyShardedDataParallel"
-        kinds[sharding.FSDPModule] = "fully_shard"
+        if shards:
+            kinds[sharding.FSDPModule] = "fully_shard"
     for module in part.modules():
         for kind, name in kinds.items():
             if isinstance(module, kind):

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -40,7 +41,9 @@ def facts_of(model: nn.Module, schedule: Schedule, options: PipelineOptions) -> 
     >>> facts["the modules of the model"]
     'the model itself: torch.nn.modules.linear.Linear(in_features=2, out_features=1, bias=True)'
     """
-    actions = (schedule.kinds, schedule.stage_ids, schedule.microbatch_ids)
+    actions: list[NDArray[Any]] = [schedule.kinds, schedule.stage_ids, schedule.microbatch_ids]
+    if schedule.sharding is not None:
+        actions += [schedule.sharding.kinds, schedule.sharding.stage_ids, schedule.sharding.places]
     order = hashlib.blake2b(b"".join(part.tobytes() for part in actions), digest_size=8).hexdigest()
     shapes = [
         f"{name} {'not known yet' if is_lazy(parameter) else tuple(parameter.shape)}"
@@ -64,6 +67,7 @@ def facts_of(model: nn.Module, schedule: Schedule, options: PipelineOptions) -> 
         "loss_fn": function_fact(options.loss_fn),
         "penalty": function_fact(options.penalty),
         "parallelize": function_fact(options.parallelize),
+        "reshard_after_forward": options.reshard_after_forward,
         "check_finite": str(options.check_finite),
         "compare_weights": str(options.compare_weights),
         "shard_optimizer": str(options.shard_optimizer),

@@ -163,6 +163,10 @@ class ModelStages:
         """The stages whose weights are in this process."""
         return {stage for stages in self.placed.modules.values() for stage in stages}
 
+    def own_parts(self) -> dict[int, nn.Module]:
+        """The stages of this process by their numbers."""
+        return {stage: part for stage, part in enumerate(self.parts) if stage in self.local}
+
     def local_parts(self) -> Iterator[nn.Module]:
         """The stages of this process; the whole model while it awaits its first batch uncut."""
         if not self.parts:

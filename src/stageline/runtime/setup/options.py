@@ -15,6 +15,7 @@ from stageline.common.errors import StagelineError, nearest, shorten
 from stageline.runtime.batches.chunk_specs import ChunkSpecs
 from stageline.runtime.penalty import Penalty
 from stageline.runtime.replan import MODES, Replan
+from stageline.schedules.sharding import ReshardAfterForward, check_option
 from stageline.tensors.pytree import refuse_arrays
 from stageline.timeline.costs import Costs
 
@@ -52,6 +53,7 @@ class PipelineOptions:
     chunk_specs: ChunkSpecs = field(default_factory=ChunkSpecs)
     parallelize: Callable[[Any, Any], Any] | None = None
     shard_optimizer: bool = False
+    reshard_after_forward: ReshardAfterForward = "default"
 
     def __post_init__(self) -> None:
         refuse_arrays(self.example, "the example")
@@ -81,6 +83,7 @@ class PipelineOptions:
         if parallelize is not None and not callable(parallelize):
             expected = "a function of a stage and a mesh that changes the stage in place"
             raise StagelineError(f"parallelize is {expected}, got {shorten(parallelize)}")
+        check_option("reshard_after_forward", self.reshard_after_forward)
         if not callable(self.loss_fn):
             raise StagelineError(f"loss_fn is a function of output and target, got {shorten(self.loss_fn)}")
         self.seconds = find_deadline(self.deadline)

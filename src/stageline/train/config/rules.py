@@ -201,7 +201,6 @@ def _shards(config: Config) -> Iterator[str]:
         "optimizer.name is Adafactor": config.optimizer.name == "Adafactor",
         "optimizer.implementation is fused and optimizer.name is SGD": config.optimizer.name == "SGD"
         and config.optimizer.implementation == "fused",
-        "parallelism.fsdp_reshard_after_forward is always": config.parallelism.fsdp_reshard_after_forward == "always",
         "checkpoint.initial_load_path is set": config.checkpoint.initial_load_path,
     }
     degree = config.parallelism.data_parallel_shard_degree
