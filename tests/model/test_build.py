@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
 from stageline.common.errors import StagelineError
@@ -415,6 +418,59 @@ def test_only_what_the_model_holds_is_read(tmp_path: Path, read: list[str], shar
     assert (sorted(result.loaded), result.missing, result.unexpected) == (sorted(own), (), ())
     for name in own:
         assert bits(model.state_dict()[name]) == bits(state[name])
+
+
+def test_each_process_reads_only_the_slices_of_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two mesh dimensions cut dimensions of the tensor, the same one too, evenly or not; as FSDP2 over tp does."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (it registers the backend)
+
+    whole = torch.arange(60.0).view(10, 6)
+    save_file({"weight": whole}, tmp_path / "w.safetensors")
+    original: Any = vars(load)["safe_open"]
+    sizes: list[int] = []
+
+    class Slices:
+        def __init__(self, opened: Any) -> None:
+            self.opened, self.get_shape, self.get_dtype = opened, opened.get_shape, opened.get_dtype
+
+        def __getitem__(self, where: Any) -> Any:
+            sizes.append(self.opened[where].nbytes)
+            return self.opened[where]
+
+    class Counting:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.opened = original(*args, **kwargs)
+
+        def __enter__(self) -> Any:
+            opened = self.opened.__enter__()
+            return SimpleNamespace(keys=opened.keys, get_slice=lambda name: Slices(opened.get_slice(name)))
+
+        def __exit__(self, *error: Any) -> None:
+            self.opened.__exit__(*error)
+
+    monkeypatch.setattr(load, "safe_open", Counting)
+    cuts: list[tuple[Any, ...]] = [
+        (Shard(0), Shard(1)),
+        (Replicate(), Shard(1)),
+        (Shard(0), Shard(0)),
+        (_StridedShard(0, split_factor=4), Shard(0)),
+        (_StridedShard(0, split_factor=2), Replicate()),
+    ]
+    for placements in cuts:
+        for rank in range(0, 8, 3):
+            dist.init_process_group("fake", rank=rank, world_size=8)
+            mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp_shard", "tp"))
+            expected = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            layer = nn.Linear(6, 10, bias=False)
+            layer.weight = nn.Parameter(distribute_tensor(0 * whole, mesh, placements, src_data_rank=None))
+            sizes.clear()
+            load_weights(layer, tmp_path / "w.safetensors")
+            assert isinstance(layer.weight, DTensor)
+            assert torch.equal(layer.weight.to_local(), expected.to_local())
+            assert sum(sizes) == expected.to_local().nbytes
+            dist.destroy_process_group()
 
 
 def test_tied_weights_are_loaded_once_under_any_name(tmp_path: Path, read: list[str]) -> None:

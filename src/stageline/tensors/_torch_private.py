@@ -16,6 +16,7 @@ __all__ = [
     "any_autocast_enabled",
     "buffers_of",
     "children_of",
+    "cut_of_first",
     "is_on_its_way",
     "is_traceable_wrapper_subclass",
     "pytree",
@@ -42,6 +43,15 @@ without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on in this thread, for any type of device."""
+
+
+def cut_of_first(placement: Any) -> Any:
+    """The same cut, of the first dimension: FSDP2 over tensor parallel has a class of its own for it."""
+    from torch.distributed.tensor import placement_types
+
+    if isinstance(placement, placement_types._StridedShard):
+        return placement_types._StridedShard(0, split_factor=placement.split_factor)
+    return placement_types.Shard(0)
 
 
 def is_on_its_way(tensor: Tensor) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from stageline.tensors._torch_private import is_on_its_way
+from stageline.common.errors import StagelineError
+from stageline.tensors._torch_private import cut_of_first, is_on_its_way
 
 
 def is_sharded(value: object) -> TypeGuard[Any]:
@@ -51,6 +53,85 @@ def part_like(full: Tensor, target: Tensor) -> Tensor:
     full = full.detach().to(target.device_mesh.device_type)
     cut = distribute_tensor(full, target.device_mesh, list(target.placements), src_data_rank=None)
     return torch.as_tensor(cut.contiguous())
+
+
+class Piece(NamedTuple):
+    """Where a piece of a tensor lies in the whole, and in this process's part."""
+
+    whole: tuple[slice, ...]
+    part: tuple[slice, ...]
+
+
+def pieces_of(tensor: Tensor) -> list[Piece]:
+    """The pieces that this process's part of a tensor consists of; none if it is empty. Sends nothing.
+
+    A part is one piece, but for placements that take every n-th block.
+
+    >>> pieces_of(torch.ones(4, 2))
+    [Piece(whole=(slice(0, 4, None), slice(0, 2, None)), part=(slice(0, 4, None), slice(0, 2, None)))]
+    """
+    runs = [_runs(tensor, dimension, size) for dimension, size in enumerate(tensor.shape)]
+    held = [sum(stop - start for start, stop in of_dimension) for of_dimension in runs]
+    if is_sharded(tensor) and held != list(local(tensor).shape):
+        raise StagelineError(
+            f"a tensor of shape {tuple(tensor.shape)} with placements {tensor.placements} has the part "
+            f"{tuple(local(tensor).shape)} here, and {tuple(held)} was expected; cut it evenly"
+        )
+    offsets = [[0, *itertools.accumulate(stop - start for start, stop in of_dimension)] for of_dimension in runs]
+    pieces = []
+    for chosen in itertools.product(*(range(len(of_dimension)) for of_dimension in runs)):
+        whole = tuple(slice(*runs[dimension][run]) for dimension, run in enumerate(chosen))
+        part = tuple(slice(*offsets[dimension][run : run + 2]) for dimension, run in enumerate(chosen))
+        pieces.append(Piece(whole, part))
+    return pieces
+
+
+def _runs(tensor: Tensor, dimension: int, size: int) -> list[tuple[int, int]]:
+    """The ranges of a dimension's indices that this process holds."""
+    if not is_sharded(tensor):
+        return [(0, size)] if size else []
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    placements = [
+        cut_of_first(placement) if getattr(placement, "dim", None) == dimension else Replicate()
+        for placement in tensor.placements
+    ]
+    if all(placement.is_replicate() for placement in placements):
+        return [(0, size)] if size else []
+    mesh = tensor.device_mesh
+    indices = torch.arange(size, device=mesh.device_type)
+    held = distribute_tensor(indices, mesh, placements, src_data_rank=None).to_local().tolist()
+    starts = [at for at in range(len(held)) if at == 0 or held[at] != held[at - 1] + 1]
+    return [(held[start], held[stop - 1] + 1) for start, stop in itertools.pairwise([*starts, len(held)])]
+
+
+def read_part(source: Any, target: Tensor) -> Tensor:
+    """This process's part of a whole tensor that is read by slices, as `target` is cut: a plain tensor.
+
+    >>> read_part(torch.arange(3), torch.zeros(3))
+    tensor([0, 1, 2])
+    """
+    pieces = pieces_of(target)
+    if len(pieces) == 1:
+        return torch.as_tensor(source[pieces[0].whole])
+    part = torch.empty(local(target).shape, dtype=target.dtype)
+    for number, piece in enumerate(pieces):
+        values = source[piece.whole]
+        part = part if number else part.to(values.dtype)
+        part[piece.part] = values
+    return part
+
+
+def with_part(part: Tensor, target: Tensor) -> Tensor:
+    """A tensor of which this is the part here, cut as `target` is; a plain one if that is plain."""
+    if not is_sharded(target):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    placed = part.to(local(target).device)
+    return DTensor.from_local(
+        placed, target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
+    )
 
 
 class _Arrived(torch.autograd.Function):

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError, shorten
+from stageline.tensors.sharded import is_sharded, local, read_part
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -52,7 +53,8 @@ def load_weights(
 ) -> LoadedWeights:
     """Load the weights a model has in memory from a safetensors file, or a folder with one or with an index.
 
-    Tensors on the meta device belong to other ranks and are ignored. `names` maps a name in the model to the name in
+    Tensors on the meta device belong to other ranks and are ignored. Of a tensor that is cut over several processes (a
+    DTensor), only the slices of this process are read. `names` maps a name in the model to the name in
     the files, or to None to skip it; tied weights may have any of their names in the files. `strict=False` allows
     missing and unexpected tensors; `cast=True` converts dtypes. Nothing is written unless everything matches; otherwise
     raise `StagelineError`.
@@ -82,7 +84,8 @@ def load_weights(
     for file, entries in by_file.items():
         with _open(file) as tensors, torch.no_grad():
             for _, key, tensor in entries:
-                tensor.copy_(tensors.get_tensor(key))
+                whole = not is_sharded(tensor) or not tensor.dim()
+                local(tensor).copy_(tensors.get_tensor(key) if whole else read_part(tensors.get_slice(key), tensor))
     return LoadedWeights(tuple(name for name, _, _ in entries_to_load), missing, unexpected)
 
 
