@@ -7,7 +7,7 @@ import random
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from stageline.common.errors import CheckpointError, StagelineError, nearest
 from stageline.distributed.rank_host import Collectives, decide_together
 from stageline.model.build.weights import load_weights
 from stageline.runtime.pipeline import Pipeline
-from stageline.tensors.sharded import part_like, whole
+from stageline.tensors.sharded import local, whole
 from stageline.train.checkpoint import Checkpoint, newest, open_checkpoint, published
 from stageline.train.checkpoint.manifest import MANIFEST
 from stageline.train.checkpoint.reader import at_step, inspect
@@ -79,23 +79,38 @@ def load_initial_weights(pipe: Pipeline, name: str, host: Collectives) -> None:
 def own_weights(pipe: Pipeline) -> dict[str, Tensor]:
     """Return the parameters and buffers that this process saves: one process saves each, tied ones under one name.
 
-    Processes that share parameters call this together: each is whole.
+    Processes that hold parts of the same stages call this together.
     """
     duplicates = _duplicate_names(pipe)
-    return {
-        name: whole(value)
+    weights = {
+        name: {"": value}
         for name, value in pipe.state_dict().items()
         if isinstance(value, Tensor) and name not in duplicates and pipe.owns(name)
     }
+    return {name: tensors[""] for name, tensors in _own_share(pipe, weights)}
 
 
 def own_optimizer_state(pipe: Pipeline, optimizer: Optimizer) -> State:
     """Return the optimizer state that this process saves."""
-    return {
-        name: {slot: whole(value) for slot, value in slots.items()}
-        for name, slots in optimizer.state().items()
-        if slots and pipe.owns(name) and pipe.updates(name)
-    }
+    state = optimizer.state().items()
+    own = {name: slots for name, slots in state if slots and pipe.owns(name) and pipe.updates(name)}
+    return dict(_own_share(pipe, own))
+
+
+def _own_share(pipe: Pipeline, state: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield the tensors that this process saves, whole: those that hold parts of the same stages share the work.
+
+    They gather one tensor at a time, and each keeps only its share of the bytes.
+    """
+    layout = pipe.runner.host.layout
+    loads = [0] * (layout.shards * layout.tensors)
+    place = pipe.runner.host.replica % len(loads)
+    for name, tensors in state.items():
+        writer = loads.index(min(loads))
+        loads[writer] += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+        gathered = {slot: whole(tensor) for slot, tensor in tensors.items()}
+        if writer == place:
+            yield name, gathered
 
 
 def _duplicate_names(pipe: Pipeline) -> set[str]:
@@ -128,13 +143,13 @@ def load_checkpoint(pipe: Pipeline, optimizer: Optimizer, checkpoint: Checkpoint
     """Load this process's weights and optimizer state."""
     names = {name for name, _ in pipe.model.named_parameters()} | {name for name, _ in pipe.named_buffers()}
     tensors = {name: value for name, value in pipe.state_dict().items() if isinstance(value, Tensor) and name in names}
-    values = checkpoint.read_model(list(tensors))
+    values = checkpoint.read_model(list(tensors), like=tensors)
     with torch.no_grad():
         for name, tensor in tensors.items():
-            tensor.copy_(part_like(values[name], tensor))
+            local(tensor).copy_(local(values[name]))
     saved = checkpoint.manifest.optimizer
     updated = [name for name in optimizer.parameters if name in saved and pipe.updates(name)]
-    optimizer.load(checkpoint.read_optimizer(updated))
+    optimizer.load(checkpoint.read_optimizer(updated, like=optimizer.parameters))
 
 
 @dataclass
@@ -219,12 +234,16 @@ class JobCheckpoints:
         self._setup, self._optimizer, self._logs = setup, optimizer, logs
         self._host, self._layout = setup.host, layout
         self._attempt = decide_together(setup.host, lambda: uuid.uuid4().hex)
-        # Every rank of the first replica writes its own tensors, and with shard_optimizer, those of all replicas do;
+        # Every process of the first replica writes its own tensors, and with shard_optimizer, those of all replicas do;
         # ranks that are threads share a writer.
-        self._writes = config.parallelism.shard_optimizer or layout.replica < layout.shards
-        number, count = (layout.rank % layout.ranks, layout.ranks) if layout.processes > 1 else (0, 1)
-        if config.parallelism.shard_optimizer:
-            number, count = number + layout.replica // layout.shards * count, layout.replicas // layout.shards * count
+        pipe_host = setup.pipe.runner.host
+        row, rows = pipe_host.replica, pipe_host.layout.shards * pipe_host.layout.tensors
+        self._in_first_replica = row < rows
+        self._writes = config.parallelism.shard_optimizer or row < rows
+        rows = pipe_host.layout.replicas if config.parallelism.shard_optimizer else rows
+        number, count = 0, 1
+        if layout.processes > 1 and self._writes:
+            number, count = row * layout.ranks + pipe_host.here[0], rows * layout.ranks
         self._writer = Writer(
             setup.folder.path / config.checkpoint.folder,
             number,
@@ -245,11 +264,10 @@ class JobCheckpoints:
         if not self._writes:
             self._on_all(lambda: None)
             return
-        pipe, layout = self._setup.pipe, self._layout
-        weights = own_weights(pipe) if layout.replica < layout.shards else {}  # shards gather them together
+        pipe = self._setup.pipe
+        weights = own_weights(pipe) if self._in_first_replica else {}
         tensors = weights, own_optimizer_state(pipe, self._optimizer)
-        is_first = layout.replica % layout.shards == 0
-        self._on_all(partial(self._write, step, *tensors, state, background=background) if is_first else lambda: None)
+        self._on_all(partial(self._write, step, *tensors, state, background=background))
 
     def finish(self) -> None:
         """Wait for the last checkpoint; if it failed, raise on every process."""

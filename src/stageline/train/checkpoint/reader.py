@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from stageline.common.errors import CheckpointError, nearest, shorten
 from stageline.train.checkpoint.disk import file_checksum, reason, stat_regular
 from stageline.train.checkpoint.folder import hold, published, step_name, step_of
-from stageline.train.checkpoint.manifest import LARGEST, MANIFEST, File, Manifest, TensorEntry
+from stageline.train.checkpoint.manifest import DTYPES, LARGEST, MANIFEST, File, Manifest, TensorEntry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,17 +73,30 @@ class Checkpoint:
         """The JSON data that was saved with it."""
         return self.manifest.state
 
-    def read_model(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Return tensors of the model by name; all of them by default."""
+    def read_model(
+        self, names: Iterable[str] | None = None, like: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Return tensors of the model by name; all of them by default.
+
+        `like` has tensors by name. Where one is cut over several processes (a DTensor), only the slices of this process
+        are read, and the result is cut in the same way.
+        """
         wanted = self._pick(names, self.manifest.model, "no parameter")
-        tensors = self._read({name: self.manifest.model[name] for name in wanted})
+        tensors = self._read({name: self.manifest.model[name] for name in wanted}, like or {})
         return {name: tensors[name] for name in wanted}
 
-    def read_optimizer(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Tensor]]:
-        """Return the optimizer state of parameters, by slot; of all of them by default."""
+    def read_optimizer(
+        self, names: Iterable[str] | None = None, like: Mapping[str, Tensor] | None = None
+    ) -> dict[str, dict[str, Tensor]]:
+        """Return the optimizer state of parameters, by slot; of all of them by default.
+
+        With `like`, which has the parameters by name, states of the shape of their parameter are cut as it is.
+        """
         saved = self.manifest.optimizer
         wanted = self._pick(names, saved, "no optimizer state of")
-        tensors = self._read({f"{name}/{slot}": entry for name in wanted for slot, entry in saved[name].items()})
+        entries = {f"{name}/{slot}": entry for name in wanted for slot, entry in saved[name].items()}
+        cut_like = {f"{name}/{slot}": like[name] for name in wanted for slot in saved[name] if like and name in like}
+        tensors = self._read(entries, cut_like)
         return {name: {slot: tensors[f"{name}/{slot}"] for slot in saved[name]} for name in wanted}
 
     def read_asset(self, name: str) -> bytes:
@@ -127,9 +140,11 @@ class Checkpoint:
                 raise CheckpointError(f"{self.path} has {what} {shorten(name)}{nearest(str(name), known)}")
         return wanted
 
-    def _read(self, wanted: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
+    def _read(self, wanted: Mapping[str, TensorEntry], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Read tensors by key, file by file."""
         from safetensors import SafetensorError, safe_open
+
+        from stageline.tensors.sharded import is_sharded, read_part, with_part
 
         by_file: dict[str, list[tuple[str, TensorEntry]]] = {}
         for key, entry in wanted.items():
@@ -142,22 +157,28 @@ class Checkpoint:
             try:
                 with safe_open(str(self.path / name), framework="pt", device="cpu") as opened:
                     for key, entry in entries:
-                        # A copy, because reading a mapped file that was truncated kills the process.
-                        tensors[key] = self._check_tensor(name, key, entry, opened.get_tensor(key)).clone()
+                        self._check_tensor(name, key, entry, opened)
+                        target = like.get(key)
+                        if target is not None and is_sharded(target) and entry.shape == tuple(target.shape) != ():
+                            tensors[key] = with_part(read_part(opened.get_slice(key), target), target)
+                        else:
+                            # A copy, because reading a mapped file that was truncated kills the process.
+                            tensors[key] = opened.get_tensor(key).clone()
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"cannot read {self.path / name}: {reason(error)}") from error
         if _identity(self.path) != self._identity:
             raise CheckpointError(f"{self.path} was replaced while it was read; open it again")
         return tensors
 
-    def _check_tensor(self, file: str, key: str, entry: TensorEntry, tensor: Tensor) -> Tensor:
-        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-        if (dtype, shape) != (entry.dtype, entry.shape):
+    def _check_tensor(self, file: str, key: str, entry: TensorEntry, opened: Any) -> None:
+        header = opened.get_slice(key)
+        dtype, shape = header.get_dtype(), tuple(header.get_shape())
+        if (dtype, shape) != (DTYPES[entry.dtype], entry.shape):
+            names = {short: name for name, short in DTYPES.items()}
             raise CheckpointError(
-                f"{self.path / file} holds {key!r} as {dtype} of {shape}, but its manifest says {entry.dtype} of "
-                f"{entry.shape}"
+                f"{self.path / file} holds {key!r} as {names.get(dtype, dtype)} of {shape}, but its manifest says "
+                f"{entry.dtype} of {entry.shape}"
             )
-        return tensor
 
     def _check(self, name: str, file: File) -> Damage | None:
         try:
