@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
@@ -37,6 +37,7 @@ __all__ = [
     "profiles_this_thread",
     "pytree",
     "share_gradient_hooks",
+    "share_shard",
     "sparse_values",
     "storage_id",
     "version_of",
@@ -258,6 +259,26 @@ def _take_over_hooks(state: Any, groups: ShardGroups) -> None:
         for hooks, hook in ((module._forward_pre_hooks, before), (module._forward_hooks, after)):
             for key in keys & set(hooks):
                 hooks[key] = partial(hook, hooks[key])
+
+
+def share_shard(parts: Iterable[nn.Module], first: tuple[nn.Module, str], second: tuple[nn.Module, str]) -> None:
+    """Let a second module use the sharded parameter of a first one; where FSDP2 sharded both, also its memory.
+
+    A module is passed with the name of its parameter.
+    """
+    by_place: dict[tuple[int, str], Any] = {}
+    modules: list[Any] = [module for part in parts for module in part.modules()]
+    for module in (module for module in modules if hasattr(module, "_get_fsdp_state")):
+        state: Any = module._get_fsdp_state()
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+            for sharded in () if group is None else group.fsdp_params:
+                info = sharded._module_info
+                by_place[id(info.module._parameters), info.param_name] = sharded
+    one, other = (by_place.get((id(module._parameters), name)) for module, name in (first, second))
+    if one is not None and other is not None:
+        one.reset_sharded_param()  # it may move its part to memory with padding
+        other.sharded_param, other._sharded_param_data = one.sharded_param, one._sharded_param_data
+    second[0]._parameters[second[1]] = first[0]._parameters[first[1]]
 
 
 def mark_stepped(optimizer: Optimizer) -> None:

@@ -35,7 +35,7 @@ from stageline.runtime.rank_executors import ExecutorCache
 from stageline.runtime.replan import Replan, Replanned, StepWatch, watch_for
 from stageline.runtime.replicas import join_replicas, replica_seed
 from stageline.runtime.setup.automatic_plan import automatic
-from stageline.runtime.setup.handshake import agree_on_shards, common_seed, facts_of
+from stageline.runtime.setup.handshake import agree_on_shards, common_seed, compare_ties, facts_of
 from stageline.runtime.setup.model_stages import ModelStages, named_tensors
 from stageline.runtime.setup.options import PipelineOptions, Reduction
 from stageline.runtime.setup.parallelize import find_parallelize, groups_of
@@ -244,6 +244,7 @@ class Pipeline:
         with agree_on_shards(host, stages, parallelize is not None):
             stages.build(recipe, seed, options.device, parallelize, inner)
         stages.place(options.compile, split=schedule.splits_backward)
+        compare_ties(host, stages)
         if isinstance(host, ProcessCollectives):
             if parallelize is not None:
                 host.limit_collectives(groups_of(stages.local_parts(), inner))

@@ -22,7 +22,7 @@ from stageline.common.errors import StagelineError
 from stageline.runtime._torch_private import has_accumulate_hooks, has_gradient_hooks, share_gradient_hooks
 from stageline.runtime.guards.backward import wrapper_in
 from stageline.schedules.placement import Placement
-from stageline.tensors.sharded import is_sharded
+from stageline.tensors.sharded import is_sharded, local
 
 
 @dataclass(frozen=True)
@@ -88,20 +88,27 @@ class Placed:
 
 
 def place_stages(
-    parts: Sequence[nn.Sequential], placement: Placement, here: Sequence[int], holders: Sequence[object]
+    parts: Sequence[nn.Sequential],
+    placement: Placement,
+    here: Sequence[int],
+    holders: Sequence[object],
+    *,
+    sharded: bool = False,
 ) -> Placed:
     """Give every rank in this process the modules of its stages; a second use of a parameter runs on a copy.
 
     `parts` is empty if the model is not cut yet. `holders` are objects that layers of several stages reach. A copied
-    stage has them or copies of them.
+    stage has them or copies of them. `sharded` stages cannot be copied: the uses of a rank that is alone in its process
+    add into one gradient.
     """
+    alone = sharded and len(here) == 1 and placement.directions == 1
     order = [(rank, stage) for ranks in placement.table.tolist() for stage, rank in enumerate(ranks) if parts]
     count = Counter(parameter for _, stage in order for parameter in parts[stage].parameters())
     placed = Placed({rank: {} for rank in here}, {}, [])
     for rank, stage in order:
         part, module = parts[stage], parts[stage]
         shared = [parameter for parameter in part.parameters() if count[parameter] > 1]
-        again = [parameter for parameter in shared if parameter in placed.uses]
+        again = [parameter for parameter in shared if parameter in placed.uses and not alone]
         own: dict[nn.Parameter, nn.Parameter] = {parameter: parameter for parameter in shared}
         if rank in placed.modules:
             if again:
@@ -116,7 +123,9 @@ def place_stages(
             if stage not in placed.stages.setdefault(parameter, []):
                 placed.stages[parameter].append(stage)
             use = Use(rank, own[parameter] if rank in placed.modules else None)
-            placed.uses.setdefault(parameter, []).append(use)
+            uses = placed.uses.setdefault(parameter, [])
+            if not alone or all(other.rank != rank for other in uses):
+                uses.append(use)
     return placed
 
 
@@ -155,24 +164,33 @@ def sum_shared_gradients(
     nothing is sent. With `rank`, only the parameters whose first user is this rank are summed.
     """
     for parameter, uses in placed.uses.items():
-        if not parameter.requires_grad or (rank is not None and uses[0].rank != rank):
+        if not parameter.requires_grad or len(uses) == 1 or (rank is not None and uses[0].rank != rank):
             continue
         total: Tensor | None = None
         for use in uses:
-            grad = None if use.own is None else use.own.grad
+            grad = None if use.own is None or use.own.grad is None else local(use.own.grad)
             if not everywhere:
-                grad = _broadcast(parameter, grad, use.rank, share)
+                grad = _broadcast(local(parameter), grad, use.rank, share)
             if grad is not None:
                 with torch.no_grad():
                     total = grad if total is None else total.add_(grad)
             if use.own is not None and use.own is not parameter:
                 use.own.grad = None
         if any(use.own is not None for use in uses):
-            parameter.grad = total
+            parameter.grad = total if total is None else _like(total, parameter)
+
+
+def _like(total: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A gradient of this process's part, in the form of its parameter."""
+    if not is_sharded(parameter):
+        return total
+    grad = torch.empty_like(parameter)
+    local(grad).copy_(total)
+    return grad
 
 
 def _broadcast(
-    parameter: nn.Parameter, grad: Tensor | None, owner: int, share: Callable[[Tensor, int], None]
+    parameter: Tensor, grad: Tensor | None, owner: int, share: Callable[[Tensor, int], None]
 ) -> Tensor | None:
     """Broadcast the gradient of one use, which may be None."""
     exists = torch.tensor([0.0 if grad is None else 1.0])

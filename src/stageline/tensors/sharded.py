@@ -168,6 +168,19 @@ def settle_gradient(parameter: nn.Parameter) -> None:
         parameter.grad = grad.redistribute(placements=list(parameter.placements))
 
 
+def sharding_text(tensor: Tensor) -> str:
+    """How a tensor is cut, in words.
+
+    >>> sharding_text(torch.ones(2))
+    'is whole'
+    """
+    if not is_sharded(tensor):
+        return "is whole"
+    mesh = tensor.device_mesh
+    sizes = zip(mesh.mesh_dim_names or ("?",) * mesh.ndim, mesh.shape, strict=True)
+    return f"is cut by {tensor.placements} over {', '.join(f'{name} {size}' for name, size in sizes)}"
+
+
 def processes_of(tensor: Tensor) -> list[int]:
     """The processes that hold parts or copies of a tensor; none for a plain tensor."""
     return [int(process) for process in tensor.device_mesh.mesh.flatten().tolist()] if is_sharded(tensor) else []

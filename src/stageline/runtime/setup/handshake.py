@@ -27,7 +27,7 @@ from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.setup.options import PipelineOptions
 from stageline.schedules.placement import Placement
 from stageline.schedules.schedule import Schedule
-from stageline.tensors.sharded import is_sharded, local, processes_of
+from stageline.tensors.sharded import is_sharded, local, processes_of, sharding_text
 
 
 def facts_of(model: nn.Module, schedule: Schedule, options: PipelineOptions) -> dict[str, str]:
@@ -178,13 +178,24 @@ def _shards_of(host: ProcessCollectives, stages: ModelStages) -> list[str]:
                     f"parallelize cut {name} over process {outside[0]}, which is not in the mesh of this pipeline; "
                     "pass a mesh that holds it"
                 )
-            cut = "is whole"
-            if is_sharded(parameter):
-                mesh = parameter.device_mesh
-                sizes = zip(mesh.mesh_dim_names or ("?",) * mesh.ndim, mesh.shape, strict=True)
-                cut = f"is cut by {parameter.placements} over {', '.join(f'{name} {size}' for name, size in sizes)}"
-            lines.append(f"{name} {cut}, {parameter.dtype}, requires_grad={parameter.requires_grad}")
+            lines.append(
+                f"{name} {sharding_text(parameter)}, {parameter.dtype}, requires_grad={parameter.requires_grad}"
+            )
     return lines
+
+
+def compare_ties(host: RankHost, stages: ModelStages) -> None:
+    """Raise if ranks that use the same parameter cut it differently; those of a row call this together."""
+    for parameter in stages.placed.scattered if stages.sharded else ():
+        ranks = list(dict.fromkeys(use.rank for use in stages.placed.uses[parameter]))
+        known = [host.broadcast(sharding_text(parameter), rank) for rank in ranks]
+        odd = next((number for number, text in enumerate(known) if text != known[0]), None)
+        if odd is not None:
+            raise StagelineError(
+                f"ranks {ranks[0]} and {ranks[odd]} use the parameter {stages.name_of(parameter)}; it {known[0]} on "
+                f"rank {ranks[0]} and {known[odd]} on rank {ranks[odd]}: let parallelize cut both in the same way, or "
+                "untie them"
+            )
 
 
 def common_seed(host: RankHost, seed: int | None) -> int:

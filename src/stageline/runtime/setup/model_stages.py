@@ -20,6 +20,7 @@ from stageline.model.units import NoStack, layers_of
 from stageline.runtime.guards.foreign_reads import holders_of, readers
 from stageline.runtime.setup.parallelize import Parallelize, apply, materialise_sharded
 from stageline.runtime.setup.stages import beside, cut
+from stageline.runtime.setup.ties import tie_again, tied_names
 from stageline.runtime.shared_parameters import Placed, place_stages
 from stageline.schedules.placement import Placement
 
@@ -100,10 +101,12 @@ class ModelStages:
                 _, self.parts = cut(self._cut, self.model, self._count, self._example)
         if parallelize is not None:
             own = [(stage, part) for stage, part in enumerate(self.parts) if self.holds(stage)]
-            apply(parallelize, own, self.model, mesh)
+            tied = tied_names(self.model)
+            apply(parallelize, own, mesh)
             if recipe is not None:
-                for _, part in own:
-                    materialise_sharded(recipe, part, seed, device)
+                materialise_sharded(recipe, [part for _, part in own], seed, device)
+            others = [part for stage, part in enumerate(self.parts) if not self.holds(stage)]
+            tie_again(self.model, [part for _, part in own], others, tied)
 
     def place(self, compile_: Compile, *, split: bool = False) -> None:
         """Compile the stages of this process, and give each of its ranks the modules of its stages.
@@ -118,7 +121,7 @@ class ModelStages:
         self.shared_state = SharedState.of(layers)
         self.readers = readers(self.parts, layers, [stage for stage in range(len(layers)) if self.holds(stage)])
         holders = [*self.shared_state.holders(), *(holders_of(self.parts) if self.readers else ())]
-        self.placed = place_stages(self.parts, self._placement, self.here, holders)
+        self.placed = place_stages(self.parts, self._placement, self.here, holders, sharded=self.sharded)
         modules = (item for by_stage in self.placed.modules.values() for item in by_stage.items())
         self.plain = not self.placed.uses and all(module is self.parts[stage] for stage, module in modules)
         for name in ("local", "owners"):

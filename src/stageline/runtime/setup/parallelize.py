@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -68,11 +67,8 @@ def find_parallelize(options: PipelineOptions, layout: Layout) -> Parallelize | 
     return function
 
 
-def apply(
-    function: Parallelize, stages: Sequence[tuple[int, nn.Module]], model: nn.Module, mesh: DeviceMesh | None
-) -> None:
-    """Call the function for every stage; its parameters must keep their names, and tied ones must stay tied."""
-    tied = _tied_names(model)
+def apply(function: Parallelize, stages: Sequence[tuple[int, nn.Module]], mesh: DeviceMesh | None) -> None:
+    """Call the function for every stage; its parameters must keep their names."""
     for stage, part in stages:
         before = dict(part.named_parameters(remove_duplicate=False))
         with _only_own_units(part):
@@ -90,7 +86,6 @@ def apply(
                     raise StagelineError(
                         f"parallelize made the {what} {name} of stage {stage} a DTensor; keep buffers plain tensors"
                     )
-    _refuse_untied(model, tied)
 
 
 def _refuse_new_names(stage: int, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:
@@ -107,24 +102,6 @@ def _refuse_new_names(stage: int, before: dict[str, nn.Parameter], after: dict[s
                 f"parallelize changed the shape of {name} from {tuple(before[name].shape)} to "
                 f"{tuple(parameter.shape)}; let parallelize_module or fully_shard cut it, which keep the whole shape"
             )
-
-
-def _tied_names(model: nn.Module) -> list[list[str]]:
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    return [group for group in names.values() if len(group) > 1]
-
-
-def _refuse_untied(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
-    after = dict(model.named_parameters(remove_duplicate=False))
-    for first, *others in tied:
-        for name in others:
-            if after[name] is not after[first]:
-                raise StagelineError(
-                    f"{first} and {name} are one parameter, and sharding made them two; a weight that is tied across "
-                    "layers cannot be sharded: untie it, or leave its layers out of parallelize"
-                )
 
 
 @contextmanager
@@ -152,22 +129,27 @@ def groups_of(parts: Iterable[nn.Module], mesh: DeviceMesh | None) -> list[Any]:
     return list(groups.values())
 
 
-def materialise_sharded(recipe: Description[Any], part: nn.Module, seed: int, device: torch.device | str) -> None:
-    """Compute the parameters of a stage one by one, and keep this process's part of each."""
-    owners = {name: _owner(part, name) for name, _ in part.named_parameters(remove_duplicate=False)}
-    targets = {name: parameters_of(module)[own] for name, (module, own) in owners.items()}
-    for name, target in targets.items():
-        module, own = owners[name]
+def materialise_sharded(
+    recipe: Description[Any], parts: Iterable[nn.Module], seed: int, device: torch.device | str
+) -> None:
+    """Compute the parameters of stages one by one, and keep this process's part of each."""
+    names = [(part, name) for part in parts for name, _ in part.named_parameters(remove_duplicate=False)]
+    owners = [_owner(part, name) for part, name in names]
+    targets = [parameters_of(module)[own] for module, own in owners]
+    for (_, name), (module, own), target in zip(names, owners, targets, strict=True):
         if target is None or not target.is_meta or target is not parameters_of(module)[own]:
             continue
         recipe.materialise({name}.__contains__, seed=seed, device=device)
         full = parameters_of(module)[own]
         assert full is not None
-        if is_sharded(target) and not is_sharded(full):
-            cut = nn.Parameter(part_like(full, target), requires_grad=target.requires_grad)
-            for other, (holder, key) in owners.items():
-                if targets[other] is target:
-                    parameters_of(holder)[key] = cut
+        if is_sharded(full):
+            continue
+        cuts: dict[int, nn.Parameter] = {}
+        for (holder, key), other in zip(owners, targets, strict=True):  # a tied one is computed for all its names
+            if is_sharded(other) and (other is target or parameters_of(holder)[key] is full):
+                if id(other) not in cuts:
+                    cuts[id(other)] = nn.Parameter(part_like(full, other), requires_grad=other.requires_grad)
+                parameters_of(holder)[key] = cuts[id(other)]
 
 
 def _owner(part: nn.Module, name: str) -> tuple[nn.Module, str]:
