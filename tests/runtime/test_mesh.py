@@ -35,6 +35,8 @@ from support.meshes import (
     sequential,
     sharded,
     tensor_parallel,
+    tied_own_forward,
+    tied_sequential,
     whole_of,
 )
 
@@ -123,6 +125,9 @@ def on_tensors(rank: int) -> dict[str, Any]:
     for schedule in ("1f1b", "zb-h1"):
         compare(own_forward(), mesh, sequence_parallel, schedule, 4, max_norm=0.5)
         compare(linear_pairs(), mesh, tensor_parallel, schedule, 4, max_norm=0.5)
+    for schedule in ("1f1b", "zb-v"):  # a weight that is tied, and cut in the same way at both ends
+        compare(tied_own_forward(), mesh, sequence_parallel, schedule, 4, max_norm=0.5)
+    compare(tied_sequential(), mesh, tensor_parallel, "zb-h1", 4)  # tied, and whole
     split = pipeline(sequential(), mesh, tensor_parallel, schedule="zb-h1")
     assert split.step(*data(0)).unsplit == 0  # the backward of a layer that is cut runs in two halves
     # A state of the whole model goes into the parts, and what is not cut is the same on all.

@@ -28,6 +28,8 @@ from support.meshes import (
     same_bits,
     sequential,
     sharded,
+    tied_own_forward,
+    tied_sequential,
     whole_of,
 )
 
@@ -133,6 +135,13 @@ def follows_the_schedule(mesh: DeviceMesh) -> None:
         assert first.end <= next(timeline.actions(rank=1)).start
 
 
+def first_layers(part: Any, mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    if isinstance(part[0], nn.Embedding):
+        fully_shard(part[0], mesh=mesh["dp_shard"])
+
+
 def on_shards(rank: int) -> dict[str, str]:
     quiet()
     mesh = mesh_of((2, 2), "pp", "dp_shard")
@@ -164,12 +173,18 @@ def on_shards(rank: int) -> dict[str, str]:
     pipe.step(*data(pipe.replica))
     for name, grad in pipe.named_gradients():
         assert_close(whole_of(grad), 2 * once[name], name)
-    tied = sequential()
-    tied[5].weight = tied[0].weight
-    return {"tied": error_of(lambda: pipeline(tied, mesh)), "name": pipe.runner.host.layout.name(3)}
+    # Weights that stages of different ranks, and of one rank, share.
+    compare(tied_sequential(), mesh, None, "zb-h1", 4, max_norm=0.5)
+    compare(tied_own_forward(), mesh, sharded, "zb-v", 4, max_norm=0.5)
+    compare(sl.build(tied_sequential, seed=3), mesh, None, "zb-v", 4, source=tied_sequential, seed=3)
+    return {
+        "tied": error_of(lambda: pipeline(tied_sequential(), mesh, first_layers)),
+        "name": pipe.runner.host.layout.name(3),
+    }
 
 
 def test_sharded_rows_train_as_the_plain_loop() -> None:
     for errors in run_ranks(on_shards, 4, timeout=120):
-        assert "is applied to a stage" in errors["tied"] or "sharding made them two" in errors["tied"]
+        assert errors["tied"].startswith("ranks 0 and 1 use the parameter 0.weight; it is cut by (Shard(dim=0),) over")
+        assert "on rank 0 and is whole on rank 1: let parallelize cut both in the same way, or" in errors["tied"]
         assert errors["name"] == "process 3 (pp 1, dp_shard 1)"

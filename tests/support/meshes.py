@@ -58,6 +58,20 @@ def sequential() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.Linear(WIDTH, VOCABULARY)).double()
 
 
+def tied_sequential() -> nn.Sequential:
+    """A head that uses the embedding's weight, which two processes cannot share evenly."""
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(13, WIDTH), nn.Linear(WIDTH, 13)
+    head.weight = embedding.weight
+    return nn.Sequential(embedding, *(MeshBlock() for _ in range(4)), head).double()
+
+
+def tied_own_forward() -> MeshModel:
+    model = own_forward()
+    model.head.weight = model.embedding.weight
+    return model
+
+
 def linear_pairs() -> nn.Sequential:
     """Layers whose inputs and outputs are those of linear layers that are cut."""
     torch.manual_seed(0)

@@ -2,5 +2,5 @@
 
 Read in order: `options`, `stages` (from what a user passes to the stages of a schedule), `model_stages` (the stages of
 this process), `handshake` (what must be the same on all processes), and
-`automatic_plan` for `schedule="auto"` and `parallelize` for sharded stages. Nothing here runs a step.
+`automatic_plan` for `schedule="auto"`, and `parallelize` and `ties` for sharded stages. Nothing here runs a step.
 """
