@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from stageline.model.profiler import profile
     from stageline.model.skips import pop, skippable, stash
     from stageline.model.split import Staged, split
-    from stageline.planning.io import read_plan
-    from stageline.planning.plan import Plan, plan
+    from stageline.planning.plan import Plan, plan, read_plan
     from stageline.runtime.check import Report, check
     from stageline.runtime.pipeline import Pipeline
     from stageline.runtime.step_report import Evaluation, StepStats
@@ -156,7 +155,7 @@ _LAZY_NAMES = {
     "Profile": "stageline.model.profile",
     "Plan": "stageline.planning.plan",
     "plan": "stageline.planning.plan",
-    "read_plan": "stageline.planning.io",
+    "read_plan": "stageline.planning.plan",
     "partition": "stageline.model.partition.partition",
     "profile": "stageline.model.profiler",
     "read_profile": "stageline.model.profile",

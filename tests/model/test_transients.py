@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import stageline as sl
-from stageline.model.measurement import CallBenchmark, capture, is_host_bound, run_round
-from stageline.model.meters import Duration, PeakMeter, Timer
+from stageline.model.measurement import CallBenchmark, Duration, PeakMeter, Timer, capture, is_host_bound, run_round
 from stageline.model.profile import Layer, Profile, read_profile, stage_transients
 from stageline.model.profiler import LOSS, with_loss
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import stageline as sl
 from stageline.cli.app import run
-from stageline.planning.batch_sizes import SizedProfiles
+from stageline.planning.costs import SizedProfiles
 from stageline.planning.mesh import divide_by_tp, split_bytes
 from stageline.tensors.sharded import local
 from stageline.testing import run_ranks

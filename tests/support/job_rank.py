@@ -108,7 +108,7 @@ def noted_when_waiting(words: list[str], folder: str) -> None:
 
 def killed_while_saving(words: list[str], step: int, folder: str) -> None:
     """The same, but the last rank is killed in the middle of its part of the checkpoint of a step."""
-    from stageline.train.checkpoint import disk
+    from stageline.train.checkpoint import folder as disk
 
     write = disk.ChecksummedFile.write
 

@@ -4,7 +4,7 @@ This package finds the units of a model, decides where to cut it, measures it an
 not run schedules, and knows nothing of transports.
 
 Read in order: `units` (and the order of their calls), `split` (the cut and its result, `Staged`), then `stage_module/`
-(one stage of a model), `partition/` (where to cut), `profile` (the costs of units) with `profiler`, `measurement` and
-`meters`, and `build/` (allocating a rank's own tensors). Special cases: `skips` (skip connections), `compiled_models`
-and `huggingface`. `reachability` finds what a layer can reach through Python references.
+(one stage of a model), `partition/` (where to cut), `profile` (the costs of units) with `profiler` and
+`measurement`, and `build/` (allocating a rank's own tensors). Special cases: `skips` (skip connections),
+`compiled_models` and `huggingface`. `reachability` finds what a layer can reach through Python references.
 """

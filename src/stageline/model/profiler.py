@@ -20,14 +20,15 @@ from stageline.model.compiled_models import compiled, eager, unwrapped
 from stageline.model.measurement import (
     CallBenchmark,
     LayerTrace,
+    PeakMeter,
     Storages,
+    Timer,
     capture,
     is_host_bound,
     run_round,
     state_storages,
     storages_of,
 )
-from stageline.model.meters import PeakMeter, Timer
 from stageline.model.profile import Layer, Profile, stage_transients
 from stageline.model.stage_module.boundary import arguments
 from stageline.model.units import Unit, in_call_order, layers_of, refuse_lazy, units_of

@@ -3,5 +3,5 @@
 This package evaluates candidates by simulation. It never runs a pipeline.
 
 Read in order: `plan`, `request` (its arguments), `mesh` (how a larger mesh divides the memory), `search`,
-`candidates`, `costs`, `batch_sizes` (costs for any microbatch size), `explain` (a plan, or why nothing fits), `io`.
+`candidates`, `costs` (of stages, for any microbatch size), `explain` (a plan, or why nothing fits).
 """

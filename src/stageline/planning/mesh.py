@@ -12,7 +12,7 @@ from torch import nn
 
 from stageline.common.errors import StagelineError, nearest, shorten
 from stageline.model.profile import Layer, Profile
-from stageline.planning.batch_sizes import SizedProfiles
+from stageline.planning.costs import SizedProfiles
 from stageline.schedules.registry import whole
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")

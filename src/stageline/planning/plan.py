@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from stageline.autograd.graphs.options import Compile
-from stageline.common.checked_json import NonNegative, PositiveInt
-from stageline.common.errors import StagelineError, shorten
+from stageline.common.checked_json import NonNegative, PositiveInt, check_format, json_lines, parse_json
+from stageline.common.checked_json import field as read
+from stageline.common.errors import JsonError, StagelineError, shorten
+from stageline.common.files import read_text, write_text
 from stageline.common.units import Size, parse_size
 from stageline.model.profile import Profile
 from stageline.planning import request as arguments
@@ -21,6 +24,7 @@ from stageline.planning.explain import explain, nothing_fits
 from stageline.planning.mesh import RESHARD, divide_by_tp, read_mesh
 from stageline.planning.request import SYNTHESIZED, PlanRequest
 from stageline.planning.search import PlanSearch
+from stageline.schedules.io import schedule_from, schedule_lines
 from stageline.schedules.registry import schedule as make_schedule
 from stageline.schedules.registry import whole
 from stageline.schedules.schedule import Schedule
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from stageline.model.split import Staged
+
+FORMAT, VERSION = "stageline-plan", 1
 
 
 @dataclass(frozen=True)
@@ -164,16 +170,40 @@ class Plan:
         return explain(self, rows)
 
     def write(self, path: str | Path) -> None:
-        """Write the plan as JSON, for `sl.read_plan`."""
-        from stageline.planning.io import write_plan
+        """Write the plan as JSON, for `sl.read_plan`. An existing file is replaced atomically."""
+        target = Path(path)
+        if target.suffix.lower() != ".json":
+            raise StagelineError(f"plans are written as JSON; the file name must end in .json, got {target.name!r}")
+        write_text(target, self.to_text())
 
-        write_plan(self, path)
+    def to_text(self) -> str:
+        """Return the JSON that `write` writes: one line for each field, each rank's memory and each alternative."""
+        return "".join(json_lines(self.to_json(), ("memory", "alternatives")))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the data that `write` writes."""
-        from stageline.planning.io import to_json
-
-        return to_json(self)
+        """Return the data that `write` writes, with its figures for human readers."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "name": self.schedule.name,
+            "ranks": self.ranks,
+            "microbatches": self.microbatches,
+            "samples": self.samples,
+            "step_seconds": self.step_seconds,
+            "bubble": self.bubble,
+            "bound": self.bound,
+            "recompute": self.recompute if isinstance(self.recompute, str) else list(self.recompute),
+            "layers_per_stage": list(self.layers_per_stage),
+            "names": list(self.names),
+            "memory": [rank._asdict() for rank in self.memory],
+            "caps": None if self.caps is None else list(self.caps),
+            "notes": list(self.notes),
+            "mesh": dict(self.mesh),
+            "reshard_after_forward": self.reshard_after_forward,
+            "costs": self.costs.to_json(),
+            "alternatives": [asdict(alternative) for alternative in self.alternatives],
+            "schedule": json.loads("".join(schedule_lines(self.schedule))),
+        }
 
     def __repr__(self) -> str:
         peak = max(rank.total for rank in self.memory)
@@ -326,3 +356,62 @@ def find_plan(request: PlanRequest, progress: Callable[[str], None] = lambda tex
         mesh=request.mesh,
         reshard_after_forward=request.reshard,
     )
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Read a plan that `Plan.write` wrote.
+
+    >>> import torch, stageline as sl
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    >>> best = sl.plan(model, torch.ones(2, 4), ranks=2, microbatches=4, repeats=1, time_limit=0.5)
+    >>> best.write("plan.json")
+    >>> copy = read_plan("plan.json")
+    >>> copy.schedule == best.schedule, copy.step_seconds == best.step_seconds
+    (True, True)
+    """
+    source = Path(path)
+    return parse_plan(read_text(source, "plan"), str(source))
+
+
+def parse_plan(text: str, source: str) -> Plan:
+    """Parse the JSON of a plan; errors name `source`."""
+    try:
+        data = check_format(parse_json(text), FORMAT, VERSION, "plan")
+        schedule = schedule_from(read(data, "schedule", dict))
+        verify(schedule)
+        costs = Costs.from_json(read(data, "costs", dict))
+        costs.check_lengths(schedule.stages, schedule.microbatches)
+        optional = {"caps": None, "bound": None, "mesh": {}, "reshard_after_forward": "default", **data}
+        plan = Plan(
+            schedule=schedule,
+            layers_per_stage=read(data, "layers_per_stage", tuple[PositiveInt, ...]),
+            recompute=read(data, "recompute", Literal["none", "stage"] | tuple[str, ...]),
+            costs=costs,
+            memory=read(data, "memory", tuple[RankMemory, ...]),
+            caps=read(optional, "caps", tuple[NonNegative, ...] | None),
+            bound=read(optional, "bound", NonNegative | None),
+            alternatives=read(data, "alternatives", tuple[Alternative, ...]),
+            samples=read(data, "samples", PositiveInt),
+            names=read(data, "names", tuple[str, ...]),
+            notes=read(data, "notes", tuple[str, ...]),
+            mesh=read(optional, "mesh", dict[str, PositiveInt]),
+            reshard_after_forward=read(optional, "reshard_after_forward", Literal["default", "always", "never"]),
+        )
+        if plan.recompute == ():
+            raise JsonError('\'recompute\' must be "none", "stage" or a list of unit names, got an empty list')
+        if plan.mesh:
+            read_mesh(plan.mesh, schedule.ranks)
+        _check_length("layers_per_stage", plan.layers_per_stage, schedule.stages, "stages")
+        _check_length("memory", plan.memory, schedule.ranks, "ranks")
+        if plan.names:
+            _check_length("names", plan.names, sum(plan.layers_per_stage), "units")
+        if plan.caps is not None:
+            _check_length("caps", plan.caps, schedule.ranks, "ranks")
+        return plan
+    except StagelineError as error:
+        raise StagelineError(f"{source}: {error}") from None
+
+
+def _check_length(name: str, values: Sequence[object], expected: int, what: str) -> None:
+    if len(values) != expected:
+        raise JsonError(f"{name!r} must have one entry for each of the {expected} {what}, got {len(values)}")

@@ -13,8 +13,7 @@ from torch import nn
 from stageline.autograd.graphs.options import Compile
 from stageline.common.errors import ScheduleError, StagelineError, nearest, shorten
 from stageline.common.units import parse_sizes
-from stageline.planning.batch_sizes import SizedProfiles, measure_sizes
-from stageline.planning.costs import Links, Recompute, StateBytes
+from stageline.planning.costs import Links, Recompute, SizedProfiles, StateBytes, measure_sizes
 from stageline.schedules.registry import families, find_family, schedule, whole
 from stageline.schedules.schedule import Schedule
 from stageline.timeline.costs import LARGEST_COST

@@ -26,9 +26,8 @@ from stageline.model.build.build import build, describe
 from stageline.model.profile import Profile
 from stageline.model.profiler import profile
 from stageline.model.split import Staged, split
-from stageline.planning.batch_sizes import by_calls
-from stageline.planning.io import parse_plan, read_plan, to_text
-from stageline.planning.plan import Plan, plan
+from stageline.planning.costs import by_calls
+from stageline.planning.plan import Plan, parse_plan, plan, read_plan
 from stageline.planning.request import device_memory
 from stageline.runtime._torch_private import pytree
 from stageline.runtime.out_of_memory import PLAN_ADVICE
@@ -171,7 +170,7 @@ class Setup:
 
     def _choose_schedule(self) -> None:
         """Choose the stages and the schedule on rank 0: those of an earlier start, or by a profile."""
-        text = decide_together(self.host, lambda: to_text(self._choose()))
+        text = decide_together(self.host, lambda: self._choose().to_text())
         self.choice = parse_plan(text, "the plan of rank 0")
 
     def _choose(self) -> Plan:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from stageline.common.errors import PeerFailed, TransportError
-from stageline.transport.gpu.streams import read, written
+from stageline.tensors.pytree import Leaf
 from stageline.transport.protocol import Header, Message, Traffic, check_message
 
 Arrive = Callable[[], None]
@@ -156,3 +160,33 @@ def stopped_waiting(header: Header, failure: Failed) -> PeerFailed:
 def receive_timeout(header: Header, deadline: float) -> TransportError:
     """The error of a rank that waited for too long."""
     return TransportError(f"rank {header.target} waited {deadline:g} s for {header}, and it did not arrive")
+
+
+def written(leaves: Sequence[Leaf]) -> Any:
+    """An event after which this rank's stream has written the leaves; None if there is nothing to wait for."""
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.is_cuda:
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(leaf.device))
+            return event
+    return None
+
+
+def read(leaves: Sequence[Leaf], event: Any) -> list[Leaf]:
+    """Let this rank's stream wait for the event, and bring the leaves to its GPU."""
+    if event is None:
+        return list(leaves)
+    here = torch.cuda.current_device()
+    mine = torch.cuda.current_stream(here)
+    mine.wait_event(event)
+    here_leaves: list[Leaf] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.is_cuda:
+            theirs = torch.cuda.current_stream(leaf.device)
+            if leaf.device.index != here:  # a copy between GPUs runs in both their streams
+                theirs.wait_event(event)
+            leaf.record_stream(theirs)  # its memory is not reused before this rank has read it
+            here_leaves.append(leaf if leaf.device.index == here else leaf.to(f"cuda:{here}", non_blocking=True))
+        else:
+            here_leaves.append(leaf)
+    return here_leaves

@@ -43,7 +43,7 @@ def automatic(
     chunks: Any,
 ) -> tuple[RankHost, Plan, Staged]:
     """Plan on rank 0, and cut the model as planned on all ranks; if the plan fails there, it fails everywhere."""
-    from stageline.planning.io import parse_plan, to_text
+    from stageline.planning.plan import parse_plan
 
     if not options.chunk_specs.default:
         raise StagelineError(
@@ -69,7 +69,7 @@ def automatic(
         sharing = len(host.here)  # ranks that are threads of one process share its GPU
         sizes = {"pp": ranks, "dp_replicate": host.layout.replicas}
         counted = sizes if mesh is None and options.shard_optimizer else mesh
-        return to_text(_plan(model, ranks, counted, microbatches, options, sharing, chunks))
+        return _plan(model, ranks, counted, microbatches, options, sharing, chunks).to_text()
 
     plan = parse_plan(decide_together(host, choose), "the plan of rank 0")
     try:

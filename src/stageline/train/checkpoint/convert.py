@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stageline.common.errors import CheckpointError, nearest, shorten
-from stageline.train.checkpoint.disk import make_folder, remove_tree, rename, sync_folder, write_file
+from stageline.train.checkpoint.folder import make_folder, remove_tree, rename, sync_folder, write_file
 from stageline.train.checkpoint.manifest import INDEX, MANIFEST, File, TensorEntry
 from stageline.train.checkpoint.reader import Checkpoint
 from stageline.train.checkpoint.shards import TensorSource, cut, shard_name, write_index, write_tensors

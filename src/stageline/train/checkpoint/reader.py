@@ -12,8 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from stageline.common.errors import CheckpointError, nearest, shorten
-from stageline.train.checkpoint.disk import file_checksum, reason, stat_regular
-from stageline.train.checkpoint.folder import hold, published, step_name, step_of
+from stageline.train.checkpoint.folder import file_checksum, hold, published, reason, stat_regular, step_name, step_of
 from stageline.train.checkpoint.manifest import DTYPES, LARGEST, MANIFEST, File, Manifest, TensorEntry
 
 if TYPE_CHECKING:

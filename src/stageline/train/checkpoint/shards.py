@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stageline.common.checked_json import from_json, parse_json
 from stageline.common.errors import CheckpointError, JsonError, shorten
-from stageline.train.checkpoint.disk import ChecksummedFile, reason, rename, replace_file, write_file
+from stageline.train.checkpoint.folder import ChecksummedFile, reason, rename, replace_file, write_file
 from stageline.train.checkpoint.manifest import DTYPES, INDEX, File, TensorEntry, check_tensors
 
 

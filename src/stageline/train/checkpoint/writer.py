@@ -22,16 +22,21 @@ from torch import Tensor
 from stageline._version import __version__
 from stageline.common.errors import CheckpointError, JsonError, shorten
 from stageline.distributed.bootstrap import lost_rank
-from stageline.train.checkpoint.disk import make_folder, reason, remove_tree, replace_file, run_parallel, write_file
 from stageline.train.checkpoint.folder import (
     LATEST,
     clean_up,
     discard,
     leftovers,
+    make_folder,
     partial_name,
     publish,
     published,
+    reason,
+    remove_tree,
+    replace_file,
+    run_parallel,
     step_name,
+    write_file,
 )
 from stageline.train.checkpoint.manifest import INDEX, MANIFEST, File, Manifest, TensorEntry, plain_name
 from stageline.train.checkpoint.reader import open_checkpoint
