@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,18 @@ from stageline.common.errors import PipelineError, StagelineError
 from stageline.distributed._torch_private import TCPStore, default_store
 from stageline.distributed.communicators import quiet_groups
 from stageline.distributed.failures import BLAME, note_record
+from stageline.distributed.layout import Layout, find_layout
 from stageline.distributed.process_exit import destroy_at_exit, keep_groups, leave_stuck
+from stageline.distributed.rank_host import RankHost
+from stageline.distributed.thread_host import ThreadHost
 from stageline.faults.flight_recorder import FlightRecorder
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.client import MonitorClient
 from stageline.faults.monitor.connection import no_address, share_by_store
 from stageline.faults.monitor.verdict import Verdict
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _HELLO, _ANSWER, _HEARD = "stageline/hello/{}", "stageline/answer/{}", "stageline/heard/{}/{}"
 """Keys of the store: a rank's random number, the answer to it, and that the rank has read the answer."""
@@ -195,6 +201,26 @@ def several_processes(deadline: float) -> bool:
             return False
         _join(deadline)
     return dist.get_world_size() > 1
+
+
+def find_host(ranks: int, deadline: float, replicas: int | None = None, mesh: DeviceMesh | None = None) -> RankHost:
+    """Threads, unless the environment says that this process is one rank of several."""
+    if not several_processes(deadline):
+        if mesh is not None or replicas not in (None, 1):
+            find_layout(ranks, replicas, mesh, 1)
+        return ThreadHost(ranks, deadline)
+    from stageline.distributed.process_host import ProcessHost  # a job of one process needs none of it
+
+    return ProcessHost(deadline, find_layout(ranks, replicas, mesh, dist.get_world_size()))
+
+
+def job_host(deadline: float) -> RankHost:
+    """All processes of a job, whichever pipelines they belong to; just this one if it is alone."""
+    if not several_processes(deadline):
+        return ThreadHost(1, deadline)
+    from stageline.distributed.process_host import ProcessHost  # a job of one process needs none of it
+
+    return ProcessHost(deadline, Layout.even(dist.get_world_size()))
 
 
 def _join(deadline: float) -> None:

@@ -6,14 +6,12 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from stageline.common.errors import PeerFailed, PipelineError, StagelineError, TransportError
-from stageline.distributed.bootstrap import several_processes
 from stageline.distributed.collectives import ProcessCollectives
 from stageline.distributed.failures import (
     GRADIENTS,
@@ -28,9 +26,8 @@ from stageline.distributed.failures import (
     note_missing_value,
     note_record,
 )
-from stageline.distributed.layout import Layout, find_layout
-from stageline.distributed.rank_host import Floats, HostedStep, RankHost, RankProgress, RankRunner
-from stageline.distributed.thread_host import ThreadHost
+from stageline.distributed.layout import Layout
+from stageline.distributed.rank_host import Floats, HostedStep, RankProgress, RankRunner
 from stageline.faults.flight_recorder import FlightRecorder
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.verdict import Failure, Verdict, describe, located
@@ -39,31 +36,12 @@ from stageline.transport.clock_alignment import Alignment
 from stageline.transport.gpu.nccl import NcclError
 from stageline.transport.protocol import Traffic, Transport
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 ALIGN_EVERY = 10.0
 """Seconds after which the clocks of ranks on several machines are aligned again, before the next step; longer if
 aligning would exceed 0.1% of the run time."""
 
 SMALL = 1 << 17
 """Up to this many numbers over all ranks are gathered individually instead of being summed on the way."""
-
-
-def find_host(ranks: int, deadline: float, replicas: int | None = None, mesh: DeviceMesh | None = None) -> RankHost:
-    """Threads, unless the environment says that this process is one rank of several."""
-    if not several_processes(deadline):
-        if mesh is not None or replicas not in (None, 1):
-            find_layout(ranks, replicas, mesh, 1)
-        return ThreadHost(ranks, deadline)
-    return ProcessHost(deadline, find_layout(ranks, replicas, mesh, dist.get_world_size()))
-
-
-def job_host(deadline: float) -> RankHost:
-    """All processes of a job, whichever pipelines they belong to; just this one if it is alone."""
-    if not several_processes(deadline):
-        return ThreadHost(1, deadline)
-    return ProcessHost(deadline, Layout.even(dist.get_world_size()))
 
 
 class ProcessHost(ProcessCollectives):

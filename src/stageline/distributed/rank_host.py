@@ -39,15 +39,6 @@ class RankProgress(Protocol):
     """How many actions it has finished."""
 
 
-class ThreadProgress:
-    """The progress of a rank that is a thread of this process."""
-
-    def __init__(self) -> None:
-        self.doing: object = None
-        self.waits: int | None = None
-        self.done = 0
-
-
 class RankRunner(Protocol):
     """What a host runs on one rank, step after step."""
 

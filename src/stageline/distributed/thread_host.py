@@ -6,12 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from stageline.common.errors import PeerFailed, StagelineError
-from stageline.distributed.collectives import ReplicaGroup
 from stageline.distributed.failures import (
     GRADIENTS,
     changed_output,
@@ -21,7 +20,7 @@ from stageline.distributed.failures import (
     note_record,
 )
 from stageline.distributed.layout import Layout
-from stageline.distributed.rank_host import Floats, HostedStep, RankExecutors, RankProgress, RankRunner, ThreadProgress
+from stageline.distributed.rank_host import Floats, HostedStep, RankExecutors, RankProgress, RankRunner
 from stageline.faults.flight_recorder import FlightRecorder
 from stageline.faults.monitor.blame import EVERYONE
 from stageline.faults.monitor.verdict import Failure, describe, place_in_words
@@ -29,6 +28,18 @@ from stageline.tensors.thread_context import ThreadContext
 from stageline.transport.clock_alignment import Alignment
 from stageline.transport.protocol import Transport
 from stageline.transport.threads import ThreadHub
+
+if TYPE_CHECKING:
+    from stageline.distributed.collectives import ReplicaGroup
+
+
+class ThreadProgress:
+    """The progress of a rank that is a thread of this process."""
+
+    def __init__(self) -> None:
+        self.doing: object = None
+        self.waits: int | None = None
+        self.done = 0
 
 
 class ThreadHost:

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from stageline.autograd.graphs.options import Compile
 from stageline.autograd.recompute import Choice, Policy, mark, parse_recompute
 from stageline.common.errors import PipelineError, StagelineError, shorten
-from stageline.distributed.bootstrap import several_processes
+from stageline.distributed.bootstrap import find_host, several_processes
 from stageline.distributed.collectives import ProcessCollectives
 from stageline.distributed.layout import inner_mesh, mesh_of, ranks_of
-from stageline.distributed.process_host import find_host
 from stageline.distributed.rank_host import Floats, RankHost
 from stageline.model.split import Staged
 from stageline.runtime.batches.chunk_specs import ChunkSpecs, Keywords

@@ -20,7 +20,7 @@ from stageline.autograd.graphs.options import Compile
 from stageline.common.errors import NothingFits, StagelineError, in_flags
 from stageline.common.files import write_text
 from stageline.common.interrupts import ended_by_sigterm
-from stageline.distributed.process_host import job_host
+from stageline.distributed.bootstrap import job_host
 from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.model.build.build import build, describe
 from stageline.model.profile import Profile

@@ -11,8 +11,7 @@ from torch import nn
 
 from stageline.autograd.recompute import Choice, parse_recompute
 from stageline.common.errors import StagelineError, shorten
-from stageline.distributed.bootstrap import several_processes
-from stageline.distributed.process_host import find_host
+from stageline.distributed.bootstrap import find_host, several_processes
 from stageline.distributed.rank_host import RankHost, decide_together
 from stageline.model.build.build import Description, build
 from stageline.model.split import Staged, split
