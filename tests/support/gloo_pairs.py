@@ -50,7 +50,7 @@ def gloo_payloads() -> Payloads:
         for up in (True, False):
             group = dist.new_group(backend="gloo")
             ends = [(source, target) for source in ranks for target in ranks if source != target]
-            payloads.add(
+            payloads.update(
                 {
                     (source, target, traffic): GlooPair(group, source, target)
                     for source, target in ends

@@ -80,7 +80,7 @@ def sends_anything(rank: int, seeds: range) -> int:
         chance = random.Random(seed)
         payloads = Payloads()
         ends = [(source, 1 - source, traffic) for source in (0, 1) for traffic in ("forward", "backward")]
-        payloads.add({end: known._pairs[end] for end in ends if chance.random() < 0.7})  # type: ignore[index,misc]
+        payloads.update({end: known[end] for end in ends if chance.random() < 0.7})  # type: ignore[index,misc]
         transport = SocketTransport(links, payloads, seed)
         sizes = {end: chance.randrange(6) for end in ends}
         sent = {

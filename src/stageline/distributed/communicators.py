@@ -48,7 +48,7 @@ class Communicators:
         self._open += joined.values()
         pairs = {name: communicator for name, communicator in joined.items() if name[0] != "replicas"}
         nccl.open_channels(list(pairs.values()))
-        self.payloads.add(pairs)
+        self.payloads.update(pairs)
         self._of_replicas.update({name[1:]: joined[name] for name in joined if name not in pairs})
 
     def _seats(self, process: int, members: dict[Any, tuple[int, ...]]) -> dict[Any, nccl.Seat]:

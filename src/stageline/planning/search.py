@@ -26,8 +26,8 @@ from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import verify
 from stageline.synthesis.problem import SLACK
 from stageline.synthesis.synthesize import synthesize
-from stageline.timeline.simulate import simulate
 from stageline.timeline.memory import peaks_of
+from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline, share_above
 
 MIN_GAIN = 0.005

@@ -16,16 +16,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from stageline.common.errors import StagelineError
 from stageline.runtime._torch_private import pytree
-from stageline.runtime.stage import Gradients, Stage, StageOutput
+from stageline.runtime.stage import ForwardResult, Gradients, LossInputs, Stage, run_forward
 from stageline.tensors.copies import Pairs
-from stageline.tensors.pytree import TENSOR, Leaf, unflatten
+from stageline.tensors.pytree import Leaf
 
 WARM_UP = 2
 """How many steps run without graphs first: kernels are compiled and chosen, and memory is allocated."""
@@ -65,34 +65,6 @@ class CudaRecorder:
         """The bytes of the pool: what captured actions hold in turn, and their outputs."""
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == self._pool)
-
-
-class LossInputs(NamedTuple):
-    """What the last stage needs for its loss, beside its output."""
-
-    target: Any
-    weight: float
-    scale: float
-
-
-class ForwardResult(NamedTuple):
-    """What F returns; the loss and its metrics on the last stage."""
-
-    output: StageOutput
-    loss: Tensor | None = None
-    metrics: dict[str, Any] | None = None
-
-
-def run_forward(
-    stage: Stage, microbatch: int, step: int, leaves: Sequence[Leaf], tree: str, wants: Sequence[bool],
-    train: bool, keywords: Any, shared: Pairs, loss: LossInputs | None,
-) -> ForwardResult:  # fmt: skip
-    """Run F, and the loss on the last stage."""
-    output = stage.forward(microbatch, step, leaves, tree, wants, train, keywords, shared)
-    if loss is None:
-        return ForwardResult(output)
-    value = output.leaves[0] if output.tree == TENSOR else unflatten(output.leaves, output.tree)
-    return ForwardResult(output, *stage.loss(microbatch, step, value, loss.target, loss.weight, train, loss.scale))
 
 
 @dataclass

@@ -22,12 +22,12 @@ from stageline.faults.monitor.verdict import Verdict, describe
 from stageline.runtime._torch_private import profiler_is_on, pytree
 from stageline.runtime.action_ranges import Mark, range_marker
 from stageline.runtime.batches.chunk_specs import is_mask
-from stageline.runtime.cuda_graphs import ActionGraphs, CudaRecorder, LossInputs, run_forward
+from stageline.runtime.cuda_graphs import ActionGraphs, CudaRecorder
 from stageline.runtime.guards.changed_outputs import OutputForms
 from stageline.runtime.guards.non_finite import FiniteWatch
 from stageline.runtime.out_of_memory import MemoryContext, out_of_memory
 from stageline.runtime.sharding import ShardedStage
-from stageline.runtime.stage import Stage
+from stageline.runtime.stage import LossInputs, Stage, run_forward
 from stageline.runtime.step_report import GpuClock, RankResult, ShardClock
 from stageline.schedules import action as kinds
 from stageline.schedules.action import ShardAction

@@ -263,9 +263,14 @@ def _sizes(part: Any, spec: Any, what: str, option: str, needed: bool = False) -
 def _complete(own: BatchRow) -> Floats:
     """The whole row; without digests if the GPU failed, which fails the step: the others must still be told."""
     try:
-        return own.complete()
+        return own.row if own.digests is None else own.complete()
     except RuntimeError:
         return own.row
+
+
+def _leaves(part: Any) -> list[Any]:
+    """The values of a part of a batch, which is usually one tensor; a mask is one value."""
+    return [part] if part is None or type(part) is Tensor else pytree.tree_leaves(part, is_leaf=is_mask)
 
 
 def digests_later(parts: Sequence[Any]) -> Callable[[], Sequence[float]] | None:
@@ -273,7 +278,7 @@ def digests_later(parts: Sequence[Any]) -> Callable[[], Sequence[float]] | None:
 
     None if no tensor is on a GPU.
     """
-    leaves = [leaf for part in parts for leaf in pytree.tree_leaves(part, is_leaf=is_mask)]
+    leaves = [leaf for part in parts for leaf in _leaves(part)]
     if not any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves):
         return None
 
@@ -301,7 +306,7 @@ def digest(tree: Any) -> int:
     if tree is None:
         return 0
     hasher = hashlib.blake2b(digest_size=8)
-    for leaf in [tree] if type(tree) is Tensor else pytree.tree_leaves(tree, is_leaf=is_mask):
+    for leaf in _leaves(tree):
         if isinstance(leaf, Tensor):
             hasher.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
             plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()

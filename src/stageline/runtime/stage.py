@@ -577,3 +577,31 @@ def _begins_in_place(layer: nn.Module) -> bool:
     while isinstance(layer, nn.Sequential) and len(layer):
         layer = layer[0]
     return bool(getattr(layer, "inplace", False))
+
+
+class LossInputs(NamedTuple):
+    """What the last stage needs for its loss, beside its output."""
+
+    target: Any
+    weight: float
+    scale: float
+
+
+class ForwardResult(NamedTuple):
+    """What F returns; the loss and its metrics on the last stage."""
+
+    output: StageOutput
+    loss: Tensor | None = None
+    metrics: dict[str, Any] | None = None
+
+
+def run_forward(
+    stage: Stage, microbatch: int, step: int, leaves: Sequence[Leaf], tree: str, wants: Sequence[bool],
+    train: bool, keywords: Any, shared: Pairs, loss: LossInputs | None,
+) -> ForwardResult:  # fmt: skip
+    """Run F, and the loss on the last stage."""
+    output = stage.forward(microbatch, step, leaves, tree, wants, train, keywords, shared)
+    if loss is None:
+        return ForwardResult(output)
+    value = output.leaves[0] if output.tree == TENSOR else unflatten(output.leaves, output.tree)
+    return ForwardResult(output, *stage.loss(microbatch, step, value, loss.target, loss.weight, train, loss.scale))

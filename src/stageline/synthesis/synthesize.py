@@ -22,8 +22,8 @@ from stageline.synthesis.local_search import join_adjacent
 from stageline.synthesis.problem import SLACK, Objective, problem_of
 from stageline.synthesis.search import Search, SearchProgress
 from stageline.timeline.costs import Costs
-from stageline.timeline.simulate import simulate
 from stageline.timeline.memory import peaks_of
+from stageline.timeline.simulate import simulate
 from stageline.timeline.timeline import Timeline
 
 MAX_TIME_LIMIT = 10**6

@@ -177,7 +177,7 @@ class FiniteWatch:
         return value is None
 
     def _check_parameters(self, event: Event) -> None:
-        grads = [local(parameter.grad) for parameter in self._parameters[event.stage] if parameter.grad is not None]
+        grads = _own_grads(self._parameters[event.stage])
         if self._on_gpu:
             total = (
                 sum_of(flatten_dense(grads)) if grads and all(grad.layout is torch.strided for grad in grads) else None
@@ -194,7 +194,7 @@ class FiniteWatch:
     def end(self) -> None:
         """Check, at the end of the program, the gradients that were not checked after every action."""
         for stage, own in self._parameters.items():
-            grads = [local(parameter.grad) for parameter in own if parameter.grad is not None]
+            grads = _own_grads(own)
             if not grads or (stage in self._often and not self._on_gpu):
                 continue
             if self._on_gpu:
@@ -231,6 +231,12 @@ class FiniteWatch:
                     self._events.append(event._replace(value=0 if value is None else value))
             self._kept = []
         return self._events
+
+
+def _own_grads(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradients that exist: of sharded ones, this process's part."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [grad if type(grad) is Tensor else local(grad) for grad in grads]
 
 
 def _is_small(parameters: Sequence[Tensor]) -> bool:

@@ -12,7 +12,7 @@ multiprocessors from them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -38,7 +38,7 @@ class Pair(Protocol):
         """Fill memory with bytes, before anything that the caller does with it afterwards."""
 
 
-class Payloads:
+class Payloads(dict[ChannelEnds, Pair]):
     """The communicators of the channels of one process; a channel without one sends its tensors with the headers.
 
     >>> payloads = Payloads()
@@ -46,34 +46,23 @@ class Payloads:
     (False, False)
     """
 
-    def __init__(self) -> None:
-        self._pairs: dict[ChannelEnds, Pair] = {}
-
-    def __contains__(self, channel: object) -> bool:
-        """Whether tensors of a channel travel here."""
-        return channel in self._pairs
-
     def missing(self, channels: Iterable[ChannelEnds]) -> list[ChannelEnds]:
         """Those of the channels that have no communicator."""
-        return [channel for channel in channels if channel not in self._pairs]
-
-    def add(self, pairs: Mapping[ChannelEnds, Pair]) -> None:
-        """Use these communicators."""
-        self._pairs.update(pairs)
+        return [channel for channel in channels if channel not in self]
 
     def carries(self, tensor: Tensor, channel: ChannelEnds) -> bool:
         """Whether a tensor travels here, and not with its header."""
-        pair = self._pairs.get(channel)
+        pair = self.get(channel)
         return pair is not None and tensor.device == pair.device and tensor.numel() > 0
 
     def send(self, tensor: Tensor, channel: ChannelEnds) -> tuple[Any, Tensor]:
         """Send after what the compute stream holds so far; the bytes must be kept until the work is done."""
         piece = bytes_of(tensor)
-        return self._pairs[channel].send(piece, peer=1), piece
+        return self[channel].send(piece, peer=1), piece
 
     def receive(self, meta: TensorMeta, channel: ChannelEnds) -> Tensor:
         """Receive a tensor of this form, before what the compute stream gets next."""
-        pair = self._pairs[channel]
+        pair = self[channel]
         tensor = room_for(meta, pair.device)
         pair.receive(bytes_of(tensor), peer=0)
         return tensor
