@@ -114,59 +114,39 @@ __all__ = [
     "verify",
 ]
 
-_LAZY_NAMES = {
-    "CostError": "stageline.common.errors",
-    "ScheduleError": "stageline.common.errors",
-    "StagelineError": "stageline.common.errors",
-    "MemoryCapError": "stageline.common.errors",
-    "NothingFits": "stageline.common.errors",
-    "PipelineError": "stageline.common.errors",
-    "Action": "stageline.schedules.action",
-    "Overlap": "stageline.schedules.action",
-    "Certificate": "stageline.schedules.verify",
-    "verify": "stageline.schedules.verify",
-    "Channel": "stageline.schedules.channels",
-    "read_schedule": "stageline.schedules.io",
-    "Placement": "stageline.schedules.placement",
-    "Family": "stageline.schedules.registry",
-    "families": "stageline.schedules.registry",
-    "family": "stageline.schedules.registry",
-    "schedule": "stageline.schedules.registry",
-    "Program": "stageline.schedules.schedule",
-    "Schedule": "stageline.schedules.schedule",
-    "Comparison": "stageline.timeline.compare",
-    "compare": "stageline.timeline.compare",
-    "Costs": "stageline.timeline.costs",
-    "Explanation": "stageline.timeline.explain",
-    "explain": "stageline.timeline.explain",
-    "read_timeline": "stageline.timeline.io",
-    "simulate": "stageline.timeline.simulate",
-    "Timeline": "stageline.timeline.timeline",
-    "Evaluation": "stageline.runtime.step_report",
-    "Staged": "stageline.model.split",
-    "pop": "stageline.model.skips",
-    "skippable": "stageline.model.skips",
-    "stash": "stageline.model.skips",
-    "build": "stageline.model.build.build",
-    "load_weights": "stageline.model.build.weights",
-    "Report": "stageline.runtime.check",
-    "check": "stageline.runtime.check",
-    "own_loss": "stageline.model.huggingface",
-    "Profile": "stageline.model.profile",
-    "Plan": "stageline.planning.plan",
-    "plan": "stageline.planning.plan",
-    "read_plan": "stageline.planning.plan",
-    "partition": "stageline.model.partition.partition",
-    "profile": "stageline.model.profiler",
-    "read_profile": "stageline.model.profile",
-    "split": "stageline.model.split",
-    "Pipeline": "stageline.runtime.pipeline",
-    "StepStats": "stageline.runtime.step_report",
-    "Synthesis": "stageline.synthesis.synthesize",
-    "synthesize": "stageline.synthesis.synthesize",
-    "Trainer": "stageline.train.trainer",
-    "Config": "stageline.train.config.config",
+_MODULES = {
+    "common.errors": "CostError MemoryCapError NothingFits PipelineError ScheduleError StagelineError",
+    "schedules.action": "Action Overlap",
+    "schedules.channels": "Channel",
+    "schedules.io": "read_schedule",
+    "schedules.placement": "Placement",
+    "schedules.registry": "Family families family schedule",
+    "schedules.schedule": "Program Schedule",
+    "schedules.verify": "Certificate verify",
+    "timeline.compare": "Comparison compare",
+    "timeline.costs": "Costs",
+    "timeline.explain": "Explanation explain",
+    "timeline.io": "read_timeline",
+    "timeline.simulate": "simulate",
+    "timeline.timeline": "Timeline",
+    "synthesis.synthesize": "Synthesis synthesize",
+    "model.build.build": "build",
+    "model.build.weights": "load_weights",
+    "model.huggingface": "own_loss",
+    "model.partition.partition": "partition",
+    "model.profile": "Profile read_profile",
+    "model.profiler": "profile",
+    "model.skips": "pop skippable stash",
+    "model.split": "Staged split",
+    "planning.plan": "Plan plan read_plan",
+    "runtime.check": "Report check",
+    "runtime.pipeline": "Pipeline",
+    "runtime.step_report": "Evaluation StepStats",
+    "train.config.config": "Config",
+    "train.trainer": "Trainer",
 }
+"""The public names of each module, which is imported when one of them is first used."""
+_LAZY_NAMES = {name: f"stageline.{module}" for module, names in _MODULES.items() for name in names.split()}
 
 _PACKAGES = ("errors", "schedules", "timeline")
 """What `import stageline` alone gives access to, by their full names."""
@@ -183,9 +163,9 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     if name in _PACKAGES:
-        for module in dict.fromkeys(_LAZY_NAMES.values()):
-            if module.startswith(f"stageline.{name}."):
-                import_module(module)
+        for module in _MODULES:
+            if module.startswith(f"{name}."):
+                import_module(f"stageline.{module}")
         return import_module(f"stageline.{name}")
     value = getattr(import_module(_LAZY_NAMES[name]), name)
     globals()[name] = value
