@@ -7,6 +7,7 @@ import inspect
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from stageline.train.data.documents import (
     text_documents,
 )
 from stageline.train.data.source import Indexed, Items, Tokens, digest, split
-from stageline.train.data.stream import Stream, print_note
+from stageline.train.data.stream import Stream
 from stageline.train.data.tokenizer import Tokenizer, find_tokenizer
 
 
@@ -55,11 +56,10 @@ class Data:
         return f"{self.kind}: {self.train.describe()}, {validation}"
 
 
-def open_data(config: Config, *, cache: str | Path | None = None, note: Callable[[str], None] = print_note) -> Data:
+def open_data(config: Config, *, cache: str | Path | None = None) -> Data:
     """Open the data of a job.
 
-    `cache` is a folder that keeps the tokens of texts for the next run. `note` is called with a status line during slow
-    operations.
+    `cache` is a folder that keeps the tokens of texts for the next run.
 
     >>> config = Config()
     >>> data = open_data(config)
@@ -69,7 +69,7 @@ def open_data(config: Config, *, cache: str | Path | None = None, note: Callable
     kind, path, options = config.training.dataset, config.training.dataset_path, config.validation
     raise_errors(list(dataset_errors(config)))
     tokenizer = find_tokenizer(config.model.tokenizer_path)
-    opener = _Opener(config, tokenizer, cache, note)
+    opener = _Opener(config, tokenizer, cache)
     train = opener.open(kind, path)
     validation: Indexed | Stream | None = None
     if options.enable and options.dataset_path:
@@ -86,7 +86,7 @@ def open_data(config: Config, *, cache: str | Path | None = None, note: Callable
     return Data(kind, train, validation, tokenizer if is_known else None, vocab_size)
 
 
-def data_of(samples: Iterable[Any], config: Config, *, note: Callable[[str], None] = print_note) -> Data:
+def data_of(samples: Iterable[Any], config: Config) -> Data:
     """Return the user's samples as the data of a job; part of a sequence is kept for validation as configured.
 
     >>> import torch
@@ -94,7 +94,7 @@ def data_of(samples: Iterable[Any], config: Config, *, note: Callable[[str], Non
     >>> data.train.length, data.validation.length
     (38, 2)
     """
-    train = source_of(samples, "your data", config, note=note)
+    train = source_of(samples, "your data", config)
     validation: Indexed | Stream | None = None
     if config.validation.enable and not isinstance(train, Stream):
         train, validation = split(train, config.validation.fraction)
@@ -108,7 +108,6 @@ class _Opener:
     config: Config
     tokenizer: Tokenizer
     cache: str | Path | None
-    note: Callable[[str], None]
     is_text: bool = False
     """Whether the data was text that the tokenizer encoded."""
 
@@ -118,7 +117,7 @@ class _Opener:
         if kind == "memmap":
             return memmap_tokens(path, training.dataset_dtype, training.seq_len)
         if ":" in kind:
-            return function_data(kind, self.config, note=self.note)
+            return function_data(kind, self.config)
         if kind == "dataset":
             documents = dataset_documents(path, training.dataset_column, split)
         else:
@@ -164,31 +163,26 @@ def _vocabulary(config: Config, tokenizer: Tokenizer | None, name: str) -> int:
 class Restartable:
     """An iterable that calls a function for a new iterator each time."""
 
-    def __init__(self, make: Callable[[], Iterator[Any]], first: Iterator[Any] | None = None) -> None:
-        self.make, self.first = make, first
+    def __init__(self, make: Callable[[], Iterable[Any]], first: Iterator[Any]) -> None:
+        """`first` is an iterator that the function has already returned."""
+        self._make, self._first = make, [first]
 
     def __iter__(self) -> Iterator[Any]:
-        iterator, self.first = self.first, None
-        return self.make() if iterator is None else iterator
+        return self._first.pop() if self._first else iter(self._make())
 
 
-def function_data(name: str, config: Config, *, note: Callable[[str], None] = print_note) -> Indexed | Stream:
+def function_data(name: str, config: Config) -> Indexed | Stream:
     """Call a function and return its result as a source; it is passed the config if it takes an argument.
 
     See `source_of` for what it may return. If it returns an iterator, it is called again for every epoch.
     """
     function = find_function(name)
-    takes_config = bool(_required_parameters(function))
-    samples = function(config) if takes_config else function()
-    restartable = (
-        Restartable(lambda: iter(function(config) if takes_config else function()), samples)
-        if _is_one_shot(samples)
-        else samples
-    )
-    return source_of(restartable, name, config, note=note)
+    make = partial(function, config) if _required_parameters(function) else function
+    samples = make()
+    return source_of(Restartable(make, samples) if _is_one_shot(samples) else samples, name, config)
 
 
-def source_of(samples: Any, name: str, config: Config, *, note: Callable[[str], None] = print_note) -> Indexed | Stream:
+def source_of(samples: Any, name: str, config: Config) -> Indexed | Stream:
     """Return samples as a source.
 
     A one-dimensional array of integers is tokens; a sequence of samples is shuffled; any other iterable is a stream.
@@ -207,7 +201,7 @@ def source_of(samples: Any, name: str, config: Config, *, note: Callable[[str], 
             f"{name} is {shorten(samples)}, of type {type(samples).__name__}; it must be an iterable of samples, a "
             "sequence of them, or one row of tokens"
         )
-    return Stream(samples, name=name, note=note)
+    return Stream(samples, name=name)
 
 
 def _is_one_shot(samples: Any) -> bool:
@@ -254,7 +248,7 @@ class ConcatenatedArray:
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, self.parts[0].dtype), *pieces])
 
 
-def memmap_tokens(paths: str, dtype: str, seq_len: int, vocab_size: int = 0) -> Tokens:
+def memmap_tokens(paths: str, dtype: str, seq_len: int) -> Tokens:
     """Return the tokens of .npy files or raw files of integers, or of all .bin and .npy files of a folder."""
     files = find_files(paths, (".bin", ".npy"))
     parts = [_open(path, dtype) for path in files]
@@ -265,7 +259,6 @@ def memmap_tokens(paths: str, dtype: str, seq_len: int, vocab_size: int = 0) -> 
         name=paths,
         about=f"tokens in {files[0].name if len(files) == 1 else f'{len(files):,} files'}",
         digest=digest(*digests),
-        vocab_size=vocab_size,
     )
 
 

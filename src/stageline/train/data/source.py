@@ -49,18 +49,14 @@ class Tokens:
         digest: str = "",
         tokenizer: str = "",
         vocab_size: int = 0,
-        start: int = 0,
-        stop: int | None = None,
     ) -> None:
-        """Use the tokens from `start` to `stop` of an array.
-
-        `digest` identifies the content; without it, the whole array is read to compute one. `tokenizer` is the
+        """`digest` identifies the content; without it, the whole array is read to compute one. `tokenizer` is the
         fingerprint of the tokenizer, and `about` says what the tokens are, as in "tokens of the Bible". With a
         `vocab_size`, reading a batch with a token outside it raises `StagelineError`.
         """
         if seq_len < 1:
             raise StagelineError(f"training.seq_len is {seq_len}; it must be at least 1")
-        self.array, self.start, self.stop = array, start, len(array) if stop is None else stop
+        self.array, self.start, self.stop = array, 0, len(array)
         self.seq_len, self.name, self.about = seq_len, name, about
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self._digest = digest or hashlib.blake2b(np.ascontiguousarray(array[:]).data, digest_size=8).hexdigest()
@@ -134,11 +130,9 @@ class Items:
     (tensor([[1., 1.], [0., 0.]]), tensor([2, 0]))
     """
 
-    def __init__(
-        self, items: Any, *, name: str = "items", vocab_size: int = 0, start: int = 0, stop: int | None = None
-    ) -> None:
+    def __init__(self, items: Any, *, name: str = "items", vocab_size: int = 0) -> None:
         self.items, self.name, self.vocab_size = items, name, vocab_size
-        self.start, self.stop = start, len(items) if stop is None else stop
+        self.start, self.stop = 0, len(items)
         if self.length < 1:
             raise StagelineError(f"{name} has no samples: its length is {len(items)}")
 
