@@ -22,7 +22,7 @@ from stageline.runtime.replan import LOOK_EVERY, Watch
 from stageline.synthesis.synthesize import Reordered, reorder
 from stageline.testing import run_ranks
 from stageline.timeline.drift import WINDOW, drift_of
-from stageline.timeline.timeline import peaks_of
+from stageline.timeline.memory import peaks_of
 from stageline.train.events import read_metrics
 
 PLANNED = sl.Costs(forward=1, backward_input=1, backward_weight=1, residue=0.5)
