@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 
     from stageline.common.errors import (
         CostError,
+        LaunchError,
         MemoryCapError,
         NothingFits,
         PipelineError,
         ScheduleError,
         StagelineError,
     )
+    from stageline.distributed.launchers.launcher import launch
     from stageline.model.build.build import build
     from stageline.model.build.weights import load_weights
     from stageline.model.huggingface import own_loss
@@ -70,6 +72,7 @@ __all__ = [
     "Evaluation",
     "Explanation",
     "Family",
+    "LaunchError",
     "MemoryCapError",
     "NothingFits",
     "Overlap",
@@ -95,6 +98,7 @@ __all__ = [
     "explain",
     "families",
     "family",
+    "launch",
     "load_weights",
     "own_loss",
     "partition",
@@ -115,7 +119,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "common.errors": "CostError MemoryCapError NothingFits PipelineError ScheduleError StagelineError",
+    "common.errors": "CostError LaunchError MemoryCapError NothingFits PipelineError ScheduleError StagelineError",
     "schedules.action": "Action Overlap",
     "schedules.channels": "Channel",
     "schedules.io": "read_schedule",
@@ -130,6 +134,7 @@ _MODULES = {
     "timeline.simulate": "simulate",
     "timeline.timeline": "Timeline",
     "synthesis.synthesize": "Synthesis synthesize",
+    "distributed.launchers.launcher": "launch",
     "model.build.build": "build",
     "model.build.weights": "load_weights",
     "model.huggingface": "own_loss",

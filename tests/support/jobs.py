@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stageline.testing import ForkServer
-from stageline.testing.processes import Child
+from stageline.testing import Child, ForkServer
 from stageline.train.checkpoint import newest
 from support.ports import free_port
 

@@ -84,6 +84,14 @@ class PipelineError(StagelineError, RuntimeError):
     """A step that failed. The message names the rank, stage, microbatch and action, and the state of the gradients."""
 
 
+class LaunchError(StagelineError, RuntimeError):
+    """A rank that `sl.launch` started failed. `rank` is the one that failed first; its exception is the cause."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class TransportError(StagelineError, RuntimeError):
     """A message that did not arrive, arrived at the wrong place, or is not the expected one."""
 
@@ -116,7 +124,7 @@ class JsonError(StagelineError):
     """JSON data that does not have the form that its format requires."""
 
 
-for _error in (StagelineError, ScheduleError, CostError, MemoryCapError, NothingFits, PipelineError):
+for _error in (StagelineError, ScheduleError, CostError, LaunchError, MemoryCapError, NothingFits, PipelineError):
     _error.__module__ = "stageline"  # where users import it from
 
 

@@ -23,6 +23,7 @@ from stageline.common.errors import PipelineError, StagelineError
 from stageline.distributed._torch_private import TCPStore, default_store
 from stageline.distributed.communicators import quiet_groups
 from stageline.distributed.failures import BLAME, note_record
+from stageline.distributed.launchers.slurm import slurm_place
 from stageline.distributed.layout import Layout, find_layout
 from stageline.distributed.process_exit import destroy_at_exit, keep_groups, leave_stuck
 from stageline.distributed.rank_host import RankHost
@@ -197,6 +198,7 @@ def has_own_gpu(environment: Mapping[str, str]) -> bool:
 def several_processes(deadline: float) -> bool:
     """Whether this process is one of several; joins the others if the environment says so."""
     if not dist.is_initialized():
+        os.environ.update(slurm_place(os.environ))
         if check_environment(os.environ) == 1:
             return False
         _join(deadline)

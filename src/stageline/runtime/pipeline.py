@@ -18,6 +18,7 @@ from stageline.autograd.recompute import Choice, Policy, mark, parse_recompute
 from stageline.common.errors import PipelineError, StagelineError, shorten
 from stageline.distributed.bootstrap import find_host, several_processes
 from stageline.distributed.collectives import ProcessCollectives
+from stageline.distributed.launchers.threads import launched_ranks
 from stageline.distributed.layout import inner_mesh, mesh_of, ranks_of
 from stageline.distributed.rank_host import Floats, RankHost
 from stageline.model.split import Staged
@@ -190,7 +191,8 @@ class Pipeline:
             chunk_specs=ChunkSpecs(args_chunk_spec, kwargs_chunk_spec, targets_chunk_spec, output_merge_spec),
         )  # fmt: skip
         source, recipe = described(stages)
-        ranks = ranks_of(mesh) if mesh is not None and ranks is None else ranks
+        if ranks is None:
+            ranks = ranks_of(mesh) if mesh is not None else launched_ranks()
         self._mesh = mesh
         self.plan: Plan | None = None
         """How it was planned, with `schedule="auto"`."""

@@ -1,215 +1,19 @@
-"""Processes for tests: run a function on several ranks, or start processes that a test may kill."""
+"""Processes for tests: run a function on several ranks, and test a launcher."""
 
 from __future__ import annotations
 
-import atexit
 import datetime
-import importlib.util
-import json
-import multiprocessing
 import os
-import pickle
-import select
-import selectors
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from stageline.common.errors import StagelineError
-
-
-class Child:
-    """A process that a fork server started."""
-
-    def __init__(self, server: ForkServer, pid: int) -> None:
-        self.pid = pid
-        self.code: int | None = None
-        """The exit code, as in `subprocess`: negative for a signal; None while it runs."""
-        self._server = server
-
-    def poll(self) -> int | None:
-        """Return the exit code, or None while it runs."""
-        self._server.read_events(0.0)
-        return self.code
-
-    def wait(self, timeout: float) -> int:
-        """Wait for the process to end, and return the exit code."""
-        end = time.monotonic() + timeout
-        while self.code is None:
-            if time.monotonic() > end:
-                raise TimeoutError(f"process {self.pid} did not end within {timeout:g} s")
-            self._server.read_events(0.05)
-        return self.code
-
-    def signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-
-class ForkServer:
-    """Starts functions of a script in new processes, within milliseconds.
-
-    >>> _ = Path("job.py").write_text("import sys\\ndef work(code): sys.exit(code)")
-    >>> with ForkServer() as server:
-    ...     child = server.start("job.py", "work", [3], log="job.log")
-    ...     child.wait(timeout=60)
-    3
-    """
-
-    def __init__(self) -> None:
-        """Start the server; it ends with this process, and all its children with it."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", "from stageline.testing.processes import main; main()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self._children: dict[int, Child] = {}
-        self._started: list[int] = []
-        self._buffer = b""
-
-    def start(
-        self,
-        script: str | Path,
-        function: str,
-        arguments: Sequence[Any] = (),
-        *,
-        log: str | Path,
-        environment: Mapping[str, str] | None = None,
-    ) -> Child:
-        """Call a function of a script in a new process, whose output goes to the log."""
-        order = {
-            "script": str(Path(script).resolve()),
-            "function": function,
-            "arguments": list(arguments),
-            "environment": dict(environment or {}),
-            "log": str(Path(log).resolve()),
-            "folder": os.getcwd(),
-        }
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        self._process.stdin.flush()
-        end = time.monotonic() + 60
-        while not self._started:
-            if time.monotonic() > end:
-                raise TimeoutError("the fork server did not start a process within 60 s")
-            self.read_events(0.1)
-        return self._children[self._started.pop(0)]
-
-    def close(self) -> None:
-        """Kill all processes, and end the server."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-        self._process.stdout.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def read_events(self, timeout: float) -> None:
-        """Handle what the server reports within this many seconds."""
-        assert self._process.stdout is not None
-        while select.select([self._process.stdout], [], [], timeout)[0]:
-            data = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not data:
-                raise RuntimeError(f"the fork server ended by itself, with code {self._process.wait()}")
-            *lines, self._buffer = (self._buffer + data).split(b"\n")
-            for line in lines:
-                pid, code = json.loads(line)
-                if code is None:
-                    self._children[pid] = Child(self, pid)
-                    self._started.append(pid)
-                else:
-                    self._children[pid].code = code
-            timeout = 0.0
-
-
-def main() -> None:
-    """Read a line for every process to start; write a line when it has started and when it has ended."""
-    importlib.import_module("stageline.runtime.pipeline")  # what every rank will need
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    reader.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.set_wakeup_fd(writer.fileno())
-    running: set[int] = set()
-    functions: dict[str, Any] = {}
-    buffer = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(0, selectors.EVENT_READ)
-        selector.register(reader, selectors.EVENT_READ)
-        while True:
-            ready = {key.fd for key, _ in selector.select()}
-            if reader.fileno() in ready:
-                reader.recv(4096)
-                _reap(running)
-            if 0 not in ready:
-                continue
-            data = os.read(0, 1 << 16)
-            if not data:
-                break
-            *lines, buffer = (buffer + data).split(b"\n")
-            for line in lines:
-                work = _fork(json.loads(line), running, functions)
-                if work is not None:
-                    selector.close()
-                    return work()  # and end as an interpreter does
-    for pid in running:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return None
-
-
-def _reap(running: set[int]) -> None:
-    for pid in list(running):
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            running.discard(pid)
-            _report(pid, os.waitstatus_to_exitcode(status))
-
-
-def _report(pid: int, code: int | None) -> None:
-    os.write(1, json.dumps([pid, code]).encode() + b"\n")
-
-
-def _fork(order: dict[str, Any], running: set[int], functions: dict[str, Any]) -> Callable[[], None] | None:
-    """Fork; return None in the server, and the function to call in the child."""
-    script = order["script"]
-    if script not in functions:
-        spec = importlib.util.spec_from_file_location(Path(script).stem, script)
-        assert spec is not None and spec.loader is not None
-        functions[script] = sys.modules[Path(script).stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(functions[script])
-    pid = os.fork()
-    if pid:
-        running.add(pid)
-        _report(pid, None)
-        return None
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.environ.update(order["environment"])
-    os.chdir(order["folder"])
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for source, target in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
-    os.close(nothing)
-    os.close(log)
-    return lambda: getattr(functions[script], order["function"])(*order["arguments"])
+from stageline.distributed.launchers.launcher import Job, Launcher, Outcome, first_failure
+from stageline.distributed.launchers.processes import ProcessLauncher
 
 
 def run_ranks(
@@ -237,50 +41,21 @@ def run_ranks(
         raise StagelineError(
             f'backend is "gloo" or "nccl", and share_gpu needs "nccl"; got backend={backend!r}, share_gpu={share_gpu}'
         )
-    # Forked from a server that has imported torch: importing it again takes seconds for every process.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["stageline.runtime.pipeline", "stageline.testing.conformance"])
-    answers = context.Queue()
-    with tempfile.TemporaryDirectory(prefix="stageline-") as folder:
-        meeting = str(Path(folder) / "store")
-        common = (ranks, meeting, timeout, backend, answers, arguments)
-        processes = [
-            context.Process(
-                target=_child,
-                args=(function, rank, _environment(rank, share_gpu), *common),
-                daemon=True,
-            )
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        results: dict[int, tuple[bool, Any]] = {}
-        end = time.monotonic() + timeout
-        try:
-            while len(results) < ranks and time.monotonic() < end and all(ok for ok, _ in results.values()):
-                while not answers.empty():
-                    rank, ok, value = answers.get()
-                    results[rank] = (ok, value)
-                dead = [
-                    rank for rank, process in enumerate(processes) if not process.is_alive() and rank not in results
-                ]
-                if dead and answers.empty():
-                    codes = {rank: processes[rank].exitcode for rank in dead}
-                    raise AssertionError(f"ranks died without an answer, with exit codes {codes}")
-                time.sleep(0.01)
-        finally:
-            for process in processes:
-                process.join(timeout=2.0 if len(results) == ranks else 0.0)
-                if process.is_alive():
-                    process.kill()
-                process.join()
-    failed = {rank: value for rank, (ok, value) in results.items() if not ok}
-    if failed:
-        raise AssertionError("\n".join(f"rank {rank} failed:\n{value}" for rank, value in sorted(failed.items())))
-    if len(results) < ranks:
-        missing = sorted(set(range(ranks)) - set(results))
-        raise AssertionError(f"ranks {missing} did not end within {timeout:g} s")
-    return [pickle.loads(results[rank][1]) for rank in range(ranks)]
+    variables = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"), "OMP_NUM_THREADS": "1"}
+    call = (function, arguments, timeout, backend, share_gpu)
+    outcomes = ProcessLauncher(patience=0.0, share_gpus=True).run(
+        Job(_run_in_group, call, processes=ranks, environment=variables, timeout=timeout)
+    )
+    failures = [outcome for outcome in outcomes if outcome.failure and outcome.code != -signal.SIGTERM]
+    if failures:
+        failures.sort(key=lambda outcome: outcome.rank)
+        raise AssertionError("\n".join(_failure_text(outcome) for outcome in failures))
+    return [outcome.value for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
+
+
+def _failure_text(outcome: Outcome) -> str:
+    traceback = outcome.failure.startswith("Traceback")
+    return f"rank {outcome.rank} failed:\n{outcome.failure}" if traceback else f"rank {outcome.rank} {outcome.failure}"
 
 
 def shared_gpu(rank: int) -> dict[str, str]:
@@ -298,42 +73,72 @@ def shared_gpu(rank: int) -> dict[str, str]:
     }
 
 
-def _environment(rank: int, share_gpu: bool) -> dict[str, str]:
-    return {**os.environ, **(shared_gpu(rank) if share_gpu else {})}
+def _run_in_group(
+    function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float, backend: str, share_gpu: bool
+) -> Any:
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if share_gpu:
+        os.environ.update(shared_gpu(rank))
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    value = function(rank, *arguments)
+    dist.all_reduce(torch.zeros(1))  # a barrier on the host
+    dist.destroy_process_group()
+    return value
 
 
-def _child(
-    function: Callable[..., Any],
-    rank: int,
-    environment: dict[str, str],
-    ranks: int,
-    meeting: str,
-    timeout: float,
-    backend: str,
-    answers: Any,
-    arguments: tuple[Any, ...],
-) -> None:
-    os.environ.clear()
-    os.environ.update(environment)  # the server's environment may be older
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    try:
-        if backend == "nccl":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
-            store=dist.FileStore(meeting, ranks),  # type: ignore[attr-defined]
-            rank=rank,
-            world_size=ranks,
-            timeout=datetime.timedelta(seconds=timeout),
-        )
-        # Pickled here: a queue would pass tensors as handles, which end with this process.
-        answers.put((rank, True, pickle.dumps(function(rank, *arguments))))
-        dist.all_reduce(torch.zeros(1))  # a barrier on the host
-        dist.destroy_process_group()
-        atexit._run_exitfuncs()  # a forked process ends without them, and others would consider it dead
-    except BaseException:
-        answers.put((rank, False, traceback.format_exc()))
-        answers.close()
-        answers.join_thread()
-        os._exit(1)
+def exercise_launcher(launcher: Launcher, processes: int = 2, timeout: float = 120.0) -> None:
+    """Test what every launcher must do: places, results, a group, exceptions, dead ranks.
+
+    >>> exercise_launcher(ProcessLauncher(patience=1.0))
+    """
+
+    def run(function: Callable[..., Any], *arguments: Any) -> list[Outcome]:
+        outcomes = launcher.run(Job(function, arguments, processes, {"STAGELINE_EXERCISE": "yes"}, timeout))
+        ranks = sorted(outcome.rank for outcome in outcomes)
+        assert ranks == list(range(processes)), f"{processes} ranks were started, and outcomes came from {ranks}"
+        return outcomes
+
+    places = {outcome.rank: outcome.value for outcome in run(_place)}
+    for rank, place in places.items():
+        expected = {"RANK": str(rank), "WORLD_SIZE": str(processes), "STAGELINE_EXERCISE": "yes"}
+        differing = {name: place.get(name) for name, value in expected.items() if place.get(name) != value}
+        assert not differing, f"rank {rank} was started with {differing}, expected {expected}"
+        for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            assert place.get(name), f"rank {rank} was started without {name}"
+    sums = [outcome.value for outcome in run(_sum_of_ranks, timeout)]
+    assert sums == [sum(range(processes))] * processes, f"the sum over all ranks is {sums}"
+    last = processes - 1
+    failure = first_failure(run(_raise_on, last))
+    assert failure is not None and failure.rank == last, f"rank {last} raised an exception, and got {failure}"
+    assert "planted" in failure.failure, f"the traceback of rank {last} is missing: {failure.failure}"
+    death = first_failure(run(_die_on, last))
+    assert death is not None and death.rank == last, f"rank {last} died, and got {death}"
+
+
+def _place() -> dict[str, str]:
+    return dict(os.environ)
+
+
+def _sum_of_ranks(timeout: float) -> float:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.item()
+
+
+def _raise_on(rank: int) -> None:
+    if os.environ["RANK"] == str(rank):
+        raise ValueError("planted")
+
+
+def _die_on(rank: int) -> None:
+    if os.environ["RANK"] == str(rank):
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,67 @@
+"""`stageline launch`: run a script on several ranks of this machine."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stageline.common.errors import StagelineError, nearest
+
+SETTINGS = {"context_settings": {"ignore_unknown_options": True, "allow_interspersed_args": False}}
+
+
+def command(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Python file, or with -m a module.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Passed to the script.", show_default=False)
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            "--processes", "-n", min=1, help="Number of ranks. Default: one per GPU, else one per core up to 4."
+        ),
+    ] = None,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
+    logs: Annotated[
+        Path | None, typer.Option(help="Folder for the output of the ranks, rank-0.log and so on; else the terminal.")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(help="End the job after this many seconds.", min=0.1)] = None,
+) -> None:
+    """Run a Python script on several ranks of this machine, each in a process of its own.
+
+    The ranks have the environment variables of torchrun, so scripts for torchrun run unchanged. If a rank fails, the
+    others are ended, and the exit code is that of the rank that failed first: 128 plus its number for a signal.
+
+    Examples:
+      stageline launch -n 4 train.py --lr 3e-4
+      stageline launch -n 2 -m stageline train job.toml
+    """
+    from stageline.distributed.launchers.launcher import Job, describe, first_failure
+    from stageline.distributed.launchers.processes import ProcessLauncher, default_processes
+
+    if not module and not Path(script).is_file():
+        near = nearest(script, [path.name for path in Path().glob("*.py")])
+        raise StagelineError(f"there is no file {script}{near}; to run a module, use -m")
+    count = processes or default_processes()
+    job = Job(run_script, (script, arguments or [], module), count, timeout=timeout, returns=False)
+    culprit = first_failure(ProcessLauncher(logs=logs).run(job))
+    if culprit is not None:
+        where = f"; its output is in {logs / f'rank-{culprit.rank}.log'}" if logs is not None else ""
+        typer.echo(f"stageline launch: {describe(culprit, count).splitlines()[0]}{where}", err=True)
+        raise typer.Exit(128 - culprit.code if culprit.code < 0 else culprit.code or 1)
+
+
+def run_script(script: str, arguments: list[str], module: bool) -> None:
+    """Run a script or module as the main program, as `python script` and `python -m module` do."""
+    sys.argv = [script, *arguments]
+    if module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(script).resolve().parent))
+        runpy.run_path(script, run_name="__main__")

@@ -1,0 +1,7 @@
+"""Starting ranks: a launcher places the ranks of a job, sets their environment, and brings back how they ended.
+
+One file a launcher; a launcher knows no pipeline. `slurm` and torchrun start the processes themselves: there, a rank
+only reads its place from the environment.
+
+Read in order: `launcher` (the protocol, and `sl.launch`), `processes`, `fork_server`, `threads`, `slurm`.
+"""

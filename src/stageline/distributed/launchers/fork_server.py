@@ -1,0 +1,335 @@
+"""A process that has imported torch and Stageline, and forks ranks within milliseconds."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+import json
+import multiprocessing.spawn
+import os
+import pickle
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from stageline.common.files import atomic_file
+
+PRELOADED = "stageline.runtime.pipeline"
+"""What every rank will need; it takes seconds to import."""
+
+
+class Child:
+    """A process that a fork server started."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self.pid = pid
+        self.code: int | None = None
+        """The exit code, as in `subprocess`: negative for a signal; None while it runs."""
+        self._server = server
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+        self._server.read_events(0.0)
+        return self.code
+
+    def wait(self, timeout: float) -> int:
+        """Wait for the process to end, and return the exit code."""
+        end = time.monotonic() + timeout
+        while self.code is None:
+            if time.monotonic() > end:
+                raise TimeoutError(f"process {self.pid} did not end within {timeout:g} s")
+            self._server.read_events(0.05)
+        return self.code
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class ForkServer:
+    """Starts functions in new processes, within milliseconds.
+
+    >>> _ = Path("job.py").write_text("import sys\\ndef work(code): sys.exit(code)")
+    >>> with ForkServer() as server:
+    ...     child = server.start("job.py", "work", [3], log="job.log")
+    ...     child.wait(timeout=60)
+    3
+    """
+
+    def __init__(self) -> None:
+        """Start the server; it ends with this process, and all its children with it."""
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import main; main({theirs.fileno()})"],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
+        self._children: dict[int, Child] = {}
+        self._started: list[int] = []
+        self._buffer = b""
+
+    def start(
+        self,
+        script: str | Path,
+        function: str,
+        arguments: Sequence[Any] = (),
+        *,
+        log: str | Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Call a function of a script in a new process, whose output goes to the log.
+
+        The environment is that of this process, with these variables.
+        """
+        work = {"script": str(Path(script).resolve()), "function": function, "arguments": list(arguments)}
+        return self._order(work | {"log": str(Path(log).resolve())}, {**os.environ, **(environment or {})})
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        *,
+        environment: Mapping[str, str],
+        folder: Path,
+        log: str | Path | None = None,
+        answers: bool = True,
+    ) -> Child:
+        """Call a function that can be imported by name in a new process with this whole environment.
+
+        The process reads the call from `folder`, and writes its answer there (see `read_answer`). Without a log, its
+        output goes to the output of this process. Without `answers`, it ends as an interpreter does: an exception is
+        printed, too.
+        """
+        # What `multiprocessing` sends to a process that it spawns: the module search path, and the main module.
+        main = ("init_main_from_name", "init_main_from_path") if _in_main(function, arguments) else ()
+        everything = multiprocessing.spawn.get_preparation_data("stageline")
+        preparation = {name: everything[name] for name in ("sys_path", "sys_argv", *main) if name in everything}
+        with atomic_file(folder / "call") as file:
+            pickle.dump(preparation, file)
+            pickle.dump((function, tuple(arguments)), file)
+        order = {"call": str(folder), "answers": answers, "log": None if log is None else str(Path(log).resolve())}
+        return self._order(order, environment)
+
+    def _order(self, work: Mapping[str, Any], environment: Mapping[str, str]) -> Child:
+        order = {**work, "environment": dict(environment), "folder": os.getcwd()}
+        sys.stdout.flush()
+        sys.stderr.flush()
+        line = json.dumps(order).encode() + b"\n"
+        sent = socket.send_fds(self._socket, [line], [1, 2])
+        self._socket.sendall(line[sent:])
+        end = time.monotonic() + 60
+        while not self._started:
+            if time.monotonic() > end:
+                raise TimeoutError("the fork server did not start a process within 60 s")
+            self.read_events(0.1)
+        return self._children[self._started.pop(0)]
+
+    def close(self) -> None:
+        """Kill all processes, and end the server."""
+        self._socket.close()
+        self._process.wait(60)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def read_events(self, timeout: float) -> None:
+        """Handle what the server reports within this many seconds."""
+        while select.select([self._socket], [], [], timeout)[0]:
+            data = self._socket.recv(1 << 16)
+            if not data:
+                raise RuntimeError(f"the fork server ended by itself, with code {self._process.wait()}")
+            *lines, self._buffer = (self._buffer + data).split(b"\n")
+            for line in lines:
+                pid, code = json.loads(line)
+                if code is None:
+                    self._children[pid] = Child(self, pid)
+                    self._started.append(pid)
+                else:
+                    self._children.pop(pid).code = code
+            timeout = 0.0
+
+
+def _in_main(function: Callable[..., Any], arguments: Sequence[Any]) -> bool:
+    """Whether the main module has to be imported to read the call."""
+    return b"__main__" in pickle.dumps((function, tuple(arguments)))
+
+
+@cache
+def shared_server() -> ForkServer:
+    """The fork server of this process: started when it is first needed, closed at exit."""
+    server, owner = ForkServer(), os.getpid()
+
+    def close() -> None:
+        if os.getpid() == owner:
+            server.close()
+
+    atexit.register(close)
+    return server
+
+
+class Answer(NamedTuple):
+    """How a call ended."""
+
+    value: Any
+    error: BaseException | None
+    """Its exception, if it can be pickled."""
+    failure: str
+    """The traceback of its exception; empty if it returned."""
+    moment: float
+    """When, by the monotonic clock that all processes of a machine share."""
+
+
+def read_answer(folder: Path) -> Answer | None:
+    """The answer of a call; None if the process has not written one."""
+    try:
+        return Answer(*pickle.loads((folder / "answer").read_bytes()))
+    except FileNotFoundError:
+        return None
+
+
+def main(descriptor: int) -> None:
+    """Read a line for every process to start; write a line when it has started and when it has ended."""
+    importlib.import_module(PRELOADED)
+    orders = socket.socket(fileno=descriptor)
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    reader.setblocking(False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the ranks; the launcher decides about the server
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(writer.fileno())
+    running: set[int] = set()
+    modules: dict[str, Any] = {}
+    buffer, outputs = b"", [0, 0]
+    with selectors.DefaultSelector() as selector:
+        selector.register(orders, selectors.EVENT_READ)
+        selector.register(reader, selectors.EVENT_READ)
+        while True:
+            ready = {key.fd for key, _ in selector.select()}
+            if reader.fileno() in ready:
+                reader.recv(4096)
+                _reap(running, orders)
+            if descriptor not in ready:
+                continue
+            data, descriptors, _, _ = socket.recv_fds(orders, 1 << 16, 2)
+            outputs = descriptors or outputs
+            if not data:
+                break
+            *lines, buffer = (buffer + data).split(b"\n")
+            for line in lines:
+                work = _fork(json.loads(line), running, modules, orders, outputs)
+                if work is not None:
+                    selector.close()
+                    return work()  # and end as an interpreter does
+                for output in outputs:
+                    os.close(output)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return None
+
+
+def _reap(running: set[int], orders: socket.socket) -> None:
+    for pid in list(running):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            running.discard(pid)
+            _report(orders, pid, os.waitstatus_to_exitcode(status))
+
+
+def _report(orders: socket.socket, pid: int, code: int | None) -> None:
+    orders.sendall(json.dumps([pid, code]).encode() + b"\n")
+
+
+def _fork(
+    order: dict[str, Any], running: set[int], modules: dict[str, Any], orders: socket.socket, outputs: Sequence[int]
+) -> Callable[[], None] | None:
+    """Fork; return None in the server, and the function to call in the child."""
+    script = order.get("script")
+    if script is not None and script not in modules:
+        spec = importlib.util.spec_from_file_location(Path(script).stem, script)
+        assert spec is not None
+        assert spec.loader is not None
+        modules[script] = sys.modules[Path(script).stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(modules[script])
+    pid = os.fork()
+    if pid:
+        running.add(pid)
+        _report(orders, pid, None)
+        return None
+    orders.close()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    os.chdir(order["folder"])
+    nothing, (out, error) = os.open(os.devnull, os.O_RDONLY), outputs
+    if order["log"] is not None:
+        out = error = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for source, target in ((nothing, 0), (out, 1), (error, 2)):
+        os.dup2(source, target)
+    for descriptor in {nothing, out, error, *outputs} - {0, 1, 2}:
+        os.close(descriptor)
+    if script is not None:
+        return lambda: getattr(modules[script], order["function"])(*order["arguments"])
+    return lambda: _called(Path(order["call"]), answers=order["answers"])
+
+
+def _called(folder: Path, *, answers: bool) -> None:
+    """Run a call, and write its answer."""
+    failed: Exception | None = None
+    try:
+        with (folder / "call").open("rb") as file:
+            multiprocessing.spawn.prepare(pickle.load(file))
+            function, arguments = pickle.load(file)
+        value = function(*arguments)
+        answer = pickle.dumps((value if answers else None, None, "", time.monotonic()))
+    except Exception as error:
+        answer, failed = _failure(error), error
+    with atomic_file(folder / "answer") as file:
+        file.write(answer)
+    if failed is not None and not answers:
+        sys.last_value = failed  # as the interpreter does
+        sys.excepthook(type(failed), failed.with_traceback(_users_traceback(failed)), failed.__traceback__)
+        sys.exit(1)
+    if answers:  # without tearing the interpreter down, which takes long with torch
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _failure(error: Exception) -> bytes:
+    text, now = traceback.format_exc(), time.monotonic()
+    try:
+        answer = pickle.dumps((None, error, text, now))
+        pickle.loads(answer)
+    except Exception:  # whatever a user's exception does when it is pickled
+        return pickle.dumps((None, None, text, now))
+    return answer
+
+
+def _users_traceback(error: BaseException) -> TracebackType | None:
+    """The traceback of an exception without the frames that called the user's code."""
+    ours = ("stageline.distributed.launchers.", "stageline.cli.", "runpy")
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None and str(at.tb_frame.f_globals.get("__name__")).startswith(ours):
+        at = at.tb_next
+    return at

@@ -1,0 +1,191 @@
+"""Ranks as processes of this machine, forked from a server that has imported torch."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stageline.common.errors import StagelineError
+from stageline.distributed._torch_private import TCPStore
+from stageline.distributed.launchers.fork_server import Child, ForkServer, read_answer, shared_server
+from stageline.distributed.launchers.launcher import Job, Outcome
+
+PATIENCE = 10.0
+"""Seconds that the other ranks have to end by themselves when one has failed; then they are asked, and then killed."""
+
+
+class ProcessLauncher:
+    """Starts one process per rank on this machine.
+
+    Every rank gets an equal share of the cores for its threads, unless OMP_NUM_THREADS is set.
+
+    >>> job = Job(os.getenv, ("LOCAL_RANK",), processes=2)
+    >>> sorted(outcome.value for outcome in ProcessLauncher().run(job))
+    ['0', '1']
+    """
+
+    def __init__(self, *, logs: str | Path | None = None, patience: float = PATIENCE, share_gpus: bool = False) -> None:
+        """`logs` is a folder for the output of the ranks, `rank-0.log` and so on; by default it is not redirected.
+
+        On a machine with GPUs, there must be one for every rank, unless `share_gpus` is true.
+        """
+        self._logs = None if logs is None else Path(logs)
+        self._patience, self._share_gpus = patience, share_gpus
+
+    def run(self, job: Job) -> list[Outcome]:
+        """Run the job, and return the outcomes in the order in which the ranks ended."""
+        if not self._share_gpus:
+            _refuse_too_many(job.processes)
+        if self._logs is not None:
+            self._logs.mkdir(parents=True, exist_ok=True)
+        server = shared_server()  # imports torch while this process opens the store
+        # The ranks meet at a store of this process, so no port can be taken by others before rank 0 listens.
+        store = TCPStore("127.0.0.1", 0, None, True, datetime.timedelta(seconds=300), wait_for_workers=False)
+        with tempfile.TemporaryDirectory(prefix="stageline-") as folder:
+            ranks = _Ranks(job, Path(folder), server, self._logs, self._patience)
+            try:
+                ranks.start(place_variables(job, store.port))
+                return ranks.wait()
+            finally:
+                ranks.kill()
+                del store
+
+
+def place_variables(job: Job, port: int) -> list[dict[str, str]]:
+    """The environment of every rank of a job on this machine."""
+    common = {
+        "OMP_NUM_THREADS": str(max(1, cores() // job.processes)),
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(job.processes),
+        "LOCAL_WORLD_SIZE": str(job.processes),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is open: no rank has to host it
+        **job.environment,
+    }
+    if not torch.cuda.is_available():
+        common.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(job.processes)]
+
+
+def _refuse_too_many(processes: int) -> None:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus and processes > gpus:
+        raise StagelineError(
+            f"{processes} ranks need {processes} GPUs, and this machine has {gpus}: start at most {gpus}, or set "
+            "CUDA_VISIBLE_DEVICES to an empty value to run on the CPU"
+        )
+
+
+class _Ranks:
+    """The processes of one job."""
+
+    def __init__(self, job: Job, folder: Path, server: ForkServer, logs: Path | None, patience: float) -> None:
+        self._job, self._folder, self._server = job, folder, server
+        self._logs, self._patience = logs, patience
+        self._running: dict[int, Child] = {}
+        self._outcomes: list[Outcome] = []
+        self._late = ""
+
+    def start(self, environments: Sequence[Mapping[str, str]]) -> None:
+        for rank, environment in enumerate(environments):
+            folder = self._folder / str(rank)
+            folder.mkdir()
+            self._running[rank] = self._server.call(
+                run_rank,
+                (self._job.function, self._job.arguments),
+                environment=environment,
+                folder=folder,
+                log=None if self._logs is None else self._logs / f"rank-{rank}.log",
+                answers=self._job.returns,
+            )
+
+    def wait(self) -> list[Outcome]:
+        end = None if self._job.timeout is None else time.monotonic() + self._job.timeout
+        kill_at: float | None = None
+        while self._running:
+            self._server.read_events(0.05)
+            self._collect()
+            now = time.monotonic()
+            if end is not None and now > end:
+                self._time_out()
+            elif kill_at is None and any(outcome.failure for outcome in self._outcomes):
+                kill_at = now + self._patience
+            elif kill_at is not None and now > kill_at:
+                self._end(signal.SIGTERM)
+                self._server.read_events(2.0)
+                self._collect()
+                self.kill()
+        return sorted(self._outcomes, key=lambda outcome: outcome.moment)
+
+    def _collect(self) -> None:
+        for rank, child in list(self._running.items()):
+            if child.code is not None:
+                del self._running[rank]
+                self._outcomes.append(self._outcome(rank, child.code))
+
+    def _outcome(self, rank: int, code: int) -> Outcome:
+        answer = read_answer(self._folder / str(rank))
+        if answer is not None:
+            return Outcome(rank, answer.value, answer.error, answer.failure, code, answer.moment)
+        failure = self._late or _ending(code) or ("ended before the function returned" if self._job.returns else "")
+        return Outcome(rank, failure=failure, code=code, moment=time.monotonic())
+
+    def _time_out(self) -> None:
+        self._late = f"did not end within {self._job.timeout:g} s"
+        self.kill()
+
+    def _end(self, number: int) -> None:
+        for child in self._running.values():
+            child.signal(signal.SIGCONT)  # a stopped process ends only after it continues
+            child.signal(number)
+
+    def kill(self) -> None:
+        """Kill what still runs."""
+        self._end(signal.SIGKILL)
+        for child in self._running.values():
+            child.wait(timeout=60)
+        self._collect()
+
+
+def run_rank(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """What a forked rank does before the function: what a new interpreter would have read or drawn for itself."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) > 0:
+        torch.set_num_threads(int(threads))
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    return function(*arguments)
+
+
+def _ending(code: int) -> str:
+    if code == 0:
+        return ""
+    if code > 0:
+        return f"ended with exit code {code}"
+    return f"was killed by {signal.Signals(-code).name}"
+
+
+def default_processes() -> int:
+    """One rank per GPU; without GPUs, one per core that this process may use, up to 4.
+
+    >>> 1 <= default_processes()
+    True
+    """
+    return torch.cuda.device_count() if torch.cuda.is_available() else min(4, cores())
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

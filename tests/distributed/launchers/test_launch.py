@@ -1,0 +1,165 @@
+"""`sl.launch` and its launchers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stageline as sl
+from stageline.cli.app import run
+from stageline.distributed.launchers.launcher import Job
+from stageline.distributed.launchers.processes import ProcessLauncher
+from stageline.testing import exercise_launcher
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def gradients_of_pipeline() -> tuple[int, dict[str, torch.Tensor]]:
+    """A pipeline of as many ranks as were launched, and its gradients on this process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    batch = torch.randn(8, 4)
+    pipe = sl.Pipeline(model, loss_fn=nn.functional.mse_loss, schedule="1f1b", microbatches=4, ranks=2, deadline=30)
+    pipe.step(batch, torch.zeros(8, 4))
+    return pipe.ranks, {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+
+
+def ranks_of_default_pipeline() -> int:
+    """Pipelines of a job of threads have as many ranks as it."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    return sl.Pipeline(model, loss_fn=nn.functional.mse_loss, schedule="gpipe", microbatches=2).ranks
+
+
+def stop_or_wait(folder: str) -> None:
+    """Rank 1 dies when rank 0 runs; rank 0 would wait for ever."""
+    mark = Path(folder) / "rank-0"
+    if os.environ["RANK"] == "0":
+        mark.write_text(str(os.getpid()))
+        while True:
+            time.sleep(1)
+    while not mark.exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class OddError(Exception):
+    """An exception that cannot be pickled back."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+def raise_odd() -> None:
+    raise OddError("planted", " failure")
+
+
+def leave(code: int) -> None:
+    raise SystemExit(code)
+
+
+def test_processes_and_threads_compute_the_same_gradients() -> None:
+    (_, whole), *_ = sl.launch(gradients_of_pipeline, processes=2, launcher="threads")
+    parts: dict[str, torch.Tensor] = {}
+    for ranks, own in sl.launch(gradients_of_pipeline, processes=2):
+        assert ranks == 2
+        assert own.keys().isdisjoint(parts)
+        parts |= own
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+def test_threads_set_the_number_of_ranks() -> None:
+    assert sl.launch(ranks_of_default_pipeline, processes=2, launcher="threads") == [2]
+    assert "STAGELINE_RANKS" not in os.environ
+
+
+def test_processes_conform(capfd: pytest.CaptureFixture[str]) -> None:
+    exercise_launcher(ProcessLauncher(patience=1.0))
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_dead_rank_is_named_and_the_others_are_ended(tmp_path: Path) -> None:
+    outcomes = ProcessLauncher(patience=0.2).run(Job(stop_or_wait, (str(tmp_path),), processes=2))
+    assert [outcome.rank for outcome in outcomes] == [1, 0]
+    assert outcomes[0].failure == "was killed by SIGKILL"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "rank-0").read_text()), 0)
+
+
+def test_a_job_that_takes_too_long_is_ended() -> None:
+    with pytest.raises(sl.LaunchError, match=r"^rank 0 of 2 did not end within 0.5 s$"):
+        sl.launch(time.sleep, 60, processes=2, timeout=0.5)
+
+
+def test_exceptions_come_back() -> None:
+    with pytest.raises(sl.LaunchError, match=r"^rank 0 of 1 failed: ValueError: invalid literal") as caught:
+        sl.launch(int, "one", processes=1)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert caught.value.rank == 0
+    with pytest.raises(sl.LaunchError, match=r"OddError: planted failure(.|\n)*in raise_odd"):
+        sl.launch(raise_odd, processes=1)
+
+
+@pytest.mark.parametrize(("code", "text"), [(3, "ended with exit code 3"), (0, "ended before the function returned")])
+def test_a_rank_that_leaves_has_no_result(code: int, text: str) -> None:
+    with pytest.raises(sl.LaunchError, match=text):
+        sl.launch(leave, code, processes=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"processes": 0}, "processes is the number of ranks, at least 1; got 0"),
+        ({"processes": True}, "got True"),
+        ({"processes": 1, "launcher": "proceses"}, r"unknown launcher 'proceses' \(did you mean 'processes'\?\)"),
+        ({"processes": 1, "launcher": 3}, "a launcher is a name or an object with a method run; got 3"),
+        ({"processes": 1, "timeout": 0}, "timeout is a number of seconds above 0, or None; got 0"),
+        ({"processes": 1, "launcher": "threads", "timeout": 1.0}, "cannot end it; use processes"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(sl.StagelineError, match=text):
+        sl.launch(os.getpid, **options)
+
+
+SCRIPT = """
+import os, sys, torch
+import stageline as sl
+from torch import nn
+rank = int(os.environ["RANK"])
+print("rank", rank, sys.argv[1:], __name__)
+pipe = sl.Pipeline(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), loss_fn=nn.functional.mse_loss, schedule="1f1b",
+                   microbatches=2)
+if rank == 1 and sys.argv[1:] == ["--fail"]:
+    raise KeyError("planted")
+print("loss", pipe.step(torch.ones(2, 2), torch.ones(2, 2)).loss)
+"""
+
+
+def test_the_command_runs_scripts_and_names_the_rank_that_failed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.py").write_text(SCRIPT)
+    assert run(["launch", "-n", "2", "job.py", "first", "-x"]) == 0
+    output = capfd.readouterr().out
+    assert "rank 0 ['first', '-x'] __main__" in output
+    assert output.count("loss") == 2
+    assert run(["launch", "-n", "2", "--logs", "logs", "-m", "job", "--fail"]) == 1
+    error = capfd.readouterr().err
+    assert error == "stageline launch: rank 1 of 2 failed: KeyError: 'planted'; its output is in logs/rank-1.log\n"
+    log = Path("logs/rank-1.log").read_text()
+    assert "KeyError: 'planted'" in log
+    assert "fork_server" not in log
+    assert "rank 1 left (KeyError: 'planted')" in Path("logs/rank-0.log").read_text()
+    assert run(["launch", "jop.py"]) == 2
+    assert (
+        capfd.readouterr().err == "error: there is no file jop.py (did you mean 'job.py'?); to run a module, use -m\n"
+    )
