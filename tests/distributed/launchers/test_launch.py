@@ -17,6 +17,7 @@ from stageline.cli.app import run
 from stageline.distributed.launchers.launcher import Job
 from stageline.distributed.launchers.processes import ProcessLauncher
 from stageline.testing import exercise_launcher
+from support.ports import free_ports
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -131,8 +132,11 @@ def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
 
 SCRIPT = """
 import os, sys, torch
-import stageline as sl
+from support.ports import free_ports
 from torch import nn
+
+import stageline as sl
+
 rank = int(os.environ["RANK"])
 print("rank", rank, sys.argv[1:], __name__)
 pipe = sl.Pipeline(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), loss_fn=nn.functional.mse_loss, schedule="1f1b",
@@ -163,3 +167,12 @@ def test_the_command_runs_scripts_and_names_the_rank_that_failed(
     assert (
         capfd.readouterr().err == "error: there is no file jop.py (did you mean 'job.py'?); to run a module, use -m\n"
     )
+
+
+def test_jobs_listen_on_the_ports_of_a_range() -> None:
+    first = free_ports(3)
+    needed = {"STAGELINE_PORTS": f"{first}-{first + 2}"}  # two ranks, and the failure monitor
+    assert len(sl.launch(gradients_of_pipeline, processes=2, environment=needed)) == 2
+    too_few = {"STAGELINE_PORTS": f"{first}-{first}"}
+    with pytest.raises(sl.LaunchError, match=f"all 1 ports of STAGELINE_PORTS={first}-{first} are in use"):
+        sl.launch(gradients_of_pipeline, processes=2, environment=too_few)

@@ -25,6 +25,8 @@ import sys
 import time
 from typing import Any
 
+from stageline.common.errors import StagelineError
+from stageline.common.ports import listen
 from stageline.common.trust import new_nonce, proof, proves
 from stageline.faults.monitor.blame import BlameRules
 
@@ -232,12 +234,9 @@ def _line(message: dict[str, Any]) -> bytes:
 def main() -> None:
     """Read the options from stdin, bind, print the port, and serve as a process that is nobody's child."""
     options = json.loads(sys.stdin.readline())
-    family = socket.AF_INET6 if ":" in options["host"] else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.bind((options["host"], 0))
-        listener.listen(1024)
-    except OSError as error:
+        listener = listen(options["host"])
+    except (OSError, StagelineError) as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return
     if os.fork():

@@ -28,6 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from stageline.common.errors import TransportError
+from stageline.common.ports import listen
 from stageline.common.trust import Sharing, new_nonce, one_machine, proof, proves
 from stageline.transport._torch_private import default_store
 from stageline.transport.tcp.channels import ChannelKind, Inbound, Outbound
@@ -60,13 +61,9 @@ class Links:
         """Listen at an address of this machine that the others can reach."""
         self.rank = rank
         self.ranks = ranks
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            self._listener.bind((host, 0))
-            self._listener.listen(1024)
+            self._listener = listen(host)
         except OSError as error:
-            self._listener.close()
             raise TransportError(f"rank {rank} cannot listen at {host}: {error}") from error
         self._listener.setblocking(False)
         self.address = f"{host}|{self._listener.getsockname()[1]}|{new_nonce()}"
