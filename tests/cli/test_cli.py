@@ -195,7 +195,20 @@ def test_a_broken_schedule_names_rule_and_place(tmp_path: Path, capsys: Capture)
     assert (verdict["valid"], verdict["rule"], verdict["rank"], verdict["position"]) == (False, "progress", 1, 0)
 
 
-VERBS = ["families", "show", "verify", "simulate", "compare", "trace", "doctor", "inspect", "profile", "check", "train"]
+VERBS = [
+    "families",
+    "show",
+    "verify",
+    "simulate",
+    "compare",
+    "trace",
+    "doctor",
+    "inspect",
+    "launch",
+    "profile",
+    "check",
+    "train",
+]
 VERBS += ["report", "synthesize", "plan"]
 
 
