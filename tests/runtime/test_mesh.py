@@ -188,7 +188,7 @@ def test_tensor_parallel_rows_train_as_the_plain_loop_and_mistakes_are_named() -
         "renamed": r"parallelize changed the names of the parameters of stage \d: \d.norm.weight is gone and "
         r"\d.other.weight is new; keep them",
         "halved": r"parallelize changed the shape of \d.up.weight from \(16, 8\) to \(8, 8\)",
-        "nothing": r"the mesh has tp 2, and nothing says which layers are cut: pass parallelize=",
+        "nothing": r"the mesh has tp 2, and nothing says which layers are cut: Sequential has no tp_plan; pass",
         "penalty": r"penalty= does not go together with stages whose parameters are sharded",
         "compile": r"compile= does not go together with stages whose parameters are sharded",
         "two directions": r"parallelize is applied to a stage with .*, whose parameters other stages or ranks also use",

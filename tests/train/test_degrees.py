@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import stageline as sl
-from stageline.cli.app import run
 from stageline.train.config.config import Config, Parallelism
 from stageline.train.config.ranks import find_degrees
 from stageline.train.config.rules import find_errors
@@ -169,21 +170,28 @@ def test_one_process_is_all_the_rest() -> None:
     assert tuple(find_degrees(Parallelism(), 1, gpus=0)) == (4, 1, 1, 1)
 
 
-def test_tensor_parallel_is_refused_by_name_at_the_start(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = Config.read(None, f"{TENSOR}=2", f"{PIPELINE}=2", f"{REPLICAS}=1")
-    assert find_errors(config) == []
-    expected = f"{TENSOR} is 2, and stageline train has no tensor parallel yet; set it to 1"
-    for start in (find_job_layout, preflight):
-        with pytest.raises(sl.StagelineError, match=expected):
-            start(config)
-    assert run(["train", "--check", f"--{TENSOR}", "2"]) != 0
-    assert expected in capsys.readouterr().err
-    started(monkeypatch, 4)
-    with pytest.raises(sl.StagelineError, match=expected):
-        find_job_layout(config)
-    assert find_job_layout(Config.read(None, f"{TENSOR}=1")).ranks == 4
+def no_plan() -> nn.Module:
+    return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 8), nn.Linear(8, 256))
+
+
+def test_tensor_parallel_shares_the_samples_of_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config.read(None, f"{TENSOR}=2", f"{PIPELINE}=2", f"{SHARDS}=2")
+    preflight(config)
+    with pytest.raises(sl.StagelineError, match=f"{TENSOR} is 2, and parts of a layer are processes: start them with "):
+        find_job_layout(Config.read(None, f"{TENSOR}=2"))
+    started(monkeypatch, 8)
+    layout = find_job_layout(config)
+    assert str(layout) == "2 ranks × 2 shards × 2 tensor parallel as processes on cpu"
+    places = [replace(layout, rank=rank) for rank in range(8)]
+    assert [place.replica for place in places] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [place.tensor for place in places] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [rank for rank, place in enumerate(places) if place.first] == [0, 4]
+
+
+def test_a_model_without_a_plan_cannot_be_cut() -> None:
+    config = Config.read(None, f"{TENSOR}=2", f"model.name={__name__}:no_plan")
+    with pytest.raises(sl.StagelineError, match=f"{TENSOR} is 2, and Sequential has no tp_plan, .*; give it one"):
+        preflight(config)
 
 
 def test_shards_are_replicas_with_samples_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,10 +218,11 @@ def test_shards_are_replicas_with_samples_of_their_own(monkeypatch: pytest.Monke
         "checkpoint.initial_load_path=weights",
     ],
 )
-def test_what_sharded_stages_do_not_support_is_refused_by_name(setting: str) -> None:
-    (error,) = find_errors(Config.read(None, f"{SHARDS}=2", setting))
+@pytest.mark.parametrize("degree", [SHARDS, TENSOR])
+def test_what_sharded_stages_do_not_support_is_refused_by_name(setting: str, degree: str) -> None:
+    (error,) = find_errors(Config.read(None, f"{degree}=2", setting))
     key, _, value = setting.partition("=")
-    assert f"{SHARDS} is 2, but {key} is {'set' if value == 'weights' else value}, which sharded stages" in error
+    assert f"{degree} is 2, but {key} is {'set' if value == 'weights' else value}, which sharded stages" in error
     assert find_errors(Config.read(None, setting)) == []
 
 

@@ -261,3 +261,23 @@ def test_shards_train_like_replicas_and_any_layout_resumes(fork_server: ForkServ
     alone = [*words, f"--training.local_batch_size={per_step}", "--training.steps=17"]
     assert exit_codes(start(fork_server, tokens, "shards", *alone)) == [0], log_of(tokens, "shards")
     assert len(losses(tokens, "shards")) == 17
+
+
+def test_tensor_parallel_trains_like_one_process_and_any_layout_resumes(fork_server: ForkServer, tokens: Path) -> None:
+    """Two ranks whose layers two processes share, stopped and resumed, against one process, which then resumes it."""
+    words = ["--training.local_batch_size=4", "--model.dropout=0"]  # masks of cut layers are different
+    parallel = [*words, "--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=zb-h1"]
+    for run, options, processes in (
+        ("alone", words, 1),
+        ("parallel", [*parallel, "--training.time_limit=0.00001"], 4),
+        ("parallel", parallel, 4),
+    ):
+        codes = exit_codes(start(fork_server, tokens, run, *options, processes=processes))
+        assert codes == [0] * processes, log_of(tokens, run)
+    assert "2 ranks × 2 tensor parallel as processes" in log_of(tokens, "parallel")
+    apart = [abs(losses(tokens, "parallel")[step][0] - losses(tokens, "alone")[step][0]) for step in range(1, 17)]
+    assert max(apart) < 1e-4, apart
+    saved, expected = (weights(tokens, run, 16) for run in ("parallel", "alone"))
+    assert max(abs(a - b) for name in expected for a, b in zip(saved[name], expected[name], strict=True)) < 1e-4
+    assert exit_codes(start(fork_server, tokens, "parallel", *words, "--training.steps=17")) == [0]
+    assert len(losses(tokens, "parallel")) == 17

@@ -30,8 +30,10 @@ __all__ = [
     "foreach_norm",
     "has_accumulate_hooks",
     "has_gradient_hooks",
+    "is_packed",
     "mark_stepped",
     "optimizer_hooks",
+    "packed_shard",
     "parameters_of",
     "profiler_is_on",
     "profiles_this_thread",
@@ -290,3 +292,15 @@ def composable_wrappers(module: nn.Module) -> set[str]:
     """The names of composable wrappers, such as `replicate`, that were applied to a module."""
     contract: Any = sys.modules.get("torch.distributed._composable.contract")
     return set() if contract is None else set(contract._get_registry(module) or ())
+
+
+def packed_shard(dimension: int, packs: int) -> Any:
+    """How a dimension of several matrices, one after the other, is cut: every process has its part of each of them."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dimension, split_factor=packs)
+
+
+def is_packed(placement: Any) -> bool:
+    """Whether `packed_shard` returned a placement."""
+    return hasattr(placement, "split_factor")

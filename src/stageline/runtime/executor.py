@@ -35,9 +35,12 @@ from stageline.schedules.schedule import Schedule
 from stageline.tensors.copies import cloned, data_of, detached, is_plain_tensor, noted, read_pairs, sharing
 from stageline.tensors.pytree import TENSOR, Leaf, flatten, refuse_layout, unflatten
 from stageline.tensors.sharded import arrived as arrived_tensor
+from stageline.tensors.sharded import is_sharded, receive_parts, send_parts, whole
 from stageline.transport.protocol import Header, Message, Traffic, Transport, kinds_of
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from stageline.planning.plan import Plan
     from stageline.timeline.costs import Costs
 
@@ -120,13 +123,17 @@ class Executor:
         progress: RankProgress,
         flight: FlightRecorder,
         deadline: float,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         """`stages` are those that this rank holds; with `own_stream`, they run in a CUDA stream of the rank's own.
 
         With `cuda_graphs`, they also capture their actions as CUDA graphs.
         `processes` are those of the ranks of the schedule, by which the transport addresses them.
         `progress` is where the rank says what it is doing, `flight` where it records what it did.
+        `mesh` is that of the processes that hold the same stages, on which sharded tensors arrive.
         """
+        self._mesh = mesh
+        self._dimensions: tuple[str, ...] = () if mesh is None else mesh.mesh_dim_names or ()
         self.schedule, self.rank, self.stages = schedule, rank, stages
         self.transport, self.progress, self.flight, self.deadline = transport, progress, flight, deadline
         self.processes, self.process = list(processes), processes[rank]
@@ -372,7 +379,7 @@ class Executor:
             )
             result.split = (result.split[0] + total, result.split[1] + unsplit)
             return None
-        grads = None if arrived is None else list(arrived.leaves)
+        grads = None if arrived is None else receive_parts(arrived.leaves, arrived.tree, self._mesh)[0]
         changed = () if arrived is None else arrived.wants_gradient
         run: Any = stage.backward if task.kind == kinds.B else stage.backward_input
         if self.graphs is None:
@@ -394,8 +401,9 @@ class Executor:
             leaves, tree, wants = self._batch_part(request, task.microbatch)
             shared = sharing(leaves, {}) if len(leaves) > 1 else ()
         else:
-            leaves, wants = list(arrived.leaves), list(arrived.wants_gradient)
-            tree, shared = read_pairs(arrived.tree)
+            leaves, tree = receive_parts(arrived.leaves, arrived.tree, self._mesh)
+            wants = list(arrived.wants_gradient)
+            tree, shared = read_pairs(tree)
         keywords = request.keywords.get(task.stage)
         own_keywords = self._on_device(keywords[task.microbatch]) if keywords else {}
         loss_inputs = None
@@ -418,7 +426,7 @@ class Executor:
             result.losses[task.microbatch], result.metrics[task.microbatch] = loss, metrics or {}
         if request.keep_outputs:
             copy = cloned if self.graphs is not None else detached
-            bare = [copy(leaf).detach() if isinstance(leaf, Tensor) else leaf for leaf in output.leaves]
+            bare = [whole(copy(leaf).detach()) if isinstance(leaf, Tensor) else leaf for leaf in output.leaves]
             result.outputs[task.microbatch] = unflatten(bare, output.tree)
         return None
 
@@ -452,6 +460,8 @@ class Executor:
         self, task: _Task, request: StepRequest, leaves: Sequence[Leaf], tree: str, changed: Sequence[bool] = ()
     ) -> Message:
         """A stage's output, with which tensors want a gradient; or gradients, with which of them a hook changed."""
+        if any(map(is_sharded, leaves)):
+            leaves, tree = send_parts(leaves, tree, self._dimensions, lambda: f"stage {task.stage}")
         key = (
             tree,
             *[

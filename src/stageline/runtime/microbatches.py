@@ -27,6 +27,7 @@ from stageline.runtime.rank_executors import ExecutorSet
 from stageline.runtime.setup.model_stages import ModelStages
 from stageline.runtime.setup.options import PipelineOptions, Reduction
 from stageline.schedules.schedule import Schedule
+from stageline.tensors.sharded import is_sharded
 
 
 @dataclass(frozen=True)
@@ -251,6 +252,11 @@ def _sizes(part: Any, spec: Any, what: str, option: str, needed: bool = False) -
         return []
     if _is_dense(part, spec):
         return [(int(part.shape[0]), what)]
+    if any(map(is_sharded, pytree.tree_leaves(part, is_leaf=is_mask))):
+        raise StagelineError(
+            f"{what} hold a DTensor; pass plain tensors: the samples of this data coordinate, the same on processes "
+            "that differ only in pp or tp"
+        )
     sizes = cut_of(part, spec, what, option).sizes()
     if not sizes and needed:
         raise StagelineError(

@@ -228,7 +228,7 @@ class Pipeline:
         self.recomputed = mark(model, recompute, options.recompute)
         stages = ModelStages(source, model, schedule.stages, options.example)
         host = host or find_host(schedule.ranks, options.seconds, replicas, self._mesh)
-        parallelize = find_parallelize(options, host.layout)
+        parallelize = find_parallelize(options, host.layout, model)
         stages.join(host, schedule.placement, parallelized=parallelize is not None)
         host.check_same(
             {

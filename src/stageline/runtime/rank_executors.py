@@ -117,6 +117,7 @@ class ExecutorCache:
                 progress=host.progress(rank),
                 flight=host.flight(rank),
                 deadline=host.deadline,
+                mesh=self._stages.mesh,
             )
             for rank in host.here
         ]

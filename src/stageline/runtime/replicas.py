@@ -24,7 +24,7 @@ from stageline.schedules import action as kinds
 from stageline.schedules.schedule import Schedule
 from stageline.tensors.buffers import BufferCopies
 from stageline.tensors.random_numbers import seed_of
-from stageline.tensors.sharded import processes_of
+from stageline.tensors.sharded import local, processes_of
 
 Stages: TypeAlias = dict[int, list[tuple[str, nn.Parameter]]]
 """The parameters of each stage, by name."""
@@ -194,6 +194,7 @@ class Replicas:
         for owner, name, _, copy in before:
             if owner in self._owners:
                 now = buffer_named(owner, name)
+                now = None if now is None else local(now)
                 size = 0 if now is None else now.nbytes
                 same = now is not None and now.shape == copy.shape and torch.equal(now, copy)
                 yield (owner, name), float(-1 - size if same else 1 + size)
@@ -216,7 +217,7 @@ class Replicas:
                     )
                 buffer = buffer_named(owner, name)
                 if buffer is not None:
-                    self._data.broadcast_tensor(buffer.data)
+                    self._data.broadcast_tensor(local(buffer).data)
 
     def metrics(self, own: dict[str, float]) -> dict[str, float]:
         """Add the metrics of all replicas, in their order."""

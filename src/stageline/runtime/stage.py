@@ -29,6 +29,7 @@ from stageline.tensors.buffers import Buffers, Snapshot
 from stageline.tensors.copies import Joined, Pairs, Shared, cloned, detached
 from stageline.tensors.pytree import TENSOR, Leaf, flatten, unflatten
 from stageline.tensors.random_numbers import Generators, draws, generator_alone, random_numbers
+from stageline.tensors.sharded import is_sharded, whole
 from stageline.tensors.thread_context import autocast_enabled, plain_precision
 
 Loss = Callable[[Any, Any], Any]
@@ -406,6 +407,8 @@ class Stage:
         metrics: dict[str, Any] = {}
         if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], dict):
             loss, metrics = loss[0], _checked_metrics(loss[1])
+        if is_sharded(loss):
+            loss = whole(loss)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
             raise StagelineError(
@@ -558,7 +561,9 @@ def _as_leaf(leaf: Leaf, wants: bool) -> Leaf:
 
 def _checked_metrics(metrics: dict[Any, Any]) -> dict[str, Any]:
     """The metrics of a loss function, detached; those on a GPU stay there until the step ends."""
-    plain = {str(name): value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+    plain = {
+        str(name): whole(value.detach()) if isinstance(value, Tensor) else value for name, value in metrics.items()
+    }
     for name, value in plain.items():
         if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)):
             raise StagelineError(f"the metric {name!r} is {shorten(value)}; a metric is one number")

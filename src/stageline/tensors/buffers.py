@@ -9,18 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from stageline.tensors._torch_private import buffers_of, children_of, version_of
+from stageline.tensors.sharded import local
 
 Snapshot = tuple[tuple[nn.Module, str, Tensor, int, Tensor | None], ...]
 """For each buffer: its module and name, the tensor, its version, and a copy if a forward changes it."""
 
 BufferCopies = list[tuple[nn.Module, str, Tensor, Tensor]]
-"""For each buffer: its module and name, the tensor, and a copy of it."""
+"""For each buffer: its module and name, the tensor, and a copy of this process's part of it."""
 
 
 def all_buffers(module: nn.Module) -> BufferCopies:
     """Return the buffers of a module and of all modules in it."""
     return [
-        (owner, name, buffer, buffer.detach().clone())
+        (owner, name, buffer, local(buffer).detach().clone())
         for owner in _modules_in(module)
         for name, buffer in buffers_of(owner).items()
         if buffer is not None
@@ -42,12 +43,12 @@ def put_back(taken: BufferCopies) -> None:
     """Restore the buffers, including buffers reassigned since."""
     for owner, name, buffer, copy in taken:
         buffers_of(owner)[name] = buffer
-        buffer.data.copy_(copy)
+        local(buffer).data.copy_(copy)
 
 
 def _same(buffer: Tensor, copy: Tensor | None) -> bool:
     """Compared by value: the kernels of some norms change their buffers without a new version."""
-    return copy is None or torch.equal(buffer, copy)
+    return copy is None or torch.equal(local(buffer), copy)
 
 
 class Buffers:
@@ -69,7 +70,7 @@ class Buffers:
 
     def _copy(self, owner: nn.Module, name: str, buffer: Tensor) -> Tensor | None:
         wanted = self._changing is None or (id(owner), name) in self._changing
-        return buffer.detach().clone() if wanted else None
+        return local(buffer).detach().clone() if wanted else None
 
     def after(self, before: Snapshot) -> None:
         """Learn which buffers the forward changed."""
@@ -94,12 +95,12 @@ class Buffers:
             if (id(owner), name) in (self._changing or set())
         ]
         now = [(owner, name, buffers_of(owner)[name]) for owner, name, _, _ in touched]
-        values = [None if tensor is None else tensor.detach().clone() for _, _, tensor in now]
+        values = [None if tensor is None else local(tensor).detach().clone() for _, _, tensor in now]
         with torch.no_grad():
             for owner, name, buffer, copy in touched:
                 buffers_of(owner)[name] = buffer
                 if copy is not None:
-                    buffer.data.copy_(copy)
+                    local(buffer).data.copy_(copy)
         try:
             yield
         finally:
@@ -107,4 +108,4 @@ class Buffers:
                 for (owner, name, tensor), value in zip(now, values, strict=True):
                     buffers_of(owner)[name] = tensor
                     if tensor is not None and value is not None:
-                        tensor.data.copy_(value)
+                        local(tensor).data.copy_(value)

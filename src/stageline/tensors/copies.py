@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from stageline.common.errors import StagelineError
 from stageline.tensors._torch_private import version_of, without_torch_function
 from stageline.tensors.pytree import Leaf
+from stageline.tensors.sharded import is_sharded, local
 
 _PLAIN = frozenset([Tensor, nn.Parameter])
 
@@ -34,6 +35,8 @@ def detached(tensor: Tensor, wants: bool = False) -> Tensor:
     if type(tensor) in _PLAIN:
         bare = tensor.detach()
         return bare.requires_grad_() if wants else bare
+    if is_sharded(tensor):
+        return torch.as_tensor(tensor.detach().requires_grad_(wants))
     with without_torch_function():
         return _like(tensor.detach(), tensor).requires_grad_(wants)
 
@@ -42,6 +45,8 @@ def cloned(tensor: Tensor) -> Tensor:
     """A copy in the same graph, of the same class and strides and with the same attributes."""
     if type(tensor) in _PLAIN:
         return _same_strides(tensor)
+    if is_sharded(tensor):
+        return torch.as_tensor(tensor.clone())
     with without_torch_function():
         return _like(_same_strides(tensor), tensor)
 
@@ -89,7 +94,7 @@ def sharing(leaves: Sequence[Leaf], joined: Joined) -> Pairs:
     >>> sharing([whole, 1, whole[:, :2], torch.zeros(4)], {}), sharing(whole.chunk(2, dim=1), {})
     (((0, 2),), ())
     """
-    tensors = [(place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [(place, local(leaf)) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if len(tensors) < 2:
         return ()
     addresses = [address_of(tensor) for _, tensor in tensors]
@@ -107,7 +112,7 @@ def sharing(leaves: Sequence[Leaf], joined: Joined) -> Pairs:
 
 def address_of(tensor: Tensor) -> int:
     """Where the memory of a tensor begins; 0 if it has none."""
-    return tensor.untyped_storage().data_ptr()
+    return local(tensor).untyped_storage().data_ptr()
 
 
 def _geometry(tensor: Tensor) -> _Geometry:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError, shorten
 from stageline.tensors._torch_private import is_traceable_wrapper_subclass, pytree, register_namedtuple
-from stageline.tensors.sharded import arrived
+from stageline.tensors.sharded import arrived, is_sharded
 
 Leaf: TypeAlias = Tensor | int | float | str | bool | None
 """What a message may hold; trees are flattened before they are sent."""
@@ -69,6 +69,8 @@ def odd_class(tensor: Tensor) -> str:
 
 
 def _refuse_odd(tensor: Tensor, where: str) -> None:
+    if is_sharded(tensor):  # its part is sent
+        return
     if (type(tensor) is not Tensor or tensor.is_nested) and odd_class(tensor):
         parts = "its values and offsets" if tensor.is_nested else "the plain tensors that it is made of"
         raise StagelineError(

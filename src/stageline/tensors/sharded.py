@@ -1,16 +1,26 @@
-"""Tensors whose parts are on several processes (DTensor): this process's part, the whole, and parts of a whole."""
+"""Tensors whose parts are on several processes (DTensor): this process's part, the whole, and parts of a whole.
+
+Between stages, a process sends its part, and how it was cut as plain data; the receiver joins the same part of its own
+group of processes to a sharded tensor again.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 import sys
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from stageline.common.errors import StagelineError
 from stageline.tensors._torch_private import cut_of_first, is_on_its_way
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def is_sharded(value: object) -> TypeGuard[Any]:
@@ -32,7 +42,7 @@ def local(tensor: Tensor) -> Tensor:
     tensor([1., 1.])
     """
     with torch.no_grad():
-        return torch.as_tensor(tensor.to_local()) if is_sharded(tensor) else tensor
+        return arrived(tensor.to_local()) if is_sharded(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -184,3 +194,94 @@ def sharding_text(tensor: Tensor) -> str:
 def processes_of(tensor: Tensor) -> list[int]:
     """The processes that hold parts or copies of a tensor; none for a plain tensor."""
     return [int(process) for process in tensor.device_mesh.mesh.flatten().tolist()] if is_sharded(tensor) else []
+
+
+# Between stages
+
+_MARK = "\t"
+
+
+def send_parts(
+    leaves: Sequence[Any], tree: str, dimensions: Collection[str], name: Callable[[], str]
+) -> tuple[list[Any], str]:
+    """The leaves of a message with this process's parts of sharded tensors, and its tree with how they are cut.
+
+    `dimensions` are those of the mesh that both ends have; `name` says whose message it is.
+    """
+    parts, cuts = list(leaves), []
+    for place, leaf in enumerate(leaves):
+        if is_sharded(leaf):
+            axes = list(leaf.device_mesh.mesh_dim_names or ())
+            if not axes or not set(axes) <= set(dimensions):
+                raise StagelineError(
+                    f"{name()} passes on a DTensor on a mesh of dimensions {', '.join(axes) or 'without names'}; "
+                    f"between stages, it is on the mesh of parallelize ({', '.join(dimensions) or 'no dimensions'}): "
+                    "use that mesh, or pass on x.to_local() or x.full_tensor()"
+                )
+            placements = [_plain_placement(placement, name) for placement in leaf.placements]
+            cuts.append([place, axes, placements, list(leaf.shape), list(leaf.stride())])
+            parts[place] = local(leaf).detach().requires_grad_(leaf.requires_grad)
+    return parts, f"{tree}{_MARK}{json.dumps(cuts)}" if cuts else tree
+
+
+def receive_parts(leaves: Sequence[Any], text: str, mesh: DeviceMesh | None) -> tuple[list[Any], str]:
+    """What `send_parts` was called with, on this process's mesh."""
+    tree, mark, cuts = text.partition(_MARK)
+    joined = list(leaves)
+    if mark:
+        from torch.distributed.tensor import DTensor
+
+        assert mesh is not None
+        for place, axes, placements, shape, stride in _read_cuts(cuts):
+            joined[place] = DTensor.from_local(
+                joined[place], _sub_mesh(mesh, axes), placements, run_check=False, shape=shape, stride=stride
+            )
+    return joined, tree
+
+
+def describe_parts(text: str) -> str:
+    """How the tensors of a message are cut, in words; empty if none is.
+
+    >>> describe_parts('tensor\\t[[0, ["tp"], [["shard", 1]], [2, 4], [4, 1]]]')
+    'a DTensor of shape (2, 4) with Shard(dim=1) over tp'
+    """
+    cuts = _read_cuts(text.partition(_MARK)[2] or "[]")
+    return " and ".join(
+        f"a DTensor of shape {tuple(shape)} with {', '.join(map(repr, placements))} over {', '.join(axes)}"
+        for _, axes, placements, shape, _ in cuts
+    )
+
+
+def _plain_placement(placement: Any, name: Callable[[], str]) -> list[Any]:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    if type(placement) is Shard:
+        return ["shard", placement.dim]
+    if type(placement) is Replicate:
+        return ["replicate"]
+    if type(placement) is Partial:
+        return ["partial", placement.reduce_op]
+    raise StagelineError(
+        f"{name()} passes on a DTensor with the placement {placement!r}; between stages, it has Shard, Replicate or "
+        "Partial: redistribute it, or pass on x.to_local() or x.full_tensor()"
+    )
+
+
+_Cut = tuple[int, tuple[str, ...], list[Any], torch.Size, tuple[int, ...]]
+"""The place of a sharded tensor among the leaves, the dimensions of its mesh, its placements, shape and strides."""
+
+
+@lru_cache(maxsize=1024)
+def _read_cuts(text: str) -> list[_Cut]:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    kinds: dict[str, Any] = {"shard": Shard, "replicate": Replicate, "partial": Partial}
+    return [
+        (int(place), tuple(axes), [kinds[kind](*rest) for kind, *rest in placements], torch.Size(shape), tuple(stride))
+        for place, axes, placements, shape, stride in json.loads(text)
+    ]
+
+
+@lru_cache(maxsize=64)
+def _sub_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    return mesh if axes == mesh.mesh_dim_names else mesh[axes]

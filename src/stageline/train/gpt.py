@@ -22,13 +22,25 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (samples, tokens, width) to the same shape."""
         samples, tokens, width = x.shape
-        parts = self.qkv(self.norm1(x)).view(samples, tokens, 3, self.heads, width // self.heads)
+        # -1: with tensor parallel, a process has some of the heads.
+        parts = self.qkv(self.norm1(x)).view(samples, tokens, 3, -1, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
         attended = functional.scaled_dot_product_attention(
             query, key, value, dropout_p=self.dropout if self.training else 0.0, is_causal=True
         )
-        x = x + self.drop(self.proj(attended.transpose(1, 2).reshape(samples, tokens, width)))
+        x = x + self.drop(self.proj(attended.transpose(1, 2).flatten(2)))
         return torch.as_tensor(x + self.drop(self.down(functional.gelu(self.up(self.norm2(x))))))
+
+
+TP_PLAN = {
+    "tokens": "embedding_rowwise",
+    "blocks.*.qkv": "packed_colwise_3",
+    "blocks.*.proj": "rowwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+    "head": "colwise_gather_output",
+}
+"""How tensor parallel cuts the layers."""
 
 
 class GPT(nn.Module):
@@ -38,6 +50,8 @@ class GPT(nn.Module):
     >>> model(torch.zeros(3, 16, dtype=torch.long)).shape
     torch.Size([3, 16, 256])
     """
+
+    tp_plan = TP_PLAN
 
     def __init__(
         self, vocab_size: int, length: int, dim: int, layers: int, heads: int, dropout: float = 0.0, tied: bool = False

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from stageline.common.errors import StagelineError
 from stageline.distributed.bootstrap import check_environment
 from stageline.train.config.config import Config
-from stageline.train.config.ranks import REPLICAS, SHARDS, Degrees, count_gpus, find_degrees
+from stageline.train.config.ranks import REPLICAS, SHARDS, TENSORS, count_gpus, find_degrees
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,21 +33,29 @@ class JobLayout:
     device: torch.device
     shards: int = 1
     """The replicas that share parameters, gradients and optimizer state."""
+    tensors: int = 1
+    """The processes that share the layers of a rank, and take the same samples."""
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The mesh of a job with shards; None for ranks and replicas, whose groups the pipeline makes."""
-        if self.shards == 1:
+        """The mesh of a job with shards or tensor parallel; None for ranks and replicas, whose groups the pipeline
+        makes."""
+        if self.shards == self.tensors == 1:
             return None
         from torch.distributed.device_mesh import init_device_mesh
 
-        sizes = (self.replicas // self.shards, self.shards, self.ranks)
-        return init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "pp"))
+        sizes = (self.replicas // self.shards, self.shards, self.tensors, self.ranks)
+        return init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "tp", "pp"))
 
     @property
     def replica(self) -> int:
         """The replica of this process."""
-        return self.rank // self.ranks if self.processes > 1 else 0
+        return self.rank // (self.ranks * self.tensors) if self.processes > 1 else 0
+
+    @property
+    def tensor(self) -> int:
+        """The part of the layers that this process has."""
+        return self.rank // self.ranks % self.tensors if self.processes > 1 else 0
 
     @property
     def main(self) -> bool:
@@ -57,7 +65,7 @@ class JobLayout:
     @property
     def first(self) -> bool:
         """Whether this process is the first rank of its replica."""
-        return self.processes == 1 or self.rank % self.ranks == 0
+        return self.processes == 1 or self.rank % (self.ranks * self.tensors) == 0
 
     def __str__(self) -> str:
         """
@@ -72,6 +80,7 @@ class JobLayout:
         replicas = self.replicas // self.shards
         times = f" × {replicas} replicas" if replicas > 1 else ""
         times += f" × {self.shards} shards" if self.shards > 1 else ""
+        times += f" × {self.tensors} tensor parallel" if self.tensors > 1 else ""
         return f"{self.ranks} ranks{times} as {how} on {self.device.type}"
 
 
@@ -85,10 +94,10 @@ def find_job_layout(config: Config) -> JobLayout:
     grouped = dist.is_available() and dist.is_initialized()
     processes = dist.get_world_size() if grouped else check_environment(os.environ)
     degrees = find_degrees(config.parallelism, processes, count_gpus())
-    ranks, replicas, shards, _ = degrees
+    ranks, replicas, shards, tensors = degrees
     if processes == 1:
-        refuse_tensor_parallel(degrees)
-        for name, degree, what in ((REPLICAS, replicas, "replicas"), (SHARDS, shards, "shards")):
+        named = ((REPLICAS, replicas, "replicas"), (SHARDS, shards, "shards"), (TENSORS, tensors, "parts of a layer"))
+        for name, degree, what in named:
             if degree > 1:
                 raise StagelineError(
                     f"parallelism.{name} is {degree}, and {what} are processes: start them with torchrun "
@@ -100,19 +109,9 @@ def find_job_layout(config: Config) -> JobLayout:
             f"parallelism.{degrees} need {degrees.processes} processes, and {processes} were started; start "
             f"{degrees.processes}, or set the degrees so that their product is {processes}"
         )
-    refuse_tensor_parallel(degrees)
     rank = dist.get_rank() if grouped else int(os.environ["RANK"])
     device = _device(int(os.environ.get("LOCAL_RANK", rank if grouped else 0)))
-    return JobLayout(ranks, replicas * shards, processes, rank, device, shards)
-
-
-def refuse_tensor_parallel(degrees: Degrees) -> None:
-    """Raise if a job has tensor parallel, which it cannot run yet."""
-    if degrees.tensor_parallel_degree > 1:
-        raise StagelineError(
-            f"parallelism.tensor_parallel_degree is {degrees.tensor_parallel_degree}, and stageline train has no "
-            "tensor parallel yet; set it to 1, or use sl.Pipeline(mesh=…, parallelize=…) in Python"
-        )
+    return JobLayout(ranks, replicas * shards, processes, rank, device, shards, tensors)
 
 
 def note_on_gpus(config: Config, layout: JobLayout) -> str:

@@ -15,12 +15,13 @@ from stageline.common.errors import StagelineError
 from stageline.distributed.bootstrap import check_environment
 from stageline.model.build.build import describe
 from stageline.model.split import split
+from stageline.runtime.setup.tensor_parallel import plan_of
 from stageline.train.checkpoint.reader import at_step
 from stageline.train.config.config import Config
 from stageline.train.config.io import raise_errors
 from stageline.train.config.ranks import count_gpus, find_degrees
 from stageline.train.config.rules import too_few_units
-from stageline.train.layout import JobLayout, find_job_layout, refuse_tensor_parallel
+from stageline.train.layout import JobLayout, find_job_layout
 from stageline.train.run_folder import RunFolder
 from stageline.train.setup import Setup
 
@@ -49,10 +50,8 @@ def _layout(config: Config) -> JobLayout:
     """Return the layout of the running processes; a single one checks for all that will be started."""
     if check_environment(os.environ) > 1:
         return find_job_layout(config)
-    degrees = find_degrees(config.parallelism, 1, count_gpus())
-    refuse_tensor_parallel(degrees)
-    ranks, replicas, shards, _ = degrees
-    return JobLayout(ranks, replicas * shards, 1, 0, torch.device("cpu"), shards)
+    ranks, replicas, shards, tensors = find_degrees(config.parallelism, 1, count_gpus())
+    return JobLayout(ranks, replicas * shards, 1, 0, torch.device("cpu"), shards, tensors)
 
 
 def _folder(setup: Setup) -> Iterator[str]:
@@ -73,6 +72,11 @@ def _job(setup: Setup) -> Iterator[str]:
     _ = setup.task.loss
     if model is None:
         return
+    if setup.layout.tensors > 1 and not plan_of(model):
+        yield (
+            f"parallelism.tensor_parallel_degree is {setup.layout.tensors}, and {type(model).__name__} has no tp_plan, "
+            "which says how its layers are cut; give it one, or set the degree to 1"
+        )
     units = _units(model, setup)
     if units is not None:
         yield from too_few_units(setup.config, units, f"{setup.task.name} has {units}")

@@ -204,10 +204,10 @@ class Setup:
     def _plan_mesh(self) -> dict[str, int] | None:
         """The mesh that a plan counts; None if no dimension divides the memory of a rank."""
         layout, shards_optimizer = self.layout, self.config.parallelism.shard_optimizer
-        if layout.shards == 1 and not shards_optimizer:
+        if layout.shards == layout.tensors == 1 and not shards_optimizer:
             return None
         replicas = {"dp_replicate": layout.replicas // layout.shards} if shards_optimizer else {}
-        return {"pp": layout.ranks, **replicas, "dp_shard": layout.shards}
+        return {"pp": layout.ranks, **replicas, "dp_shard": layout.shards, "tp": layout.tensors}
 
     def _profile(self) -> tuple[Profile, float | None]:
         """Measure the units of the model, in call order, on a microbatch; return the memory of a rank, too."""

@@ -58,14 +58,22 @@ class UnitTwins:
 
     def run(self, name: str, args: Any, kwargs: Any) -> Any:
         """Run the twin of a unit on meta tensors."""
-        if name not in self._twins:
-            self._twins[name] = meta_twin(self.modules[name].module)
-        twin = self._twins[name]
+        twin = self._twin(name)
         before = tensor_attributes(twin)
         with without_dispatch_modes():
             output = twin(*args, **kwargs)
         self.kept[name] = self.kept.get(name, frozenset()).union(new_attributes(before, twin))
         return output
+
+    def prepare(self) -> None:
+        """Copy all units now, before something changes them that dry runs must not see, such as sharding."""
+        for name in self.modules:
+            self._twin(name)
+
+    def _twin(self, name: str) -> nn.Module:
+        if name not in self._twins:
+            self._twins[name] = meta_twin(self.modules[name].module)
+        return self._twins[name]
 
 
 @dataclass

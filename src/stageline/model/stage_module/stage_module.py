@@ -201,8 +201,8 @@ class StagePart(nn.Sequential):
         ]
 
     @property
-    def model(self) -> nn.Module:
-        """The whole model."""
+    def whole_model(self) -> nn.Module:
+        """The whole model; its children are found by name in the part, and many have one named `model`."""
         original: Original = self.__dict__["_model"]
         return original.module
 
@@ -266,7 +266,7 @@ class StagePart(nn.Sequential):
     def frame_modules(self) -> list[nn.Module]:
         """Return the modules of the whole model that are not inside of a unit."""
         inside = {id(module) for unit in self.replay.modules.values() for module in unit.module.modules()}
-        return [module for module in self.model.modules() if id(module) not in inside]
+        return [module for module in self.whole_model.modules() if id(module) not in inside]
 
     def copies(self) -> dict[int, nn.Module]:
         """Return the copies that this stage runs, by the ids of the model's own modules."""
@@ -275,7 +275,7 @@ class StagePart(nn.Sequential):
     def refresh(self) -> None:
         """Take over attributes that were set on the model's modules; the units must still be the same."""
         for name, unit in self.replay.modules.items():
-            if _submodule(self.model, name) is not unit.module:
+            if _submodule(self.whole_model, name) is not unit.module:
                 raise StagelineError(f"{name} was replaced after the pipeline was created; create a new Pipeline")
         for original, module_copy in self._copies:
             if isinstance(module_copy, Wrapper):

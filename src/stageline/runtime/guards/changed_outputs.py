@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from stageline.distributed.failures import Change
 from stageline.tensors.pytree import TENSOR, unflatten
+from stageline.tensors.sharded import describe_parts
 from stageline.transport.protocol import Message
 
 
@@ -57,6 +58,8 @@ def _listed(kinds: Sequence[str]) -> str:
 
 def _describe(tree: str, kinds: Sequence[str], with_tree: bool) -> str:
     """The kinds of an output, in their containers if `with_tree`."""
+    if with_tree and (parts := describe_parts(tree)):
+        return parts
     if with_tree and tree == TENSOR:
         return f"one tensor, {kinds[0]}"
     if with_tree and len(kinds) <= 4:

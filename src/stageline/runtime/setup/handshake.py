@@ -41,10 +41,6 @@ def facts_of(model: nn.Module, schedule: Schedule, options: PipelineOptions) -> 
     >>> facts["the modules of the model"]
     'the model itself: torch.nn.modules.linear.Linear(in_features=2, out_features=1, bias=True)'
     """
-    actions: list[NDArray[Any]] = [schedule.kinds, schedule.stage_ids, schedule.microbatch_ids]
-    if schedule.sharding is not None:
-        actions += [schedule.sharding.kinds, schedule.sharding.stage_ids, schedule.sharding.places]
-    order = hashlib.blake2b(b"".join(part.tobytes() for part in actions), digest_size=8).hexdigest()
     shapes = [
         f"{name} {'not known yet' if is_lazy(parameter) else tuple(parameter.shape)}"
         for name, parameter in model.named_parameters()
@@ -53,7 +49,7 @@ def facts_of(model: nn.Module, schedule: Schedule, options: PipelineOptions) -> 
     frozen = [f"{name} requires_grad={parameter.requires_grad}" for name, parameter in model.named_parameters()]
     modes = [f"{name or 'the model itself'} training={module.training}" for name, module in model.named_modules()]
     return {
-        "the schedule": f"{schedule!r} {order}",
+        "the schedule": "\n".join([repr(schedule), *_programs(schedule)]),
         "the names and shapes of the model": "\n".join(shapes),
         "the types of the parameters and buffers": "\n".join(types),
         "the modules of the model": "\n".join(starmap(_described, model.named_modules())),
@@ -75,6 +71,24 @@ def facts_of(model: nn.Module, schedule: Schedule, options: PipelineOptions) -> 
         "the chunk specs": str(options.chunk_specs),
         "replan, replan_every and planned": f"{options.replan} {options.replan_every} {options.planned}",
     }
+
+
+def _programs(schedule: Schedule) -> Iterator[str]:
+    """The program of every rank. Processes that share layers or parameters run the same one, so that their collectives
+    come in the same order.
+
+    >>> import stageline as sl
+    >>> list(_programs(sl.schedule("gpipe", ranks=1, microbatches=1)))
+    ['a program of rank 0 with 2 actions and the digest ad4109610e67e9ab']
+    """
+    actions, sharding = (schedule.kinds, schedule.stage_ids, schedule.microbatch_ids), schedule.sharding
+    for rank, own in enumerate(schedule.slices()):
+        arrays: list[NDArray[Any]] = [schedule.placement.table, *(part[own] for part in actions)]
+        if sharding is not None:
+            own_shards = slice(int(sharding.bounds[rank]), int(sharding.bounds[rank + 1]))
+            arrays += [part[own_shards] for part in (sharding.kinds, sharding.stage_ids, sharding.places)]
+        order = hashlib.blake2b(b"".join(part.tobytes() for part in arrays), digest_size=8).hexdigest()
+        yield f"a program of rank {rank} with {own.stop - own.start} actions and the digest {order}"
 
 
 def _described(name: str, module: nn.Module) -> str:

@@ -47,6 +47,8 @@ class ModelStages:
     """The modules of the ranks of this process."""
     sharded: bool = False
     """Whether `parallelize` was applied to the stages."""
+    mesh: DeviceMesh | None = None
+    """The processes that hold the same stages: the mesh without "pp"."""
     plain: bool
     """Whether every stage runs once, on its own module: no parameter has two uses."""
 
@@ -88,7 +90,7 @@ class ModelStages:
 
         `parallelize` is applied to them before that, so that a process allocates only its part of a sharded parameter.
         """
-        self.sharded = parallelize is not None
+        self.sharded, self.mesh = parallelize is not None, mesh
         if recipe is not None:
             parts: list[nn.Module] = [part for stage, part in enumerate(self.parts) if self.holds(stage)]
             chosen = parts or [self.model]

@@ -15,6 +15,8 @@ from stageline.model.stage_module.stage_module import StagePart
 from stageline.model.units import layers_of
 from stageline.runtime._torch_private import parameters_of
 from stageline.runtime.setup.options import PipelineOptions
+from stageline.runtime.setup.tensor_parallel import cut_by_plan, dimension_to_shard, kept_whole, plan_of, refuse_uneven
+from stageline.runtime.setup.ties import tied_names
 from stageline.tensors.sharded import is_sharded, part_like
 
 if TYPE_CHECKING:
@@ -36,23 +38,21 @@ def shard_blocks(part: nn.Module, mesh: DeviceMesh | None) -> None:
     for name in names:
         module = part.get_submodule(name)
         if any(True for _ in module.parameters()):
-            fully_shard(module, mesh=mesh["dp_shard"])
+            fully_shard(module, mesh=mesh["dp_shard"], shard_placement_fn=dimension_to_shard)
 
 
-def find_parallelize(options: PipelineOptions, layout: Layout) -> Parallelize | None:
+def find_parallelize(options: PipelineOptions, layout: Layout, model: nn.Module) -> Parallelize | None:
     """The function that is applied to every stage: the option, or the default of the mesh; None if there is nothing.
 
     Refuses what does not go together with it yet.
     """
     function = options.parallelize
-    if function is None and layout.tensors > 1:
-        raise StagelineError(
-            f"the mesh has tp {layout.tensors}, and nothing says which layers are cut: pass parallelize=, a function "
-            "of a stage and the mesh that calls torch's parallelize_module"
-        )
-    if function is None and layout.shards > 1:
+    if layout.tensors > 1:
+        function = _default_of(model, layout) if function is None else _evenly(function, layout.tensors)
+    elif function is None and layout.shards > 1:
         function = shard_blocks
     if function is not None and layout.in_mesh:
+        _refuse_float8(model)
         refused = {
             "penalty=": options.penalty is not None,
             "cuda_graphs=True": options.cuda_graphs,
@@ -67,8 +67,52 @@ def find_parallelize(options: PipelineOptions, layout: Layout) -> Parallelize | 
     return function
 
 
+def _default_of(model: nn.Module, layout: Layout) -> Parallelize:
+    """Cut the layers of a stage by the model's own plan, and shard its blocks if the mesh has dp_shard."""
+    plan = plan_of(model)
+    if not plan:
+        raise StagelineError(
+            f"the mesh has tp {layout.tensors}, and nothing says which layers are cut: {type(model).__name__} has no "
+            "tp_plan; pass parallelize=, a function of a stage and the mesh that calls torch's parallelize_module"
+        )
+    names = kept_whole(plan, tied_names(model))
+
+    def cut_and_shard(part: nn.Module, mesh: DeviceMesh) -> None:
+        parameters = part.named_parameters(remove_duplicate=False)
+        cut_by_plan(part, mesh, plan, {id(parameter) for name, parameter in parameters if name in names})
+        refuse_uneven(part, layout.tensors, heads=False)
+        if layout.shards > 1:
+            shard_blocks(part, mesh)
+
+    return cut_and_shard
+
+
+def _evenly(function: Parallelize, degree: int) -> Parallelize:
+    """A user's function, and the check that tp divides what it cuts."""
+
+    def apply_evenly(part: nn.Module, mesh: DeviceMesh | None) -> Any:
+        answer = function(part, mesh)
+        refuse_uneven(part, degree, heads=True)
+        return answer
+
+    return apply_evenly
+
+
+def _refuse_float8(model: nn.Module) -> None:
+    """Refuse torchao's linear layers in float8: their parts would have scales of their own."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "Float8Linear":
+            raise StagelineError(
+                f"{name} is a Float8Linear, and float8 does not go together with stages whose parameters are sharded "
+                "(dp_shard or tp in the mesh); use bfloat16 there, or float8 in a mesh of pp and dp_replicate"
+            )
+
+
 def apply(function: Parallelize, stages: Sequence[tuple[int, nn.Module]], mesh: DeviceMesh | None) -> None:
     """Call the function for every stage; its parameters must keep their names."""
+    for _, part in stages:
+        if isinstance(part, StagePart):
+            part.replay.twins.prepare()
     for stage, part in stages:
         before = dict(part.named_parameters(remove_duplicate=False))
         with _only_own_units(part):
@@ -80,12 +124,6 @@ def apply(function: Parallelize, stages: Sequence[tuple[int, nn.Module]], mesh: 
             )
         after = dict(part.named_parameters(remove_duplicate=False))
         _refuse_new_names(stage, before, after)
-        for what, named in (("buffer", part.named_buffers()),):
-            for name, tensor in named:
-                if is_sharded(tensor):
-                    raise StagelineError(
-                        f"parallelize made the {what} {name} of stage {stage} a DTensor; keep buffers plain tensors"
-                    )
 
 
 def _refuse_new_names(stage: int, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:

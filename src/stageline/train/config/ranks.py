@@ -22,6 +22,7 @@ UNSET = -2
 """Replicas that no file, flag or dict has set."""
 REPLICAS = "data_parallel_replicate_degree"
 SHARDS = "data_parallel_shard_degree"
+TENSORS = "tensor_parallel_degree"
 DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 
 

@@ -15,7 +15,7 @@ from stageline.schedules.registry import find_family, schedule
 from stageline.schedules.schedule import Schedule
 from stageline.train.config.config import Config, Parallelism
 from stageline.train.config.io import options, raise_errors, show, toml_value
-from stageline.train.config.ranks import degree_errors, ranks_of_job
+from stageline.train.config.ranks import SHARDS, TENSORS, degree_errors, ranks_of_job
 
 LOSSES = ("cross_entropy", "weighted_cross_entropy", "mse", "own")
 DATASETS = ("python", "text", "memmap", "dataset")
@@ -203,13 +203,14 @@ def _shards(config: Config) -> Iterator[str]:
         and config.optimizer.implementation == "fused",
         "checkpoint.initial_load_path is set": config.checkpoint.initial_load_path,
     }
-    degree = config.parallelism.data_parallel_shard_degree
-    for obstacle, is_present in obstacles.items():
-        if degree not in (0, 1) and is_present:
-            yield (
-                f"parallelism.data_parallel_shard_degree is {degree}, but {obstacle}, which sharded stages do not "
-                "support yet; change one of the two"
-            )
+    for name in (SHARDS, TENSORS):
+        degree = getattr(config.parallelism, name)
+        for obstacle, is_present in obstacles.items():
+            if degree not in (0, 1) and is_present:
+                yield (
+                    f"parallelism.{name} is {degree}, but {obstacle}, which sharded stages do not support yet; change "
+                    "one of the two"
+                )
 
 
 def _continuous_steps(config: Config) -> Iterator[str]:
