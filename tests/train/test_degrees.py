@@ -214,7 +214,6 @@ def test_shards_are_replicas_with_samples_of_their_own(monkeypatch: pytest.Monke
         "model.tie_embeddings=true",
         "optimizer.name=Muon",
         "optimizer.name=Adafactor",
-        "parallelism.fsdp_reshard_after_forward=always",
         "checkpoint.initial_load_path=weights",
     ],
 )
