@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stageline as sl
+from stageline.schedules.sharding import lower_sharding
 from stageline.timeline import draw
 from stageline.timeline.draw.palette import LOOKS
 from stageline.timeline.draw.terminal import chart, strip
@@ -146,6 +147,30 @@ def test_the_trace_has_every_action_and_an_arrow_for_every_transfer(name: str) -
             (slice_,) = (box for box in boxes if box["name"] == name)
             assert arrow["tid"] == slice_["tid"]
             assert slice_["ts"] < arrow["ts"] < slice_["ts"] + slice_["dur"], "an arrow hangs on the box it belongs to"
+
+
+def test_every_drawing_shows_what_is_gathered_freed_and_reduced() -> None:
+    schedule = lower_sharding(sl.schedule("zb-v", 2, 3))
+    timeline = sl.simulate(schedule, sl.Costs(gather=2, reduce=1, transfer=1))
+    lines = draw.text(timeline, 110).splitlines()
+    assert lines[0].startswith("rank 0 ......F0-")
+    assert lines[1].startswith("       U>>>>>")
+    assert [line.count("G") for line in (lines[1], lines[3])] == [2, 2]
+    assert "gather of parameters" in "".join(lines[4:])
+    shards = list(timeline.shard_actions())
+    assert draw.svg(timeline).count("<title>") == schedule.num_actions + len(shards)
+    ElementTree.fromstring(draw.svg(timeline))
+    page = json.loads(re.search(r'id="data">(.*?)</script>', draw.html(timeline))[1])  # type: ignore[index]
+    assert [(rank, start, end) for rank, _, _, start, end in page["panels"][0]["shards"]] == [
+        (timed.rank, timed.start, timed.end) for timed in shards
+    ]
+    events = json.loads(draw.trace(timeline, 1.0))["traceEvents"]
+    drawn = [(e["tid"] - 2, e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] >= 2]
+    assert drawn == [(timed.rank, timed.start, timed.end) for timed in shards]
+    timeline.write("run.json")
+    copy = sl.read_timeline("run.json")
+    assert list(copy.shard_actions()) == shards
+    assert copy.idle == timeline.idle
 
 
 def test_kinds_differ_in_brightness_and_words_can_be_read() -> None:

@@ -23,7 +23,8 @@ class Idle(NamedTuple):
     peer: float
     """Another rank had not finished its input."""
     host: float
-    """Its input had arrived and the rank was free, but the action had not started; 0 in a simulation."""
+    """Its input had arrived and the rank was free, but the action had not started. In a simulation: its parameters were
+    being gathered."""
     drain: float
     """After its last action, until the last rank ends."""
 

@@ -18,7 +18,7 @@ from stageline.schedules.schedule import Schedule
 from stageline.schedules.verify import ensure_progress
 from stageline.timeline.costs import LARGEST_SUM, Costs, Floats
 from stageline.timeline.idle import entry_times
-from stageline.timeline.timeline import Timeline, Transfers
+from stageline.timeline.timeline import ShardTimes, Timeline, Transfers
 
 FORMAT = "stageline-timeline"
 VERSION = 1
@@ -67,9 +67,12 @@ def _lines(timeline: Timeline) -> Iterator[str]:
         "sent": np.split(moved.sent, cuts[1:-1]),
         "arrived": np.split(moved.arrived, cuts[1:-1]),
     }
+    if timeline.shards is not None and schedule.sharding is not None:
+        for name, times in (("shard_start", timeline.shards.start), ("shard_end", timeline.shards.end)):
+            rows[name] = np.split(times, schedule.sharding.bounds[1:-1])
     for name, by_rank in rows.items():
         inner = ",\n    ".join(json.dumps(row.tolist(), separators=(",", ":")) for row in by_rank)
-        yield f'  "{name}": [\n    {inner}\n  ]{"" if name == "arrived" else ","}\n'
+        yield f'  "{name}": [\n    {inner}\n  ]{"" if name == list(rows)[-1] else ","}\n'
     yield "}\n"
 
 
@@ -87,7 +90,11 @@ def _timeline(data: Mapping[str, Any]) -> Timeline:
     if costs is not None:
         costs.check_lengths(schedule.stages, schedule.microbatches)
     moved = Transfers(receivers, sent, arrived)
-    timeline = Timeline(schedule, start, end, moved, costs, _uncertainty(data, schedule, start, moved))
+    shards = None
+    if schedule.sharding is not None:
+        per_rank = np.diff(schedule.sharding.bounds)
+        shards = ShardTimes(*(_times(data, name, per_rank, "shard actions") for name in ("shard_start", "shard_end")))
+    timeline = Timeline(schedule, start, end, moved, costs, _uncertainty(data, schedule, start, moved), shards)
     _check_order(schedule, timeline)
     return timeline
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stageline.timeline.draw.palette import LOOKS, boxes_of
+from stageline.timeline.draw.palette import LOOKS, SHARD_LOOKS, boxes_of, shard_boxes
 from stageline.timeline.idle import Idle
 from stageline.timeline.timeline import Timeline
 
@@ -39,6 +39,7 @@ def html(
         "until": end,
         "step": end / RESOLUTION,
         "looks": [[letter, look.meaning, look.fill, look.pale, look.ink] for letter, look in LOOKS.items()],
+        "shardLooks": {letter: [look.meaning, look.fill, look.ink] for letter, look in SHARD_LOOKS.items()},
         "panels": [_panel(timeline, name, end) for timeline, name in zip(panels, titles, strict=True)],
     }
     heading = title or ", ".join(dict.fromkeys(titles))
@@ -71,7 +72,10 @@ def _panel(timeline: Timeline, name: str, end_time: float) -> dict[str, Any]:
             }
         )
     second = boxes.first[pairs] + 1
+    origin = timeline.first_start
+    shards = [[b.rank, b.letter, b.stage, b.start - origin, b.end - origin] for b in shard_boxes(timeline)]
     return {
+        "shards": shards,
         "name": name,
         "stages": schedule.stages,
         "microbatches": schedule.microbatches,

@@ -7,12 +7,16 @@ to W in even steps, so the kinds also differ in greyscale. Every renderer writes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stageline.schedules.action import KINDS
 from stageline.schedules.schedule import Schedule
+
+if TYPE_CHECKING:
+    from stageline.timeline.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,12 @@ LOOKS: dict[str, Look] = {
     "W": Look("gradient of the weights", "#00533c", "#5f9484", "#ffffff", ":"),
     "&": Look("forward and backward overlapped", "#7b4b94", "#b193c0", "#ffffff", "*"),
 }
+SHARD_LOOKS: dict[str, Look] = {
+    "U": Look("gather of parameters", "#0072b2", "#0072b2", "#ffffff", ">"),
+    "R": Look("free parameters", "#222222", "#222222", "#ffffff", "|"),
+    "G": Look("reduction of gradients", "#cc79a7", "#cc79a7", "#000000", "+"),
+}
+"""The styles of shard actions, which are drawn beside the actions of their rank."""
 IDLE = "#f4f4f4"
 
 
@@ -72,6 +82,32 @@ def label_of(schedule: Schedule, first: int, letter: str) -> str:
     if letter == "&":
         return f"F{microbatch}&B{int(schedule.microbatch_ids[first + 1])}"
     return f"{letter}{microbatch}"
+
+
+@dataclass(frozen=True)
+class ShardBox:
+    """A shard action to draw."""
+
+    rank: int
+    letter: str
+    stage: int
+    start: float
+    end: float
+
+    @property
+    def text(self) -> str:
+        """What it does, and when."""
+        times = f"{number(self.start)} to {number(self.end)}"
+        return f"{SHARD_LOOKS[self.letter].meaning}, stage {self.stage}: {times}"
+
+
+def shard_boxes(timeline: Timeline) -> list[ShardBox]:
+    """Return the shard actions of a timeline; frees, which take no time, too."""
+    letters = {"UNSHARD": "U", "RESHARD": "R", "REDUCE_GRAD": "G"}
+    return [
+        ShardBox(rank, letters[action.kind], action.stage, start, end)
+        for rank, action, start, end in timeline.shard_actions()
+    ]
 
 
 def number(value: float) -> str:

@@ -9,10 +9,22 @@ import numpy as np
 
 from stageline.schedules.dependencies import Ints
 from stageline.timeline.costs import Floats
-from stageline.timeline.draw.palette import IDLE, LOOKS, Boxes, boxes_of, label_of, number, summary
+from stageline.timeline.draw.palette import (
+    IDLE,
+    LOOKS,
+    SHARD_LOOKS,
+    Boxes,
+    boxes_of,
+    label_of,
+    number,
+    shard_boxes,
+    summary,
+)
 from stageline.timeline.timeline import Timeline, shown_bubble
 
 LEFT, ROW, GAP, HEAD, AXIS = 64, 24, 3, 34, 26
+STRIP = 5
+"""The height of shard actions at the lower edge of a row."""
 MAX_LABELLED = 4000
 """Above this many boxes, omit labels and tooltips, which would be too small to read."""
 
@@ -39,6 +51,7 @@ def svg(timelines: Timeline | Sequence[Timeline], width: int = 1000, *, names: S
     parts.append(_axis(end, scale, top))
     letters = {letter for timeline in panels for letter in boxes_of(timeline.schedule).letter.tolist()}
     two_chunks = any(bool(boxes_of(timeline.schedule).odd.any()) for timeline in panels)
+    letters |= {box.letter for timeline in panels for box in shard_boxes(timeline)}
     legend, height = _legend(letters, two_chunks, top + AXIS + 12, width)
     parts.append(legend)
     return (
@@ -55,6 +68,19 @@ def _style() -> str:
         rules.append(f".p{index}{{fill:{look.pale};stroke:#fff;stroke-width:.6}}")
         rules.append(f".i{index}{{fill:{look.ink};text-anchor:middle;pointer-events:none;font-size:11px}}")
     return "<style>" + "".join(rules) + "</style>"
+
+
+def _shards(timeline: Timeline, top: int, scale: float) -> list[str]:
+    """Return a thin strip at the lower edge of each rank's row: what it gathers, frees and reduces."""
+    parts = []
+    for box in shard_boxes(timeline):
+        x, y = (box.start - timeline.first_start) * scale + LEFT, top + HEAD - 8 + box.rank * (ROW + GAP) + ROW - STRIP
+        length = max((box.end - box.start) * scale, 1.5)
+        parts.append(
+            f'<rect fill="{SHARD_LOOKS[box.letter].fill}" x="{x:.2f}" y="{y}" width="{length:.2f}" height="{STRIP}">'
+            f"<title>{escape(box.text)}</title></rect>"
+        )
+    return parts
 
 
 def _panel(timeline: Timeline, title: str, top: int, scale: float) -> str:
@@ -96,7 +122,7 @@ def _panel(timeline: Timeline, title: str, top: int, scale: float) -> str:
                 style = f' style="{size}{ink}"' if size + ink else ""
                 middle = f'x="{x + box_width / 2:.2f}" y="{y + ROW - 8}"'
                 parts.append(f'<text class="i{look}"{style} {middle}>{escape(label)}</text>')
-    return "\n".join(parts)
+    return "\n".join([*parts, *_shards(timeline, top, scale)])
 
 
 def _outlines(boxes: Boxes, start: Floats, length: Floats, row: Ints) -> list[str]:
@@ -141,6 +167,8 @@ def _legend(letters: set[str], two_chunks: bool, top: int, width: int) -> tuple[
     entries: list[tuple[int | None, str, str]] = [
         (index, letter, look.meaning) for index, (letter, look) in enumerate(LOOKS.items()) if letter in letters
     ]
+    shards = {letter: look for letter, look in SHARD_LOOKS.items() if letter in letters}
+    entries += [(None, letter, f"{look.meaning} (strip)") for letter, look in shards.items()]
     if two_chunks:
         entries.append((None, "", "paler: every second chunk of a rank"))
     for index, letter, meaning in entries:
@@ -150,6 +178,8 @@ def _legend(letters: set[str], two_chunks: bool, top: int, width: int) -> tuple[
         if index is not None:
             parts.append(f'<rect class="k{index}" x="{x}" y="{top}" width="18" height="14"/>')
             parts.append(f'<text class="i{index}" x="{x + 9}" y="{top + 11}">{escape(letter)}</text>')
+        elif letter:
+            parts.append(f'<rect fill="{shards[letter].fill}" x="{x}" y="{top + 5}" width="18" height="{STRIP}"/>')
         parts.append(f'<text x="{x + 24 if letter else x}" y="{top + 11}">{meaning}</text>')
         x += entry_width
     return "\n".join(parts), top + 24

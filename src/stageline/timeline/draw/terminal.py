@@ -10,7 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stageline.schedules.dependencies import Ints
-from stageline.timeline.draw.palette import LOOKS, Boxes, boxes_of, label_of, number, summary
+from stageline.timeline.draw.palette import (
+    LOOKS,
+    SHARD_LOOKS,
+    Boxes,
+    boxes_of,
+    label_of,
+    number,
+    shard_boxes,
+    summary,
+)
 from stageline.timeline.timeline import Timeline, shown_bubble
 
 MIN_WIDTH = 30
@@ -47,6 +56,7 @@ def chart(
     first_column = _columns(timeline.start[boxes.first], timeline, scale)
     last_column = _columns(timeline.end[boxes.first], timeline, scale)
     lines = []
+    shards = _shard_lines(timeline, scale, edge) if timeline.shards is not None else {}
     for rank in ranks:
         if rank is None:
             lines.append([Segment("…".rjust(margin - 1) + f"  ({schedule.ranks - len(ranks) + 1} ranks not shown)")])
@@ -54,6 +64,8 @@ def chart(
         line = [Segment(f"rank {rank} ".rjust(margin))]
         lines.append(line)
         rank_boxes = np.flatnonzero(boxes.rank == rank)
+        if rank in shards:
+            lines.append([Segment(" " * margin), *shards[rank]])
         if crowded:
             line += _majority(timeline, boxes, rank_boxes, scale, edge)
             continue
@@ -70,6 +82,19 @@ def chart(
             column = end
         line.append(Segment("." * max(0, edge - column)))
     return lines
+
+
+def _shard_lines(timeline: Timeline, scale: float, edge: int) -> dict[int, list[Segment]]:
+    """Return a line below each rank with sharded stages: when it gathers (U), frees (R) and reduces (G)."""
+    by_rank: dict[int, list[str]] = {}
+    for box in shard_boxes(timeline):
+        cells = by_rank.setdefault(box.rank, [" "] * (edge + 1))
+        first, last = _columns(np.array([box.start, box.end]), timeline, scale).tolist()
+        for column in range(first, min(max(last, first + 1), edge + 1)):
+            free = cells[column] == " "
+            cells[column] = box.letter if column == first and (free or box.letter != "R") else cells[column]
+            cells[column] = SHARD_LOOKS[box.letter].line if column > first else cells[column]
+    return {rank: [Segment("".join(cells).rstrip())] for rank, cells in by_rank.items()}
 
 
 def _majority(timeline: Timeline, boxes: Boxes, rank_boxes: Ints, scale: float, columns: int) -> list[Segment]:
@@ -148,6 +173,10 @@ def legend(timelines: Sequence[Timeline], width: int = 100) -> list[list[Segment
         [Segment(f" {letter} ", letter), Segment(f" {look.meaning}")]
         for letter, look in LOOKS.items()
         if letter in present
+    ]
+    drawn = {box.letter for timeline in timelines for box in shard_boxes(timeline)}
+    entries += [
+        [Segment(f" {letter} "), Segment(f" {look.meaning}")] for letter, look in SHARD_LOOKS.items() if letter in drawn
     ]
     if any(panel.odd.any() for panel in boxes):
         entries.append([Segment("small letters: every second chunk of a rank")])

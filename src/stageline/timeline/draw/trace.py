@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
-from stageline.timeline.draw.palette import LOOKS
+from stageline.timeline.draw.palette import LOOKS, SHARD_LOOKS, shard_boxes
 from stageline.timeline.timeline import Timeline
 
 
@@ -42,7 +42,7 @@ def _events(
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
     for rank in range(schedule.ranks):
         yield {"ph": "M", "pid": process, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
-    slices = {}
+    slices: dict[Any, tuple[float, float]] = {}
     for entry in timeline.actions():
         slices[entry.action] = ((entry.start - origin) * unit, (entry.end - entry.start) * unit)
         yield {
@@ -54,6 +54,22 @@ def _events(
             "ts": (entry.start - origin) * unit,
             "dur": (entry.end - entry.start) * unit,
             "args": {"kind": entry.action.kind, "stage": entry.action.stage, "microbatch": entry.action.microbatch},
+        }
+    shards = schedule.ranks  # a track of their own below those of the ranks
+    for box in shard_boxes(timeline):
+        if shards + box.rank not in slices:
+            slices[shards + box.rank] = (0.0, 0.0)
+            name = f"shards of rank {box.rank}"
+            yield {"ph": "M", "pid": process, "tid": shards + box.rank, "name": "thread_name", "args": {"name": name}}
+        yield {
+            "ph": "X",
+            "pid": process,
+            "tid": shards + box.rank,
+            "name": f"{box.letter} stage {box.stage}",
+            "cat": SHARD_LOOKS[box.letter].meaning,
+            "ts": (box.start - origin) * unit,
+            "dur": (box.end - box.start) * unit,
+            "args": {"stage": box.stage},
         }
     for message in timeline.messages():
         arrow = f"{message.sender} to {message.receiver}"
